@@ -1,0 +1,44 @@
+# Everything a contributor needs; each target sets up its own .venv first.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help demo test test-all check format soak bench clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[examples]'
+	touch $@
+
+demo: $(STAMP)   ## train a real model on two processes, with plots, in under a minute
+	$(BIN)/rally run --nproc-per-node 2 examples/digits_ddp.py --output demo-output
+
+test: $(STAMP)   ## the whole test suite
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)  ## ruff, mypy (strict) and the layering rule
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+format: $(STAMP) ## put the code into the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## launch speed and memory beside torchrun; writes bench/results/launch.json
+	$(BIN)/python bench/launch.py --output bench/results/launch.json
+
+soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind; writes bench/results/soak.json
+	$(BIN)/python bench/soak.py --output bench/results/soak.json
+
+clean:           ## remove the virtual environment and what the tools cached
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output

@@ -1,0 +1,1 @@
+"""Stdlib-only ground floor: clocks, the environment, frames. Private to the package."""

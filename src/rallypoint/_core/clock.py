@@ -1,0 +1,54 @@
+"""Time, as an argument: monotonic clocks and deadlines.
+
+Wall clocks differ between hosts and jump; nothing in the package compares them. The one use of
+the wall clock is a time stamp for people (:func:`timestamp`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where a shell gets the time from; tests pass a fake."""
+
+    def now(self) -> float:
+        """Seconds on a clock that only grows."""
+
+
+class MonotonicClock:
+    """The operating system's monotonic clock, shared by all processes of this host."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+MONOTONIC: Clock = MonotonicClock()
+
+
+class Deadline:
+    """A point in time that several steps share. ``None`` means no limit.
+
+    Args:
+        timeout: seconds from now, or None.
+        clock: the clock to read.
+    """
+
+    __slots__ = ("_at", "_clock")
+
+    def __init__(self, timeout: float | None, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
+        self._at = None if timeout is None else clock.now() + timeout
+
+    def remaining(self) -> float | None:
+        """Seconds left, never negative; None without a limit."""
+        return None if self._at is None else max(0.0, self._at - self._clock.now())
+
+    def expired(self) -> bool:
+        return self._at is not None and self._clock.now() >= self._at
+
+
+def timestamp() -> int:
+    """Seconds since the epoch, to be shown to people or written into files, never compared."""
+    return int(time.time())

@@ -1,0 +1,68 @@
+"""The only reader of the environment: which variables there are, and what they mean.
+
+Cores never read the environment: they are handed a mapping (:func:`snapshot`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+
+
+# What `rally` itself listens to, beside PET_<FLAG> (each torchrun flag) and what the cluster sets
+# (launch/cluster_env.py). Shown by `rally env`.
+KNOWN: Mapping[str, str] = {
+    "PYTHON_EXEC": "the interpreter for workers; another one than rally's own implies --start-method exec",
+    "LOGLEVEL": "level of rally's own log lines (DEBUG, INFO, WARNING …); default WARNING",
+    "NO_COLOR": "any value: no colour in the failure report, on terminals too",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "seconds between SIGTERM and SIGKILL; --shutdown-timeout wins",
+    "TORCHELASTIC_ERROR_FILE": "where the root cause is written too, in torchelastic's format",
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "prefix of teed lines; knows ${role_name} ${local_rank} ${rank}",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "handed to workers; 1 if unset",
+    "TORCH_DISTRIBUTED_BACKEND": "the backend get_distributed_backend() names",
+    "OMP_NUM_THREADS": "threads per worker; 1 if unset and there are several workers on this node",
+}
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the environment as it is now."""
+    return dict(os.environ)
+
+
+def get(name: str, default: str | None = None) -> str | None:
+    """One variable, or ``default``."""
+    return os.environ.get(name, default)
+
+
+def process_environment() -> MutableMapping[str, str]:
+    """The live environment of this process; for the two places that must change it (workers)."""
+    return os.environ
+
+
+def replace_all(new: Mapping[str, str]) -> None:
+    """Make the environment of this process exactly ``new``, as C code sees it too."""
+    for name in [name for name in os.environ if name not in new]:
+        del os.environ[name]
+    for name, value in new.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+@contextmanager
+def overlay(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set (or with None unset) variables for the length of a block, then put all of them back."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        _apply(values)
+        yield
+    finally:
+        _apply(before)
+
+
+def _apply(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,116 @@
+"""Every error Rallypoint raises on purpose.
+
+    RallyError
+    ├── ConfigError (also ValueError)      what you asked for cannot be: names field, value, what is allowed
+    ├── DeadlineExceeded (also TimeoutError)
+    ├── RendezvousError                    the nodes did not agree on a round
+    │   ├── RendezvousTimeout              some nodes never came; says which did
+    │   └── RendezvousConnectionError      the store cannot be reached or served
+    ├── LaunchError                        the job's processes could not be run
+    │   └── WorkersFailed                  workers ran and failed; carries the report
+    └── InternalError                      our bug, please report it
+
+Errors hold facts as attributes and write the sentence in ``__str__``; all of them pickle.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from rallypoint.launch.failure import FailureReport
+
+
+class RallyError(Exception):
+    """The root of the tree: catch this to catch everything Rallypoint raises on purpose."""
+
+
+class ConfigError(RallyError, ValueError):
+    """A setting that cannot work.
+
+    Args:
+        field: the flag, variable or field as the user spelled it (``--nproc-per-node``).
+        value: what it was set to.
+        problem: what is wrong, and what was expected.
+        hint: the next step, if there is a better one than reading ``problem``.
+    """
+
+    def __init__(self, field: str, value: object, problem: str, hint: str = "") -> None:
+        super().__init__(field, value, problem, hint)
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.hint = hint
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" {self.value!r}"
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{self.field}{shown}: {self.problem}{hint}"
+
+
+class DeadlineExceeded(RallyError, TimeoutError):
+    """Something did not happen in time; the text says what was being waited for."""
+
+
+class RendezvousError(RallyError):
+    """The nodes of the job could not agree on a round."""
+
+
+class RendezvousTimeout(RendezvousError, TimeoutError):
+    """Not every node came in time.
+
+    Args:
+        waited: seconds.
+        wanted: number of nodes the round needs.
+        arrived: the nodes that did come, as ``"node 0 (hostA)"``.
+        missing: the node ranks that did not, where ranks are fixed beforehand; else empty.
+    """
+
+    def __init__(
+        self, waited: float, wanted: int, arrived: tuple[str, ...], missing: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(waited, wanted, arrived, missing)
+        self.waited = waited
+        self.wanted = wanted
+        self.arrived = arrived
+        self.missing = missing
+
+    def __str__(self) -> str:
+        there = ", ".join(self.arrived) or "none"
+        lacking = (
+            f"; missing: node {', '.join(str(rank) for rank in self.missing)}"
+            if self.missing
+            else ""
+        )
+        return (
+            f"{len(self.arrived)} of {self.wanted} nodes arrived within {self.waited:.0f} s"
+            f" ({there}){lacking}; start the missing ones, or raise join_timeout in --rdzv-conf"
+        )
+
+
+class RendezvousConnectionError(RendezvousError, ConnectionError):
+    """The rendezvous endpoint could not be reached, or not be served."""
+
+
+class LaunchError(RallyError):
+    """The job's processes could not be started or watched."""
+
+
+class WorkersFailed(LaunchError):
+    """At least one worker failed; ``str()`` is the report a person reads.
+
+    Args:
+        report: every failed worker, the root cause first.
+    """
+
+    def __init__(self, report: FailureReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.report.text(width=100, colour=False)
+
+
+class InternalError(RallyError):
+    """A state we believed impossible. Please report it, with the text."""
