@@ -1,0 +1,106 @@
+"""JSON messages with file descriptors, over a Unix socket pair, without blocking.
+
+Supervisor and fork server talk over one ``SOCK_SEQPACKET`` pair: a message arrives whole or not at
+all, and the descriptors sent with it arrive with it. Both ends were created by the supervisor, so
+no other user's process can be on the line. Sending queues: a peer that is busy importing torch
+never stops the sender.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+
+# One message; a worker's environment delta is about 1 KB.
+MAX_MESSAGE = 128 * 1024
+MAX_FDS = 16
+
+Message = dict[str, Any]  # Any: JSON values
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class Channel:
+    """One end of the line.
+
+    Args:
+        sock: a connected ``SOCK_SEQPACKET`` socket; the channel owns it from here on.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._outgoing: deque[tuple[bytes, list[int]]] = deque()
+        self.closed_by_peer = False
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def wants_write(self) -> bool:
+        """True while messages wait for the peer to read; watch for writability then call :meth:`flush`."""
+        return bool(self._outgoing)
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Queue a message and send what the socket takes. ``fds`` are duplicated: the caller keeps its own."""
+        data = json.dumps(message, separators=(",", ":")).encode()
+        if len(data) > MAX_MESSAGE:
+            raise ValueError(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE}")
+        self._outgoing.append((data, [os.dup(fd) for fd in fds]))
+        self.flush()
+
+    def flush(self) -> None:
+        while self._outgoing:
+            data, fds = self._outgoing[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                self.closed_by_peer = True
+                self._drop_outgoing()
+                return
+            self._outgoing.popleft()
+            for fd in fds:
+                os.close(fd)
+
+    def receive(self) -> list[tuple[Message, list[int]]]:
+        """Every message that is there now. Sets ``closed_by_peer`` at the end of the line."""
+        messages: list[tuple[Message, list[int]]] = []
+        while not self.closed_by_peer:
+            fds = array.array("i")
+            try:
+                data, ancillary, _flags, _addr = self._sock.recvmsg(
+                    MAX_MESSAGE, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                self.closed_by_peer = True
+                break
+            for level, kind, payload in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+            if not data:
+                self.closed_by_peer = True
+                break
+            messages.append((json.loads(data), list(fds)))
+        return messages
+
+    def close(self) -> None:
+        self._drop_outgoing()
+        self._sock.close()
+
+    def _drop_outgoing(self) -> None:
+        for _data, fds in self._outgoing:
+            for fd in fds:
+                os.close(fd)
+        self._outgoing.clear()

@@ -1,0 +1,135 @@
+"""The command ``rally``: from a command line to a running job, and from its end to an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+
+import rallypoint
+from rallypoint._core import env as environment
+from rallypoint.errors import ConfigError, RallyError
+
+from . import flags
+from .config import LaunchConfig
+
+
+_USAGE = """\
+usage: rally COMMAND …
+
+  rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
+  rally env                            list the environment variables rally listens to
+  rally --version
+
+rally run --help lists the flags."""
+
+_COMMANDS = ("run", "env", "help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point. Returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except ConfigError as error:
+        _say(str(error))
+        return 2
+    except RallyError as error:
+        _say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    command = words[0] if words else ""
+    match command:
+        case "run":
+            return run(words[1:])
+        case "env":
+            _print("\n".join(f"{name:<40} {text}" for name, text in environment.KNOWN.items()))
+            return 0
+        case "--version" | "-V":
+            _print(f"rally {rallypoint.__version__}")
+            return 0
+        case "-h" | "--help" | "help":
+            _print(_USAGE)
+            return 0
+        case "":
+            _say(_USAGE, bare=True)
+            return 2
+    if command.startswith("-") or os.path.exists(command):  # noqa: PTH110
+        hint = "did you mean: rally run " + " ".join(words)[:60]
+    else:
+        near = difflib.get_close_matches(command, _COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_COMMANDS)}"
+    raise ConfigError("rally", command, "no such command", hint)
+
+
+def run(words: Sequence[str]) -> int:
+    """``rally run``. Returns the exit code: the root cause's, 0, 128 + signal, or 2."""
+    given = flags.take_apart(words)
+    if given.help:
+        _print(flags.help_text())
+        return 0
+    env = environment.snapshot()
+    from .settings import config_from
+
+    config, remarks = config_from(given, env)
+    for remark in remarks:
+        _say(remark)
+    return launch(config)
+
+
+def launch(config: LaunchConfig) -> int:
+    """Run a job from this terminal and print how it failed, if it did."""
+    from .logs import Console
+    from .peers import coordination_for
+    from .policy import Aim
+    from .supervisor import Supervisor
+
+    coordination = coordination_for(config, _say)
+    supervisor = Supervisor(
+        config, coordination=coordination, console=Console(), say=_say, token=uuid.uuid4().hex
+    )
+    outcome = supervisor.run()
+    if outcome.aim is Aim.SUCCEED:
+        return 0
+    if outcome.report is not None:
+        _say(outcome.report.text(width=_width(), colour=_colour()), bare=True)
+        return outcome.report.exit_code
+    number = outcome.signal or 15
+    import signal
+
+    _say(f"stopped by {signal.Signals(number).name}; all workers have ended")
+    return 128 + number
+
+
+def _width() -> int:
+    try:
+        return min(os.get_terminal_size(2).columns, 120)
+    except OSError:
+        return 100
+
+
+def _colour() -> bool:
+    return os.isatty(2) and not environment.get("NO_COLOR")
+
+
+def _say(text: str, *, bare: bool = False) -> None:
+    """A line for the person at the terminal, on stderr. A closed stderr is no reason to fail."""
+    try:
+        print(text if bare else f"rally: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    except OSError:
+        pass
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)  # noqa: T201
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `rally … | head`: nothing to add
+
+

@@ -1,0 +1,225 @@
+"""What a launch is: frozen data, validated once, passed down whole.
+
+Nothing here touches the machine. ``cli.py`` fills a :class:`LaunchConfig` from flags, ``PET_*`` variables
+and the cluster's environment; ``functions.py`` fills one from a :class:`~rallypoint.launch.functions.MultiprocessConfig`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntFlag, StrEnum
+
+from rallypoint.errors import ConfigError
+
+
+# torchrun's defaults, kept so that a command line means the same here (torch/distributed/run.py, 2.13).
+DEFAULT_MASTER_PORT = 29500
+DEFAULT_RENDEZVOUS_PORT = 29400
+DEFAULT_JOIN_TIMEOUT = 600.0
+DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+class StartMethod(StrEnum):
+    """How a worker comes to be."""
+
+    FORKSERVER = "forkserver"  # a fork of a process that has imported torch
+    EXEC = "exec"  # a plain interpreter, started from nothing
+    FORK = "fork"  # function launches only: a fork of the calling process
+
+
+class Streams(IntFlag):
+    """Which standard streams a flag is about; the numbers are torchrun's."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamChoice:
+    """``--redirects`` / ``--tee``: one choice for all local ranks, or one for some of them."""
+
+    everyone: Streams = Streams.NONE
+    by_local_rank: Mapping[int, Streams] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> Streams:
+        return self.by_local_rank.get(local_rank, self.everyone)
+
+    def any(self) -> bool:
+        return bool(self.everyone) or any(self.by_local_rank.values())
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> StreamChoice:
+        """``"3"`` or ``"0:1,11:3"`` (local rank : streams)."""
+        try:
+            if ":" not in text:
+                return cls(everyone=Streams(_zero_to_three(text)))
+            pairs = [item.split(":") for item in text.split(",")]
+            return cls(by_local_rank={int(rank): Streams(_zero_to_three(s)) for rank, s in pairs})
+        except ValueError:
+            raise ConfigError(
+                flag,
+                text,
+                "expected 0 (none), 1 (stdout), 2 (stderr), 3 (both), or a list LOCAL_RANK:STREAMS"
+                " such as 0:3,11:1",
+            ) from None
+
+
+def _zero_to_three(text: str) -> int:
+    if text not in {"0", "1", "2", "3"}:
+        raise ValueError(text)
+    return int(text)
+
+
+class TargetKind(StrEnum):
+    SCRIPT = "script"
+    MODULE = "module"
+    PROGRAM = "program"
+    FUNCTION = "function"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What each worker runs.
+
+    Args:
+        kind: a Python file, a module (``-m``), any program (``--no-python``) or a pickled function.
+        name: path, module name or program, as the user gave it.
+        args: what follows it on the command line.
+    """
+
+    kind: TargetKind
+    name: str
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """Where output goes.
+
+    Args:
+        folder: base folder, or None for a private temporary one.
+        redirects: streams that go to a file instead of the console.
+        tee: streams that go to a file and to the console, each line with a prefix.
+        console_ranks: local ranks shown on the console; None shows all.
+        stdout_filters: lines of teed stdout that hold one of these are also collected in ``filtered_stdout.log``.
+        stderr_filters: the same for stderr.
+        prefix_template: of teed lines; knows ``${role_name}``, ``${local_rank}``, ``${rank}``.
+    """
+
+    folder: str | None = None
+    redirects: StreamChoice = field(default_factory=StreamChoice)
+    tee: StreamChoice = field(default_factory=StreamChoice)
+    console_ranks: frozenset[int] | None = None
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    prefix_template: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RendezvousConfig:
+    """How the supervisors of several nodes meet. Ignored with one node.
+
+    Args:
+        run_id: the job's name; two jobs with the same endpoint and another name do not mix.
+        node_rank: this node's rank, or None to have one assigned (torchrun's c10d).
+        host: the host that all nodes know; the node it belongs to serves the control store.
+        port: its port.
+        join_timeout: seconds to wait for all nodes.
+        heartbeat_timeout: seconds of silence after which a node counts as lost.
+    """
+
+    run_id: str
+    node_rank: int | None = 0
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_MASTER_PORT
+    join_timeout: float = DEFAULT_JOIN_TIMEOUT
+    heartbeat_timeout: float = 15.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """One node's share of a job.
+
+    Args:
+        target: what to run.
+        workers_per_node: number of workers this supervisor starts; None: one for each accelerator
+            of the machine, counted with torch once the fork server has it.
+        accelerator: then the type of accelerator that is wanted ("cuda", "xpu", …), or None for any.
+        num_nodes: number of supervisors the job has.
+        max_restarts: how many times the job is started again after a failure.
+        master_addr: the host workers find their store at; None: ``localhost`` (one node) or this host.
+        master_port: the port of the workers' store; None or 0: any free one.
+        local_addr: the address that other nodes reach this one at.
+        role: ROLE_NAME of the workers.
+        shutdown_timeout: seconds between SIGTERM (or a forwarded signal) and SIGKILL.
+        signals: signals that are forwarded to the workers and end the job.
+        start_method: fork server or plain interpreters.
+        preload: modules the fork server imports after torch.
+        unbuffered: workers' stdout is unbuffered, as under ``python -u``.
+        virtual_local_rank: every worker sees LOCAL_RANK=0 and one device.
+        numa_binding: how workers are bound to CPUs, or None.
+        local_rank_base: local rank of the first worker (several supervisors on one machine).
+        local_world_size: workers on this machine over all its supervisors; None: workers_per_node.
+        group_rank: GROUP_RANK of the workers where it is not the node rank.
+        group_world_size: GROUP_WORLD_SIZE likewise.
+        python: interpreter of the workers, None for this one.
+    """
+
+    target: Target
+    rendezvous: RendezvousConfig
+    logs: LogConfig = field(default_factory=LogConfig)
+    workers_per_node: int | None = 1
+    accelerator: str | None = None
+    num_nodes: int = 1
+    max_restarts: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    local_addr: str | None = None
+    role: str = "default"
+    shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
+    signals: tuple[signal.Signals, ...] = (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    )
+    start_method: StartMethod = StartMethod.FORKSERVER
+    preload: tuple[str, ...] = ()
+    unbuffered: bool = False
+    virtual_local_rank: bool = False
+    numa_binding: str | None = None
+    local_rank_base: int = 0
+    local_world_size: int | None = None
+    group_rank: int | None = None
+    group_world_size: int | None = None
+    rank_offset: int = 0
+    world_size: int | None = None
+    python: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers_per_node is not None and self.workers_per_node < 1:
+            raise ConfigError(
+                "--nproc-per-node", str(self.workers_per_node), "expected at least 1 worker"
+            )
+        if self.num_nodes < 1:
+            raise ConfigError("--nnodes", str(self.num_nodes), "expected at least 1 node")
+        if self.max_restarts < 0:
+            raise ConfigError("--max-restarts", str(self.max_restarts), "expected 0 or more")
+        if self.shutdown_timeout < 0:
+            raise ConfigError(
+                "--shutdown-timeout", str(self.shutdown_timeout), "expected 0 or more seconds"
+            )
+        node_rank = self.rendezvous.node_rank
+        if node_rank is not None and not 0 <= node_rank < self.num_nodes:
+            raise ConfigError(
+                "--node-rank",
+                str(node_rank),
+                f"expected 0 to {self.num_nodes - 1} (--nnodes is {self.num_nodes})",
+            )
+        if self.master_port is not None and not 0 <= self.master_port < 65536:
+            raise ConfigError("--master-port", str(self.master_port), "expected 0 to 65535")

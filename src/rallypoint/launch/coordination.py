@@ -1,0 +1,126 @@
+"""How this node's supervisor hears of the others: events for the supervisor's loop.
+
+With one node there is nobody to hear of (:class:`LoneNode`); several nodes meet through a rendezvous
+(:mod:`rallypoint.launch.peers`). Both look the same to the supervisor: requests return at once, what
+comes of them is an event, and a descriptor becomes readable when there are events.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+from .failure import WorkerFailure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundReady:
+    """All nodes are there.
+
+    Args:
+        node_rank: ours.
+        workers_of_nodes: number of workers of each node, by node rank.
+        master_addr: host of the workers' store.
+        master_port: its port.
+    """
+
+    generation: int
+    node_rank: int
+    workers_of_nodes: tuple[int, ...]
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEvent:
+    """``failed``, ``stopped`` or ``all_done``; from a node (its rank), in a generation."""
+
+    what: str
+    node_rank: int
+    generation: int
+    failures: tuple[WorkerFailure, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinationFailed:
+    """No round can be formed any more; ``error`` says why."""
+
+    error: Exception
+
+
+CoordinationEvent = RoundReady | PeerEvent | CoordinationFailed
+
+
+class Coordination(Protocol):
+    """What the supervisor asks of it. No call blocks, except :meth:`close` for a bounded time."""
+
+    @property
+    def serves_store(self) -> bool | None:
+        """Whether this node is to serve the workers' store; None while ranks are not known."""
+
+    def fileno(self) -> int:
+        """Readable when :meth:`take` has something."""
+
+    def join(self, generation: int, num_workers: int, store_addr: str, store_port: int) -> None:
+        """Meet the others; ends in :class:`RoundReady` or :class:`CoordinationFailed`."""
+
+    def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
+        """``failed``, ``stopped`` or ``done``, to everybody."""
+
+    def gather_failures(
+        self, generation: int, own: tuple[WorkerFailure, ...], timeout: float
+    ) -> tuple[WorkerFailure, ...]:
+        """Every node's failures, in the order the job's store received them. Blocks up to ``timeout`` seconds."""
+
+    def take(self) -> list[CoordinationEvent]:
+        """The events that came since the last call."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class LoneNode:
+    """One node: it is always complete."""
+
+    serves_store = True
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._events: list[CoordinationEvent] = []
+
+    def fileno(self) -> int:
+        return self._read
+
+    def join(self, generation: int, num_workers: int, store_addr: str, store_port: int) -> None:
+        self._events.append(
+            RoundReady(
+                generation=generation,
+                node_rank=0,
+                workers_of_nodes=(num_workers,),
+                master_addr=store_addr,
+                master_port=store_port,
+            )
+        )
+        os.write(self._write, b"x")
+
+    def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
+        pass
+
+    def gather_failures(
+        self, generation: int, own: tuple[WorkerFailure, ...], timeout: float
+    ) -> tuple[WorkerFailure, ...]:
+        return own
+
+    def take(self) -> list[CoordinationEvent]:
+        try:
+            os.read(self._read, 4096)
+        except BlockingIOError:
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)

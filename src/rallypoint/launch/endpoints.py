@@ -1,0 +1,107 @@
+"""Sockets and addresses: binding the store's port without a race, and which host is this one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+from rallypoint.errors import ConfigError
+
+
+# Thousands of workers connect at once when a round starts; the kernel cuts this to somaxconn.
+BACKLOG = 4096
+
+
+def bind_store(host: str | None, port: int, flag: str = "--master-port") -> socket.socket:
+    """A listening socket for a store.
+
+    The socket itself is handed on, so nobody can take the port between our choice and its use.
+
+    Args:
+        host: an address of this machine to listen on, or None for all of them.
+        port: the port, or 0 for any free one.
+        flag: what the user set it with, for the error.
+
+    Raises:
+        ConfigError: the port is in use or may not be bound.
+    """
+    sock = _dual_stack() if host is None else _for_host(host, port)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        address = ("", port) if host is None else _resolve(host, port)[1]
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            problem, hint = "the port is in use", "choose another one, or 0 for any free port"
+        elif error.errno == errno.EACCES:
+            problem, hint = "binding this port is not permitted", "choose one from 1024 up"
+        else:
+            problem, hint = f"cannot listen there: {error.strerror}", ""
+        raise ConfigError(flag, str(port), problem, hint) from None
+    return sock
+
+
+def _dual_stack() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        return sock
+    return socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+
+
+def _for_host(host: str, port: int) -> socket.socket:
+    family, _ = _resolve(host, port)
+    return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+
+
+def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
+    """The first address of ``host``: clients try it first too."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError:
+        raise ConfigError(
+            "--master-addr", host, "no such host", "check the name, or give an IP address"
+        ) from None
+    return family, address  # type: ignore[return-value]  # IPv6 addresses have two more fields; bind takes them
+
+
+def is_loopback(host: str) -> bool:
+    name = host.strip("[]")
+    return name == "localhost" or name == "::1" or name.startswith("127.")
+
+
+def is_this_host(host: str) -> bool:
+    """Whether one of the addresses of ``host`` belongs to this machine: whether it can be bound.
+
+    No name is compared with another: short names, aliases and machines without reverse DNS work.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as sock:
+            sock.bind(address)
+            return True
+    return False
+
+
+def hostname() -> str:
+    """This machine's name, for people."""
+    return socket.gethostname()
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine that ``host`` sees us by: the route's source address. Sends nothing."""
+    family, address = _resolve(host, port or 1)
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(address)
+        except OSError:
+            return hostname()
+        return str(sock.getsockname()[0])

@@ -1,0 +1,402 @@
+"""The flags of ``rally run``: one table, from which the parser and ``--help`` are made.
+
+The names, meanings and defaults are torchrun 2.13's, so that a command line carries over; what is
+ours alone is marked. Each flag of torchrun may be written ``--a-b`` or ``--a_b``, and but for a few
+has its default in ``PET_A_B``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rallypoint.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """One flag.
+
+    Args:
+        name: with dashes: ``--nproc-per-node``.
+        short: one-letter form, or "".
+        metavar: name of its value in help; "" for a switch.
+        default: None where "not given" has a meaning of its own.
+        env: whether ``PET_…`` gives its default.
+        group: heading in help.
+        help: one or two sentences.
+        choices: the values allowed, if they are few.
+    """
+
+    name: str
+    help: str
+    group: str
+    short: str = ""
+    metavar: str = ""
+    default: str | None = None
+    env: bool = True
+    choices: tuple[str, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return f"PET_{self.dest.upper()}"
+
+    @property
+    def is_switch(self) -> bool:
+        return not self.metavar
+
+
+_SIZE, _RESTART, _LOGS = "size of the job", "failure and restart", "output and logs"
+_NODES, _START, _OTHER = "several nodes", "how workers start", "accepted for torchrun command lines"
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(
+        name="--nproc-per-node",
+        metavar="N",
+        default="1",
+        group=_SIZE,
+        help="workers on this machine: a number, auto (one per accelerator, or per CPU if there is"
+        " none), gpu, cpu, xpu",
+    ),
+    Flag(name="--nnodes", metavar="N", default="1:1", group=_SIZE, help="number of nodes"),
+    Flag(
+        name="--standalone",
+        group=_SIZE,
+        help="this machine alone, whatever else is set about nodes",
+    ),
+    Flag(
+        name="--max-restarts",
+        metavar="K",
+        default="0",
+        group=_RESTART,
+        help="start all workers again after a failure, at most K times",
+    ),
+    Flag(
+        name="--shutdown-timeout",
+        metavar="S",
+        group=_RESTART,
+        help="seconds between SIGTERM and SIGKILL when workers are stopped (default 30, or"
+        " TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+    ),
+    Flag(
+        name="--signals-to-handle",
+        metavar="LIST",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        group=_RESTART,
+        help="signals that are passed on to the workers and end the job; Slurm users may add"
+        " SIGUSR1,SIGUSR2",
+    ),
+    Flag(
+        name="--log-dir",
+        metavar="DIR",
+        group=_LOGS,
+        help="where logs and failure reports go; each run makes a folder of its own in it",
+    ),
+    Flag(
+        name="--redirects",
+        short="-r",
+        metavar="S",
+        default="0",
+        group=_LOGS,
+        help="streams that go to files instead: 1 stdout, 2 stderr, 3 both, or per local rank:"
+        " 0:3,11:1",
+    ),
+    Flag(
+        name="--tee",
+        short="-t",
+        metavar="S",
+        default="0",
+        group=_LOGS,
+        help="streams that go to files and, with a prefix, to the console; values as --redirects",
+    ),
+    Flag(
+        name="--local-ranks-filter",
+        metavar="LIST",
+        default="",
+        group=_LOGS,
+        help="show only these local ranks on the console: 0,1,10",
+    ),
+    Flag(
+        name="--duplicate-stdout-filters",
+        metavar="WORDS",
+        default="",
+        group=_LOGS,
+        help="collect teed stdout lines that hold one of these words in filtered_stdout.log",
+    ),
+    Flag(
+        name="--duplicate-stderr-filters",
+        metavar="WORDS",
+        default="",
+        group=_LOGS,
+        help="the same for stderr",
+    ),
+    Flag(
+        name="--node-rank",
+        metavar="R",
+        default="0",
+        group=_NODES,
+        help="which node this is (0 to nnodes-1), where ranks are fixed",
+    ),
+    Flag(
+        name="--master-addr",
+        metavar="HOST",
+        default="127.0.0.1",
+        group=_NODES,
+        help="host of node 0, as all nodes can reach it",
+    ),
+    Flag(
+        name="--master-port",
+        metavar="PORT",
+        group=_NODES,
+        help="port on node 0 (default 29500 with several nodes, else any free one)",
+    ),
+    Flag(
+        name="--rdzv-backend",
+        metavar="NAME",
+        default="static",
+        group=_NODES,
+        help="static (ranks from --node-rank) or c10d (ranks are assigned)",
+    ),
+    Flag(
+        name="--rdzv-endpoint",
+        metavar="HOST:PORT",
+        default="",
+        group=_NODES,
+        help="where nodes meet; port 29400 if left out",
+    ),
+    Flag(
+        name="--rdzv-id",
+        metavar="ID",
+        default="none",
+        group=_NODES,
+        help="name of the job, the same on all its nodes",
+    ),
+    Flag(
+        name="--rdzv-conf",
+        metavar="K=V,…",
+        default="",
+        group=_NODES,
+        help="join_timeout (600 s), heartbeat_timeout (15 s)",
+    ),
+    Flag(
+        name="--local-addr",
+        metavar="HOST",
+        group=_NODES,
+        help="the address of this node that the others can reach",
+    ),
+    Flag(name="--role", metavar="NAME", default="default", group=_OTHER, help="ROLE_NAME of workers"),
+    Flag(
+        name="--module",
+        short="-m",
+        group=_START,
+        help="the target is a module, as in python -m",
+    ),
+    Flag(
+        name="--no-python",
+        group=_START,
+        help="the target is any program, started as it is",
+    ),
+    Flag(
+        name="--start-method",
+        metavar="HOW",
+        group=_START,
+        choices=("forkserver", "exec", "spawn", "fork"),
+        help="forkserver (default): workers are forks of a process that has imported torch;"
+        " exec: plain interpreters",
+    ),
+    Flag(
+        name="--preload",
+        metavar="A,B",
+        default="",
+        group=_START,
+        env=False,
+        help="modules to import before the workers fork, beside torch",
+    ),
+    Flag(
+        name="--unbuffered",
+        short="-u",
+        group=_START,
+        env=False,
+        help="workers' stdout is unbuffered, as under python -u (and under torchrun)",
+    ),
+    Flag(
+        name="--virtual-local-rank",
+        group=_START,
+        help="each worker sees one device: LOCAL_RANK=0, its own CUDA_VISIBLE_DEVICES",
+    ),
+    Flag(
+        name="--numa-binding",
+        metavar="HOW",
+        env=False,
+        group=_START,
+        choices=("node", "socket", "exclusive", "core-complex"),
+        help="bind each worker to CPUs near its GPU: node, socket, exclusive, core-complex",
+    ),
+    Flag(
+        name="--monitor-interval",
+        metavar="S",
+        default="0.1",
+        group=_OTHER,
+        help="without effect: workers' ends are events here",
+    ),
+    Flag(
+        name="--event-log-handler",
+        metavar="NAME",
+        default="null",
+        group=_OTHER,
+        help="without effect: failures are in report.json",
+    ),
+    Flag(
+        name="--logs-specs",
+        metavar="NAME",
+        env=False,
+        group=_OTHER,
+        help="without effect: the flags above say where logs go",
+    ),
+    Flag(
+        name="--run-path",
+        group=_OTHER,
+        help="without effect: scripts run this way here anyhow",
+    ),
+)
+
+BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS} | {
+    flag.short: flag for flag in FLAGS if flag.short
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A command line taken apart.
+
+    Args:
+        values: flag -> value ("1" for switches), for flags on the command line alone.
+        target: what follows the flags: the script and its arguments; may be empty.
+        help: ``-h`` was among the flags.
+    """
+
+    values: Mapping[str, str]
+    target: tuple[str, ...]
+    help: bool = False
+
+
+def take_apart(argv: Sequence[str]) -> Given:
+    """Flags, then the target: everything from the first word that is no flag belongs to the script.
+
+    Raises:
+        ConfigError: an unknown or ambiguous flag (the nearest is named), or one without its value.
+    """
+    values: dict[str, str] = {}
+    words = list(argv)
+    while words:
+        word = words[0]
+        if word == "--":
+            words.pop(0)
+            break
+        if not word.startswith("-") or word == "-":
+            break
+        words.pop(0)
+        if word in {"-h", "--help"}:
+            return Given(values, tuple(words), help=True)
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") and len(word) > 2:
+            # -r3, as argparse takes it
+            name, equals, value = word[:2], "=", word[2:].removeprefix("=")
+        flag = find(name)
+        if flag.is_switch:
+            if equals:
+                raise ConfigError(name, value, "this flag takes no value")
+            values[flag.name] = "1"
+            continue
+        if not equals:
+            if not words:
+                raise ConfigError(name, None, f"expected a value ({flag.metavar}) after it")
+            value = words.pop(0)
+        values[flag.name] = value
+    return Given(values, tuple(words))
+
+
+def find(name: str) -> Flag:
+    """The flag of this name, written with dashes or underscores, or an unambiguous beginning of one."""
+    plain = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+    if plain in BY_NAME:
+        return BY_NAME[plain]
+    if plain.startswith("--") and len(plain) > 2:
+        beginning = [flag for flag in FLAGS if flag.name.startswith(plain)]
+        if len(beginning) == 1:
+            return beginning[0]
+        if beginning:
+            names = ", ".join(flag.name for flag in beginning)
+            raise ConfigError(name, None, f"could be one of {names}")
+    near = difflib.get_close_matches(plain, [*BY_NAME, "--help"], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "rally run --help lists the flags"
+    raise ConfigError(name, None, "no such flag", hint)
+
+
+def resolve(given: Given, env: Mapping[str, str]) -> tuple[dict[str, str | None], dict[str, str]]:
+    """Values by precedence: flag, then ``PET_…``, then default.
+
+    Returns:
+        Each flag's value by its ``dest`` (None: not set at all), and where it came from: ``flag``,
+        the variable's name, or ``default``.
+    """
+    values: dict[str, str | None] = {}
+    origins: dict[str, str] = {}
+    for flag in FLAGS:
+        if flag.name in given.values:
+            value, origin = given.values[flag.name], "flag"
+        elif flag.env and flag.variable in env:
+            value, origin = env[flag.variable], flag.variable
+        else:
+            values[flag.dest] = "0" if flag.is_switch else flag.default
+            origins[flag.dest] = "default"
+            continue
+        shown = flag.name if origin == "flag" else origin
+        if flag.is_switch and not value.strip().lstrip("+-").isdigit():
+            raise ConfigError(shown, value, "expected 0 or 1")
+        if flag.choices and value not in flag.choices:
+            raise ConfigError(shown, value, f"expected one of {', '.join(flag.choices)}")
+        values[flag.dest], origins[flag.dest] = value, origin
+    return values, origins
+
+
+def help_text(width: int = 100) -> str:
+    """What ``rally run --help`` prints."""
+    import textwrap
+
+    lines = [
+        "usage: rally run [flags] script.py [its arguments]",
+        "       rally run [flags] -m package.module [its arguments]",
+        "       rally run [flags] --no-python program [its arguments]",
+        "",
+        "Start a distributed PyTorch job on this machine, or this machine's share of one, and explain",
+        "how it failed if it does. A command line of torchrun works here unchanged.",
+        "",
+        "  rally run --nproc-per-node 4 train.py --epochs 3",
+        "  rally run --nproc-per-node gpu --max-restarts 3 train.py",
+        "  rally run --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 train.py",
+    ]
+    for group in dict.fromkeys(flag.group for flag in FLAGS):
+        lines += ["", f"{group}:"]
+        for flag in FLAGS:
+            if flag.group == group:
+                short = f"{flag.short}, " if flag.short else ""
+                head = f"  {short}{flag.name} {flag.metavar}".rstrip()
+                default = f" [{flag.default}]" if flag.default and flag.group != _OTHER else ""
+                body = textwrap.wrap(flag.help + default, width - 34)
+                lines.append(f"{head:<33} {body[0]}" if len(head) < 33 else head)
+                lines += [" " * 34 + line for line in body[1 if len(head) < 33 else 0 :]]
+    lines += [
+        "",
+        "Flags may be written --a-b or --a_b and shortened while unambiguous. A flag that is not given",
+        "takes its value from PET_FLAG_NAME (PET_NPROC_PER_NODE=4), as under torchrun. Inside Slurm,",
+        "Open MPI, MPICH or a cluster that sets MASTER_ADDR, nodes and ranks are found by themselves.",
+        "Exit code: that of the worker that failed first; 128+N if signal N ended it; 2 for a mistake in",
+        "the command line.",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,340 @@
+"""The fork server: one process that imports torch once and of which every worker is a fork.
+
+Theory of operation
+-------------------
+The supervisor starts this process first of all and goes on with its own work. Here torch (and what
+``--preload`` names) is imported; then a loop takes requests from the supervisor and reports what
+became of the children. With ``--start-method exec`` nothing is imported and a worker is a fork that
+executes a plain interpreter: everything else is the same, so supervision has one shape.
+
+Rules:
+
+1. One thread. A fork of a process with threads inherits locks that nobody will release.
+2. Every process of the job is below this one. It is a *subreaper*: daemons and double forks come
+   back to it as orphans. So "everything below me" is the whole job, whatever user code does.
+3. If the supervisor goes (end of the line), everything below is killed, then this process ends. If
+   this process goes, the supervisor, a subreaper too, inherits everything and does the same; and
+   each worker asked the kernel to die with its parent. One of the three is enough.
+4. Pids are signalled only from here: a pid we have not reaped cannot have been given to a stranger.
+
+Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``sweep``. Reports (``is``): ``ready`` ·
+``unready`` · ``spawned`` · ``exited`` · ``probed`` · ``swept``. Fields are documented at their handlers.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+from rallypoint._core import clock, env as environment
+
+from . import bootstrap, process, store_host
+from .channel import Channel, Message
+from .config import StartMethod
+
+
+# How long the end of everything may take before we give up on processes that cannot die
+# (uninterruptible sleep in a driver or a dead network file system).
+KILL_PATIENCE = 5.0
+
+
+class ForkServer:
+    """The loop. ``run()`` returns only in the forks' stead: never, or by ``SystemExit``.
+
+    Args:
+        channel: the line to the supervisor.
+        job: what to run, from the supervisor (``bootstrap.Job`` as JSON).
+        start_method: fork workers of this process, or have forks execute interpreters.
+        call: with ``fork`` (function launches), what a worker calls: this process was forked from
+            the caller's program, so the function is here already.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        job: bootstrap.Job,
+        start_method: StartMethod,
+        call: Callable[[bootstrap.WorkerFds], None] | None = None,
+    ) -> None:
+        self._channel = channel
+        self._job = job
+        self._start_method = start_method
+        self._call = call
+        self._names: dict[int, str] = {}  # pid -> name the supervisor gave; workers and stores
+        self._pids: dict[str, int] = {}
+        self._stores: set[int] = set()
+        self._sweep_kill_at: float | None = None  # set while a sweep waits for its grace to end
+        self._sweep_give_up_at: float | None = None
+        self._wakeup_read, self._wakeup_write = -1, -1
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def run(self, preload: tuple[str, ...]) -> None:
+        """Import, report, serve. Ends the process."""
+        process.set_subreaper(True)
+        if self._start_method is StartMethod.FORKSERVER and not self._import(preload):
+            self._drain_and_exit()
+        # Nothing that exists now needs to be looked at by a collector again; and a collector that
+        # looks writes to the objects it visits, which would un-share their pages in every worker.
+        gc.collect()
+        gc.freeze()
+        self._watch_children()
+        process.live_without_parent()  # from here on the loop itself notices, and cleans up
+        threads = len(os.listdir("/proc/self/task"))
+        self._report({"is": "ready", "threads": threads})
+        self._serve()
+
+    def _import(self, preload: tuple[str, ...]) -> bool:
+        for name in preload:
+            try:
+                importlib.import_module(name)
+            except BaseException as error:  # noqa: BLE001  whatever the import of user code raises is reported, SystemExit too
+                text = "".join(traceback.format_exception(error))
+                self._report(
+                    {"is": "unready", "module": name, "error": _one_line(error), "traceback": text[-8000:]}
+                )
+                return False
+        return True
+
+    def _watch_children(self) -> None:
+        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+
+    def _serve(self) -> None:
+        poller = select.poll()
+        poller.register(self._wakeup_read, select.POLLIN)
+        while True:
+            events = select.POLLIN | (select.POLLOUT if self._channel.wants_write() else 0)
+            poller.register(self._channel.fileno(), events)
+            poller.poll(self._milliseconds_to_wait())
+            self._drain_wakeups()
+            self._channel.flush()
+            for message, fds in self._channel.receive():
+                try:
+                    self._handle(message, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+            self._reap()
+            self._continue_sweep()
+            if self._channel.closed_by_peer:
+                self._end_everything()
+
+    def _milliseconds_to_wait(self) -> int | None:
+        times = [at for at in (self._sweep_kill_at, self._sweep_give_up_at) if at is not None]
+        if not times:
+            return None
+        return max(0, int((min(times) - clock.MONOTONIC.now()) * 1000) + 1)
+
+    def _drain_wakeups(self) -> None:
+        try:
+            while os.read(self._wakeup_read, 4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def _handle(self, message: Message, fds: list[int]) -> None:
+        match message["do"]:
+            case "spawn":
+                self._spawn(message, fds)
+            case "store":
+                self._start_store(message, fds)
+            case "probe":
+                self._probe(fds[0])
+            case "signal":
+                self._signal(message)
+            case "sweep":
+                self._begin_sweep(message["grace"])
+            case other:
+                raise ValueError(f"fork server: unknown request {other!r}")
+
+    def _spawn(self, message: Message, fds: list[int]) -> None:
+        """Start a worker.
+
+        ``name``: the supervisor's name for it. ``env``: variables on top of ours. ``cpus``: the CPUs
+        it is bound to, or null. Descriptors: its stdout, its stderr, its line to the supervisor,
+        then for functions the memory files of payload and result.
+        """
+        worker = bootstrap.WorkerStart(
+            env=message["env"], cpus=message["cpus"], fds=bootstrap.WorkerFds.from_list(fds)
+        )
+        self._fork(message["name"], lambda: self._become_worker(worker))
+
+    def _become_worker(self, worker: bootstrap.WorkerStart) -> None:
+        if self._start_method is StartMethod.EXEC:
+            bootstrap.exec_worker(self._job, worker)
+        bootstrap.run_forked(self._job, worker, call=self._call)
+
+    def _start_store(self, message: Message, fds: list[int]) -> None:
+        """Serve a store: ``name``, ``port``; descriptor: the listening socket."""
+        listen_fd, port = fds[0], message["port"]
+
+        def become_store() -> None:
+            os.set_inheritable(listen_fd, True)
+            code = f"from rallypoint.launch.store_host import serve; serve({listen_fd}, {port})"
+            if self._start_method is StartMethod.EXEC:
+                with environment.overlay({"OMP_NUM_THREADS": "1"}):
+                    os.execv(sys.executable, [sys.executable, "-c", code])
+            process.set_title("rally: store")
+            store_host.serve(listen_fd, port)
+
+        self._stores.add(self._fork(message["name"], become_store))
+
+    def _probe(self, reply_fd: int) -> None:
+        """Count accelerators in a fork: asking CUDA here would spoil every later fork."""
+
+        def count() -> None:
+            import torch
+
+            found = {"count": 0, "type": "cpu"}
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is not None and torch.accelerator.is_available():
+                found = {"count": torch.accelerator.device_count(), "type": accelerator.type}
+            os.write(reply_fd, json.dumps(found).encode())
+            os._exit(0)
+
+        self._fork("probe", count)
+
+    def _signal(self, message: Message) -> None:
+        """Send ``signal`` to the workers ``names``; with ``group`` to their whole process groups."""
+        for name in message["names"]:
+            pid = self._pids.get(name)
+            if pid is None:
+                continue
+            try:
+                if message["group"]:
+                    os.killpg(pid, message["signal"])
+                else:
+                    os.kill(pid, message["signal"])
+            except ProcessLookupError:
+                pass
+
+    # -- children -----------------------------------------------------------------------------
+
+    def _fork(self, name: str, become: Callable[[], None]) -> int:
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(self._wakeup_read)
+                os.close(self._wakeup_write)
+                self._channel.close()
+                os.setsid()
+                process.die_with_parent(server)
+                become()
+            except BaseException:  # noqa: BLE001  a fork must never return into the server's loop
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        self._names[pid] = name
+        self._pids[name] = pid
+        self._report({"is": "spawned", "name": name, "pid": pid})
+        return pid
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            name = self._names.pop(pid, None)
+            self._stores.discard(pid)
+            if name is not None:  # else an orphan we had adopted
+                del self._pids[name]
+                self._report(
+                    {"is": "exited", "name": name, "status": status, "at": clock.MONOTONIC.now()}
+                )
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def _begin_sweep(self, grace: float) -> None:
+        """End all that is left of a generation: SIGTERM, ``grace`` seconds, SIGKILL; then ``swept``.
+
+        The stores go too, without a SIGTERM: they have nothing to save, but they go last.
+        """
+        now = clock.MONOTONIC.now()
+        if grace > 0:
+            process.send(self._left(), signal.SIGTERM)
+        self._sweep_kill_at = now + grace
+        self._sweep_give_up_at = now + grace + KILL_PATIENCE
+
+    def _left(self) -> list[int]:
+        return process.descendants(os.getpid(), keep=self._stores)
+
+    def _continue_sweep(self) -> None:
+        if self._sweep_give_up_at is None:
+            return
+        now = clock.MONOTONIC.now()
+        left = self._left()
+        if left and self._sweep_kill_at is not None and now >= self._sweep_kill_at:
+            process.send(left, signal.SIGKILL)
+            # A process may have forked between our look and the signal: look again soon; each
+            # death of a child wakes us anyway.
+            self._sweep_kill_at = now + 0.05
+        if not left:
+            process.send(self._stores, signal.SIGKILL)
+        if not (left or self._stores) or now >= self._sweep_give_up_at:
+            self._sweep_kill_at = self._sweep_give_up_at = None
+            self._report({"is": "swept", "left": left})
+
+    def _end_everything(self) -> None:
+        deadline = clock.Deadline(KILL_PATIENCE)
+        poller = select.poll()
+        poller.register(self._wakeup_read, select.POLLIN)
+        while not deadline.expired():
+            process.send(process.descendants(os.getpid()), signal.SIGKILL)
+            self._reap()
+            if not process.children(os.getpid()):
+                break
+            poller.poll(50)  # each death wakes us; the limit is for forks we have not seen
+            self._drain_wakeups()
+        os._exit(0)
+
+    def _drain_and_exit(self) -> None:
+        poller = select.poll()
+        while self._channel.wants_write() and not self._channel.closed_by_peer:
+            poller.register(self._channel.fileno(), select.POLLOUT)
+            poller.poll(1000)
+            self._channel.flush()
+        os._exit(1)
+
+    def _report(self, message: Message) -> None:
+        self._channel.send(message)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def main(fd: int) -> None:
+    """Entry of the process (see ``supervisor``): ``fd`` is its end of the line."""
+    channel = Channel(socket.socket(fileno=fd))
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    first: list[tuple[Message, list[int]]] = []
+    while not first:
+        poller.poll()
+        first = channel.receive()
+        if channel.closed_by_peer:
+            os._exit(0)
+    hello = first[0][0]
+    process.die_with_parent(hello["supervisor"])  # until the loop runs and can notice by itself
+    job = bootstrap.Job.from_json(hello["job"])
+    process.set_title(f"rally: fork server of {job.title}")
+    start_method = StartMethod(hello["start_method"])
+    ForkServer(channel, job, start_method).run(tuple(hello["preload"]))

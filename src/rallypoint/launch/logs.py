@@ -1,0 +1,427 @@
+"""Where workers' output goes: folders of a run, descriptors for workers, and the relay.
+
+Folders: ``<log-dir>/<run-id>_<random>/attempt_<generation>/<local-rank>/{stdout,stderr}.log, error.json``,
+as torchrun lays them out; a folder is never reused and never deleted once something is in it.
+
+A stream that leads to the console and nowhere else is handed to the worker as it is, except stderr:
+its last lines belong into a failure report, so it passes through the relay. If our stderr is
+a terminal, the worker gets a pseudo-terminal, so that progress bars and colours stay.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import select
+import shutil
+import tempfile
+import termios
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from rallypoint._core import clock
+from rallypoint.errors import ConfigError
+
+from .config import LogConfig, Streams
+
+
+# What is kept of each stderr for a report.
+TAIL_BYTES = 8 * 1024
+TAIL_LINES = 20
+READ_SIZE = 64 * 1024
+# A teed line that never ends is passed on in pieces of this size.
+MAX_LINE = 64 * 1024
+
+_CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
+
+
+class RunFolder:
+    """The folder of one run. Made on construction; with ``/dev/null`` there is none.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+
+    def __init__(self, config: LogConfig, run_id: str) -> None:
+        self._keep = config.folder is not None or config.redirects.any() or config.tee.any()
+        self.path: Path | None = None
+        if config.folder == os.devnull:
+            return
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id)[:64] or "run"
+        if config.folder is None:
+            self.path = Path(tempfile.mkdtemp(prefix=f"rally_{safe}_"))
+            return
+        base = Path(config.folder).absolute()
+        path = base / f"{safe}_{secrets.token_hex(4)}"
+        try:
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                "--log-dir",
+                config.folder,
+                f"cannot make a folder there: {error.strerror}",
+                "name a folder you may write to",
+            ) from None
+        self.path = path
+
+    def generation(self, generation: int) -> Path | None:
+        """The folder of one generation, made new."""
+        if self.path is None:
+            return None
+        path = self.path / f"attempt_{generation}"
+        path.mkdir()
+        return path
+
+    def keep(self) -> None:
+        """Something in it is worth reading: a failure, output."""
+        self._keep = True
+
+    def close(self) -> None:
+        """Remove a private folder that nobody asked for and that holds nothing of interest."""
+        if not self._keep and self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """Where the console is: descriptors, or with text streams (notebooks) functions to write to.
+
+    Args:
+        write_out: gets bytes of workers' stdout, if descriptor 1 is not what the user sees.
+        write_err: the same for stderr.
+    """
+
+    stdout_fd: int = 1
+    stderr_fd: int = 2
+    write_out: Callable[[bytes], None] | None = None
+    write_err: Callable[[bytes], None] | None = None
+
+    @classmethod
+    def of_streams(cls, stdout: TextIO, stderr: TextIO) -> Console:
+        """For a program whose ``sys.stdout`` may not be descriptor 1, as in a notebook."""
+        return cls(
+            write_out=None if _is_fd(stdout, 1) else _text_writer(stdout),
+            write_err=None if _is_fd(stderr, 2) else _text_writer(stderr),
+        )
+
+
+def _is_fd(stream: TextIO, fd: int) -> bool:
+    try:
+        return stream.fileno() == fd
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _text_writer(stream: TextIO) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        stream.write(data.decode(errors="replace"))
+        stream.flush()
+
+    return write
+
+
+def _fd_writer(fd: int) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+
+    return write
+
+
+@dataclass(slots=True)
+class Source:
+    """One stream of one worker, on its way through the relay. Owned by the relay's thread."""
+
+    fd: int
+    file: Callable[[bytes], None] | None
+    console: Callable[[bytes], None] | None
+    prefix: bytes | None  # with a prefix the stream is passed on line by line
+    filters: tuple[bytes, ...] = ()
+    filtered: Callable[[bytes], None] | None = None
+    owned: tuple[int, ...] = ()  # descriptors to close at the end
+    tail: bytearray = field(default_factory=bytearray)
+    line: bytearray = field(default_factory=bytearray)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def feed(self, data: bytes) -> None:
+        self.tail += data
+        del self.tail[:-TAIL_BYTES]
+        self.file = _try(self.file, data)
+        if self.prefix is None:
+            self.console = _try(self.console, data)
+            return
+        self.line += data
+        whole, newline, rest = bytes(self.line).rpartition(b"\n")
+        if newline:
+            self.line = bytearray(rest)
+            self._pass_lines(whole.split(b"\n"))
+        if len(self.line) > MAX_LINE:
+            self.end_line()
+
+    def end_line(self) -> None:
+        if self.line:
+            self._pass_lines([bytes(self.line)])
+            self.line.clear()
+
+    def _pass_lines(self, lines: list[bytes]) -> None:
+        prefix = self.prefix or b""
+        self.console = _try(self.console, b"".join(prefix + line + b"\n" for line in lines))
+        wanted = [line for line in lines if any(word in line for word in self.filters)]
+        if wanted:
+            self.filtered = _try(self.filtered, b"".join(line + b"\n" for line in wanted))
+
+
+def _try(sink: Callable[[bytes], None] | None, data: bytes) -> Callable[[bytes], None] | None:
+    """Write; a sink that fails (closed terminal, full disk) is dropped, the worker must not stop for it."""
+    if sink is None:
+        return None
+    try:
+        sink(data)
+    except (OSError, ValueError):
+        return None
+    return sink
+
+
+class Relay:
+    """A thread that passes workers' output on. A console that blocks stops only this thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: list[Source] = []
+        self._stop = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread: threading.Thread | None = None
+
+    def add(self, source: Source) -> None:
+        with self._lock:
+            self._new.append(source)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rally-relay", daemon=True)
+            self._thread.start()
+        os.write(self._wake_write, b"x")
+
+    def close(self, timeout: float) -> None:
+        """Pass on what is there, for at most ``timeout`` seconds; then let go of everything."""
+        with self._lock:
+            self._stop = True
+        if self._thread is not None:
+            os.write(self._wake_write, b"x")
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return  # a blocked console; the daemon thread goes with the process
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        sources: dict[int, Source] = {}
+        while True:
+            with self._lock:
+                new, self._new = self._new, []
+                stop = self._stop
+            for source in new:
+                sources[source.fd] = source
+                poller.register(source.fd, select.POLLIN)
+            # When told to stop, one more look at each source takes what is there.
+            events = poller.poll(0 if stop else None)
+            busy = False
+            for fd, _event in events:
+                if fd == self._wake_read:
+                    os.read(fd, 4096)
+                    continue
+                busy = True
+                if not _pump(sources[fd]):
+                    poller.unregister(fd)
+                    _finish(sources.pop(fd))
+            if stop and not busy:
+                for source in sources.values():
+                    _finish(source)
+                return
+
+
+def _pump(source: Source) -> bool:
+    """Read once and pass on. False at the end of the stream."""
+    try:
+        data = os.read(source.fd, READ_SIZE)
+    except BlockingIOError:
+        return True
+    except OSError:  # EIO: the last writer has closed the pseudo-terminal
+        data = b""
+    if data:
+        source.feed(data)
+    return bool(data)
+
+
+def _finish(source: Source) -> None:
+    source.end_line()
+    os.close(source.fd)
+    for fd in source.owned:
+        os.close(fd)
+    source.done.set()
+
+
+@dataclass(slots=True)
+class WorkerStreams:
+    """The descriptors one worker is started with, and how to read the end of its stderr."""
+
+    stdout: int
+    stderr: int
+    sources: list[Source] = field(default_factory=list)
+    stderr_source: Source | None = None
+    stderr_file: Path | None = None
+    to_close: list[int] = field(default_factory=list)
+
+    def given(self) -> None:
+        """The worker has them: close ours."""
+        for fd in self.to_close:
+            os.close(fd)
+        self.to_close.clear()
+
+    def drain(self, deadline: clock.Deadline) -> None:
+        """Wait until all output has been passed on (its writers are gone), or the deadline."""
+        for source in self.sources:
+            source.done.wait(deadline.remaining())
+
+    def stderr_tail(self) -> tuple[str, ...]:
+        """The last lines of stderr, without escape sequences and what a progress bar overwrote."""
+        data = b""
+        if self.stderr_source is not None:
+            data = bytes(self.stderr_source.tail)
+        elif self.stderr_file is not None:
+            try:
+                with self.stderr_file.open("rb") as file:
+                    file.seek(0, os.SEEK_END)
+                    file.seek(max(0, file.tell() - TAIL_BYTES))
+                    data = file.read()
+            except OSError:
+                pass
+        lines = []
+        for raw in _CONTROL.sub(b"", data).split(b"\n"):
+            line = raw.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
+            if line:
+                lines.append(line)
+        return tuple(lines[-TAIL_LINES:])
+
+
+class StreamFactory:
+    """Makes the streams of the workers of one generation.
+
+    Args:
+        config: what goes where.
+        folder: the generation's folder, or None.
+        relay: passes on what does not go straight.
+        console: where the console is.
+    """
+
+    def __init__(self, config: LogConfig, folder: Path | None, relay: Relay, console: Console) -> None:
+        self._config = config
+        self._folder = folder
+        self._relay = relay
+        self._console = console
+        self._filtered: Mapping[str, Callable[[bytes], None] | None] = {
+            "stdout": self._open_filtered("stdout", config.stdout_filters),
+            "stderr": self._open_filtered("stderr", config.stderr_filters),
+        }
+
+    def worker_folder(self, local_rank: int) -> Path | None:
+        return None if self._folder is None else self._folder / str(local_rank)
+
+    def open(self, local_rank: int, prefix: str) -> WorkerStreams:
+        """Descriptors for one worker; makes its folder."""
+        folder = self.worker_folder(local_rank)
+        if folder is not None:
+            folder.mkdir()
+        streams = WorkerStreams(-1, -1)
+        streams.stdout = self._open_one("stdout", Streams.OUT, local_rank, prefix, folder, streams)
+        streams.stderr = self._open_one("stderr", Streams.ERR, local_rank, prefix, folder, streams)
+        return streams
+
+    def _open_one(
+        self,
+        name: str,
+        which: Streams,
+        local_rank: int,
+        prefix: str,
+        folder: Path | None,
+        streams: WorkerStreams,
+    ) -> int:
+        config = self._config
+        shown = config.console_ranks is None or local_rank in config.console_ranks
+        teed = bool(config.tee.of(local_rank) & which)
+        redirected = bool(config.redirects.of(local_rank) & which)
+        path = folder / f"{name}.log" if folder is not None and (teed or redirected) else None
+        if path is not None and which is Streams.ERR:
+            streams.stderr_file = path
+        if redirected and not teed:
+            fd = _create(path)
+            streams.to_close.append(fd)
+            return fd
+        out = which is Streams.OUT
+        direct = self._console.stdout_fd if out else self._console.stderr_fd
+        writer = self._console.write_out if out else self._console.write_err
+        if out and not teed and writer is None:
+            if shown:
+                return direct
+            fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            streams.to_close.append(fd)
+            return fd
+        terminal = not out and not teed and writer is None and os.isatty(direct)
+        read, write = _pseudo_terminal(direct) if terminal else os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(read, False)
+        file_fd = _create(path) if teed else None
+        source = Source(
+            fd=read,
+            file=None if file_fd is None else _fd_writer(file_fd),
+            console=(writer or _fd_writer(direct)) if shown else None,
+            prefix=prefix.encode() if teed else None,
+            filters=tuple(
+                word.encode() for word in (config.stdout_filters if out else config.stderr_filters)
+            ),
+            filtered=self._filtered[name] if teed else None,
+            owned=() if file_fd is None else (file_fd,),
+        )
+        streams.sources.append(source)
+        if not out:
+            streams.stderr_source = source
+        streams.to_close.append(write)
+        self._relay.add(source)
+        return write
+
+    def _open_filtered(
+        self, name: str, filters: tuple[str, ...]
+    ) -> Callable[[bytes], None] | None:
+        if not filters or self._folder is None:
+            return None
+        path = self._folder / f"filtered_{name}.log"
+
+        def append(data: bytes) -> None:
+            with path.open("ab") as file:
+                file.write(data)
+
+        return append
+
+
+def _create(path: Path | None) -> int:
+    target = os.devnull if path is None else path
+    return os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _pseudo_terminal(like: int) -> tuple[int, int]:
+    """A pseudo-terminal that passes bytes unchanged and has the size of the real one: (ours, the worker's)."""
+    ours, theirs = os.openpty()
+    settings = termios.tcgetattr(theirs)
+    settings[1] &= ~termios.OPOST  # the real terminal turns newlines into what it needs
+    settings[3] &= ~termios.ECHO
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, b"\0" * 8))
+    except OSError:
+        pass  # no size known: programs then assume 80 columns
+    return ours, theirs

@@ -1,0 +1,69 @@
+"""Did the kernel's OOM killer do it? Counters of cgroup v1 and v2, and of the whole machine.
+
+A process killed for memory looks like any SIGKILL. The kernel counts its kills per memory cgroup
+(v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine (``/proc/vmstat``); a counter
+that moved while the job ran is the evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class OomCounters:
+    """Kills so far: by counter file of each cgroup above us, and of the machine (None: unknown)."""
+
+    groups: Mapping[str, int]
+    machine: int | None
+
+
+def read_counters(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> OomCounters:
+    """The counters as they are now. Never raises: what cannot be read is left out."""
+    groups: dict[str, int] = {}
+    for line in _read(proc / "self/cgroup").splitlines():
+        hierarchy, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if hierarchy == "0":
+            roots = (cgroup_root, cgroup_root / "unified")
+            name = "memory.events"
+        elif "memory" in controllers.split(","):
+            roots = (cgroup_root / "memory",)
+            name = "memory.oom_control"
+        else:
+            continue
+        for root in roots:
+            # The limit that was hit may be an ancestor's, so walk up to the root of the hierarchy.
+            relative = Path(path.lstrip("/"))
+            for folder in (relative, *relative.parents):
+                file = root / folder / name
+                kills = _field(_read(file), "oom_kill")
+                if kills is not None:
+                    groups[str(file)] = kills
+    return OomCounters(groups, _field(_read(proc / "vmstat"), "oom_kill"))
+
+
+def explain(before: OomCounters, after: OomCounters) -> str | None:
+    """A sentence if the OOM killer struck between two readings, else None."""
+    for file, kills in after.groups.items():
+        if kills > before.groups.get(file, kills):
+            return f"killed by the kernel's OOM killer: memory limit of the cgroup ({file})"
+    if before.machine is not None and after.machine is not None and after.machine > before.machine:
+        return "the kernel's OOM killer was at work on this machine: it was out of memory"
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _field(text: str, name: str) -> int | None:
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.strip().isdigit():
+            return int(value)
+    return None

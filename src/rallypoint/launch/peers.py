@@ -1,0 +1,4 @@
+"""temporary"""
+from .coordination import LoneNode
+def coordination_for(config, say):
+    return LoneNode()

@@ -1,0 +1,159 @@
+"""What we ask of Linux about processes: trees, parent-death signals, subreapers.
+
+The one place that talks to ``prctl`` and reads ``/proc``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable
+
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+def _prctl(option: int, argument: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process when its parent ends. Call it in the child, early.
+
+    Args:
+        parent: the pid that must still be the parent; if it is not, it died before we asked.
+    """
+    _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def live_without_parent() -> None:
+    """Undo :func:`die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(0))
+
+
+def is_subreaper() -> bool:
+    value = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(value))
+    return bool(value.value)
+
+
+def set_subreaper(on: bool) -> None:
+    """Adopt orphaned descendants: daemons and double forks come back to us instead of to init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(int(on)))
+
+
+def children(pid: int) -> list[int]:
+    """The direct children of a process, zombies included; empty if it is gone."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found.extend(int(word) for word in file.read().split())
+        except FileNotFoundError:
+            if os.path.exists(f"/proc/{pid}/task/{thread}"):
+                return _children_by_scan(pid)  # a kernel without CONFIG_PROC_CHILDREN
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def _children_by_scan(pid: int) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            stat = _stat_fields(int(name))
+            if stat and int(stat[1]) == pid:
+                found.append(int(name))
+    return found
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on (the name before it may hold anything)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def is_running(pid: int) -> bool:
+    """True unless the process is gone or a zombie."""
+    fields = _stat_fields(pid)
+    return bool(fields) and fields[0] not in "ZX"
+
+
+def descendants(pid: int, keep: Iterable[int] = ()) -> list[int]:
+    """The running processes below ``pid``, parents first; ``keep`` and what is below it is left out."""
+    kept = set(keep)
+    found: list[int] = []
+    queue = [pid]
+    while queue:
+        for child in children(queue.pop(0)):
+            if child in kept:
+                continue
+            queue.append(child)
+            if is_running(child):
+                found.append(child)
+    return found
+
+
+def marked_processes(marker: bytes, exclude: Iterable[int]) -> list[int]:
+    """Running processes of this user that were started with ``marker`` in their environment.
+
+    Finds what a killed fork server has left, when the caller has other children of its own.
+    """
+    left_out = set(exclude)
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) in left_out:
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                marked = marker in file.read().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if marked and is_running(int(name)):
+            found.append(int(name))
+    return found
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Signal each process that is still there."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            pass  # a set-uid child; the parent-death signal does not reach it either
+
+
+def set_title(text: str) -> None:
+    """Show ``text`` as this process's command line, so that ``ps`` and ``pgrep -f`` find the script.
+
+    A fork shows its parent's command line otherwise. The kernel reads the command line from the
+    process's own memory (``arg_start`` to ``arg_end`` in /proc/self/stat), which we may write.
+    A text that is longer than the space is cut.
+    """
+    fields = _stat_fields(os.getpid())
+    if len(fields) < 47:
+        return
+    start, end = int(fields[45]), int(fields[46])
+    size = end - start
+    if start <= 0 or size <= 1:
+        return
+    data = text.encode(errors="replace")[: size - 1]
+    ctypes.memmove(start, data + b"\0" * (size - len(data)), size)

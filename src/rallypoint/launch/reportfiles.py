@@ -1,0 +1,47 @@
+"""Failures written to disk: our report, and error files in torchelastic's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rallypoint._core import env as environment
+
+from .failure import FailureReport, WorkerFailure, torchelastic_record
+
+
+def write_error_files(folder: Path | None, failures: Sequence[WorkerFailure]) -> None:
+    """``attempt_N/LOCAL_RANK/error.json`` of each failed worker, where the worker did not write it itself."""
+    if folder is None:
+        return
+    for failure in failures:
+        path = folder / f"attempt_{failure.generation}" / str(failure.local_rank) / "error.json"
+        if not path.exists():
+            _write(path, torchelastic_record(failure))
+
+
+def write_report(folder: Path | None, report: FailureReport) -> FailureReport:
+    """``report.json`` in the run's folder, and the root cause at our own ``TORCHELASTIC_ERROR_FILE``.
+
+    A full disk must not hide the failure: what cannot be written is left out.
+    """
+    root = report.root_cause
+    outer = environment.get("TORCHELASTIC_ERROR_FILE")
+    if outer and root is not None:
+        _write(Path(outer), torchelastic_record(root))
+    if folder is None:
+        return report
+    path = folder / "report.json"
+    written = _write(path, report.to_json())
+    return replace(report, report_file=str(path)) if written else report
+
+
+def _write(path: Path, data: object) -> bool:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError:
+        return False
+    return True

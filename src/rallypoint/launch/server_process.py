@@ -1,0 +1,154 @@
+"""The fork server as its supervisor holds it: started, spoken to, watched, ended."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rallypoint._core import clock
+
+from . import bootstrap, process
+from .channel import Channel, socket_pair
+from .config import StartMethod
+
+
+# The command line of the fork server becomes, in each worker, the script's own (process.set_title);
+# the kernel gives as much room as the original took.
+TITLE_ROOM = 2048
+# In the environment of every process of a job: tells its processes from others of the caller.
+JOB_MARKER = "RALLY_JOB"
+
+
+class ServerProcess:
+    """One running fork server.
+
+    Args:
+        pid: of the server, a child of this process.
+        channel: the line to it.
+        marker: ``RALLY_JOB=…`` as it stands in the environment of everything it starts.
+    """
+
+    def __init__(self, pid: int, channel: Channel, marker: str) -> None:
+        self.pid = pid
+        self.channel = channel
+        self.pidfd = os.pidfd_open(pid)
+        self._marker = marker.encode()
+        self._reaped: int | None = None
+
+    @classmethod
+    def start(
+        cls,
+        job: bootstrap.Job,
+        start_method: StartMethod,
+        preload: tuple[str, ...],
+        env: Mapping[str, str],
+        token: str,
+    ) -> ServerProcess:
+        """Start a server in an interpreter of its own; it goes on importing when this returns."""
+        ours, theirs = socket_pair()
+        fd = theirs.fileno()
+        code = f"from rallypoint.launch.forkserver import main; main({fd})"
+        child = subprocess.Popen(
+            [*bootstrap.python_command(code, job), " " * TITLE_ROOM],
+            env={**env, JOB_MARKER: token},
+            pass_fds=[fd],
+            start_new_session=True,  # the terminal's Ctrl-C is for the supervisor, which passes it on
+        )
+        theirs.close()
+        child.returncode = 0  # we reap it ourselves, by pidfd: Popen must not wait for it or warn
+        channel = Channel(ours)
+        hello: dict[str, Any] = {"supervisor": os.getpid(), "job": job.to_json()}
+        hello |= {"start_method": start_method.value, "preload": list(preload)}
+        channel.send(hello)
+        return cls(child.pid, channel, f"{JOB_MARKER}={token}")
+
+    @classmethod
+    def fork(
+        cls, job: bootstrap.Job, call: Callable[[bootstrap.WorkerFds], None], token: str
+    ) -> ServerProcess:
+        """Start a server as a fork of this very process: functions need no pickling then."""
+        from .forkserver import ForkServer
+
+        ours, theirs = socket_pair()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ours.close()
+                os.setsid()
+                process.die_with_parent(parent)
+                ForkServer(Channel(theirs), job, StartMethod.FORK, call).run(())
+            finally:
+                os._exit(1)
+        theirs.close()
+        return cls(pid, Channel(ours), f"{JOB_MARKER}={token}")
+
+    def end(self, patience: float = 8.0) -> None:
+        """Hang up: the server kills all that is left and ends; if it does not, we do both."""
+        self.channel.close()
+        if not self.wait(patience):
+            os.kill(self.pid, signal.SIGKILL)
+        self.kill_orphans()
+        os.close(self.pidfd)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until the server has ended, and reap it. False if the time ran out."""
+        if self._reaped is not None:
+            return True
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        if not poller.poll(None if timeout is None else timeout * 1000):
+            return False
+        try:
+            _, self._reaped = os.waitpid(self.pid, 0)
+        except ChildProcessError:  # somebody's waitpid(-1) in a caller's program took it
+            self._reaped = 0
+        return True
+
+    def how_it_ended(self) -> str:
+        """For the report, once :meth:`wait` was true."""
+        status = self._reaped or 0
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            return f"was killed by {signal.Signals(number).name}"
+        return f"exited with code {os.waitstatus_to_exitcode(status)}"
+
+    def kill_orphans(self, patience: float = 3.0) -> list[int]:
+        """Kill what a dead server has left. We are a subreaper: all of it has become our children.
+
+        Only processes that carry the job's mark are touched: the caller may have other children.
+
+        Returns:
+            Pids that would not die in time.
+        """
+        if not self.wait(0):
+            return []
+        deadline = clock.Deadline(patience)
+        while True:
+            left = process.marked_processes(self._marker, exclude=(os.getpid(),))
+            if not left or deadline.expired():
+                return left
+            pidfds = []
+            for pid in left:
+                try:
+                    pidfds.append(os.pidfd_open(pid))
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            poller = select.poll()
+            for fd in pidfds:
+                poller.register(fd, select.POLLIN)
+                poller.poll((deadline.remaining() or 0) * 1000)
+                poller.unregister(fd)
+                os.close(fd)
+            for pid in left:
+                try:
+                    os.waitpid(pid, os.WNOHANG)
+                except OSError as error:
+                    if error.errno != errno.ECHILD:  # its parent, another orphan, reaps it
+                        raise

@@ -1,0 +1,450 @@
+"""From flags and environment to a :class:`~rallypoint.launch.config.LaunchConfig`.
+
+Precedence: flag, then ``PET_*``, then what the cluster says, then default. What torchrun accepts and
+what has no meaning here is accepted, with a remark that says why.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from rallypoint.errors import ConfigError
+
+from . import cluster_env
+from .config import (
+    DEFAULT_JOIN_TIMEOUT,
+    DEFAULT_MASTER_PORT,
+    DEFAULT_RENDEZVOUS_PORT,
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    LaunchConfig,
+    LogConfig,
+    RendezvousConfig,
+    StartMethod,
+    StreamChoice,
+    Target,
+    TargetKind,
+)
+from .flags import BY_NAME, Given, resolve
+
+
+# Words of --nproc-per-node that mean "one per device", and torch's name of the device.
+_DEVICES = {"gpu": "cuda", "cuda": "cuda", "xpu": "xpu", "npu": "npu", "hpu": "hpu", "mtia": "mtia"}
+# Where the kernel shows accelerators; without any of them there is nothing for torch to count.
+_DEVICE_FILES = ("nvidiactl", "nvidia0", "kfd", "dri", "dxg", "accel", "davinci0", "davinci_manager")
+
+# Which flags say where this node stands; with one of them set the cluster is not asked.
+_NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "standalone")
+
+
+def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, list[str]]:
+    """The launch a command line asks for, and remarks for the person who wrote it.
+
+    Raises:
+        ConfigError: something cannot be, named as it was spelled.
+    """
+    values, origins = resolve(given, env)
+    return _Settings(values, origins, env).config(given.target)
+
+
+class _Settings:
+    """One command line on its way to a config: values, where they came from, remarks so far."""
+
+    def __init__(
+        self, values: dict[str, str | None], origins: dict[str, str], env: Mapping[str, str]
+    ) -> None:
+        self._values = values
+        self._origins = origins
+        self._env = env
+        self._remarks: list[str] = []
+
+    def config(self, words: tuple[str, ...]) -> tuple[LaunchConfig, list[str]]:
+        target = self._target(words)
+        start_method, python = self._start(target)
+        placement = None
+        if not any(self._is_set(name) for name in _NODE_FLAGS):
+            placement = cluster_env.detect(self._env)
+        if placement is not None:
+            self._remarks.append(placement.describe())
+        workers, accelerator = self._workers(placement)
+        num_nodes, rendezvous, addr, port = self._nodes(placement)
+        several_here = placement is not None and placement.one_worker_per_task
+        config = LaunchConfig(
+            target=target,
+            rendezvous=rendezvous,
+            logs=self._logs(),
+            workers_per_node=workers,
+            accelerator=accelerator,
+            num_nodes=num_nodes,
+            max_restarts=self._int("max_restarts", least=0),
+            master_addr=addr,
+            master_port=port,
+            local_addr=self._values["local_addr"],
+            role=self._text("role"),
+            shutdown_timeout=self._shutdown_timeout(),
+            signals=self._signals(),
+            start_method=start_method,
+            preload=tuple(name for name in self._text("preload").split(",") if name),
+            unbuffered=self._switch("unbuffered"),
+            virtual_local_rank=self._switch("virtual_local_rank"),
+            numa_binding=self._values["numa_binding"],
+            local_rank_base=placement.local_rank if placement and several_here else 0,
+            local_world_size=placement.tasks_per_machine if placement and several_here else None,
+            group_rank=placement.machine_rank if placement and several_here else None,
+            group_world_size=placement.num_machines if placement and several_here else None,
+            python=python,
+        )
+        self._remark_on_what_has_no_effect()
+        return config, self._remarks
+
+    # -- reading values -----------------------------------------------------------------------
+
+    def _is_set(self, dest: str) -> bool:
+        if dest == "standalone":
+            return self._switch(dest)
+        return self._origins[dest] != "default"
+
+    def _shown(self, dest: str) -> str:
+        """The name the user used: the flag, or the variable."""
+        origin = self._origins[dest]
+        return origin if origin.startswith("PET_") else "--" + dest.replace("_", "-")
+
+    def _text(self, dest: str) -> str:
+        return self._values[dest] or ""
+
+    def _switch(self, dest: str) -> bool:
+        return int(self._text(dest) or "0") != 0
+
+    def _int(self, dest: str, *, least: int) -> int:
+        text = self._text(dest)
+        try:
+            number = int(text)
+        except ValueError:
+            raise ConfigError(self._shown(dest), text, "expected a whole number") from None
+        if number < least:
+            raise ConfigError(self._shown(dest), text, f"expected {least} or more")
+        return number
+
+    # -- what to run --------------------------------------------------------------------------
+
+    def _target(self, words: tuple[str, ...]) -> Target:
+        if not words:
+            raise ConfigError(
+                "rally run", None, "no script given", "rally run [flags] script.py [its arguments]"
+            )
+        name, args = words[0], tuple(words[1:])
+        if self._switch("no_python"):
+            if self._switch("module"):
+                raise ConfigError("--no-python", None, "cannot be combined with --module")
+            found = shutil.which(name, path=self._env.get("PATH"))
+            if found is None:
+                raise ConfigError("program", name, "not found, or not executable", "check the path")
+            return Target(kind=TargetKind.PROGRAM, name=name, args=args)
+        if self._switch("module"):
+            return Target(kind=TargetKind.MODULE, name=name, args=args)
+        _check_script(name)
+        return Target(kind=TargetKind.SCRIPT, name=name, args=args)
+
+    def _start(self, target: Target) -> tuple[StartMethod, str | None]:
+        word = self._values["start_method"]
+        methods = {"spawn": StartMethod.EXEC, "fork": StartMethod.FORKSERVER}
+        if word in methods:
+            self._remarks.append(
+                f"{self._shown('start_method')} {word}: scripts are started by {methods[word]} here"
+            )
+        method = methods.get(word or "") or StartMethod(word or StartMethod.FORKSERVER)
+        python = self._env.get("PYTHON_EXEC")
+        if python and not _same_file(python, sys.executable):
+            if shutil.which(python, path=self._env.get("PATH")) is None:
+                raise ConfigError("PYTHON_EXEC", python, "no such interpreter")
+            return StartMethod.EXEC, python
+        if target.kind is TargetKind.PROGRAM:
+            method = StartMethod.EXEC
+        return method, None
+
+    # -- size ---------------------------------------------------------------------------------
+
+    def _workers(self, placement: cluster_env.Placement | None) -> tuple[int | None, str | None]:
+        """Number of workers here, or None and the type of accelerator to count."""
+        word = self._text("nproc_per_node").strip()
+        shown = self._shown("nproc_per_node")
+        if placement is not None and placement.one_worker_per_task:
+            if self._is_set("nproc_per_node") and word != "1":
+                raise ConfigError(
+                    shown,
+                    word,
+                    f"{placement.source} has started {placement.tasks_per_machine} tasks on this"
+                    " machine already, each is one worker",
+                    "leave the flag out, or start one task per machine",
+                )
+            return 1, None
+        if word == "cpu" or (word == "auto" and not _may_have_accelerators()):
+            return len(os.sched_getaffinity(0)), None
+        if word == "auto":
+            return None, None
+        if word in _DEVICES:
+            if not _may_have_accelerators():
+                raise ConfigError(
+                    shown, word, "no such device on this machine", "give a number, or cpu"
+                )
+            return None, _DEVICES[word]
+        if not word.lstrip("+-").isdigit():
+            raise ConfigError(
+                shown, word, "expected a number of workers, or auto, gpu, cpu or xpu"
+            )
+        return self._int("nproc_per_node", least=1), None
+
+    def _num_nodes(self) -> int:
+        text = self._text("nnodes")
+        shown = self._shown("nnodes")
+        low, colon, high = text.partition(":")
+        if not low.isdigit() or (colon and not high.isdigit()):
+            raise ConfigError(shown, text, "expected a number of nodes")
+        least, most = int(low), int(high or low)
+        if not 0 < least <= most:
+            raise ConfigError(shown, text, "expected at least 1 node, and MIN no larger than MAX")
+        if least != most and not self._switch("standalone"):
+            raise ConfigError(
+                shown,
+                text,
+                "membership is fixed here: a range of nodes is not supported",
+                f"give the number of nodes, such as {shown} {most}",
+            )
+        return most
+
+    def _nodes(
+        self, placement: cluster_env.Placement | None
+    ) -> tuple[int, RendezvousConfig, str | None, int | None]:
+        """Number of nodes, how they meet, and MASTER_ADDR and MASTER_PORT as far as they are given."""
+        num_nodes = self._num_nodes()
+        if placement is not None:
+            num_nodes = placement.num_nodes
+        if self._switch("standalone"):
+            num_nodes = 1
+        port = None if self._values["master_port"] is None else self._port("master_port")
+        backend = self._text("rdzv_backend")
+        if backend not in {"static", "c10d"}:
+            raise ConfigError(
+                self._shown("rdzv_backend"), backend, "no such rendezvous (known: c10d, static)"
+            )
+        run_id = self._text("rdzv_id")
+        join_timeout, heartbeat_timeout = self._rendezvous_times()
+        if num_nodes == 1:
+            # As torchrun: with nothing said about a meeting point, a name and a port of its own.
+            alone = self._switch("standalone") or (
+                backend == "static" and not self._text("rdzv_endpoint") and port is None
+            )
+            if alone and (run_id == "none" or self._switch("standalone")):
+                run_id = (placement.run_id if placement else None) or str(uuid.uuid4())
+            given = port is not None and backend == "static" and not self._switch("standalone")
+            addr = self._text("master_addr") if given else None
+            rendezvous = RendezvousConfig(run_id=run_id)
+            return 1, rendezvous, addr, port if given else None
+        node_rank: int | None = self._int("node_rank", least=0)
+        if placement is not None:
+            host = placement.master_addr or "127.0.0.1"
+            port = port or placement.master_port or DEFAULT_MASTER_PORT
+            node_rank = placement.node_rank
+            run_id = placement.run_id or run_id if run_id == "none" else run_id
+            return (
+                num_nodes,
+                self._rendezvous(run_id, node_rank, host, port, join_timeout, heartbeat_timeout),
+                host if node_rank == 0 else None,
+                port,
+            )
+        host, port = self._meeting_point(backend, port)
+        if backend == "c10d":
+            if self._is_set("node_rank") and node_rank:
+                self._remarks.append(
+                    f"{self._shown('node_rank')} {node_rank} has no effect with --rdzv-backend c10d:"
+                    " ranks are assigned"
+                )
+            node_rank = None
+        elif not node_rank and not self._is_set("node_rank"):
+            self._remarks.append("--node-rank is not given: this is node 0")
+        addr = self._text("master_addr") if self._is_set("master_addr") else host
+        rendezvous = self._rendezvous(
+            run_id, node_rank, host, port, join_timeout, heartbeat_timeout
+        )
+        return num_nodes, rendezvous, addr, port
+
+    @staticmethod
+    def _rendezvous(
+        run_id: str, node_rank: int | None, host: str, port: int, join: float, heartbeat: float
+    ) -> RendezvousConfig:
+        return RendezvousConfig(
+            run_id=run_id,
+            node_rank=node_rank,
+            host=host,
+            port=port,
+            join_timeout=join,
+            heartbeat_timeout=heartbeat,
+        )
+
+    def _meeting_point(self, backend: str, port: int | None) -> tuple[str, int]:
+        endpoint = self._text("rdzv_endpoint").strip()
+        default = DEFAULT_RENDEZVOUS_PORT if backend == "c10d" else DEFAULT_MASTER_PORT
+        if not endpoint:
+            if backend == "c10d":
+                raise ConfigError(
+                    "--rdzv-endpoint",
+                    None,
+                    "several nodes need a host that all can reach",
+                    "--rdzv-endpoint HOST:29400",
+                )
+            return self._text("master_addr"), port or default
+        shown = self._shown("rdzv_endpoint")
+        host, colon, tail = endpoint.rpartition(":")
+        if not colon or endpoint.endswith("]"):
+            return endpoint, default
+        if not tail.isdigit() or not 0 < int(tail) < 65536 or not host:
+            raise ConfigError(shown, endpoint, "expected HOST or HOST:PORT, with a port from 1 to 65535")
+        return host, int(tail)
+
+    def _port(self, dest: str) -> int:
+        port = self._int(dest, least=0)
+        if port > 65535:
+            raise ConfigError(self._shown(dest), str(port), "expected a port from 0 to 65535")
+        return port
+
+    def _rendezvous_times(self) -> tuple[float, float]:
+        text = self._text("rdzv_conf")
+        shown = self._shown("rdzv_conf")
+        times = {"join_timeout": DEFAULT_JOIN_TIMEOUT, "heartbeat_timeout": 15.0}
+        without_effect = []
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = item.partition("=")
+            if not equals:
+                raise ConfigError(shown, item, "expected NAME=VALUE,…")
+            if name == "timeout":  # torchrun's static rendezvous calls it so
+                name = "join_timeout"
+            if name not in times:
+                without_effect.append(name)
+                continue
+            try:
+                times[name] = float(value)
+            except ValueError:
+                raise ConfigError(shown, item, "expected a number of seconds") from None
+            if times[name] <= 0:
+                raise ConfigError(shown, item, "expected more than 0 seconds")
+        if without_effect:
+            self._remarks.append(
+                f"{shown}: {', '.join(without_effect)} has no effect here"
+                " (known: join_timeout, heartbeat_timeout)"
+            )
+        return times["join_timeout"], times["heartbeat_timeout"]
+
+    # -- the rest -----------------------------------------------------------------------------
+
+    def _logs(self) -> LogConfig:
+        ranks_text = self._text("local_ranks_filter")
+        ranks: frozenset[int] | None = None
+        if ranks_text:
+            try:
+                ranks = frozenset(int(item) for item in ranks_text.split(","))
+            except ValueError:
+                raise ConfigError(
+                    self._shown("local_ranks_filter"), ranks_text, "expected a list such as 0,1,10"
+                ) from None
+        return LogConfig(
+            folder=self._values["log_dir"],
+            redirects=StreamChoice.parse(self._text("redirects"), self._shown("redirects")),
+            tee=StreamChoice.parse(self._text("tee"), self._shown("tee")),
+            console_ranks=ranks,
+            stdout_filters=_words(self._text("duplicate_stdout_filters")),
+            stderr_filters=_words(self._text("duplicate_stderr_filters")),
+            prefix_template=self._env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
+        )
+
+    def _shutdown_timeout(self) -> float:
+        text = self._values["shutdown_timeout"]
+        shown = self._shown("shutdown_timeout")
+        if text is None:
+            shown = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+            text = self._env.get(shown)
+            if text is None:
+                return DEFAULT_SHUTDOWN_TIMEOUT
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < float("inf"):
+            raise ConfigError(shown, text, "expected a number of seconds, 0 or more")
+        return seconds
+
+    def _signals(self) -> tuple[signal.Signals, ...]:
+        text = self._text("signals_to_handle")
+        shown = self._shown("signals_to_handle")
+        found = []
+        for word in filter(None, (item.strip().upper() for item in text.split(","))):
+            name = word if word.startswith("SIG") else f"SIG{word}"
+            if name not in signal.Signals.__members__:
+                raise ConfigError(shown, word, "no such signal", "names as in `kill -l`: SIGUSR1")
+            number = signal.Signals[name]
+            if number in {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+                raise ConfigError(shown, word, "this signal cannot be passed on")
+            found.append(number)
+        return tuple(dict.fromkeys(found))
+
+    def _remark_on_what_has_no_effect(self) -> None:
+        reasons = {
+            "monitor_interval": "workers' ends are events here, nothing is polled",
+            "event_log_handler": "what happened is in report.json",
+            "logs_specs": "--log-dir, --redirects and --tee say where logs go",
+            "run_path": "scripts run that way here anyhow",
+        }
+        for dest, reason in reasons.items():
+            flag = BY_NAME["--" + dest.replace("_", "-")]
+            value = self._values[dest]
+            if self._origins[dest] != "default" and value not in {flag.default, "0" * flag.is_switch}:
+                self._remarks.append(f"{self._shown(dest)} has no effect: {reason}")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """``a,b`` as two words; a doubled comma stands for one."""
+    held = "\0"
+    parts = text.replace(",,", held).split(",")
+    return tuple(part.replace(held, ",") for part in parts if part)
+
+
+def _check_script(name: str) -> None:
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise ConfigError("script", name, "a folder without a __main__.py cannot be run")
+        return
+    if not path.exists():
+        raise ConfigError("script", name, "no such file", _nearest_file(path))
+    if not os.access(path, os.R_OK):
+        raise ConfigError("script", name, "no permission to read it", f"chmod u+r {name}")
+
+
+def _nearest_file(path: Path) -> str:
+    import difflib
+
+    try:
+        there = [item.name for item in path.parent.iterdir() if item.suffix == path.suffix]
+    except OSError:
+        return f"the folder {path.parent} does not exist"
+    near = difflib.get_close_matches(path.name, there, n=1)
+    if near:
+        return f"did you mean {path.parent / near[0]}?"
+    return f"looked in {path.parent.absolute()}"
+
+
+def _may_have_accelerators() -> bool:
+    return any(Path("/dev", name).exists() for name in _DEVICE_FILES)
+
+
+def _same_file(a: str, b: str) -> bool:
+    found = shutil.which(a) or a
+    try:
+        # Not resolved: two virtual environments may link to one interpreter.
+        return os.path.abspath(found) == os.path.abspath(b)  # noqa: PTH100
+    except OSError:
+        return False

@@ -1,0 +1,641 @@
+"""The shell around :mod:`rallypoint.launch.policy`: gathers events, carries commands out.
+
+One loop over descriptors: signals, the line to the fork server, the fork server's pidfd, the workers'
+lines, the other nodes. It sleeps until one of them has something, or until the policy's own deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from rallypoint._core import clock, env as environment
+from rallypoint.errors import ConfigError, LaunchError
+
+from . import bootstrap, endpoints, oom, policy, process, worker_env
+from .channel import Message
+from .config import LaunchConfig, StartMethod, TargetKind
+from .coordination import Coordination, CoordinationFailed, PeerEvent, RoundReady
+from .failure import (
+    FailureReport,
+    Raised,
+    WorkerFailure,
+    in_order_of_blame,
+    parse_line_from_worker,
+)
+from .logs import Console, Relay, RunFolder, StreamFactory, WorkerStreams
+from .policy import Aim, Phase
+from .ranks import WorkerRanks, assign
+from .reportfiles import write_error_files, write_report
+from .server_process import ServerProcess
+from .signals import SignalEvents
+
+
+# A worker says little on its line: an exception, a native stack. More than this is not read.
+MAX_LINE_DATA = 1024 * 1024
+# How long output may still be on its way when its writers are gone.
+DRAIN_PATIENCE = 2.0
+# How long the nodes wait for each other's failures before they print the report.
+GATHER_PATIENCE = 5.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker as the supervisor sees it."""
+
+    ranks: WorkerRanks
+    name: str
+    line: socket.socket
+    streams: WorkerStreams
+    result_fd: int | None = None
+    pid: int = 0
+    said: bytearray = field(default_factory=bytearray)
+    status: int | None = None
+    ended_at: float = 0.0
+
+    def listen(self) -> bool:
+        """Take what it said. False once nothing more can come."""
+        while True:
+            try:
+                data = self.line.recv(64 * 1024)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            if len(self.said) < MAX_LINE_DATA:
+                self.said += data
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the job ended on this node.
+
+    Args:
+        aim: success, failure or a signal.
+        report: of the last generation, if it failed.
+        signal: the signal that ended it.
+        results: function launches: the result bytes of each local worker, in rank order.
+        generation: the last one.
+    """
+
+    aim: Aim
+    report: FailureReport | None
+    signal: int | None
+    results: tuple[bytes, ...]
+    generation: int
+
+
+class Supervisor:
+    """Runs one node's workers from start to end. Used once.
+
+    Args:
+        config: what to run.
+        coordination: the other nodes.
+        console: where workers' output is shown.
+        say: prints one line to the person at the terminal.
+        payload_fd: function launches: a memory file with the pickled call.
+        call: function launches by ``fork``: what a worker calls.
+        token: names this job among others of the user; unguessable.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        *,
+        coordination: Coordination,
+        console: Console,
+        say: Say,
+        token: str,
+        payload_fd: int | None = None,
+        call: Callable[[bootstrap.WorkerFds], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._coordination = coordination
+        self._console = console
+        self._say = say
+        self._token = token
+        self._payload_fd = payload_fd
+        self._call = call
+        self._env = environment.snapshot()
+        self._relay = Relay()
+        self._workers: list[_Worker] = []
+        self._by_name: dict[str, _Worker] = {}
+        self._state = policy.State(
+            max_restarts=config.max_restarts,
+            grace=config.shutdown_timeout,
+            num_nodes=config.num_nodes,
+        )
+        self._num_workers = config.workers_per_node
+        self._round: RoundReady | None = None
+        self._store_socket: socket.socket | None = None
+        self._server_ready = False
+        self._start_is_due = False
+        self._probe_fd: int | None = None
+        self._stopped_at: float | None = None
+        self._signals_sent: set[int] = set()
+        self._store_failure = ""
+        self._failures: tuple[WorkerFailure, ...] = ()
+        self._peer_reason = ""
+        self._results: tuple[bytes, ...] = ()
+        self._finished: Outcome | None = None
+        self._oom_before = oom.read_counters()
+        self._server: ServerProcess
+        self._poller = select.poll()
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Run the job. Blocks until it has ended and nothing of it is left.
+
+        Raises:
+            ConfigError: a setting turned out impossible (a port in use, no accelerator).
+            LaunchError: the job's processes could not be run.
+            RendezvousError: the nodes did not come together.
+        """
+        config = self._config
+        was_subreaper = process.is_subreaper()
+        process.set_subreaper(True)
+        try:
+            with SignalEvents(config.signals) as received:
+                self._server = self._start_server()
+                try:
+                    self._folder = RunFolder(config.logs, config.rendezvous.run_id)
+                    outcome = self._loop(received)
+                finally:
+                    self._close()
+        finally:
+            process.set_subreaper(was_subreaper)
+        return outcome
+
+    def _start_server(self) -> ServerProcess:
+        config = self._config
+        job = bootstrap.Job(
+            kind=config.target.kind,
+            name=config.target.name,
+            args=config.target.args,
+            python=config.python,
+            unbuffered=config.unbuffered,
+        )
+        if config.start_method is StartMethod.FORK:
+            assert self._call is not None
+            with environment.overlay({"RALLY_JOB": self._token}):
+                return ServerProcess.fork(job, self._call, self._token)
+        threads = config.local_world_size or config.workers_per_node or 2
+        defaults = worker_env.common_defaults(self._env, threads)
+        preload = ("torch", "torch.distributed", *config.preload)
+        return ServerProcess.start(
+            job, config.start_method, preload, {**self._env, **defaults}, self._token
+        )
+
+    def _loop(self, received: SignalEvents) -> Outcome:
+        server, coordination = self._server, self._coordination
+        self._poller.register(received.fileno(), select.POLLIN)
+        self._poller.register(server.pidfd, select.POLLIN)
+        self._poller.register(coordination.fileno(), select.POLLIN)
+        self._do(policy.start(self._state))
+        while self._finished is None:
+            wanted = select.POLLIN | (select.POLLOUT if server.channel.wants_write() else 0)
+            self._poller.register(server.channel.fileno(), wanted)
+            ready = {fd for fd, _ in self._poller.poll(self._milliseconds_to_wait())}
+            for number in received.take():
+                self._decide(policy.SignalReceived(number))
+            for worker in self._workers:
+                if worker.line.fileno() in ready and not worker.listen():
+                    self._poller.unregister(worker.line)
+            if self._probe_fd in ready:
+                self._finish_probe()
+            server.channel.flush()
+            for message, _fds in server.channel.receive():
+                self._hear(message)
+            if server.pidfd in ready:
+                self._server_lost()
+            if coordination.fileno() in ready:
+                self._hear_peers()
+            kill_at = self._state.kill_at
+            if kill_at is not None and clock.MONOTONIC.now() >= kill_at:
+                self._decide(policy.GraceOver())
+        return self._finished
+
+    def _milliseconds_to_wait(self) -> int | None:
+        if self._state.kill_at is None:
+            return None
+        return max(0, int((self._state.kill_at - clock.MONOTONIC.now()) * 1000) + 1)
+
+    def _close(self) -> None:
+        self._server.end()
+        self._coordination.close()
+        if self._store_socket is not None:
+            self._store_socket.close()
+        if self._probe_fd is not None:
+            os.close(self._probe_fd)
+        for worker in self._workers:
+            self._let_go(worker)
+        self._relay.close(DRAIN_PATIENCE)
+        folder: RunFolder | None = getattr(self, "_folder", None)
+        if folder is not None:
+            folder.close()
+
+    # -- events -------------------------------------------------------------------------------
+
+    def _hear(self, message: Message) -> None:
+        """A report of the fork server."""
+        match message["is"]:
+            case "ready":
+                self._server_is_ready(message["threads"])
+            case "unready":
+                raise LaunchError(
+                    f"--preload {message['module']}: {message['error']}"
+                    if message["module"] in self._config.preload
+                    else f"cannot import {message['module']}: {message['error']}"
+                    f" (in {sys.executable})"
+                )
+            case "spawned":
+                if message["name"] in self._by_name:
+                    self._by_name[message["name"]].pid = message["pid"]
+            case "exited":
+                self._process_ended(message["name"], message["status"], message["at"])
+            case "swept":
+                self._end_generation(message["left"])
+                self._decide(policy.Swept())
+            case other:
+                raise LaunchError(f"the fork server said {other!r}, which we do not know")
+
+    def _server_is_ready(self, threads: int) -> None:
+        self._server_ready = True
+        if threads > 1 and self._config.preload:
+            self._say(
+                f"--preload {','.join(self._config.preload)} started {threads - 1} threads;"
+                " threads do not survive a fork, so workers lack them"
+            )
+        if self._num_workers is None:
+            read, write = os.pipe2(os.O_CLOEXEC)
+            self._probe_fd = read
+            self._poller.register(read, select.POLLIN)
+            self._server.channel.send({"do": "probe"}, [write])
+            os.close(write)
+        if self._start_is_due:
+            self._start_workers()
+
+    def _finish_probe(self) -> None:
+        import json
+
+        fd, self._probe_fd = self._probe_fd, None
+        assert fd is not None
+        self._poller.unregister(fd)
+        with os.fdopen(fd) as file:
+            text = file.read()
+        found = json.loads(text) if text else {"count": 0, "type": "cpu"}
+        wanted = self._config.accelerator
+        if found["count"] and wanted in {None, found["type"]}:
+            self._num_workers = found["count"]
+        elif wanted is None:
+            self._num_workers = os.cpu_count() or 1
+        else:
+            raise ConfigError(
+                "--nproc-per-node",
+                "gpu" if wanted == "cuda" else wanted,
+                f"torch finds no {wanted} device on this machine",
+                "give a number, or cpu",
+            )
+        self._join(self._state.generation)
+
+    def _process_ended(self, name: str, status: int, at: float) -> None:
+        worker = self._by_name.get(name)
+        if worker is None:
+            if name == "store" and self._state.phase is Phase.RUNNING:
+                how = os.waitstatus_to_exitcode(status)
+                self._store_failure = (
+                    f"the process that serves the workers' store ended ({_status_words(how)})"
+                )
+                self._decide(policy.WorkerEnded(-1, failed=True))
+            return
+        worker.listen()
+        worker.status, worker.ended_at = status, at
+        self._decide(policy.WorkerEnded(self._workers.index(worker), failed=status != 0))
+
+    def _server_lost(self) -> None:
+        if not self._server.wait(0) or self._finished is not None:
+            return
+        left = self._server.kill_orphans()
+        reason = f"its fork server (pid {self._server.pid}) {self._server.how_it_ended()}"
+        if left:
+            reason += f"; processes {left} could not be killed"
+        self._end_generation([])
+        self._peer_reason = self._peer_reason or reason
+        self._decide(policy.Broken(reason))
+
+    def _hear_peers(self) -> None:
+        for event in self._coordination.take():
+            match event:
+                case RoundReady():
+                    self._round = event
+                    self._decide(policy.RoundFormed(event.workers_of_nodes[event.node_rank]))
+                case PeerEvent("all_done"):
+                    self._decide(policy.PeersDone())
+                case PeerEvent("stopped", node_rank):
+                    self._say(f"node {node_rank} was told to stop: stopping here too")
+                    self._decide(policy.PeersStopped(node_rank))
+                case PeerEvent(_, node_rank, generation):
+                    if event.reason:
+                        self._say(event.reason)
+                        self._peer_reason = event.reason
+                    self._decide(policy.PeerFailed(node_rank, generation))
+                case CoordinationFailed(error):
+                    raise error
+                case _:
+                    assert_never(event)
+
+    # -- commands -----------------------------------------------------------------------------
+
+    def _decide(self, event: policy.Event) -> None:
+        self._do(policy.decide(clock.MONOTONIC.now(), self._state, event))
+
+    def _do(self, decision: policy.Decision) -> None:
+        self._state = decision.state
+        for command in decision.commands:
+            match command:
+                case policy.Join(generation):
+                    self._join(generation)
+                case policy.StartWorkers():
+                    self._start_is_due = True
+                    if self._server_ready:
+                        self._start_workers()
+                case policy.SignalWorkers(number):
+                    self._signal_workers(number)
+                case policy.Sweep(grace):
+                    if self._stopped_at is None:
+                        self._stopped_at = clock.MONOTONIC.now()
+                    self._signals_sent.add(signal.SIGKILL)
+                    self._server.channel.send({"do": "sweep", "grace": grace})
+                case policy.TellPeers(what):
+                    self._coordination.tell(what, self._state.generation, self._known_failures())
+                case policy.ReportRestart():
+                    self._report_restart()
+                case policy.Finish(aim):
+                    self._finish(aim)
+                case _:
+                    assert_never(command)
+
+    def _join(self, generation: int) -> None:
+        if self._num_workers is None:
+            return  # the probe's answer comes back here
+        addr, port = "", 0
+        if self._coordination.serves_store is not False:
+            addr, port = self._bind_store()
+        self._coordination.join(generation, self._num_workers, addr, port)
+
+    def _bind_store(self) -> tuple[str, int]:
+        config = self._config
+        alone = config.num_nodes == 1 and config.world_size is None
+        addr = config.master_addr or ("localhost" if alone else config.local_addr)
+        if addr is None:
+            addr = endpoints.address_towards(config.rendezvous.host, config.rendezvous.port)
+        host = addr if alone and endpoints.is_loopback(addr) else None
+        # On several nodes the port that all know is the supervisors' own; workers meet at a free one.
+        port = config.master_port or 0
+        self._store_socket = endpoints.bind_store(host, port if alone else 0)
+        return addr, self._store_socket.getsockname()[1]
+
+    def _start_workers(self) -> None:
+        config, ready = self._config, self._round
+        assert ready is not None
+        self._start_is_due = False
+        self._stopped_at = None
+        self._signals_sent = set()
+        self._store_failure = self._peer_reason = ""
+        self._oom_before = oom.read_counters()
+        if ready.node_rank == 0 and self._store_socket is not None:
+            message = {"do": "store", "name": "store", "port": ready.master_port}
+            self._server.channel.send(message, [self._store_socket.fileno()])
+        if self._store_socket is not None:
+            self._store_socket.close()
+            self._store_socket = None
+        facts = worker_env.RoundFacts(
+            master_addr=ready.master_addr,
+            master_port=ready.master_port,
+            generation=ready.generation,
+            restart_count=ready.generation,
+            max_restarts=config.max_restarts,
+            run_id=config.rendezvous.run_id,
+            role=config.role,
+            signals=",".join(each.name for each in config.signals),
+            virtual_local_rank=config.virtual_local_rank,
+        )
+        ranks_of_workers = assign(
+            ready.workers_of_nodes,
+            ready.node_rank,
+            local_rank_base=config.local_rank_base,
+            local_world_size=config.local_world_size,
+            group_rank=config.group_rank,
+            group_world_size=config.group_world_size,
+            rank_offset=config.rank_offset,
+            world_size=config.world_size,
+        )
+        folder = self._folder.generation(ready.generation)
+        factory = StreamFactory(config.logs, folder, self._relay, self._console)
+        self._workers = []
+        for ranks in ranks_of_workers:
+            self._workers.append(self._start_worker(ranks, facts, factory))
+        self._by_name = {worker.name: worker for worker in self._workers}
+
+    def _start_worker(
+        self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
+    ) -> _Worker:
+        prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
+        streams = factory.open(ranks.local_rank, prefix)
+        folder = factory.worker_folder(ranks.local_rank)
+        error_file = "" if folder is None else str(folder / "error.json")
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        worker = _Worker(ranks, f"worker {ranks.local_rank}", ours, streams)
+        fds = [streams.stdout, streams.stderr, theirs.fileno()]
+        if self._config.target.kind is TargetKind.FUNCTION:
+            worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
+            payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
+            fds += [payload, worker.result_fd]
+        message = {
+            "do": "spawn",
+            "name": worker.name,
+            "env": worker_env.worker_env(self._env, ranks, facts, error_file),
+            "cpus": self._cpus_of(ranks),
+        }
+        self._server.channel.send(message, fds)
+        theirs.close()
+        streams.given()
+        self._poller.register(ours, select.POLLIN)
+        return worker
+
+    def _cpus_of(self, ranks: WorkerRanks) -> list[int] | None:
+        if self._config.numa_binding is None:
+            return None
+        from . import numa, topology
+
+        found = topology.read_topology()
+        chosen = numa.choose_cpus(
+            self._config.numa_binding, found, ranks.local_rank, ranks.local_world_size
+        )
+        return sorted(chosen)
+
+    def _signal_workers(self, number: int) -> None:
+        if self._stopped_at is None:
+            self._stopped_at = clock.MONOTONIC.now()
+        self._signals_sent.add(number)
+        names = [worker.name for worker in self._workers if worker.status is None]
+        # A Python script's own children are its own to end (a DataLoader's workers must not die
+        # while their trainer still saves); a program started as it is gets the signal as a group.
+        group = self._config.target.kind is TargetKind.PROGRAM
+        self._server.channel.send(
+            {"do": "signal", "names": names, "signal": number, "group": group}
+        )
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def _end_generation(self, left: list[int]) -> None:
+        """All processes are gone: collect what they said, make the failures of this generation."""
+        if left:
+            self._say(f"processes {left} do not die (stuck in the kernel?): left behind")
+        deadline = clock.Deadline(DRAIN_PATIENCE)
+        for worker in self._workers:
+            worker.streams.drain(deadline)
+        self._failures = in_order_of_blame(self._known_failures())
+        self._results = tuple(_read_result(worker) for worker in self._workers)
+        for worker in self._workers:
+            self._let_go(worker)
+        if self._failures:
+            self._folder.keep()
+            write_error_files(self._folder.path, self._failures)
+        self._workers, self._by_name = [], {}
+
+    def _let_go(self, worker: _Worker) -> None:
+        if worker.line.fileno() >= 0:
+            try:
+                self._poller.unregister(worker.line)
+            except KeyError:
+                pass  # it had said all
+            worker.line.close()
+        worker.streams.given()
+        if worker.result_fd is not None:
+            os.close(worker.result_fd)
+            worker.result_fd = None
+
+    def _known_failures(self) -> tuple[WorkerFailure, ...]:
+        ended = [worker for worker in self._workers if worker.status]
+        return tuple(self._failure_of(worker) for worker in ended)
+
+    def _failure_of(self, worker: _Worker) -> WorkerFailure:
+        code = os.waitstatus_to_exitcode(worker.status or 0)
+        number = -code if code < 0 else None
+        raised, _status, native = parse_line_from_worker(bytes(worker.said))
+        if raised is not None and number is not None and raised.type != "KeyboardInterrupt":
+            # It raised and was on its way out when a signal (ours) ended it: it failed by raising.
+            if number in self._signals_sent:
+                code, number = 1, None
+        stopped = self._was_stopped(worker, number, raised)
+        return WorkerFailure(
+            host=endpoints.hostname(),
+            node_rank=self._round.node_rank if self._round else 0,
+            rank=worker.ranks.rank,
+            local_rank=worker.ranks.local_rank,
+            pid=worker.pid,
+            generation=self._state.generation,
+            exit_code=None if number is not None else code,
+            signal=number,
+            raised=raised,
+            native_stack=native if number is not None else "",
+            cause="" if stopped or number != signal.SIGKILL else self._oom_cause(),
+            stderr=worker.streams.stderr_tail(),
+            at=worker.ended_at if raised is None else raised.at,
+            stopped_by_us=stopped,
+        )
+
+    def _was_stopped(self, worker: _Worker, number: int | None, raised: Raised | None) -> bool:
+        if self._stopped_at is None:
+            return False
+        if raised is not None:
+            return raised.at >= self._stopped_at
+        if number is not None:
+            return number in self._signals_sent and worker.ended_at >= self._stopped_at
+        return worker.ended_at >= self._stopped_at
+
+    def _oom_cause(self) -> str:
+        return oom.explain(self._oom_before, oom.read_counters()) or ""
+
+    def _report(self, failures: tuple[WorkerFailure, ...], reason: str = "") -> FailureReport:
+        folder = self._folder.path
+        generation = self._state.generation
+        world = sum(self._round.workers_of_nodes) if self._round else 0
+        report = FailureReport(
+            failures=failures,
+            world_size=self._config.world_size or world,
+            max_restarts=self._config.max_restarts,
+            log_folder=None if folder is None else str(folder / f"attempt_{generation}"),
+            reason=reason,
+        )
+        return write_report(folder, report)
+
+    def _report_restart(self) -> None:
+        generation = self._state.generation  # the new one
+        budget = self._config.max_restarts + 1
+        why = "a worker on another node failed"
+        if self._failures:
+            root = self._failures[0]
+            why = f"rank {root.rank} {root.headline()}"
+            if root.raised is not None and root.raised.message:
+                why += f": {root.raised.message.splitlines()[0][:120]}"
+        if self._store_failure or self._peer_reason:
+            why = self._store_failure or self._peer_reason
+        self._say(f"{why}; restarting all workers (attempt {generation + 1} of {budget})")
+
+    def _finish(self, aim: Aim) -> None:
+        report = None
+        if aim is Aim.FAIL:
+            failures = self._failures
+            if self._config.num_nodes > 1:
+                gathered = self._coordination.gather_failures(
+                    self._state.generation, failures, GATHER_PATIENCE
+                )
+                failures = in_order_of_blame(gathered)
+            reason = self._store_failure or ("" if failures else self._peer_reason)
+            if self._peer_reason and not self._server_alive():
+                reason = self._peer_reason
+            self._folder.keep()
+            report = self._report(failures, reason)
+        self._finished = Outcome(
+            aim=aim,
+            report=report,
+            signal=self._state.signal,
+            results=self._results if aim is Aim.SUCCEED else (),
+            generation=self._state.generation,
+        )
+
+    def _server_alive(self) -> bool:
+        return not self._server.wait(0)
+
+
+def _read_result(worker: _Worker) -> bytes:
+    if worker.result_fd is None:
+        return b""
+    size = os.fstat(worker.result_fd).st_size
+    parts: list[bytes] = []
+    position = 0
+    while position < size:
+        part = os.pread(worker.result_fd, min(size - position, 1 << 26), position)
+        if not part:
+            break
+        parts.append(part)
+        position += len(part)
+    return b"".join(parts)
+
+
+def _status_words(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,234 @@
+"""The examples do what their docstrings say, under rally as under python and torchrun.
+
+``EXAMPLES_LAUNCHER=torchrun pytest …`` puts torchrun in rally's place: it tells a fault of an
+example from a fault of the launcher.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+
+pytestmark = pytest.mark.integration
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAUNCHER = os.environ.get("EXAMPLES_LAUNCHER", "rally")
+
+# A later run must not draw near this: the slowest of these jobs takes 10 s on two cores.
+TIMEOUT = 60
+
+# As many threads everywhere, and none of the settings of a job that these tests may be part of.
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name
+    not in {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    and not name.startswith("TORCHELASTIC_")
+} | {"OMP_NUM_THREADS": "1"}
+
+
+def command(launcher: str, *options: str) -> list[str]:
+    match launcher:
+        case "python":
+            return [sys.executable]
+        case "torchrun":
+            launch = ["torch.distributed.run", "--standalone"]
+        case "rally":
+            launch = ["rallypoint", "run"]
+        case _:
+            raise ValueError(f"no launcher {launcher!r}")
+    return [sys.executable, "-m", *launch, "--nproc-per-node", "2", *options]
+
+
+def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(argument) for argument in arguments],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def succeed(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    done = run(*arguments, cwd=cwd)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def reported_accuracy(output: str) -> float:
+    found = re.findall(r"accuracy ([\d.]+)% on \d+ held-out images", output)
+    assert len(found) == 1, f"one rank reports once:\n{output}"
+    return float(found[0]) / 100
+
+
+def load_checkpoint(output: Path) -> dict:
+    assert not list(output.glob("*.tmp")), "a temporary file was left behind"
+    return torch.load(output / "checkpoint.pt", weights_only=True)
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The output folder of two epochs in one process without any launcher: what is right."""
+    folder = tmp_path_factory.mktemp("alone")
+    succeed(
+        *command("python"),
+        EXAMPLES / "digits_ddp.py",
+        "--epochs",
+        "2",
+        "--min-accuracy",
+        "0",
+        cwd=folder,
+    )
+    return folder / "demo-output"
+
+
+def test_the_demo_reads_digits_and_leaves_a_checkpoint_and_a_picture(tmp_path, alone):
+    done = succeed(*command(LAUNCHER), EXAMPLES / "digits_ddp.py", "--output", "out", cwd=tmp_path)
+    assert reported_accuracy(done.stdout) >= 0.97
+    assert "out/checkpoint.pt" in done.stdout
+    assert "out/digits.png" in done.stdout
+
+    checkpoint = load_checkpoint(tmp_path / "out")
+    assert checkpoint["epoch"] == len(checkpoint["losses"]) == len(checkpoint["accuracies"]) == 20
+    assert checkpoint["losses"][:2] == pytest.approx(load_checkpoint(alone)["losses"], rel=1e-3)
+
+    picture = (tmp_path / "out" / "digits.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 30_000, "an empty figure is smaller"
+
+
+def test_the_demo_learns_the_same_under_torchrun(tmp_path, alone):
+    succeed(
+        *command("torchrun"),
+        EXAMPLES / "digits_ddp.py",
+        "--epochs",
+        "2",
+        "--min-accuracy",
+        "0",
+        cwd=tmp_path,
+    )
+    losses = load_checkpoint(tmp_path / "demo-output")["losses"]
+    assert losses == pytest.approx(load_checkpoint(alone)["losses"], rel=1e-3)
+
+
+def test_a_resumed_demo_learns_what_an_uninterrupted_one_does(tmp_path, alone):
+    demo = [*command(LAUNCHER), EXAMPLES / "digits_ddp.py", "--min-accuracy", "0"]
+    succeed(*demo, "--epochs", "1", cwd=tmp_path)
+    assert load_checkpoint(tmp_path / "demo-output")["epoch"] == 1
+    done = succeed(*demo, "--epochs", "2", "--resume", cwd=tmp_path)
+    assert "resumed after epoch 1" in done.stderr
+    losses = load_checkpoint(tmp_path / "demo-output")["losses"]
+    assert losses == pytest.approx(load_checkpoint(alone)["losses"], rel=1e-3)
+
+
+# Rank 1 of the first attempt kills itself as soon as there is a checkpoint to return to.
+SABOTAGE = """\
+import os, runpy, signal, sys, threading, time
+from pathlib import Path
+
+def strike():
+    while not Path("demo-output/checkpoint.pt").exists():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=strike, daemon=True).start()
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_demo_goes_on_from_its_checkpoint_after_a_worker_was_killed(
+    tmp_path, alone, monkeypatch
+):
+    # torchrun alone needs this: its second attempt reads the Gloo addresses of the first.
+    monkeypatch.setitem(ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    (tmp_path / "sabotage.py").write_text(SABOTAGE)
+    done = succeed(
+        *command(LAUNCHER, "--max-restarts", "1"),
+        *("sabotage.py", EXAMPLES / "digits_ddp.py", "--epochs", "8", "--min-accuracy", "0"),
+        cwd=tmp_path,
+    )
+    resumed = re.search(r"resumed after epoch (\d+)", done.stderr)
+    assert resumed, done.stderr
+    assert 1 <= int(resumed[1]) < 8
+    checkpoint = load_checkpoint(tmp_path / "demo-output")
+    assert checkpoint["epoch"] == 8
+    assert checkpoint["losses"][:2] == pytest.approx(load_checkpoint(alone)["losses"], rel=1e-3)
+
+
+def test_the_demo_fails_below_the_asked_accuracy(alone):
+    # Both epochs are in the checkpoint already: this run only judges them.
+    done = run(
+        *command("python"),
+        *(EXAMPLES / "digits_ddp.py", "--epochs", "2", "--resume", "--min-accuracy", "1"),
+        cwd=alone.parent,
+    )
+    assert done.returncode == 1
+    assert "is below --min-accuracy 100.00%" in done.stderr
+
+
+def test_fsdp2_restores_an_accurate_model_from_its_sharded_checkpoint(tmp_path):
+    done = succeed(*command(LAUNCHER), EXAMPLES / "digits_fsdp2.py", cwd=tmp_path)
+    assert reported_accuracy(done.stdout) > 0.90
+    shards = sorted(path.name for path in (tmp_path / "demo-output" / "fsdp2").glob("*.distcp"))
+    assert shards == ["__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.skipif(LAUNCHER != "rally", reason="torchrun has no counterpart")
+def test_a_launched_function_returns_the_single_process_result_from_every_rank(tmp_path):
+    done = succeed(*command("python"), EXAMPLES / "function_launch.py", cwd=tmp_path)
+    results = re.findall(r"(rank \d|one process): .*mean ([\d.]+), variance ([\d.]+)", done.stdout)
+    assert [who for who, *_ in results] == ["rank 0", "rank 1", "rank 2", "rank 3", "one process"]
+    assert len({values for _, *values in map(tuple, results) for values in [tuple(values)]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "evidence"),
+    [
+        ("raise", "ValueError: shard digits-00017: expected images of shape"),
+        ("exit", r"exit ?code\s*:? 3"),
+        ("segfault", "SIGSEGV"),
+        ("kill", "SIGKILL"),
+    ],
+)
+def test_the_report_of_a_failing_job_names_the_cause(tmp_path, how, evidence):
+    done = run(*command(LAUNCHER), EXAMPLES / "failing_job.py", "--how", how, cwd=tmp_path)
+    assert done.returncode != 0
+    assert re.search(evidence, done.stderr), done.stderr
+    if LAUNCHER == "rally":
+        assert re.search(r"root cause +rank 1\b", done.stderr), done.stderr
+
+
+def test_the_other_ways_to_fail_raise_what_a_real_job_would():
+    failures = load_example("failing_job").FAILURES
+    with pytest.raises(RuntimeError, match="allocate"):
+        failures["oom-like"]()
+    with pytest.raises(SyntaxError, match="never closed"):
+        failures["syntax"]()
+    with pytest.raises(ModuleNotFoundError, match="fused_attention_kernels"):
+        failures["import"]()
+
+
+def test_the_readme_lists_every_example():
+    listed = set(re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text()))
+    assert listed == {path.name for path in EXAMPLES.glob("*.py")}
