@@ -63,11 +63,11 @@ def parse_arguments() -> argparse.Namespace:
         metavar="DIR",
         help="the sharded checkpoint goes to DIR/fsdp2",
     )
-    parser.add_argument("--epochs", type=int, default=12, help="passes over the training images")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over the training images")
     parser.add_argument(
         "--batch-size", type=int, default=64, help="images per step, all ranks together"
     )
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="Adam's step size")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="Adam's step size")
     parser.add_argument(
         "--seed", type=int, default=0, help="for the initial weights and the shuffling"
     )
@@ -116,10 +116,7 @@ def train(arguments: argparse.Namespace) -> None:
     # These state dicts hold shards, so every rank writes its part and no rank needs the whole.
     path = arguments.output / "fsdp2"
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save(
-        {"model": model_state, "optimizer": optimizer_state},
-        storage_writer=dcp.FileSystemWriter(path, overwrite=True),
-    )
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
 
     # Judge what was saved: a new model, with other weights until it has read the checkpoint.
     restored = build_sharded_model(mesh)

@@ -14,6 +14,7 @@ exec`` ends in the ordinary way.
 from __future__ import annotations
 
 import atexit
+import errno
 import faulthandler
 import gc
 import importlib.machinery
@@ -112,7 +113,11 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     start |= {"payload": worker.fds.payload, "result": worker.fds.result}
     command = python_command("from rallypoint.launch.bootstrap import main; main()", job)
     # The arguments stay in sight for `ps` and `pgrep -f`; the start record goes first.
-    _exec(python, [*command[:1], *unbuffered, *command[1:], json.dumps(start), job.name, *job.args], env)
+    _exec(
+        python,
+        [*command[:1], *unbuffered, *command[1:], json.dumps(start), job.name, *job.args],
+        env,
+    )
 
 
 def python_command(code: str, job: Job) -> list[str]:
@@ -181,8 +186,8 @@ def _exec(file: str, argv: list[str], env: dict[str, str]) -> NoReturn:
         os.execvpe(file, argv, env)
     except OSError as error:
         os.write(2, f"rally: cannot execute {file!r}: {error.strerror}\n".encode())
-    # The shell's exit codes: 126 is there but cannot be run, 127 is not there.
-    os._exit(127 if error.errno == 2 else 126)
+        # The shell's exit codes: 126 is there but cannot be run, 127 is not there.
+        os._exit(127 if error.errno == errno.ENOENT else 126)
 
 
 def _take_streams(fds: WorkerFds) -> None:
@@ -293,7 +298,7 @@ def _run_script(name: str) -> None:
     if _is_container(path):
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001  what `python FOLDER` itself calls
         return
-    full = os.path.abspath(name)  # noqa: PTH100  as CPython does: links are not resolved
+    full = os.path.abspath(name)
     loader: importlib.machinery.SourcelessFileLoader | importlib.machinery.SourceFileLoader
     if name.endswith(".pyc"):
         loader = importlib.machinery.SourcelessFileLoader("__main__", full)
@@ -351,7 +356,11 @@ def _tell(line: int, error: BaseException, code: int) -> None:
     else:
         text = "".join(traceback.format_exception(error))
     kind = type(error)
-    name = kind.__qualname__ if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        kind.__qualname__
+        if kind.__module__ in {"builtins", "__main__"}
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
     try:
         message = str(error)
     except Exception:  # noqa: BLE001  a broken __str__ must not hide the failure

@@ -60,12 +60,18 @@ def _dispatch(words: list[str]) -> int:
         case "":
             _say(_USAGE, bare=True)
             return 2
-    if command.startswith("-") or os.path.exists(command):  # noqa: PTH110
+        case _:
+            raise _no_such_command(words)
+
+
+def _no_such_command(words: list[str]) -> ConfigError:
+    command = words[0]
+    if command.startswith("-") or os.path.exists(command):
         hint = "did you mean: rally run " + " ".join(words)[:60]
     else:
         near = difflib.get_close_matches(command, _COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_COMMANDS)}"
-    raise ConfigError("rally", command, "no such command", hint)
+    return ConfigError("rally", command, "no such command", hint)
 
 
 def run(words: Sequence[str]) -> int:
@@ -131,5 +137,3 @@ def _print(text: str) -> None:
         print(text, flush=True)  # noqa: T201
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `rally … | head`: nothing to add
-
-

@@ -50,7 +50,7 @@ _FIRST_DERIVED_PORT = 15000
 
 _LOOPBACK = "127.0.0.1"
 
-# slurm.h: SLURM_MAX_NORMAL_STEP_ID; the numbers from here on are the batch, extern, interactive … steps.
+# slurm.h, SLURM_MAX_NORMAL_STEP_ID: from here on it is the batch, extern, interactive … step.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _RESERVED_STEP_NAMES = frozenset({"batch", "extern", "interactive", "pending"})
 _SHELLS = frozenset({"bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"})

@@ -13,6 +13,8 @@ from enum import IntFlag, StrEnum
 
 from rallypoint.errors import ConfigError
 
+from .numa import NumaBinding
+
 
 # torchrun's defaults, kept so that a command line means the same here (torch/distributed/run.py, 2.13).
 DEFAULT_MASTER_PORT = 29500
@@ -192,7 +194,7 @@ class LaunchConfig:
     preload: tuple[str, ...] = ()
     unbuffered: bool = False
     virtual_local_rank: bool = False
-    numa_binding: str | None = None
+    numa_binding: NumaBinding | None = None
     local_rank_base: int = 0
     local_world_size: int | None = None
     group_rank: int | None = None

@@ -15,7 +15,7 @@ import json
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -105,13 +105,6 @@ class WorkerFailure:
         if self.signal is not None:
             return f"was killed by {self.signal_name}"
         return f"exited with code {self.exit_code}"
-
-    def end(self) -> str:
-        return (
-            f"exit code {self.exit_code}"
-            if self.signal is None
-            else f"signal {self.signal} ({self.signal_name})"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +204,11 @@ def torchelastic_record(failure: WorkerFailure) -> dict[str, Any]:
     """The failure in the format of torchelastic's error files."""
     raised = failure.raised
     if raised is not None:
-        message, stack, timestamp = f"{raised.type}: {raised.message}", raised.traceback, raised.timestamp
+        message, stack, timestamp = (
+            f"{raised.type}: {raised.message}",
+            raised.traceback,
+            raised.timestamp,
+        )
     else:
         message, stack, timestamp = failure.headline(), failure.native_stack, 0
     return {
@@ -251,7 +248,3 @@ def parse_line_from_worker(data: bytes) -> tuple[Raised | None, bytes | None, st
         elif line:
             native.append(line.decode(errors="replace"))
     return raised, status, "\n".join(native)
-
-
-def with_cause(failure: WorkerFailure, cause: str) -> WorkerFailure:
-    return replace(failure, cause=cause)

@@ -189,7 +189,9 @@ FLAGS: tuple[Flag, ...] = (
         group=_NODES,
         help="the address of this node that the others can reach",
     ),
-    Flag(name="--role", metavar="NAME", default="default", group=_OTHER, help="ROLE_NAME of workers"),
+    Flag(
+        name="--role", metavar="NAME", default="default", group=_OTHER, help="ROLE_NAME of workers"
+    ),
     Flag(
         name="--module",
         short="-m",

@@ -99,7 +99,12 @@ class ForkServer:
             except BaseException as error:  # noqa: BLE001  whatever the import of user code raises is reported, SystemExit too
                 text = "".join(traceback.format_exception(error))
                 self._report(
-                    {"is": "unready", "module": name, "error": _one_line(error), "traceback": text[-8000:]}
+                    {
+                        "is": "unready",
+                        "module": name,
+                        "error": _one_line(error),
+                        "traceback": text[-8000:],
+                    }
                 )
                 return False
         return True

@@ -54,7 +54,7 @@ class RunFolder:
             return
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id)[:64] or "run"
         if config.folder is None:
-            self.path = Path(tempfile.mkdtemp(prefix=f"rally_{safe}_"))
+            self.path = Path(tempfile.mkdtemp(prefix=f"rally_{safe[:8]}_"))
             return
         base = Path(config.folder).absolute()
         path = base / f"{safe}_{secrets.token_hex(4)}"
@@ -320,7 +320,9 @@ class StreamFactory:
         console: where the console is.
     """
 
-    def __init__(self, config: LogConfig, folder: Path | None, relay: Relay, console: Console) -> None:
+    def __init__(
+        self, config: LogConfig, folder: Path | None, relay: Relay, console: Console
+    ) -> None:
         self._config = config
         self._folder = folder
         self._relay = relay
@@ -394,9 +396,7 @@ class StreamFactory:
         self._relay.add(source)
         return write
 
-    def _open_filtered(
-        self, name: str, filters: tuple[str, ...]
-    ) -> Callable[[bytes], None] | None:
+    def _open_filtered(self, name: str, filters: tuple[str, ...]) -> Callable[[bytes], None] | None:
         if not filters or self._folder is None:
             return None
         path = self._folder / f"filtered_{name}.log"

@@ -20,16 +20,18 @@ class OomCounters:
     machine: int | None
 
 
-def read_counters(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> OomCounters:
+def read_counters(
+    proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
+) -> OomCounters:
     """The counters as they are now. Never raises: what cannot be read is left out."""
     groups: dict[str, int] = {}
     for line in _read(proc / "self/cgroup").splitlines():
-        hierarchy, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
         if hierarchy == "0":
-            roots = (cgroup_root, cgroup_root / "unified")
+            roots = [cgroup_root, cgroup_root / "unified"]
             name = "memory.events"
         elif "memory" in controllers.split(","):
-            roots = (cgroup_root / "memory",)
+            roots = [cgroup_root / "memory"]
             name = "memory.oom_control"
         else:
             continue

@@ -1,4 +1,10 @@
 """temporary"""
-from .coordination import LoneNode
-def coordination_for(config, say):
+
+from collections.abc import Callable
+
+from .config import LaunchConfig
+from .coordination import Coordination, LoneNode
+
+
+def coordination_for(config: LaunchConfig, say: Callable[[str], None]) -> Coordination:
     return LoneNode()

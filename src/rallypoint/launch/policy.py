@@ -335,7 +335,4 @@ def _swept(state: State, commands: tuple[Command, ...] = (), why: str = "") -> D
 
 
 def _end(state: State, why: str, commands: tuple[Command, ...] = ()) -> Decision:
-    return Decision(
-        replace(state, phase=Phase.ENDED), (*commands, Finish(state.aim)), why
-    )
-
+    return Decision(replace(state, phase=Phase.ENDED), (*commands, Finish(state.aim)), why)

@@ -68,7 +68,9 @@ def assign(
             local_rank=local_rank_base + index,
             local_world_size=own if local_world_size is None else local_world_size,
             group_rank=node_rank if group_rank is None else group_rank,
-            group_world_size=len(workers_of_nodes) if group_world_size is None else group_world_size,
+            group_world_size=len(workers_of_nodes)
+            if group_world_size is None
+            else group_world_size,
         )
         for index in range(own)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +13,8 @@ from .failure import FailureReport, WorkerFailure
 MAX_TRACEBACK_LINES = 16
 MAX_STDERR_LINES = 8
 MAX_VICTIM_LINES = 8
+# Below the script on a worker's stack is only how we started it.
+_OURS = "rallypoint/launch/bootstrap.py"
 
 _RED, _BOLD, _DIM, _END = "\033[31m", "\033[1m", "\033[2m", "\033[0m"
 
@@ -47,7 +50,10 @@ def _headline(report: FailureReport) -> str:
         return "rally: the job failed"
     others = len(report.victims)
     tail = f"; {others} other worker{'s' * (others > 1)} died of it" if others else ""
-    return f"rally: the job failed: rank {root.rank} {root.headline()} ({root.end()}){tail}"
+    end = f" (signal {root.signal})" if root.signal is not None else ""
+    if root.signal is None and root.raised is not None and root.raised.type != "SystemExit":
+        end = f" (exit code {root.exit_code})"
+    return f"rally: the job failed: rank {root.rank} {root.headline()}{end}{tail}"
 
 
 def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _Paint) -> list[str]:
@@ -60,7 +66,9 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
         lines += _wrapped("  because      ", root.cause, width)
     raised = root.raised
     if raised is not None and raised.type == "SystemExit":
-        lines += _wrapped("  exit code    ", f"{root.exit_code} (SystemExit: {raised.message})", width)
+        lines += _wrapped(
+            "  exit code    ", f"{root.exit_code} (SystemExit: {raised.message})", width
+        )
     elif raised is not None:
         message = f"{raised.type}: {raised.message}" if raised.message else raised.type
         lines += _wrapped("  error        ", message, width, most=6)
@@ -68,7 +76,9 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
         lines += _block(_frames(raised.traceback), width, MAX_TRACEBACK_LINES, paint)
     if root.native_stack:
         lines.append("  at the fault (most recent call first)")
-        lines += _block(_native(root.native_stack), width, MAX_TRACEBACK_LINES, paint, keep_end=False)
+        lines += _block(
+            _native(root.native_stack), width, MAX_TRACEBACK_LINES, paint, keep_end=False
+        )
     if raised is None and root.stderr:
         lines.append("  last lines of its stderr")
         lines += _block(root.stderr, width, MAX_STDERR_LINES, paint)
@@ -85,10 +95,10 @@ def _frames(traceback: str) -> list[str]:
 
 
 def _native(stack: str) -> list[str]:
-    """faulthandler's text: the fault and the stack of the thread that had it; modules are noise."""
+    """faulthandler's text: the fault and the stack of the thread that had it, down to the script."""
     kept: list[str] = []
     for line in stack.splitlines():
-        if line.startswith("Extension modules:"):
+        if line.startswith("Extension modules:") or _OURS in line:
             break
         if not line.startswith(("Thread 0x", "Current thread 0x")):
             kept.append(line)
@@ -104,29 +114,31 @@ def _victim_lines(victims: Sequence[WorkerFailure], width: int) -> list[str]:
     lines: list[str] = []
     for index, (fate, ranks) in enumerate(groups.items()):
         if index == MAX_VICTIM_LINES:
-            lines.append(f"               and {len(groups) - index} other ways; the report file has all")
+            lines.append(
+                f"               and {len(groups) - index} other ways; the report file has all"
+            )
             break
         label = "  victims      " if index == 0 else "               "
         word = "rank" if len(ranks) == 1 else "ranks"
-        lines += _wrapped(label, f"{word} {compact(ranks)}: {fate}", width, most=2)
+        lines += _wrapped(label, f"{word} {compact(ranks)}: {fate}", width, most=3)
     return lines
 
 
 def _fate(victim: WorkerFailure) -> str:
     if victim.stopped_by_us and victim.raised is None:
-        return f"stopped ({victim.signal_name or victim.end()})"
+        how = victim.signal_name or f"exit code {victim.exit_code}"
+        return f"stopped ({how})"
     if victim.raised is not None and victim.raised.type != "SystemExit":
         first = (victim.raised.message.splitlines() or [""])[0]
-        return f"{victim.raised.type}: {_without_addresses(first)}"
+        return f"{victim.raised.type}: {_without_places(first)}"
     return victim.headline() + (f", {victim.cause}" if victim.cause else "")
 
 
-def _without_addresses(text: str) -> str:
-    """Peers' addresses differ from victim to victim; without them equal fates read as one."""
-    return " ".join(
-        "…" if word.strip("[]():,.").count(".") == 3 or word.startswith("[127.") else word
-        for word in text.split()
-    )
+def _without_places(text: str) -> str:
+    """Without C++ source positions and peers' addresses: equal fates then read as one."""
+    text = re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\]\s*", "", text)
+    text = re.sub(r"\s*\[?\d+\.\d+\.\d+\.\d+\]?(:\d+)?", "", text)
+    return " ".join(text.split()).split(". ")[0][:100]
 
 
 def compact(ranks: Iterable[int]) -> str:

@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from rallypoint.errors import ConfigError
 
@@ -31,12 +32,22 @@ from .config import (
     TargetKind,
 )
 from .flags import BY_NAME, Given, resolve
+from .numa import NumaBinding
 
 
 # Words of --nproc-per-node that mean "one per device", and torch's name of the device.
 _DEVICES = {"gpu": "cuda", "cuda": "cuda", "xpu": "xpu", "npu": "npu", "hpu": "hpu", "mtia": "mtia"}
 # Where the kernel shows accelerators; without any of them there is nothing for torch to count.
-_DEVICE_FILES = ("nvidiactl", "nvidia0", "kfd", "dri", "dxg", "accel", "davinci0", "davinci_manager")
+_DEVICE_FILES = (
+    "nvidiactl",
+    "nvidia0",
+    "kfd",
+    "dri",
+    "dxg",
+    "accel",
+    "davinci0",
+    "davinci_manager",
+)
 
 # Which flags say where this node stands; with one of them set the cluster is not asked.
 _NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "standalone")
@@ -92,7 +103,7 @@ class _Settings:
             preload=tuple(name for name in self._text("preload").split(",") if name),
             unbuffered=self._switch("unbuffered"),
             virtual_local_rank=self._switch("virtual_local_rank"),
-            numa_binding=self._values["numa_binding"],
+            numa_binding=cast("NumaBinding | None", self._values["numa_binding"]),
             local_rank_base=placement.local_rank if placement and several_here else 0,
             local_world_size=placement.tasks_per_machine if placement and several_here else None,
             group_rank=placement.machine_rank if placement and several_here else None,
@@ -194,9 +205,7 @@ class _Settings:
                 )
             return None, _DEVICES[word]
         if not word.lstrip("+-").isdigit():
-            raise ConfigError(
-                shown, word, "expected a number of workers, or auto, gpu, cpu or xpu"
-            )
+            raise ConfigError(shown, word, "expected a number of workers, or auto, gpu, cpu or xpu")
         return self._int("nproc_per_node", least=1), None
 
     def _num_nodes(self) -> int:
@@ -303,7 +312,9 @@ class _Settings:
         if not colon or endpoint.endswith("]"):
             return endpoint, default
         if not tail.isdigit() or not 0 < int(tail) < 65536 or not host:
-            raise ConfigError(shown, endpoint, "expected HOST or HOST:PORT, with a port from 1 to 65535")
+            raise ConfigError(
+                shown, endpoint, "expected HOST or HOST:PORT, with a port from 1 to 65535"
+            )
         return host, int(tail)
 
     def _port(self, dest: str) -> int:
@@ -401,7 +412,10 @@ class _Settings:
         for dest, reason in reasons.items():
             flag = BY_NAME["--" + dest.replace("_", "-")]
             value = self._values[dest]
-            if self._origins[dest] != "default" and value not in {flag.default, "0" * flag.is_switch}:
+            if self._origins[dest] != "default" and value not in {
+                flag.default,
+                "0" * flag.is_switch,
+            }:
                 self._remarks.append(f"{self._shown(dest)} has no effect: {reason}")
 
 
@@ -445,6 +459,6 @@ def _same_file(a: str, b: str) -> bool:
     found = shutil.which(a) or a
     try:
         # Not resolved: two virtual environments may link to one interpreter.
-        return os.path.abspath(found) == os.path.abspath(b)  # noqa: PTH100
+        return os.path.abspath(found) == os.path.abspath(b)
     except OSError:
         return False

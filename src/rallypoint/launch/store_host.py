@@ -15,7 +15,7 @@ from datetime import timedelta
 
 def serve(listen_fd: int, port: int) -> None:
     """Serve a store on an already listening socket until killed. Does not return."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
 
     # A TCPStore server also makes itself a client: "localhost" is this very process.
     _store = TCPStore(

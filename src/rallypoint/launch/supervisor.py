@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Any, assert_never
 
 from rallypoint._core import clock, env as environment
 from rallypoint.errors import ConfigError, LaunchError
@@ -294,7 +294,7 @@ class Supervisor:
         self._poller.unregister(fd)
         with os.fdopen(fd) as file:
             text = file.read()
-        found = json.loads(text) if text else {"count": 0, "type": "cpu"}
+        found: dict[str, Any] = json.loads(text) if text else {"count": 0, "type": "cpu"}
         wanted = self._config.accelerator
         if found["count"] and wanted in {None, found["type"]}:
             self._num_workers = found["count"]
@@ -480,7 +480,7 @@ class Supervisor:
             return None
         from . import numa, topology
 
-        found = topology.read_topology()
+        found = topology.read_topology(env=self._env)
         chosen = numa.choose_cpus(
             self._config.numa_binding, found, ranks.local_rank, ranks.local_world_size
         )
@@ -536,10 +536,13 @@ class Supervisor:
         code = os.waitstatus_to_exitcode(worker.status or 0)
         number = -code if code < 0 else None
         raised, _status, native = parse_line_from_worker(bytes(worker.said))
-        if raised is not None and number is not None and raised.type != "KeyboardInterrupt":
-            # It raised and was on its way out when a signal (ours) ended it: it failed by raising.
-            if number in self._signals_sent:
-                code, number = 1, None
+        if (
+            raised is not None
+            and raised.type != "KeyboardInterrupt"
+            and number in self._signals_sent
+        ):
+            # It had raised and was on its way out when our signal came: it failed by raising.
+            code, number = 1, None
         stopped = self._was_stopped(worker, number, raised)
         return WorkerFailure(
             host=endpoints.hostname(),
