@@ -34,7 +34,10 @@ class RoundReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """``failed``, ``stopped`` or ``all_done``; from a node (its rank), in a generation."""
+    """``failed``, ``stopped``, ``lost``; ``all_done`` and ``reports`` once every node has told.
+
+    From a node (its rank), in a generation.
+    """
 
     what: str
     node_rank: int
@@ -60,6 +63,10 @@ class Coordination(Protocol):
     def serves_store(self) -> bool | None:
         """Whether this node is to serve the workers' store; None while ranks are not known."""
 
+    @property
+    def broken(self) -> bool:
+        """Whether the others cannot be reached any more."""
+
     def fileno(self) -> int:
         """Readable when :meth:`take` has something."""
 
@@ -67,12 +74,10 @@ class Coordination(Protocol):
         """Meet the others; ends in :class:`RoundReady` or :class:`CoordinationFailed`."""
 
     def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
-        """``failed``, ``stopped`` or ``done``, to everybody."""
+        """``failed``, ``stopped``, ``done`` or ``report`` (all failures of a generation), to everybody."""
 
-    def gather_failures(
-        self, generation: int, own: tuple[WorkerFailure, ...], timeout: float
-    ) -> tuple[WorkerFailure, ...]:
-        """Every node's failures, in the order the job's store received them. Blocks up to ``timeout`` seconds."""
+    def reports(self) -> tuple[WorkerFailure, ...]:
+        """The failures that nodes have reported (``report``) so far, in the order of the job's store."""
 
     def take(self) -> list[CoordinationEvent]:
         """The events that came since the last call."""
@@ -85,6 +90,7 @@ class LoneNode:
     """One node: it is always complete."""
 
     serves_store = True
+    broken = False
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -108,10 +114,8 @@ class LoneNode:
     def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
         pass
 
-    def gather_failures(
-        self, generation: int, own: tuple[WorkerFailure, ...], timeout: float
-    ) -> tuple[WorkerFailure, ...]:
-        return own
+    def reports(self) -> tuple[WorkerFailure, ...]:
+        return ()
 
     def take(self) -> list[CoordinationEvent]:
         try:

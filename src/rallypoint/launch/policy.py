@@ -95,10 +95,17 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerFailed:
-    """Another node told of a failure in this generation, or was lost."""
+    """Another node told of a failure in this generation."""
 
     node_rank: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """Another node is gone. Membership is fixed, so nobody takes its place: the job fails."""
+
+    node_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +146,7 @@ Event = (
     RoundFormed
     | WorkerEnded
     | PeerFailed
+    | PeerLost
     | PeersDone
     | PeersStopped
     | SignalReceived
@@ -222,6 +230,8 @@ def decide(now: float, state: State, event: Event) -> Decision:
             if generation != state.generation or state.phase not in _ALIVE:
                 return Decision(state, (), f"node {node_rank} failed in generation {generation}")
             return _stop(now, state, _after_failure(state), f"node {node_rank} failed", tell=None)
+        case PeerLost(node_rank):
+            return _stop(now, state, Aim.FAIL, f"node {node_rank} is lost", tell=None)
         case PeersDone():
             if state.phase is Phase.WAITING:
                 return _end(state, "every node has ended well")

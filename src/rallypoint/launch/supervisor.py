@@ -41,7 +41,7 @@ from .signals import SignalEvents
 MAX_LINE_DATA = 1024 * 1024
 # How long output may still be on its way when its writers are gone.
 DRAIN_PATIENCE = 2.0
-# How long the nodes wait for each other's failures before they print the report.
+# How long the nodes wait, beyond the grace, for each other's failures before they print the report.
 GATHER_PATIENCE = 5.0
 
 Say = Callable[[str], None]
@@ -145,8 +145,10 @@ class Supervisor:
         self._signals_sent: set[int] = set()
         self._store_failure = ""
         self._failures: tuple[WorkerFailure, ...] = ()
-        self._peer_reason = ""
+        self._lost = ""  # a node or the fork server that is gone, in words
+        self._peer_failures: tuple[WorkerFailure, ...] = ()
         self._results: tuple[bytes, ...] = ()
+        self._gather_until: float | None = None
         self._finished: Outcome | None = None
         self._oom_before = oom.read_counters()
         self._server: ServerProcess
@@ -204,10 +206,12 @@ class Supervisor:
         self._poller.register(coordination.fileno(), select.POLLIN)
         self._do(policy.start(self._state))
         while self._finished is None:
-            wanted = select.POLLIN | (select.POLLOUT if server.channel.wants_write() else 0)
-            self._poller.register(server.channel.fileno(), wanted)
+            if not server.channel.closed_by_peer:
+                wanted = select.POLLIN | (select.POLLOUT if server.channel.wants_write() else 0)
+                self._poller.register(server.channel.fileno(), wanted)
             ready = {fd for fd, _ in self._poller.poll(self._milliseconds_to_wait())}
             for number in received.take():
+                self._gather_until = None  # no patience any more for other nodes' reports
                 self._decide(policy.SignalReceived(number))
             for worker in self._workers:
                 if worker.line.fileno() in ready and not worker.listen():
@@ -224,12 +228,18 @@ class Supervisor:
             kill_at = self._state.kill_at
             if kill_at is not None and clock.MONOTONIC.now() >= kill_at:
                 self._decide(policy.GraceOver())
+            if self._state.phase is Phase.ENDED and self._gathering_is_over():
+                self._conclude()
         return self._finished
 
     def _milliseconds_to_wait(self) -> int | None:
-        if self._state.kill_at is None:
+        times = [at for at in (self._state.kill_at, self._gather_until) if at is not None]
+        if not times:
             return None
-        return max(0, int((self._state.kill_at - clock.MONOTONIC.now()) * 1000) + 1)
+        return max(0, int((min(times) - clock.MONOTONIC.now()) * 1000) + 1)
+
+    def _gathering_is_over(self) -> bool:
+        return self._gather_until is None or clock.MONOTONIC.now() >= self._gather_until
 
     def _close(self) -> None:
         self._server.end()
@@ -326,12 +336,15 @@ class Supervisor:
     def _server_lost(self) -> None:
         if not self._server.wait(0) or self._finished is not None:
             return
+        self._poller.unregister(self._server.pidfd)
+        self._poller.unregister(self._server.channel.fileno())
+        self._server.channel.closed_by_peer = True
         left = self._server.kill_orphans()
         reason = f"its fork server (pid {self._server.pid}) {self._server.how_it_ended()}"
         if left:
             reason += f"; processes {left} could not be killed"
         self._end_generation([])
-        self._peer_reason = self._peer_reason or reason
+        self._lost = self._lost or reason
         self._decide(policy.Broken(reason))
 
     def _hear_peers(self) -> None:
@@ -345,10 +358,13 @@ class Supervisor:
                 case PeerEvent("stopped", node_rank):
                     self._say(f"node {node_rank} was told to stop: stopping here too")
                     self._decide(policy.PeersStopped(node_rank))
+                case PeerEvent("reports"):
+                    self._gather_until = None
+                case PeerEvent("lost", node_rank):
+                    self._lost = event.reason
+                    self._decide(policy.PeerLost(node_rank))
                 case PeerEvent(_, node_rank, generation):
-                    if event.reason:
-                        self._say(event.reason)
-                        self._peer_reason = event.reason
+                    self._peer_failures = event.failures
                     self._decide(policy.PeerFailed(node_rank, generation))
                 case CoordinationFailed(error):
                     raise error
@@ -412,7 +428,8 @@ class Supervisor:
         self._start_is_due = False
         self._stopped_at = None
         self._signals_sent = set()
-        self._store_failure = self._peer_reason = ""
+        self._store_failure = self._lost = ""
+        self._peer_failures = ()
         self._oom_before = oom.read_counters()
         if ready.node_rank == 0 and self._store_socket is not None:
             message = {"do": "store", "name": "store", "port": ready.master_port}
@@ -589,28 +606,36 @@ class Supervisor:
     def _report_restart(self) -> None:
         generation = self._state.generation  # the new one
         budget = self._config.max_restarts + 1
-        why = "a worker on another node failed"
-        if self._failures:
-            root = self._failures[0]
+        why = "another node failed"
+        # Where a peer told first, its failure is the cause of ours.
+        failures = in_order_of_blame((*self._peer_failures, *self._failures))
+        if failures:
+            root = failures[0]
             why = f"rank {root.rank} {root.headline()}"
             if root.raised is not None and root.raised.message:
                 why += f": {root.raised.message.splitlines()[0][:120]}"
-        if self._store_failure or self._peer_reason:
-            why = self._store_failure or self._peer_reason
+        if self._store_failure or self._lost:
+            why = self._store_failure or self._lost
         self._say(f"{why}; restarting all workers (attempt {generation + 1} of {budget})")
 
     def _finish(self, aim: Aim) -> None:
+        """The policy has ended; with several nodes, their failures are waited for a while."""
+        alone = self._config.num_nodes == 1 or self._coordination.broken
+        if aim is Aim.FAIL and not alone:
+            patience = self._config.shutdown_timeout + GATHER_PATIENCE
+            self._gather_until = clock.MONOTONIC.now() + patience
+            self._coordination.tell("report", self._state.generation, self._failures)
+
+    def _conclude(self) -> None:
+        aim = self._state.aim
         report = None
         if aim is Aim.FAIL:
             failures = self._failures
             if self._config.num_nodes > 1:
-                gathered = self._coordination.gather_failures(
-                    self._state.generation, failures, GATHER_PATIENCE
-                )
-                failures = in_order_of_blame(gathered)
-            reason = self._store_failure or ("" if failures else self._peer_reason)
-            if self._peer_reason and not self._server_alive():
-                reason = self._peer_reason
+                failures = in_order_of_blame(self._coordination.reports() or failures)
+            # Workers that only saw their peers vanish, or were stopped, are not to blame.
+            blameless = all(each.stopped_by_us or each.is_symptom() for each in failures)
+            reason = self._store_failure or (self._lost if blameless else "")
             self._folder.keep()
             report = self._report(failures, reason)
         self._finished = Outcome(
@@ -620,9 +645,6 @@ class Supervisor:
             results=self._results if aim is Aim.SUCCEED else (),
             generation=self._state.generation,
         )
-
-    def _server_alive(self) -> bool:
-        return not self._server.wait(0)
 
 
 def _read_result(worker: _Worker) -> bytes:

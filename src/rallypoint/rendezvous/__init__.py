@@ -1,0 +1,10 @@
+"""Who is in this round, with which rank, over which store.
+
+Membership is fixed: the number of nodes is given. :class:`StaticRendezvous` meets over c10d's ``TCPStore``.
+"""
+
+from .api import Member, RendezvousHandler, RendezvousInfo, Store
+from .static import StaticRendezvous
+
+
+__all__ = ["Member", "RendezvousHandler", "RendezvousInfo", "StaticRendezvous", "Store"]

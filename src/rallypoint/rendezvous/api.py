@@ -1,0 +1,105 @@
+"""The interface between those who need a round and those who make one (torchelastic's, typed)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class Store(Protocol):
+    """What a rendezvous needs of a store; keys are text, values bytes, waits have deadlines.
+
+    Every method blocks for the network and raises ``RendezvousConnectionError`` when the store is gone.
+    """
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """The value; waits for the key. Raises ``TimeoutError`` if it does not come within ``timeout`` seconds."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter (0 if new) and return the sum."""
+
+    def put_new(self, key: str, value: bytes) -> bytes:
+        """Set a key that does not exist; return what the key holds now, ours or another's."""
+
+    def exists(self, key: str) -> bool: ...
+
+    def clone(self) -> Store:
+        """The same store over a connection of its own: a blocked call does not hold up others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One node of a round.
+
+    Args:
+        rank: its node rank in this round.
+        host: its name, for people.
+        facts: what it told about itself (JSON values): workers, address of its store.
+    """
+
+    rank: int
+    host: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousInfo:
+    """One agreed membership. Unpacks as ``(store, rank, world_size)``; ranks count nodes.
+
+    Args:
+        store: the job's coordination store.
+        rank: of this node.
+        world_size: number of nodes.
+        members: all of them, by rank.
+        generation: the round's number.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    members: Sequence[Member]
+    generation: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.store, self.rank, self.world_size))
+
+
+class RendezvousHandler(ABC):
+    """One node's way into rounds. Not thread-safe; calls block and have deadlines."""
+
+    @abstractmethod
+    def get_backend(self) -> str:
+        """Name of the backend."""
+
+    @abstractmethod
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Take part in the next round. Collective over the nodes; blocks until it is complete.
+
+        Raises:
+            RendezvousTimeout: some nodes did not come in time.
+            RendezvousConnectionError: the store cannot be reached or served.
+        """
+
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether no further round will be formed."""
+
+    @abstractmethod
+    def set_closed(self) -> None:
+        """Form no further round."""
+
+    @abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """Nodes that came too late for the current round; 0 where membership is fixed."""
+
+    @abstractmethod
+    def get_run_id(self) -> str:
+        """The job's name."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Leave, and release what is held. True if that went well."""

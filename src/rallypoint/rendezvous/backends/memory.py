@@ -1,0 +1,44 @@
+"""A store in this process's memory: what the interface means, in forty lines. For tests."""
+
+from __future__ import annotations
+
+import threading
+
+
+class MemoryStore:
+    """Implements :class:`rallypoint.rendezvous.api.Store`; thread-safe."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout: float) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout):
+                raise TimeoutError(f"no key {key!r} within {timeout:g} s")
+            return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def put_new(self, key: str, value: bytes) -> bytes:
+        with self._changed:
+            held = self._values.setdefault(key, value)
+            self._changed.notify_all()
+            return held
+
+    def exists(self, key: str) -> bool:
+        with self._changed:
+            return key in self._values
+
+    def clone(self) -> MemoryStore:
+        return self

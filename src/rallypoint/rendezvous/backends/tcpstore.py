@@ -1,0 +1,124 @@
+"""c10d's ``TCPStore`` behind :class:`~rallypoint.rendezvous.api.Store`: served by one node, used by all.
+
+The one module of this package that imports torch, and only when a job has several nodes.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from rallypoint._core import env as environment
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import RendezvousConnectionError
+
+
+# Between two attempts to connect: node 0 may be started minutes after the others.
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+# A reply of the store itself (not a wait for a key) that takes longer means that it is gone.
+REPLY_TIMEOUT = 15.0
+
+
+class TcpStore:
+    """One connection to the store; the serving node's first one owns the server.
+
+    Args:
+        host: where it is served.
+        port: its port.
+        listener: on the serving node, the bound socket; the store takes it over.
+    """
+
+    def __init__(self, host: str, port: int, listener: socket.socket | None = None) -> None:
+        # c10d warns in C++ of each wait that ends without its key; we say what is the matter ourselves.
+        level = environment.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+        with environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
+
+        self._host, self._port = host, port
+        with _as_connection_error(host, port):
+            self._store: Any = TCPStore(
+                "localhost" if listener is not None else host,
+                port,
+                None,
+                is_master=listener is not None,
+                timeout=timedelta(seconds=REPLY_TIMEOUT),
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
+
+    def set(self, key: str, value: bytes) -> None:
+        with _as_connection_error(self._host, self._port):
+            self._store.set(key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        with _as_connection_error(self._host, self._port):
+            self._store.wait([key], timedelta(seconds=max(timeout, 0.001)))
+            return bytes(self._store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        with _as_connection_error(self._host, self._port):
+            return int(self._store.add(key, amount))
+
+    def put_new(self, key: str, value: bytes) -> bytes:
+        with _as_connection_error(self._host, self._port):
+            return bytes(self._store.compare_set(key, "", value))
+
+    def exists(self, key: str) -> bool:
+        with _as_connection_error(self._host, self._port):
+            return bool(self._store.check([key]))
+
+    def clone(self) -> TcpStore:
+        return TcpStore(self._host, self._port)
+
+
+@contextmanager
+def _as_connection_error(host: str, port: int) -> Iterator[None]:
+    from torch.distributed import DistError, DistStoreError
+
+    try:
+        yield
+    except DistStoreError as error:
+        # c10d says "wait timeout" for a key that does not come, and the same type for the rest.
+        if "timeout" in str(error).lower():
+            raise TimeoutError(str(error).splitlines()[0]) from None
+        raise _gone(host, port, error) from None
+    except (DistError, RuntimeError) as error:
+        raise _gone(host, port, error) from None
+
+
+def _gone(host: str, port: int, error: Exception) -> RendezvousConnectionError:
+    why = (str(error).splitlines() or [type(error).__name__])[0]
+    return RendezvousConnectionError(f"the job's store at {host}:{port} is gone: {why[:200]}")
+
+
+def wait_until_reachable(
+    host: str, port: int, deadline: Deadline, stop: threading.Event, say: Callable[[str], None]
+) -> None:
+    """Wait until somebody listens there. Says once what is being waited for.
+
+    Raises:
+        RendezvousConnectionError: nobody did before the deadline, or ``stop`` was set; says why not.
+    """
+    pause, said = FIRST_PAUSE, False
+    while True:
+        left = deadline.remaining()
+        try:
+            socket.create_connection((host.strip("[]"), port), timeout=min(5.0, left or 5.0)).close()
+            return
+        except OSError as error:
+            why = error.strerror or str(error)
+        if deadline.expired() or stop.is_set():
+            raise RendezvousConnectionError(
+                f"cannot reach node 0 at {host}:{port}: {why}; is `rally run` started there, is"
+                " --master-addr (or --rdzv-endpoint) right, and is the port open?"
+            )
+        if not said and pause > 4 * FIRST_PAUSE:
+            said = True
+            until = "" if left is None else f", for up to {left:.0f} s"
+            say(f"waiting for node 0 at {host}:{port} ({why}){until}")
+        stop.wait(min(pause, deadline.remaining() or pause))
+        pause = min(pause * 2, LONGEST_PAUSE)

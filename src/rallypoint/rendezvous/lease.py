@@ -1,0 +1,39 @@
+"""Which nodes have fallen silent: pure, from counters that should have moved.
+
+Every node adds to a counter of its own; the observer notes, on its own clock, when it last saw each of
+them move. No two clocks are compared (leases as in Gray and Cheriton, SOSP 1989, held by the observer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Leases:
+    """The observer's notes.
+
+    Args:
+        timeout: seconds without a move after which a node is lost.
+    """
+
+    timeout: float
+    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def observe(self, now: float, counters: Mapping[int, int]) -> tuple[int, ...]:
+        """Note the counters of all nodes watched, and return those that are lost.
+
+        A node seen for the first time starts a fresh lease; a node that is left out is forgotten.
+        """
+        lost = []
+        for node, counter in counters.items():
+            before, since = self._seen.get(node, (None, now))
+            if counter != before:
+                since = now
+            self._seen[node] = (counter, since)
+            if now - since > self.timeout:
+                lost.append(node)
+        for node in self._seen.keys() - counters.keys():
+            del self._seen[node]
+        return tuple(lost)
