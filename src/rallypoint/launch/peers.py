@@ -212,7 +212,9 @@ class PeerNodes:
         if listener is None:
             deadline = Deadline(meeting.join_timeout)
             wait_until_reachable(meeting.host, meeting.port, deadline, self._stop, self._say)
-        self._store = TcpStore(meeting.host.strip("[]"), meeting.port, listener)
+        self._store = TcpStore(
+            meeting.host.strip("[]"), meeting.port, listener, meeting.heartbeat_timeout
+        )
         return StaticRendezvous(
             self._store,
             leader=self._leader,
@@ -273,7 +275,9 @@ class PeerNodes:
         if not self._leader:
             return
         gone = self._left | self._lost
-        others = [n for n in range(self._config.num_nodes) if n != self._node_rank and n not in gone]
+        others = [
+            n for n in range(self._config.num_nodes) if n != self._node_rank and n not in gone
+        ]
         counters = {node: self._store.add(f"{key}{node}", 0) for node in others}
         for node in self._leases.observe(MONOTONIC.now(), counters):
             self._append("lost", self._generation, "[]", node)

@@ -5,6 +5,7 @@ The one module of this package that imports torch, and only when a job has sever
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -30,15 +31,24 @@ class TcpStore:
         host: where it is served.
         port: its port.
         listener: on the serving node, the bound socket; the store takes it over.
+        silence: seconds without an answer from the serving host's kernel after which the connection
+            counts as broken; None leaves that to the system (some 15 minutes).
     """
 
-    def __init__(self, host: str, port: int, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        listener: socket.socket | None = None,
+        silence: float | None = None,
+    ) -> None:
         # c10d warns in C++ of each wait that ends without its key; we say what is the matter ourselves.
         level = environment.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         with environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
             from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
 
-        self._host, self._port = host, port
+        self._host, self._port, self._silence = host, port, silence
+        before = set(_open_sockets())
         with _as_connection_error(host, port):
             self._store: Any = TCPStore(
                 "localhost" if listener is not None else host,
@@ -49,6 +59,8 @@ class TcpStore:
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )
+        if silence is not None:
+            _break_on_silence(before, port, silence)
 
     def set(self, key: str, value: bytes) -> None:
         with _as_connection_error(self._host, self._port):
@@ -72,7 +84,44 @@ class TcpStore:
             return bool(self._store.check([key]))
 
     def clone(self) -> TcpStore:
-        return TcpStore(self._host, self._port)
+        return TcpStore(self._host, self._port, silence=self._silence)
+
+
+def _open_sockets() -> dict[str, int]:
+    """This process's sockets: what they are called in /proc, and a descriptor of each."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the descriptor of this very listing
+        if target.startswith("socket:"):
+            found[target] = int(name)
+    return found
+
+
+def _break_on_silence(before: set[str], port: int, seconds: float) -> None:
+    """Have the kernel break connections whose other end has fallen silent (a cut cable, a lost host).
+
+    c10d's calls wait for an answer without limit, and it offers no way to set one; but the sockets
+    it has opened are this process's own. With TCP_USER_TIMEOUT (RFC 5482) a call in progress fails
+    when its request stays unacknowledged, with keep-alives also one that only waits.
+    """
+    for name, fd in _open_sockets().items():
+        if name in before:
+            continue
+        try:
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.getpeername()[1] != port:
+                    continue
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                interval = max(1, int(seconds / 3))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+        except OSError:
+            continue  # a listener, or closed again: none of the store's
 
 
 @contextmanager
@@ -107,7 +156,9 @@ def wait_until_reachable(
     while True:
         left = deadline.remaining()
         try:
-            socket.create_connection((host.strip("[]"), port), timeout=min(5.0, left or 5.0)).close()
+            socket.create_connection(
+                (host.strip("[]"), port), timeout=min(5.0, left or 5.0)
+            ).close()
             return
         except OSError as error:
             why = error.strerror or str(error)

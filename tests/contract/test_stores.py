@@ -1,0 +1,106 @@
+"""One suite over every store a rendezvous may use: what the interface promises, each backend keeps."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rallypoint.errors import RendezvousConnectionError
+from rallypoint.rendezvous.api import Store
+from rallypoint.rendezvous.backends import tcpstore
+from rallypoint.rendezvous.backends.memory import MemoryStore
+from rallypoint.rendezvous.backends.tcpstore import TcpStore
+
+
+def tcp_store() -> Store:
+    listener = socket.create_server(("127.0.0.1", 0))
+    return TcpStore("127.0.0.1", listener.getsockname()[1], listener)
+
+
+@pytest.fixture(params=[MemoryStore, tcp_store], ids=["memory", "tcpstore"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    make: Callable[[], Store] = request.param
+    yield make()
+
+
+def test_a_value_comes_back_as_it_was_set(store: Store) -> None:
+    store.set("k", b"\x00\xff value")
+    assert store.get("k", 1.0) == b"\x00\xff value"
+
+
+def test_set_replaces(store: Store) -> None:
+    store.set("k", b"1")
+    store.set("k", b"2")
+    assert store.get("k", 1.0) == b"2"
+
+
+def test_get_of_a_key_that_never_comes_ends_at_its_timeout(store: Store) -> None:
+    before = time.monotonic()
+    with pytest.raises(TimeoutError):
+        store.get("never", 0.2)
+    assert 0.1 < time.monotonic() - before < 5
+
+
+def test_get_waits_for_a_key_that_another_connection_sets(store: Store) -> None:
+    other = store.clone()
+    timer = threading.Timer(0.2, lambda: other.set("later", b"here"))
+    timer.start()
+    assert store.get("later", 10.0) == b"here"
+    timer.join()
+
+
+def test_a_blocked_connection_does_not_hold_up_its_clone(store: Store) -> None:
+    other = store.clone()
+    waiting = threading.Thread(target=lambda: store.get("gate", 10.0))
+    waiting.start()
+    before = time.monotonic()
+    other.set("something", b"else")
+    assert time.monotonic() - before < 2
+    other.set("gate", b"open")
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_add_counts_from_nothing_and_returns_the_sum(store: Store) -> None:
+    assert store.add("n", 2) == 2
+    assert store.add("n", 0) == 2
+    assert store.add("n", 3) == 5
+
+
+def test_put_new_keeps_the_first_value_and_tells_the_second_writer(store: Store) -> None:
+    assert store.put_new("k", b"first") == b"first"
+    assert store.put_new("k", b"second") == b"first"
+    assert store.get("k", 1.0) == b"first"
+
+
+def test_put_new_has_one_winner_among_many_writers(store: Store) -> None:
+    held: list[bytes] = []
+    clones = [store.clone() for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda s=s, i=i: held.append(s.put_new("one", b"%d" % i)))
+        for i, s in enumerate(clones)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(held) == 8 and len(set(held)) == 1
+
+
+def test_exists(store: Store) -> None:
+    assert not store.exists("k")
+    store.set("k", b"")
+    assert store.exists("k")
+
+
+def test_a_store_nobody_serves_any_more_is_a_connection_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    monkeypatch.setattr(tcpstore, "REPLY_TIMEOUT", 1.0)
+    with pytest.raises((RendezvousConnectionError, TimeoutError)):
+        TcpStore("127.0.0.1", port)

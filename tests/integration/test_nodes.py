@@ -1,0 +1,375 @@
+"""Several nodes: real supervisors, side by side on this machine and in network namespaces of their own."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+
+pytestmark = pytest.mark.integration
+
+PROBE = """
+import json, os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.tensor([float(os.environ["RANK"])])
+dist.all_reduce(x)
+names = ("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
+         " MASTER_ADDR TORCHELASTIC_RUN_ID RALLY_GENERATION").split()
+line = json.dumps({**{n: os.environ[n] for n in names}, "sum": x.item()}) + "\\n"
+os.write(1, line.encode())  # one write: workers share the file
+wanted = dict(item.split("=") for item in sys.argv[1:])
+if wanted.get("rank") == os.environ["RANK"] and int(os.environ["RALLY_GENERATION"]) < int(wanted["until"]):
+    raise ValueError("a bad batch")
+while "rank" in wanted and int(os.environ["RALLY_GENERATION"]) < int(wanted["until"]):
+    dist.all_reduce(x)
+"""
+LOOP = """
+import pathlib, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+pathlib.Path(sys.argv[1], f"started-{dist.get_rank()}").touch()
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.01)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Node:
+    """One `rally run`, with its output in files (a full pipe must not stop it)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        words: Sequence[str],
+        env: dict[str, str],
+        prefix: Sequence[str],
+    ) -> None:
+        self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            command = [*prefix, sys.executable, "-m", "rallypoint", "run", *words]
+            # Not in our process group's shadow: pytest's own Ctrl-C handling stays out of it.
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=err, env=env, cwd=folder, start_new_session=True
+            )
+
+    def wait(self, timeout: float = 60) -> int:
+        return self.process.wait(timeout)
+
+    def records(self) -> list[dict[str, str]]:
+        return [json.loads(line) for line in self.out.read_text().splitlines() if line[0] == "{"]
+
+    def says(self) -> str:
+        return self.err.read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "tmp").mkdir()
+    nodes: list[Node] = []
+
+    def run(
+        name: str, *words: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> Node:
+        full = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), **(env or {})}
+        nodes.append(Node(tmp_path, name, words, full, prefix))
+        return nodes[-1]
+
+    yield run
+    for node in nodes:
+        if node.process.poll() is None:
+            node.process.kill()
+            node.process.wait(10)
+
+
+def two_nodes(start, *flags: str, rest: Sequence[str] = ("probe.py",)) -> tuple[Node, Node]:
+    port = str(free_port())
+    return tuple(
+        start(
+            f"node{rank}",
+            *("--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "2"),
+            *("--master-addr", "127.0.0.1", "--master-port", port, *flags, *rest),
+        )
+        for rank in range(2)
+    )
+
+
+def test_ranks_run_through_the_nodes_and_all_meet(start) -> None:
+    nodes = two_nodes(start, "--rdzv-id", "together")
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    records = [r for node in nodes for r in sorted(node.records(), key=lambda r: r["RANK"])]
+    assert [r["RANK"] for r in records] == ["0", "1", "2", "3"]
+    assert [r["LOCAL_RANK"] for r in records] == ["0", "1", "0", "1"]
+    assert [r["GROUP_RANK"] for r in records] == ["0", "0", "1", "1"]
+    assert {r["WORLD_SIZE"] for r in records} == {"4"}
+    assert {r["GROUP_WORLD_SIZE"] for r in records} == {"2"}
+    assert {r["TORCHELASTIC_RUN_ID"] for r in records} == {"together"}
+    assert {r["sum"] for r in records} == {6.0}
+
+
+def test_nodes_may_have_different_numbers_of_workers_and_come_late(start) -> None:
+    port = str(free_port())
+    common = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+    late = start("node1", *common, "--node-rank", "1", "--nproc-per-node", "1", "probe.py")
+    time.sleep(1.5)  # the point of the test: node 1 is there well before node 0
+    first = start("node0", *common, "--node-rank", "0", "--nproc-per-node", "2", "probe.py")
+    assert [first.wait(), late.wait()] == [0, 0], first.says() + late.says()
+    assert [r["RANK"] for r in late.records()] == ["2"]
+    assert {r["WORLD_SIZE"] for r in (*first.records(), *late.records())} == {"3"}
+    assert f"waiting for node 0 at 127.0.0.1:{port}" in late.says()
+
+
+def test_c10d_endpoint_assigns_ranks(start) -> None:
+    endpoint = f"localhost:{free_port()}"
+    words = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "probe.py")
+    nodes = [start(f"node{i}", *words) for i in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    assert sorted(r["RANK"] for node in nodes for r in node.records()) == ["0", "1"]
+
+
+def test_a_failure_restarts_all_nodes_and_the_next_generation_works(start) -> None:
+    nodes = two_nodes(start, "--max-restarts", "1", rest=("probe.py", "rank=3", "until=1"))
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    for node in nodes:
+        assert [r["RALLY_GENERATION"] for r in node.records()].count("1") == 2
+        assert "rank 3 raised ValueError: a bad batch; restarting all workers" in node.says()
+
+
+def test_every_node_prints_the_one_root_cause_and_exits_with_its_code(start) -> None:
+    nodes = two_nodes(start, "--log-dir", "logs", rest=("probe.py", "rank=1", "until=9"))
+    assert [node.wait() for node in nodes] == [1, 1]
+    for node in nodes:
+        assert "the job failed: rank 1 raised ValueError" in node.says()
+    reports = [
+        json.loads(p.read_text()) for p in (nodes[0].out.parent / "logs").rglob("report.json")
+    ]
+    assert len(reports) == 2
+    assert [report["root_cause"]["rank"] for report in reports] == [1, 1]
+    assert sorted(victim["rank"] for victim in reports[0]["victims"]) == [0, 2, 3]
+
+
+def wait_for(paths: Sequence[Path], timeout: float = 30) -> None:
+    deadline = time.monotonic() + timeout
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"not all there: {paths}"
+        time.sleep(0.05)
+
+
+def looping_nodes(start, tmp_path: Path, *flags: str) -> tuple[Node, Node]:
+    nodes = two_nodes(start, "--shutdown-timeout", "2", *flags, rest=("loop.py", str(tmp_path)))
+    wait_for([tmp_path / f"started-{rank}" for rank in range(4)])
+    return nodes
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_supervisor_ends_the_job_on_the_other_node_with_its_name(
+    start, tmp_path: Path, victim: int
+) -> None:
+    nodes = looping_nodes(start, tmp_path, "--rdzv-conf", "heartbeat_timeout=2")
+    nodes[victim].process.send_signal(signal.SIGKILL)
+    assert nodes[1 - victim].wait(15) == 1
+    assert f"the job failed: node {victim} is lost" in nodes[1 - victim].says()
+
+
+@pytest.mark.faults
+def test_a_signal_to_one_node_stops_all_in_order(start, tmp_path: Path) -> None:
+    nodes = looping_nodes(start, tmp_path, "--max-restarts", "3")
+    nodes[1].process.send_signal(signal.SIGTERM)
+    assert [node.wait(15) for node in nodes] == [143, 143]
+    assert "node 1 was told to stop" in nodes[0].says()
+
+
+def test_an_unreachable_master_ends_at_the_timeout_and_says_what_is_waited_for(start) -> None:
+    port = free_port()
+    words = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1")
+    node = start(
+        "n", *words, "--master-port", str(port), "--rdzv-conf", "join_timeout=2", "probe.py"
+    )
+    before = time.monotonic()
+    assert node.wait(20) == 1
+    assert time.monotonic() - before < 8
+    said = node.says().splitlines()
+    assert len(said) == 2, said
+    assert f"waiting for node 0 at 127.0.0.1:{port}" in said[0]
+    assert "cannot reach node 0" in said[1]
+
+
+def test_missing_nodes_are_named_at_the_timeout(start) -> None:
+    words = ("--nnodes", "3", "--node-rank", "0", "--master-addr", "127.0.0.1")
+    port = str(free_port())
+    node = start("n", *words, "--master-port", port, "--rdzv-conf", "join_timeout=2", "probe.py")
+    assert node.wait(20) == 1
+    assert "1 of 3 nodes arrived within 2 s" in node.says()
+    assert "missing: node 1, 2" in node.says()
+    assert "Traceback" not in node.says()
+
+
+def test_two_nodes_with_the_same_rank_are_told(start) -> None:
+    port = str(free_port())
+    words = ("--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", port)
+    ranks = ("0", "1", "1")
+    conf = ("--rdzv-conf", "join_timeout=8", "probe.py")
+    nodes = [start(f"n{i}", *words, "--node-rank", r, *conf) for i, r in enumerate(ranks)]
+    codes = [node.wait(30) for node in nodes]
+    assert 2 in codes[1:]
+    assert any("has this rank in the job" in node.says() for node in nodes[1:])
+
+
+# -- clusters -------------------------------------------------------------------------------------
+
+
+def slurm(rank: int, port: int, **more: str) -> dict[str, str]:
+    return {
+        **{"SLURM_JOB_ID": "4217", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"},
+        **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0"},
+        **{"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "localhost,other"},
+        **{"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "MASTER_PORT": str(port)},
+        **more,
+    }
+
+
+def test_inside_slurm_nodes_find_each_other_and_say_so_in_one_line(start) -> None:
+    port = free_port()
+    # The first host of the list is this machine, as on a real cluster's node 0.
+    nodes = [
+        start(f"n{r}", "--nproc-per-node", "2", "probe.py", env=slurm(r, port)) for r in range(2)
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    assert sorted(r["RANK"] for node in nodes for r in node.records()) == ["0", "1", "2", "3"]
+    for rank, node in enumerate(nodes):
+        found = [
+            line for line in node.says().splitlines() if line.startswith("rally: Slurm job 4217")
+        ]
+        assert len(found) == 1 and f"node {rank} of 2" in found[0]
+
+
+def test_under_mpirun_each_task_is_one_worker_with_its_local_rank(start) -> None:
+    port = str(free_port())
+    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": port}
+    nodes = [
+        start(
+            f"n{rank}",
+            "probe.py",
+            env={
+                **env,
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            },
+        )
+        for rank in range(2)
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    records = sorted((r for node in nodes for r in node.records()), key=lambda r: r["RANK"])
+    assert [(r["RANK"], r["LOCAL_RANK"], r["LOCAL_WORLD_SIZE"]) for r in records] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    assert {r["GROUP_RANK"] for r in records} == {"0"}
+
+
+def test_variables_of_kubeflow_are_the_flags_defaults(start) -> None:
+    port = str(free_port())
+    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    nodes = [
+        start(f"n{r}", "probe.py", env={**env, "PET_MASTER_PORT": port, "PET_NODE_RANK": str(r)})
+        for r in range(2)
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    assert sorted(r["RANK"] for node in nodes for r in node.records()) == ["0", "1"]
+
+
+# -- hosts of their own ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a veth pair: 10.77.0.1 and 10.77.0.2, no route to elsewhere."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2 for network namespaces")
+    names = (f"rally-a-{os.getpid()}", f"rally-b-{os.getpid()}")
+    links = (f"ra{os.getpid()}"[:15], f"rb{os.getpid()}"[:15])
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for index, (name, link) in enumerate(zip(names, links, strict=True), 1):
+            ip("link", "set", link, "netns", name)
+            ip("-n", name, "addr", "add", f"10.77.0.{index}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+
+def host_words(rank: int) -> tuple[str, ...]:
+    return (
+        *("--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "2"),
+        *("--master-addr", "10.77.0.1", "--master-port", "29500"),
+    )
+
+
+@pytest.mark.netns
+def test_two_hosts_train_together_over_their_own_network(start, two_hosts) -> None:
+    nodes = [
+        start(
+            f"n{r}",
+            *host_words(r),
+            "probe.py",
+            prefix=("ip", "netns", "exec", name),
+            # Gloo binds to the address of the host's name unless told which interface to use.
+            env={"GLOO_SOCKET_IFNAME": f"r{'ab'[r]}{os.getpid()}"[:15]},
+        )
+        for r, name in enumerate(two_hosts)
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    records = [r for node in nodes for r in node.records()]
+    assert {r["sum"] for r in records} == {6.0}
+    assert {r["MASTER_ADDR"] for r in records} == {"10.77.0.1"}
+
+
+@pytest.mark.netns
+@pytest.mark.faults
+def test_a_cut_cable_is_noticed_by_both_sides(start, two_hosts, tmp_path: Path) -> None:
+    nodes = [
+        start(
+            f"n{r}",
+            *host_words(r),
+            *("--rdzv-conf", "heartbeat_timeout=2", "--shutdown-timeout", "1"),
+            *("loop.py", str(tmp_path)),
+            prefix=("ip", "netns", "exec", name),
+            env={"GLOO_SOCKET_IFNAME": f"r{'ab'[r]}{os.getpid()}"[:15]},
+        )
+        for r, name in enumerate(two_hosts)
+    ]
+    wait_for([tmp_path / f"started-{rank}" for rank in range(4)])
+    link = f"ra{os.getpid()}"[:15]
+    subprocess.run(["ip", "-n", two_hosts[0], "link", "set", link, "down"], check=True, timeout=20)
+    assert nodes[0].wait(20) == 1
+    assert "node 1 is lost" in nodes[0].says()
+    assert nodes[1].wait(40) == 1
+    assert "node 0 is lost" in nodes[1].says()

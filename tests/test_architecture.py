@@ -1,0 +1,126 @@
+"""The layering rule of docs/architecture.md, read from the source: nothing is imported."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+PKG = "rallypoint"
+SRC = Path(__file__).resolve().parents[1] / "src" / PKG
+
+# Subpackage -> subpackages it may import (itself and errors are always allowed).
+MAY_IMPORT: dict[str, set[str]] = {
+    "_core": set(),
+    "rendezvous": {"_core"},
+    "launch": {"_core", "rendezvous"},
+}
+# torch may be imported here, and only inside functions: `rally --help` must not pay for it.
+TORCH_INSIDE_FUNCTIONS = {
+    "launch/bootstrap.py",
+    "launch/forkserver.py",
+    "launch/functions.py",
+    "launch/process_group.py",
+    "launch/store_host.py",
+    "rendezvous/backends/tcpstore.py",
+}
+# Decisions only: no clock, no socket, no thread, no environment, no files.
+SANS_IO = {
+    "launch/cluster_env.py",
+    "launch/failure.py",
+    "launch/flags.py",
+    "launch/numa.py",
+    "launch/policy.py",
+    "launch/ranks.py",
+    "launch/report.py",
+    "launch/worker_env.py",
+    "rendezvous/lease.py",
+    "rendezvous/ordering.py",
+}
+IO_MODULES = {
+    "asyncio",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "random",
+    "select",
+    "selectors",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+    "torch",
+}
+MODULES = sorted(SRC.rglob("*.py"))
+
+
+def imported_names(path: Path, *, inside_functions: bool) -> set[str]:
+    """Absolute dotted names imported in ``path``: in functions too, or only when the module loads."""
+    package = (PKG, *path.relative_to(SRC).parent.parts)
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    if not inside_functions:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(node):
+                skipped.update(ast.walk(node))
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            prefix = ".".join((*base, *([node.module] if node.module else [])))
+            names.add(prefix)
+            names.update(f"{prefix}.{alias.name}" for alias in node.names)
+    return names
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(SRC).as_posix())
+def test_imports_point_down(path: Path) -> None:
+    rel = path.relative_to(SRC).as_posix()
+    names = imported_names(path, inside_functions=True)
+    if "/" in rel:  # not the facade, the error tree, __main__
+        layer = rel.split("/")[0]
+        ours = {n.split(".")[1] for n in names if n.startswith(PKG + ".")}
+        allowed = MAY_IMPORT[layer] | {layer, "errors"}
+        assert ours <= allowed, f"{rel} imports {sorted(ours - allowed)}"
+    everywhere = {n.split(".")[0] for n in names}
+    at_load = {n.split(".")[0] for n in imported_names(path, inside_functions=False)}
+    assert "torch" not in at_load, f"{rel} imports torch when it is loaded"
+    if rel not in TORCH_INSIDE_FUNCTIONS:
+        assert "torch" not in everywhere, f"{rel} imports torch"
+    if rel in SANS_IO:
+        assert not everywhere & IO_MODULES, f"{rel} decides, it must not do I/O"
+
+
+def test_declared_modules_exist() -> None:
+    missing = [m for m in SANS_IO | TORCH_INSIDE_FUNCTIONS if not (SRC / m).exists()]
+    assert not missing, f"stale entries: {missing}"
+
+
+def test_importing_the_package_imports_neither_torch_nor_starts_anything() -> None:
+    program = (
+        "import os, sys, threading; before = set(os.listdir('/proc/self/fd'));"
+        "import rallypoint, rallypoint.launch, rallypoint.launch.cli, rallypoint.rendezvous;"
+        "import rallypoint.launch.supervisor;"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules;"
+        "assert threading.active_count() == 1;"
+        "assert set(os.listdir('/proc/self/fd')) == before"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
+def test_the_tree_in_the_docs_names_every_module() -> None:
+    text = (SRC.parents[1] / "docs" / "architecture.md").read_text()
+    missing = [
+        path.name for path in MODULES if path.name != "__init__.py" and path.name not in text
+    ]
+    assert not missing, f"docs/architecture.md does not show {missing}"
