@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -20,9 +20,9 @@ def tcp_store() -> Store:
 
 
 @pytest.fixture(params=[MemoryStore, tcp_store], ids=["memory", "tcpstore"])
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest) -> Store:
     make: Callable[[], Store] = request.param
-    yield make()
+    return make()
 
 
 def test_a_value_comes_back_as_it_was_set(store: Store) -> None:

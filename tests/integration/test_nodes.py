@@ -238,10 +238,18 @@ def test_two_nodes_with_the_same_rank_are_told(start) -> None:
 
 def slurm(rank: int, port: int, **more: str) -> dict[str, str]:
     return {
-        **{"SLURM_JOB_ID": "4217", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"},
-        **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0"},
-        **{"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "localhost,other"},
-        **{"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "MASTER_PORT": str(port)},
+        "SLURM_JOB_ID": "4217",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "localhost,other",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(rank),
+        "MASTER_PORT": str(port),
         **more,
     }
 
