@@ -1,25 +1,19 @@
 """Inside a worker: make a fork look like ``python script.py``, run the target, tell how it ended.
 
 A user's script must not notice that it runs in a fork. What a fresh interpreter would have set up
-is set up here again, and what it would do at its end is done here too (see [Note: Exit]).
-
-[Note: Exit]
-A worker of the fork server leaves by ``os._exit`` after everything Python promises at exit: threads
-joined, ``atexit`` functions called, globals of ``__main__`` dropped (so that ``__del__`` runs), Python's
-and C's streams flushed. Left out are the C++ static destructors, which take longer in 8 forks of
-a process with torch (they touch, and so copy, every page) than their training step. ``--start-method
-exec`` ends in the ordinary way.
+is set up here again, and what it would do at its end is done by :mod:`rallypoint.launch.ending`.
+What remains visible is listed in docs/failure-modes.md, and is held by
+tests/integration/test_script_does_not_notice.py.
 """
 
 from __future__ import annotations
 
-import atexit
 import errno
 import faulthandler
-import gc
 import importlib.machinery
 import io
 import json
+import logging
 import os
 import runpy
 import signal
@@ -34,7 +28,7 @@ from typing import Any, NoReturn, Self
 
 from rallypoint._core import clock, env as environment
 
-from . import process
+from . import ending, preloaded, process
 from .config import TargetKind
 
 
@@ -50,6 +44,7 @@ class Job:
     kind: TargetKind
     name: str
     args: tuple[str, ...]
+    path: tuple[str, ...] | None = None
     python: str | None = None
     unbuffered: bool = False
 
@@ -62,7 +57,9 @@ class Job:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        return cls(**{**data, "kind": TargetKind(data["kind"]), "args": tuple(data["args"])})
+        path = None if data["path"] is None else tuple(data["path"])
+        tuples = {"args": tuple(data["args"]), "path": path}
+        return cls(**{**data, **tuples, "kind": TargetKind(data["kind"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +94,10 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     _take_streams(worker.fds)
     _bind(worker.cpus)
     _default_signals()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # Python ignores them; a program must not inherit that
     env = {**environment.snapshot(), **worker.env}
     if job.kind is TargetKind.PROGRAM:
         _exec(job.name, [job.name, *job.args], env)
@@ -109,10 +110,11 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     kept = [fd for fd in (worker.fds.line, worker.fds.payload, worker.fds.result) if fd is not None]
     for fd in kept:
         os.set_inheritable(fd, True)
-    start = {"job": job.to_json(), "line": worker.fds.line}
+    start = {"job": {**job.to_json(), "args": []}, "line": worker.fds.line}
     start |= {"payload": worker.fds.payload, "result": worker.fds.result}
     command = python_command("from rallypoint.launch.bootstrap import main; main()", job)
-    # The arguments stay in sight for `ps` and `pgrep -f`; the start record goes first.
+    # The arguments stay in sight for `ps` and `pgrep -f`, and there is their place: the start record,
+    # which goes first, is one argument, and the kernel takes no more than 128 KiB in one.
     _exec(
         python,
         [*command[:1], *unbuffered, *command[1:], json.dumps(start), job.name, *job.args],
@@ -128,6 +130,8 @@ def python_command(code: str, job: Job) -> list[str]:
     path = import_path(job)
     # With -c the first entry of sys.path is the current folder; set it before any other import.
     prologue = "" if path is None else f"import sys; sys.path[0] = {path!r}; "
+    if job.path is not None:
+        prologue = f"import sys; sys.path[:] = {list(job.path)!r}; "
     return [sys.executable, *flags, "-c", prologue + code]
 
 
@@ -136,11 +140,11 @@ def import_path(job: Job) -> str | None:
 
     User modules may shadow others from there, so torch too must be imported with it in place.
     """
-    if sys.flags.safe_path:
+    if sys.flags.safe_path or job.path is not None:
         return None
     if job.kind is TargetKind.SCRIPT:
         path = Path(job.name)
-        return str(path) if _is_container(path) else str(path.resolve().parent)
+        return _full_name(job.name) if _is_container(path) else str(path.resolve().parent)
     return str(Path.cwd())
 
 
@@ -151,12 +155,13 @@ def main() -> None:
         if start[name] is not None:
             os.set_inheritable(start[name], False)
     fds = WorkerFds(1, 2, start["line"], start["payload"], start["result"])
-    job = Job.from_json(start["job"])
+    job = Job.from_json({**start["job"], "args": sys.argv[3:]})
     _fresh_main(job)
+    process.set_title(_title(job))
     outcome = _run(job, fds, None)
-    if outcome.error is not None:
-        sys.excepthook = lambda *_: None  # it has been shown
-        raise outcome.error
+    if outcome.interrupted:
+        sys.excepthook = lambda *_: None  # it has been shown; now to die of it as Python does
+        raise KeyboardInterrupt
     raise SystemExit(outcome.code)
 
 
@@ -172,13 +177,22 @@ def run_forked(
     _bind(worker.cpus)
     _default_signals()
     environment.process_environment().update(worker.env)
-    _own_randomness()
-    _adapt_streams(job)
-    process.set_title(f"{Path(sys.executable).name} {job.title}")
-    if call is None:
-        _fresh_main(job)
-    outcome = _run(job, worker.fds, call)
-    _leave(outcome, in_caller=call is not None)
+    _own_state()
+    _fresh_streams(unbuffered=job.unbuffered)
+    process.set_title(_title(job))
+    if call is not None:
+        outcome = _run(job, worker.fds, call)
+        ending.leave_in_caller(outcome.code, interrupted=outcome.interrupted)
+    known_modules = frozenset(sys.modules)
+    _fresh_main(job)
+    if job.kind is not TargetKind.FUNCTION:
+        preloaded.hide("torch")
+    outcome = _run(job, worker.fds, None)
+    ending.leave(outcome.code, interrupted=outcome.interrupted, known_modules=known_modules)
+
+
+def _title(job: Job) -> str:
+    return f"{Path(sys.executable).name} {job.title}"
 
 
 def _exec(file: str, argv: list[str], env: dict[str, str]) -> NoReturn:
@@ -191,8 +205,11 @@ def _exec(file: str, argv: list[str], env: dict[str, str]) -> NoReturn:
 
 
 def _take_streams(fds: WorkerFds) -> None:
-    os.dup2(fds.stdout, 1)
-    os.dup2(fds.stderr, 2)
+    for fd, place in ((fds.stdout, 1), (fds.stderr, 2)):
+        os.dup2(fd, place)
+    # A second descriptor would keep a pipe open that the script closes, and be seen by it.
+    for fd in {fds.stdout, fds.stderr} - {1, 2}:
+        os.close(fd)
 
 
 def _bind(cpus: list[int] | None) -> None:
@@ -209,38 +226,58 @@ def _default_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _own_randomness() -> None:
-    """Seeds that a new process would have drawn for itself. (``random`` and ``secrets`` see to themselves.)"""
+def _own_state() -> None:
+    """What a new process draws or notes for itself. (``random``, ``secrets`` and ``tempfile`` see to themselves.)"""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "default_generator"):
+        # torch draws this seed when it is imported: all forks would share it. (A device's generator
+        # is made at first use, in the worker.)
+        torch.default_generator.seed()
     mp_process = sys.modules.get("multiprocessing.process")
     if mp_process is not None:
         mp_process.current_process().authkey = os.urandom(32)
+    created = logging.makeLogRecord(
+        {}
+    ).created  # %(relativeCreated)d counts from here; in 3.13 in nanoseconds
+    scale = 1 if isinstance(logging._startTime, float) else 10**9  # type: ignore[attr-defined]  # noqa: SLF001
+    logging._startTime = type(logging._startTime)(created * scale)  # type: ignore[attr-defined]  # noqa: SLF001
+    # CPython 3.11 and 3.12 forget this one after a fork (bpo-40089 renews the rest).
+    threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def _adapt_streams(job: Job) -> None:
-    """Buffer as a new interpreter would for where the streams lead now."""
-    stdout = sys.stdout
-    if isinstance(stdout, io.TextIOWrapper):
-        if job.unbuffered:
-            stdout.reconfigure(line_buffering=False, write_through=True)
-        else:
-            stdout.reconfigure(line_buffering=stdout.isatty())
+def _fresh_streams(*, unbuffered: bool) -> None:
+    """Buffer as a new interpreter would for where the streams lead now (pylifecycle.c, create_stdio).
+
+    The objects stay: what was imported already may hold them.
+    """
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, f"__{name}__")
+        if type(stream) is not io.TextIOWrapper or stream is not getattr(sys, name):
+            continue  # a notebook's, or none
+        unbuffered = unbuffered or stream.write_through
+        buffer = open(fd, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115  it is for good
+        raw = buffer if isinstance(buffer, io.FileIO) else buffer.raw  # type: ignore[attr-defined]
+        raw.name = f"<{name}>"
+        stream.__init__(  # type: ignore[misc]
+            buffer,
+            encoding=stream.encoding,
+            errors=stream.errors,
+            newline="\n",
+            line_buffering=not unbuffered and (name == "stderr" or raw.isatty()),
+            write_through=unbuffered,
+        )
 
 
 def _fresh_main(job: Job) -> None:
-    """``sys.argv``, ``sys.orig_argv``, ``sys.path[0]`` and an empty ``__main__``."""
+    """``sys.argv``, ``sys.orig_argv`` and an empty ``__main__``. (``sys.path`` is right: :func:`python_command`.)"""
     module = ["-m"] if job.kind is TargetKind.MODULE else []
     sys.argv = [*(module or [job.name]), *job.args]
     sys.orig_argv = [sys.executable, *module, job.name, *job.args]
-    path = import_path(job)
-    if path is not None:
-        sys.path[0] = path
     main_module = types.ModuleType("__main__")
-    main_module.__dict__.update(
-        {"__builtins__": sys.modules["builtins"], "__annotations__": {}, "__spec__": None}
-    )
+    main_module.__dict__.update({"__annotations__": {}, "__builtins__": sys.modules["builtins"]})
     sys.modules["__main__"] = main_module
 
 
@@ -249,31 +286,44 @@ def _fresh_main(job: Job) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How the target ended: an exit code, and the exception if it was one other than SystemExit."""
+    """How the target ended. Without the exception: its frames would keep the script's objects."""
 
     code: int
-    error: BaseException | None = None
+    interrupted: bool = False
 
 
 def _run(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> _Outcome:
     own_pid = os.getpid()
-    if not faulthandler.is_enabled():
+    if (
+        call is not None or not faulthandler.is_enabled()
+    ):  # else it would write to the caller's file
         # Where Python stood at a native fault goes to the report; stderr stays the script's own.
         faulthandler.enable(file=fds.line)
-    try:
-        _execute(job, fds, call)
-    except SystemExit as error:
-        code = _exit_code(error)
-        if code != 0 and os.getpid() == own_pid:
+    error = _caught(job, fds, call)
+    told = os.getpid() == own_pid  # else a fork that the script made ran out of its own code
+    if call is None and job.kind is TargetKind.SCRIPT and not _is_container(Path(job.name)):
+        ending.flush_quietly()  # what was printed stands before the traceback
+    if error is None:
+        return _Outcome(0)
+    error.__traceback__ = ending.without_us(error.__traceback__)
+    if isinstance(error, SystemExit):
+        code = ending.exit_code(error)
+        if code != 0 and told:
             _tell(fds.line, error, code)
         return _Outcome(code)
-    except BaseException as error:  # noqa: BLE001  whatever a script raises ends it here
-        error.__traceback__ = _without_us(error.__traceback__)
-        if os.getpid() == own_pid:  # else a fork that the script made ran out of its own code
-            _tell(fds.line, error, 1)
-        _show(error)
-        return _Outcome(1, error)
-    return _Outcome(0)
+    if told:
+        _tell(fds.line, error, 1)
+    return _Outcome(ending.show(error), interrupted=type(error) is KeyboardInterrupt)
+
+
+def _caught(
+    job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None
+) -> BaseException | None:
+    try:
+        _execute(job, fds, call)
+    except BaseException as error:  # noqa: BLE001  whatever a script raises ends it
+        return error
+    return None
 
 
 def _execute(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> None:
@@ -298,19 +348,51 @@ def _run_script(name: str) -> None:
     if _is_container(path):
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001  what `python FOLDER` itself calls
         return
-    full = os.path.abspath(name)
+    full = _full_name(name)
     loader: importlib.machinery.SourcelessFileLoader | importlib.machinery.SourceFileLoader
     if name.endswith(".pyc"):
         loader = importlib.machinery.SourcelessFileLoader("__main__", full)
         code = loader.get_code("__main__")
     else:
         loader = importlib.machinery.SourceFileLoader("__main__", full)
-        with io.open_code(full) as file:
-            code = compile(file.read(), full, "exec", dont_inherit=True)
-    assert code is not None
+        code = _compiled(full)
     space = sys.modules["__main__"].__dict__
     space.update({"__file__": full, "__cached__": None, "__loader__": loader})
-    exec(code, space)  # noqa: S102  running the user's script is what we are for
+    if code is None:
+        _run_file(full, space)
+    else:
+        exec(code, space)  # noqa: S102  running the user's script is what we are for
+
+
+def _compiled(full: str) -> types.CodeType | None:
+    with io.open_code(full) as file:
+        source = file.read()
+    try:
+        return compile(source, full, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _run_file(full: str, space: dict[str, Any]) -> None:
+    """Have the interpreter itself read the script: it words an error in a *file* in its own way.
+
+    (A character that is not UTF-8, a null byte.) Nothing has run yet, and now nothing will.
+    """
+    import ctypes
+
+    libc, run = ctypes.CDLL(None), ctypes.pythonapi.PyRun_FileExFlags
+    libc.fopen.restype = ctypes.c_void_p
+    stream, globals_ = ctypes.c_void_p, ctypes.py_object
+    run.argtypes = [stream, ctypes.c_char_p, ctypes.c_int, globals_, globals_, ctypes.c_int, stream]
+    run.restype = ctypes.py_object
+    name = os.fsencode(full)
+    file_input, close_it = 257, 1  # Py_file_input
+    run(libc.fopen(name, b"rb"), name, file_input, space, space, close_it, None)
+
+
+def _full_name(name: str) -> str:
+    """An absolute name as ``python script.py`` makes it: joined, not tidied (pathconfig, _Py_abspath)."""
+    return name if os.path.isabs(name) else f"{Path.cwd()}/{name.removeprefix('./')}"
 
 
 def _is_container(path: Path) -> bool:
@@ -322,36 +404,10 @@ def _is_container(path: Path) -> bool:
     return path.suffix != ".py" and path.is_file() and zipfile.is_zipfile(path)
 
 
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code & 0xFF
-    print(error.code, file=sys.stderr)  # noqa: T201  as the interpreter does
-    return 1
-
-
-def _without_us(tb: types.TracebackType | None) -> types.TracebackType | None:
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
-        tb = tb.tb_next
-    return tb
-
-
-def _show(error: BaseException) -> None:
-    """What the interpreter does with an exception nobody caught."""
-    try:
-        sys.excepthook(type(error), error, error.__traceback__)
-    except BaseException as second:  # noqa: BLE001  a user's hook may do anything
-        print("Error in sys.excepthook:", file=sys.stderr)  # noqa: T201
-        traceback.print_exception(second)
-        print("\nOriginal exception was:", file=sys.stderr)  # noqa: T201
-        traceback.print_exception(error)
-
-
 def _tell(line: int, error: BaseException, code: int) -> None:
     """Send the exception to the supervisor as data: one line of JSON."""
     if isinstance(error, SystemExit):
-        text = "".join(traceback.format_tb(_without_us(error.__traceback__)))
+        text = "".join(traceback.format_tb(ending.without_us(error.__traceback__)))
         text = f"Traceback (most recent call last):\n{text}SystemExit: {error.code}\n"
     else:
         text = "".join(traceback.format_exception(error))
@@ -385,50 +441,3 @@ def send_line(line: int, record: dict[str, Any]) -> None:
             data = data[os.write(line, data) :]
     except OSError:
         pass
-
-
-# -- leaving: see [Note: Exit] ----------------------------------------------------------------------
-
-
-def _leave(outcome: _Outcome, *, in_caller: bool) -> NoReturn:
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  waits for threads, as Py_FinalizeEx does first
-        if in_caller:
-            # The caller's exit handlers are the caller's. As multiprocessing's own forks do:
-            from multiprocessing import util
-
-            util._exit_function()  # type: ignore[attr-defined]  # noqa: SLF001
-        else:
-            atexit._run_exitfuncs()  # noqa: SLF001
-            _drop_main()
-    except BaseException as error:  # noqa: BLE001  shown and passed over, as the interpreter does
-        traceback.print_exception(error)
-    code = outcome.code
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None and not stream.closed:
-                stream.flush()
-        except BaseException:  # noqa: BLE001
-            code = 120 if code == 0 else code  # what Python exits with when it cannot flush
-    import ctypes
-
-    ctypes.CDLL(None).fflush(None)
-    if isinstance(outcome.error, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(code)
-
-
-def _drop_main() -> None:
-    """Let go of the script's globals, as the interpreter does at its end, so that ``__del__`` runs.
-
-    Not while other threads run: they are daemons, and the interpreter would have frozen them.
-    """
-    if threading.active_count() > 1:
-        return
-    space = sys.modules["__main__"].__dict__
-    hidden = [name for name in space if name.startswith("_") and not name.startswith("__")]
-    visible = [name for name in space if not name.startswith("_")]
-    for name in (*hidden, *visible):
-        space[name] = None
-    gc.collect()

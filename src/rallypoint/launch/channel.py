@@ -3,7 +3,8 @@
 Supervisor and fork server talk over one ``SOCK_SEQPACKET`` pair: a message arrives whole or not at
 all, and the descriptors sent with it arrive with it. Both ends were created by the supervisor, so
 no other user's process can be on the line. Sending queues: a peer that is busy importing torch
-never stops the sender.
+never stops the sender. A message that is too long for the socket (a job with thousands of file names
+as arguments) travels in a memory file.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any
 
 
 # One message; a worker's environment delta is about 1 KB.
-MAX_MESSAGE = 128 * 1024
+MAX_MESSAGE = 64 * 1024
 MAX_FDS = 16
+# Stands for a message that is in the last descriptor.
+_IN_FILE = b'"in file"'
 
 Message = dict[str, Any]  # Any: JSON values
 
@@ -51,9 +54,11 @@ class Channel:
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message and send what the socket takes. ``fds`` are duplicated: the caller keeps its own."""
         data = json.dumps(message, separators=(",", ":")).encode()
+        own = [os.dup(fd) for fd in fds]
         if len(data) > MAX_MESSAGE:
-            raise ValueError(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE}")
-        self._outgoing.append((data, [os.dup(fd) for fd in fds]))
+            own.append(_in_file(data))
+            data = _IN_FILE
+        self._outgoing.append((data, own))
         self.flush()
 
     def flush(self) -> None:
@@ -92,7 +97,10 @@ class Channel:
             if not data:
                 self.closed_by_peer = True
                 break
-            messages.append((json.loads(data), list(fds)))
+            rights = list(fds)
+            if data == _IN_FILE:
+                data = _from_file(rights.pop())
+            messages.append((json.loads(data), rights))
         return messages
 
     def close(self) -> None:
@@ -104,3 +112,16 @@ class Channel:
             for fd in fds:
                 os.close(fd)
         self._outgoing.clear()
+
+
+def _in_file(data: bytes) -> int:
+    fd = os.memfd_create("rally-message", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    return fd
+
+
+def _from_file(fd: int) -> bytes:
+    with open(fd, "rb") as file:
+        file.seek(0)
+        return file.read()

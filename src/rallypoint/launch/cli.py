@@ -31,6 +31,7 @@ _COMMANDS = ("run", "env", "help")
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _fill_standard_descriptors()
     try:
         return _dispatch(words)
     except ConfigError as error:
@@ -71,7 +72,7 @@ def _no_such_command(words: list[str]) -> ConfigError:
     else:
         near = difflib.get_close_matches(command, _COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_COMMANDS)}"
-    return ConfigError("rally", command, "no such command", hint)
+    return ConfigError("command", command, "there is no such command", hint)
 
 
 def run(words: Sequence[str]) -> int:
@@ -113,6 +114,13 @@ def launch(config: LaunchConfig) -> int:
     return 128 + number
 
 
+def _fill_standard_descriptors() -> None:
+    """`rally … 2>&-`: else a pipe of ours would become descriptor 2, and workers' stderr lead there."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 def _width() -> int:
     try:
         return min(os.get_terminal_size(2).columns, 120)
@@ -126,6 +134,8 @@ def _colour() -> bool:
 
 def _say(text: str, *, bare: bool = False) -> None:
     """A line for the person at the terminal, on stderr. A closed stderr is no reason to fail."""
+    if sys.stderr is None:  # 2>&-
+        return
     try:
         print(text if bare else f"rally: {text}", file=sys.stderr, flush=True)  # noqa: T201
     except OSError:

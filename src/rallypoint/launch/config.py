@@ -60,8 +60,8 @@ class StreamChoice:
         try:
             if ":" not in text:
                 return cls(everyone=Streams(_zero_to_three(text)))
-            pairs = [item.split(":") for item in text.split(",")]
-            return cls(by_local_rank={int(rank): Streams(_zero_to_three(s)) for rank, s in pairs})
+            pairs = [item.strip().split(":") for item in text.split(",")]
+            return cls(by_local_rank={_rank(rank): Streams(_zero_to_three(s)) for rank, s in pairs})
         except ValueError:
             raise ConfigError(
                 flag,
@@ -69,6 +69,12 @@ class StreamChoice:
                 "expected 0 (none), 1 (stdout), 2 (stderr), 3 (both), or a list LOCAL_RANK:STREAMS"
                 " such as 0:3,11:1",
             ) from None
+
+
+def _rank(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):  # int() would also take "-1" and "1_0"
+        raise ValueError(text)
+    return int(text)
 
 
 def _zero_to_three(text: str) -> int:
@@ -92,11 +98,13 @@ class Target:
         kind: a Python file, a module (``-m``), any program (``--no-python``) or a pickled function.
         name: path, module name or program, as the user gave it.
         args: what follows it on the command line.
+        path: functions: the caller's ``sys.path``, which workers take over; None for the others.
     """
 
     kind: TargetKind
     name: str
     args: tuple[str, ...] = ()
+    path: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

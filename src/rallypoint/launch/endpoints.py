@@ -70,6 +70,15 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
     return family, address  # type: ignore[return-value]  # IPv6 addresses have two more fields; bind takes them
 
 
+def check_host(host: str) -> None:
+    """Ask whether there is such a host at all.
+
+    Raises:
+        ConfigError: its name has no address.
+    """
+    _resolve(host, 0)
+
+
 def is_loopback(host: str) -> bool:
     name = host.strip("[]")
     return name == "localhost" or name == "::1" or name.startswith("127.")

@@ -233,18 +233,18 @@ def parse_line_from_worker(data: bytes) -> tuple[Raised | None, bytes | None, st
         if line.startswith(b"{"):
             try:
                 record = json.loads(line)
-            except ValueError:
-                continue
-            if record.get("kind") == "exception":
-                raised = Raised(
-                    type=str(record["type"]),
-                    message=str(record["message"]),
-                    traceback=str(record["traceback"]),
-                    at=float(record["at"]),
-                    timestamp=int(record["timestamp"]),
-                )
-            else:
-                status = line
+                if record.get("kind") == "exception":
+                    raised = Raised(
+                        type=str(record["type"]),
+                        message=str(record["message"]),
+                        traceback=str(record["traceback"]),
+                        at=float(record["at"]),
+                        timestamp=int(record["timestamp"]),
+                    )
+                else:
+                    status = line
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                continue  # cut off, or written by the user's code: the line is a descriptor like any
         elif line:
             native.append(line.decode(errors="replace"))
     return raised, status, "\n".join(native)

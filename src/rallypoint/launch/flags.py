@@ -8,6 +8,7 @@ has its default in ``PET_A_B``.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -267,6 +268,9 @@ FLAGS: tuple[Flag, ...] = (
     ),
 )
 
+# What argparse too takes for a value although it starts with a dash.
+_NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+", re.ASCII)
+
 BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS} | {
     flag.short: flag for flag in FLAGS if flag.short
 }
@@ -306,21 +310,35 @@ def take_apart(argv: Sequence[str]) -> Given:
         if word in {"-h", "--help"}:
             return Given(values, tuple(words), help=True)
         name, equals, value = word.partition("=")
-        if not word.startswith("--") and len(word) > 2:
-            # -r3, as argparse takes it
+        short_and_more = not word.startswith("--") and len(word) > 2
+        if short_and_more:
+            # -r3 and -r=3, as argparse takes them
             name, equals, value = word[:2], "=", word[2:].removeprefix("=")
         flag = find(name)
         if flag.is_switch:
-            if equals:
-                raise ConfigError(name, value, "this flag takes no value")
             values[flag.name] = "1"
+            if short_and_more and word[2] != "=":
+                words.insert(0, "-" + word[2:])  # -mr3 is -m -r3
+            elif equals:
+                raise ConfigError(name, value, "this flag takes no value")
             continue
         if not equals:
-            if not words:
-                raise ConfigError(name, None, f"expected a value ({flag.metavar}) after it")
-            value = words.pop(0)
+            value = _value_after(name, flag, words)
         values[flag.name] = value
     return Given(values, tuple(words))
+
+
+def _value_after(name: str, flag: Flag, words: list[str]) -> str:
+    """Take the next word, unless it is a flag itself: then the value was forgotten."""
+    expected = f"expected a value ({flag.metavar}) after it"
+    if not words:
+        raise ConfigError(name, None, expected)
+    word = words[0]
+    is_flag = word.startswith("-") and len(word) > 1 and " " not in word.partition("=")[0]
+    if is_flag and not _NEGATIVE_NUMBER.fullmatch(word):
+        hint = f"write {name}={word} if that is the value"
+        raise ConfigError(name, None, f"{expected}, found {word}", hint)
+    return words.pop(0)
 
 
 def find(name: str) -> Flag:
@@ -359,12 +377,20 @@ def resolve(given: Given, env: Mapping[str, str]) -> tuple[dict[str, str | None]
             origins[flag.dest] = "default"
             continue
         shown = flag.name if origin == "flag" else origin
-        if flag.is_switch and not value.strip().lstrip("+-").isdigit():
+        if flag.is_switch and not _is_whole_number(value):
             raise ConfigError(shown, value, "expected 0 or 1")
         if flag.choices and value not in flag.choices:
             raise ConfigError(shown, value, f"expected one of {', '.join(flag.choices)}")
         values[flag.dest], origins[flag.dest] = value, origin
     return values, origins
+
+
+def _is_whole_number(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
 
 
 def help_text(width: int = 100) -> str:

@@ -23,6 +23,7 @@ Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``sweep`
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -36,7 +37,7 @@ from collections.abc import Callable
 
 from rallypoint._core import clock, env as environment
 
-from . import bootstrap, process, store_host
+from . import bootstrap, ending, process, store_host
 from .channel import Channel, Message
 from .config import StartMethod
 
@@ -74,6 +75,9 @@ class ForkServer:
         self._sweep_kill_at: float | None = None  # set while a sweep waits for its grace to end
         self._sweep_give_up_at: float | None = None
         self._wakeup_read, self._wakeup_write = -1, -1
+        self._supervisor = -1
+        self._unserved: set[int] = set()  # descriptors of requests that have come and not been served
+        self._threads: dict[str, int] = {}  # module -> threads its import has started
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -86,14 +90,20 @@ class ForkServer:
         # looks writes to the objects it visits, which would un-share their pages in every worker.
         gc.collect()
         gc.freeze()
+        # What an import has printed and not yet written would be written by every fork.
+        ending.flush_quietly()
+        ctypes.CDLL(None).fflush(None)
         self._watch_children()
+        # The end of the line may come late: forks of a supervisor's program (function launches)
+        # inherit the other end. Its pidfd does not lie; it is our parent, or we would be dead.
+        self._supervisor = os.pidfd_open(os.getppid())
         process.live_without_parent()  # from here on the loop itself notices, and cleans up
-        threads = len(os.listdir("/proc/self/task"))
-        self._report({"is": "ready", "threads": threads})
+        self._report({"is": "ready", "threads": self._threads})
         self._serve()
 
     def _import(self, preload: tuple[str, ...]) -> bool:
         for name in preload:
+            before = len(os.listdir("/proc/self/task"))
             try:
                 importlib.import_module(name)
             except BaseException as error:  # noqa: BLE001  whatever the import of user code raises is reported, SystemExit too
@@ -107,6 +117,7 @@ class ForkServer:
                     }
                 )
                 return False
+            self._threads.setdefault(name, len(os.listdir("/proc/self/task")) - before)
         return True
 
     def _watch_children(self) -> None:
@@ -117,21 +128,25 @@ class ForkServer:
     def _serve(self) -> None:
         poller = select.poll()
         poller.register(self._wakeup_read, select.POLLIN)
+        poller.register(self._supervisor, select.POLLIN)
         while True:
             events = select.POLLIN | (select.POLLOUT if self._channel.wants_write() else 0)
             poller.register(self._channel.fileno(), events)
-            poller.poll(self._milliseconds_to_wait())
+            ready = {fd for fd, _ in poller.poll(self._milliseconds_to_wait())}
             self._drain_wakeups()
             self._channel.flush()
-            for message, fds in self._channel.receive():
+            requests = self._channel.receive()
+            self._unserved = {fd for _, fds in requests for fd in fds}
+            for message, fds in requests:
                 try:
                     self._handle(message, fds)
                 finally:
                     for fd in fds:
                         os.close(fd)
+                    self._unserved.difference_update(fds)
             self._reap()
             self._continue_sweep()
-            if self._channel.closed_by_peer:
+            if self._channel.closed_by_peer or self._supervisor in ready:
                 self._end_everything()
 
     def _milliseconds_to_wait(self) -> int | None:
@@ -174,7 +189,7 @@ class ForkServer:
         worker = bootstrap.WorkerStart(
             env=message["env"], cpus=message["cpus"], fds=bootstrap.WorkerFds.from_list(fds)
         )
-        self._fork(message["name"], lambda: self._become_worker(worker))
+        self._fork(message["name"], lambda: self._become_worker(worker), fds)
 
     def _become_worker(self, worker: bootstrap.WorkerStart) -> None:
         if self._start_method is StartMethod.EXEC:
@@ -194,7 +209,7 @@ class ForkServer:
             process.set_title("rally: store")
             store_host.serve(listen_fd, port)
 
-        self._stores.add(self._fork(message["name"], become_store))
+        self._stores.add(self._fork(message["name"], become_store, fds))
 
     def _probe(self, reply_fd: int) -> None:
         """Count accelerators in a fork: asking CUDA here would spoil every later fork."""
@@ -209,7 +224,7 @@ class ForkServer:
             os.write(reply_fd, json.dumps(found).encode())
             os._exit(0)
 
-        self._fork("probe", count)
+        self._fork("probe", count, [reply_fd])
 
     def _signal(self, message: Message) -> None:
         """Send ``signal`` to the workers ``names``; with ``group`` to their whole process groups."""
@@ -227,7 +242,7 @@ class ForkServer:
 
     # -- children -----------------------------------------------------------------------------
 
-    def _fork(self, name: str, become: Callable[[], None]) -> int:
+    def _fork(self, name: str, become: Callable[[], None], fds: list[int]) -> int:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -236,6 +251,10 @@ class ForkServer:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.close(self._wakeup_read)
                 os.close(self._wakeup_write)
+                os.close(self._supervisor)
+                # Another worker's pipe held open here would not end when that worker does.
+                for fd in self._unserved.difference(fds):
+                    os.close(fd)
                 self._channel.close()
                 os.setsid()
                 process.die_with_parent(server)
@@ -293,7 +312,8 @@ class ForkServer:
             self._sweep_kill_at = now + 0.05
         if not left:
             process.send(self._stores, signal.SIGKILL)
-        if not (left or self._stores) or now >= self._sweep_give_up_at:
+        # Not before all have been reaped: whoever hears "swept" has heard how each of them ended.
+        if not (left or self._names) or now >= self._sweep_give_up_at:
             self._sweep_kill_at = self._sweep_give_up_at = None
             self._report({"is": "swept", "left": left})
 

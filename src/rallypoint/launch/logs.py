@@ -6,6 +6,9 @@ as torchrun lays them out; a folder is never reused and never deleted once somet
 A stream that leads to the console and nowhere else is handed to the worker as it is, except stderr:
 its last lines belong into a failure report, so it passes through the relay. If our stderr is
 a terminal, the worker gets a pseudo-terminal, so that progress bars and colours stay.
+
+One thread passes everything on, a chunk of whole lines at a time: teed lines of two workers cannot
+cut into each other.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ import shutil
 import tempfile
 import termios
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from rallypoint._core import clock
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, LaunchError
 
 from .config import LogConfig, Streams
 
@@ -44,17 +48,27 @@ class RunFolder:
     """The folder of one run. Made on construction; with ``/dev/null`` there is none.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be made.
     """
 
     def __init__(self, config: LogConfig, run_id: str) -> None:
         self._keep = config.folder is not None or config.redirects.any() or config.tee.any()
         self.path: Path | None = None
+        # Only we know where it is, and the user wants what will be in it.
+        self.is_news = config.folder is None and self._keep
         if config.folder == os.devnull:
             return
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id)[:64] or "run"
         if config.folder is None:
-            self.path = Path(tempfile.mkdtemp(prefix=f"rally_{safe[:8]}_"))
+            try:
+                self.path = Path(tempfile.mkdtemp(prefix=f"rally_{safe[:8]}_"))
+            except OSError as error:
+                raise ConfigError(
+                    "TMPDIR",
+                    None,
+                    f"no temporary folder can be made: {error.strerror}",
+                    "set it, or --log-dir, to a folder you may write to",
+                ) from None
             return
         base = Path(config.folder).absolute()
         path = base / f"{safe}_{secrets.token_hex(4)}"
@@ -70,11 +84,16 @@ class RunFolder:
         self.path = path
 
     def generation(self, generation: int) -> Path | None:
-        """The folder of one generation, made new."""
+        """The folder of one generation, made new.
+
+        Raises:
+            LaunchError: it cannot be made: the disk is full, the run's folder was removed.
+        """
         if self.path is None:
             return None
         path = self.path / f"attempt_{generation}"
-        path.mkdir()
+        with _needing(path):
+            path.mkdir()
         return path
 
     def keep(self) -> None:
@@ -125,13 +144,33 @@ def _text_writer(stream: TextIO) -> Callable[[bytes], None]:
     return write
 
 
+@contextmanager
+def _needing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write logs at {path}: {error.strerror}"
+            " (make room there, or name another folder with --log-dir)"
+        ) from None
+
+
 def _fd_writer(fd: int) -> Callable[[bytes], None]:
     def write(data: bytes) -> None:
         view = memoryview(data)
         while view:
-            view = view[os.write(fd, view) :]
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:
+                # Somebody who shares the terminal or pipe with us made it non-blocking.
+                poller = select.poll()
+                poller.register(fd, select.POLLOUT)
+                poller.poll()
 
     return write
+
+
+Sink = Callable[[bytes], None]
 
 
 @dataclass(slots=True)
@@ -139,12 +178,13 @@ class Source:
     """One stream of one worker, on its way through the relay. Owned by the relay's thread."""
 
     fd: int
-    file: Callable[[bytes], None] | None
-    console: Callable[[bytes], None] | None
+    file: Sink | None
+    console: Sink | None
     prefix: bytes | None  # with a prefix the stream is passed on line by line
     filters: tuple[bytes, ...] = ()
-    filtered: Callable[[bytes], None] | None = None
+    filtered: Sink | None = None
     owned: tuple[int, ...] = ()  # descriptors to close at the end
+    lost: Callable[[str], None] | None = None  # is told why the file cannot be written
     tail: bytearray = field(default_factory=bytearray)
     line: bytearray = field(default_factory=bytearray)
     done: threading.Event = field(default_factory=threading.Event)
@@ -152,40 +192,51 @@ class Source:
     def feed(self, data: bytes) -> None:
         self.tail += data
         del self.tail[:-TAIL_BYTES]
-        self.file = _try(self.file, data)
+        self.file = self._pass(self.file, data)
         if self.prefix is None:
-            self.console = _try(self.console, data)
+            self.console = self._pass(self.console, data)
             return
         self.line += data
-        whole, newline, rest = bytes(self.line).rpartition(b"\n")
-        if newline:
-            self.line = bytearray(rest)
-            self._pass_lines(whole.split(b"\n"))
+        end = max(self.line.rfind(b"\n"), self.line.rfind(b"\r", 0, -1)) + 1
+        if end:
+            whole = bytes(self.line[:end])
+            del self.line[:end]
+            self._pass_lines(whole)
         if len(self.line) > MAX_LINE:
             self.end_line()
 
     def end_line(self) -> None:
         if self.line:
-            self._pass_lines([bytes(self.line)])
+            self._pass_lines(bytes(self.line))
             self.line.clear()
 
-    def _pass_lines(self, lines: list[bytes]) -> None:
+    def _pass_lines(self, text: bytes) -> None:
+        # A progress bar goes back with \r and never ends its line: each of its states is one.
+        plain = text.replace(b"\r\n", b"\n")
+        lines = [
+            part
+            for line in plain.removesuffix(b"\n").split(b"\n")
+            for part in (filter(None, line.split(b"\r")) if b"\r" in line else (line,))
+        ]
         prefix = self.prefix or b""
-        self.console = _try(self.console, b"".join(prefix + line + b"\n" for line in lines))
+        self.console = self._pass(self.console, b"".join(prefix + line + b"\n" for line in lines))
         wanted = [line for line in lines if any(word in line for word in self.filters)]
         if wanted:
-            self.filtered = _try(self.filtered, b"".join(line + b"\n" for line in wanted))
+            data = b"".join(prefix + line + b"\n" for line in wanted)
+            self.filtered = self._pass(self.filtered, data)
 
-
-def _try(sink: Callable[[bytes], None] | None, data: bytes) -> Callable[[bytes], None] | None:
-    """Write; a sink that fails (closed terminal, full disk) is dropped, the worker must not stop for it."""
-    if sink is None:
-        return None
-    try:
-        sink(data)
-    except (OSError, ValueError):
-        return None
-    return sink
+    def _pass(self, sink: Sink | None, data: bytes) -> Sink | None:
+        """Write; a sink that fails (closed terminal, full disk) is dropped, the worker must not stop for it."""
+        if sink is None:
+            return None
+        try:
+            sink(data)
+        except (OSError, ValueError) as error:
+            if self.lost is not None and sink is not self.console:
+                self.lost(getattr(error, "strerror", None) or str(error))
+                self.lost = None
+            return None
+        return sink
 
 
 class Relay:
@@ -197,28 +248,62 @@ class Relay:
         self._stop = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread: threading.Thread | None = None
+        self._over_read, self._over_write = -1, -1  # hangs up when the thread has ended
+        self._writing = False  # the console (or a disk) has not taken yet what it was given
+        self._passed = 0  # bytes
 
     def add(self, source: Source) -> None:
         with self._lock:
             self._new.append(source)
         if self._thread is None:
+            self._over_read, self._over_write = os.pipe2(os.O_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name="rally-relay", daemon=True)
             self._thread.start()
         os.write(self._wake_write, b"x")
 
-    def close(self, timeout: float) -> None:
-        """Pass on what is there, for at most ``timeout`` seconds; then let go of everything."""
+    def close(self, patience: float, give_up: int | None = None) -> None:
+        """Pass on what is there, then let go of everything.
+
+        A console that takes nothing (a pager that waits for its reader) is waited for, as by any
+        program that writes into a pipe. Streams whose writers are still there are not.
+
+        Args:
+            patience: seconds without anything to pass on, or with ``give_up`` None also without
+                the console taking anything, until the rest is left.
+            give_up: a descriptor that becomes readable when the user wants no more waiting.
+        """
         with self._lock:
             self._stop = True
         if self._thread is not None:
             os.write(self._wake_write, b"x")
-            self._thread.join(timeout)
-            if self._thread.is_alive():
+            if not self._wait(patience, give_up):
                 return  # a blocked console; the daemon thread goes with the process
+            self._thread.join()
+            os.close(self._over_read)
         os.close(self._wake_read)
         os.close(self._wake_write)
 
+    def _wait(self, patience: float, give_up: int | None) -> bool:
+        poller = select.poll()
+        poller.register(self._over_read, select.POLLIN)
+        if give_up is not None:
+            poller.register(give_up, select.POLLIN)
+        while True:
+            before = self._passed
+            ready = {fd for fd, _ in poller.poll(patience * 1000)}
+            if self._over_read in ready:
+                return True
+            waits_for_console = self._writing and give_up is not None
+            if ready or (self._passed == before and not waits_for_console):
+                return False
+
     def _run(self) -> None:
+        try:
+            self._pass_on()
+        finally:
+            os.close(self._over_write)
+
+    def _pass_on(self) -> None:
         poller = select.poll()
         poller.register(self._wake_read, select.POLLIN)
         sources: dict[int, Source] = {}
@@ -237,7 +322,7 @@ class Relay:
                     os.read(fd, 4096)
                     continue
                 busy = True
-                if not _pump(sources[fd]):
+                if not self._pump(sources[fd]):
                     poller.unregister(fd)
                     _finish(sources.pop(fd))
             if stop and not busy:
@@ -246,17 +331,20 @@ class Relay:
                 return
 
 
-def _pump(source: Source) -> bool:
-    """Read once and pass on. False at the end of the stream."""
-    try:
-        data = os.read(source.fd, READ_SIZE)
-    except BlockingIOError:
-        return True
-    except OSError:  # EIO: the last writer has closed the pseudo-terminal
-        data = b""
-    if data:
-        source.feed(data)
-    return bool(data)
+    def _pump(self, source: Source) -> bool:
+        """Read once and pass on. False at the end of the stream."""
+        try:
+            data = os.read(source.fd, READ_SIZE)
+        except BlockingIOError:
+            return True
+        except OSError:  # EIO: the last writer has closed the pseudo-terminal
+            data = b""
+        if data:
+            self._writing = True
+            source.feed(data)
+            self._writing = False
+            self._passed += len(data)
+        return bool(data)
 
 
 def _finish(source: Source) -> None:
@@ -327,7 +415,7 @@ class StreamFactory:
         self._folder = folder
         self._relay = relay
         self._console = console
-        self._filtered: Mapping[str, Callable[[bytes], None] | None] = {
+        self._filtered: Mapping[str, Sink | None] = {
             "stdout": self._open_filtered("stdout", config.stdout_filters),
             "stderr": self._open_filtered("stderr", config.stderr_filters),
         }
@@ -336,13 +424,19 @@ class StreamFactory:
         return None if self._folder is None else self._folder / str(local_rank)
 
     def open(self, local_rank: int, prefix: str) -> WorkerStreams:
-        """Descriptors for one worker; makes its folder."""
+        """Descriptors for one worker; makes its folder.
+
+        Raises:
+            LaunchError: its folder or its files cannot be made.
+        """
         folder = self.worker_folder(local_rank)
-        if folder is not None:
-            folder.mkdir()
         streams = WorkerStreams(-1, -1)
-        streams.stdout = self._open_one("stdout", Streams.OUT, local_rank, prefix, folder, streams)
-        streams.stderr = self._open_one("stderr", Streams.ERR, local_rank, prefix, folder, streams)
+        with _needing(folder) if folder is not None else nullcontext():
+            if folder is not None:
+                folder.mkdir()
+            place = (local_rank, prefix, folder, streams)
+            streams.stdout = self._open_one("stdout", Streams.OUT, *place)
+            streams.stderr = self._open_one("stderr", Streams.ERR, *place)
         return streams
 
     def _open_one(
@@ -357,11 +451,12 @@ class StreamFactory:
         config = self._config
         shown = config.console_ranks is None or local_rank in config.console_ranks
         teed = bool(config.tee.of(local_rank) & which)
-        redirected = bool(config.redirects.of(local_rank) & which)
+        # Without a folder (--log-dir /dev/null) there is nothing to redirect to.
+        redirected = folder is not None and bool(config.redirects.of(local_rank) & which)
         path = folder / f"{name}.log" if folder is not None and (teed or redirected) else None
         if path is not None and which is Streams.ERR:
             streams.stderr_file = path
-        if redirected and not teed:
+        if path is not None and not teed:
             fd = _create(path)
             streams.to_close.append(fd)
             return fd
@@ -377,7 +472,7 @@ class StreamFactory:
         terminal = not out and not teed and writer is None and os.isatty(direct)
         read, write = _pseudo_terminal(direct) if terminal else os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read, False)
-        file_fd = _create(path) if teed else None
+        file_fd = None if path is None else _create(path)
         source = Source(
             fd=read,
             file=None if file_fd is None else _fd_writer(file_fd),
@@ -386,8 +481,9 @@ class StreamFactory:
             filters=tuple(
                 word.encode() for word in (config.stdout_filters if out else config.stderr_filters)
             ),
-            filtered=self._filtered[name] if teed else None,
+            filtered=self._filtered[name] if teed and shown else None,
             owned=() if file_fd is None else (file_fd,),
+            lost=lambda why: self._warn(f"cannot write {path}: {why}; not all of it is there"),
         )
         streams.sources.append(source)
         if not out:
@@ -396,10 +492,19 @@ class StreamFactory:
         self._relay.add(source)
         return write
 
-    def _open_filtered(self, name: str, filters: tuple[str, ...]) -> Callable[[bytes], None] | None:
+    def _warn(self, text: str) -> None:
+        line = f"rally: {text}\n".encode()
+        try:
+            (self._console.write_err or _fd_writer(self._console.stderr_fd))(line)
+        except (OSError, ValueError):
+            pass  # nobody is there to be warned
+
+    def _open_filtered(self, name: str, filters: tuple[str, ...]) -> Sink | None:
         if not filters or self._folder is None:
             return None
         path = self._folder / f"filtered_{name}.log"
+        with _needing(path):
+            path.touch()
 
         def append(data: bytes) -> None:
             with path.open("ab") as file:
@@ -408,9 +513,8 @@ class StreamFactory:
         return append
 
 
-def _create(path: Path | None) -> int:
-    target = os.devnull if path is None else path
-    return os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def _pseudo_terminal(like: int) -> tuple[int, int]:

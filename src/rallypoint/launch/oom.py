@@ -58,14 +58,14 @@ def explain(before: OomCounters, after: OomCounters) -> str | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
-    except OSError:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except (OSError, ValueError):  # ValueError: a NUL in the path
         return ""
 
 
 def _field(text: str, name: str) -> int | None:
     for line in text.splitlines():
         key, _, value = line.partition(" ")
-        if key == name and value.strip().isdigit():
+        if key == name and value.strip().isdecimal():
             return int(value)
     return None

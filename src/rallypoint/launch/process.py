@@ -8,7 +8,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 
 # linux/prctl.h
@@ -49,6 +52,39 @@ def is_subreaper() -> bool:
 def set_subreaper(on: bool) -> None:
     """Adopt orphaned descendants: daemons and double forks come back to us instead of to init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(int(on)))
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """For the length of a block this process is a subreaper. Blocks of several threads may overlap."""
+    held = _adoption
+    with held.lock:
+        if held.pid != os.getpid():  # a fork does not inherit the attribute
+            held.pid, held.blocks = os.getpid(), 0
+        if held.blocks == 0:
+            held.before = is_subreaper()
+            set_subreaper(True)
+        held.blocks += 1
+    try:
+        yield
+    finally:
+        with held.lock:
+            held.blocks -= 1
+            if held.blocks == 0:
+                set_subreaper(held.before)
+
+
+@dataclass(slots=True)
+class _Adoption:
+    """Who needs this process to be a subreaper: the attribute is the process's, not a thread's."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    pid: int = 0
+    blocks: int = 0
+    before: bool = False
+
+
+_adoption = _Adoption()
 
 
 def children(pid: int) -> list[int]:
@@ -145,15 +181,16 @@ def set_title(text: str) -> None:
     """Show ``text`` as this process's command line, so that ``ps`` and ``pgrep -f`` find the script.
 
     A fork shows its parent's command line otherwise. The kernel reads the command line from the
-    process's own memory (``arg_start`` to ``arg_end`` in /proc/self/stat), which we may write.
-    A text that is longer than the space is cut.
+    process's own memory (``arg_start`` to ``arg_end`` in /proc/self/stat), which we may write. If its
+    last byte is not zero, the kernel takes what is before the first zero for a title, and for the
+    whole: so there is no padding to see. A text that is longer than the space is cut.
     """
     fields = _stat_fields(os.getpid())
     if len(fields) < 47:
         return
     start, end = int(fields[45]), int(fields[46])
     size = end - start
-    if start <= 0 or size <= 1:
+    if start <= 0 or size <= 2:
         return
-    data = text.encode(errors="replace")[: size - 1]
-    ctypes.memmove(start, data + b"\0" * (size - len(data)), size)
+    data = os.fsencode(text).replace(b"\0", b" ")[: size - 2]
+    ctypes.memmove(start, data.ljust(size - 1, b"\0") + b".", size)

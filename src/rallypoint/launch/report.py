@@ -1,37 +1,96 @@
-"""The failure report as a person reads it: one short summary for a terminal of 100 columns."""
+"""The failure report as a person reads it: one short summary for a terminal of 100 columns.
+
+Everything in it that a worker said (messages, stacks, stderr, host names) is foreign text: it goes
+through :func:`clean`, so it can neither steer the terminal nor break the columns.
+"""
 
 from __future__ import annotations
 
 import re
-import textwrap
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 from .failure import FailureReport, WorkerFailure
 
 
 # A report must fit a screen: the root cause in full (the ends of long texts), the others in a line.
-MAX_TRACEBACK_LINES = 16
+# Together at most 40 lines, whatever came together.
+MAX_TRACEBACK_LINES = 14
 MAX_STDERR_LINES = 8
 MAX_VICTIM_LINES = 8
+# Narrower than this nothing is readable: then the terminal wraps.
+MIN_WIDTH = 60
 # Below the script on a worker's stack is only how we started it.
-_OURS = "rallypoint/launch/bootstrap.py"
+_OURS = "rallypoint/launch/"
 
 _RED, _BOLD, _DIM, _END = "\033[31m", "\033[1m", "\033[2m", "\033[0m"
 
 
 def render(report: FailureReport, *, width: int = 100, colour: bool = False) -> str:
-    """The report as text, without a newline at its end."""
+    """The report as text, without a newline at its end.
+
+    No line is wider than ``width``, but for the two paths, which are shown whole.
+    """
     paint = _Paint(colour)
-    lines = [paint(_headline(report), _BOLD + _RED)]
+    width = max(width, MIN_WIDTH)
+    headline = _wrapped("rally: ", _headline(report), width, most=2)
+    lines = [paint(line, _BOLD + _RED) for line in headline]
     root = report.root_cause
     if root is not None:
         lines += _root_lines(root, report, width, paint)
     lines += _victim_lines(report.victims, width)
     if report.log_folder:
-        lines.append(f"  logs         {report.log_folder}")
+        lines.append(f"  logs         {clean(report.log_folder)}")
     if report.report_file:
-        lines.append(f"  report       {report.report_file}")
+        lines.append(f"  report       {clean(report.report_file)}")
     return "\n".join(lines)
+
+
+# -- foreign text ---------------------------------------------------------------------------------
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)?|\x1b[ -~]?")
+
+
+def clean(text: str) -> str:
+    """One line of foreign text, without anything that moves the cursor, changes colours or direction."""
+    if text.isascii() and text.isprintable():
+        return text
+    text = _ESCAPE.sub("", text.expandtabs(4))
+    # Cc, Cs, Cn, Co: control characters, half characters, unassigned, private.
+    # Zl, Zp: line and paragraph ends. Cf: joiners and directions, which draw nothing themselves.
+    kinds = ((char, unicodedata.category(char)) for char in text)
+    return "".join(
+        "\ufffd" if kind in {"Cc", "Cs", "Cn", "Co", "Zl", "Zp"} else char
+        for char, kind in kinds
+        if kind != "Cf"
+    )
+
+
+def columns(text: str) -> int:
+    """How many columns of a terminal ``text`` takes."""
+    if text.isascii():
+        return len(text)
+    return sum(_columns_of(char) for char in text)
+
+
+def _columns_of(char: str) -> int:
+    if unicodedata.category(char) in {"Mn", "Me"}:
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in {"W", "F"} else 1
+
+
+def _split(text: str, room: int) -> tuple[str, str]:
+    """The longest beginning of ``text`` that fits into ``room`` columns, and the rest."""
+    used = 0
+    for index, char in enumerate(text):
+        used += _columns_of(char)
+        if used > room:
+            return text[:index], text[index:]
+    return text, ""
+
+
+def _cut(text: str, room: int) -> str:
+    return text if columns(text) <= room else _split(text, room - 1)[0] + "…"
 
 
 class _Paint:
@@ -44,44 +103,44 @@ class _Paint:
 
 def _headline(report: FailureReport) -> str:
     if report.reason:
-        return f"rally: the job failed: {report.reason}"
+        return f"the job failed: {report.reason}"
     root = report.root_cause
     if root is None:
-        return "rally: the job failed"
+        return "the job failed"
     others = len(report.victims)
     tail = f"; {others} other worker{'s' * (others > 1)} died of it" if others else ""
     end = f" (signal {root.signal})" if root.signal is not None else ""
     if root.signal is None and root.raised is not None and root.raised.type != "SystemExit":
         end = f" (exit code {root.exit_code})"
-    return f"rally: the job failed: rank {root.rank} {root.headline()}{end}{tail}"
+    return f"the job failed: rank {root.rank} {root.headline()}{end}{tail}"
 
 
 def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _Paint) -> list[str]:
     attempt = f"attempt {root.generation + 1} of {report.max_restarts + 1}"
-    lines = [
-        f"  root cause   rank {root.rank} (local rank {root.local_rank}) on {root.host},"
-        f" pid {root.pid}, {attempt}"
-    ]
+    place = (
+        f"rank {root.rank} (local rank {root.local_rank}) on {root.host}, pid {root.pid}, {attempt}"
+    )
+    lines = _wrapped("  root cause   ", place, width, most=2)
     if root.cause:
-        lines += _wrapped("  because      ", root.cause, width)
+        lines += _wrapped("  because      ", root.cause, width, most=3)
     raised = root.raised
     if raised is not None and raised.type == "SystemExit":
-        lines += _wrapped(
-            "  exit code    ", f"{root.exit_code} (SystemExit: {raised.message})", width
-        )
+        text = f"{root.exit_code} (SystemExit: {raised.message})"
+        lines += _wrapped("  exit code    ", text, width)
     elif raised is not None:
         message = f"{raised.type}: {raised.message}" if raised.message else raised.type
         lines += _wrapped("  error        ", message, width, most=6)
+    both = raised is not None and bool(raised.traceback) and bool(root.native_stack)
+    stack_lines = MAX_TRACEBACK_LINES // 2 if both else MAX_TRACEBACK_LINES
     if raised is not None and raised.traceback:
-        lines += _block(_frames(raised.traceback), width, MAX_TRACEBACK_LINES, paint)
+        lines += _block(_frames(raised.traceback), width, stack_lines, paint)
     if root.native_stack:
         lines.append("  at the fault (most recent call first)")
-        lines += _block(
-            _native(root.native_stack), width, MAX_TRACEBACK_LINES, paint, keep_end=False
-        )
+        lines += _block(_native(root.native_stack), width, stack_lines, paint, keep_end=False)
     if raised is None and root.stderr:
         lines.append("  last lines of its stderr")
-        lines += _block(root.stderr, width, MAX_STDERR_LINES, paint)
+        most = MAX_STDERR_LINES // 2 if root.native_stack else MAX_STDERR_LINES
+        lines += _block(root.stderr, width, most, paint)
     return lines
 
 
@@ -113,14 +172,16 @@ def _victim_lines(victims: Sequence[WorkerFailure], width: int) -> list[str]:
         groups.setdefault(_fate(victim), []).append(victim.rank)
     lines: list[str] = []
     for index, (fate, ranks) in enumerate(groups.items()):
-        if index == MAX_VICTIM_LINES:
-            lines.append(
-                f"               and {len(groups) - index} other ways; the report file has all"
-            )
-            break
         label = "  victims      " if index == 0 else "               "
         word = "rank" if len(ranks) == 1 else "ranks"
-        lines += _wrapped(label, f"{word} {compact(ranks)}: {fate}", width, most=3)
+        new = _wrapped(label, f"{word} {compact(ranks)}: {fate}", width, most=2)
+        last = index == len(groups) - 1
+        if len(lines) + len(new) > MAX_VICTIM_LINES - (not last):
+            left = len(groups) - index
+            ways = "another way" if left == 1 else f"{left} other ways"
+            lines.append(f"               and {ways}; report.json has all")
+            break
+        lines += new
     return lines
 
 
@@ -153,23 +214,43 @@ def compact(ranks: Iterable[int]) -> str:
 
 
 def _wrapped(label: str, text: str, width: int, most: int = 4) -> list[str]:
-    pad = " " * len(label)
+    """``text`` after ``label``, broken between words into at most ``most`` lines."""
+    room = width - len(label)
     lines: list[str] = []
     for part in text.splitlines() or [""]:
-        lines += textwrap.wrap(part, width - len(label), break_on_hyphens=False) or [""]
-    if len(lines) > most:
-        lines = [*lines[: most - 1], "…"]
+        lines += _wrap(clean(part), room)
+        if len(lines) > most:
+            lines = [*lines[: most - 1], _cut(lines[most - 1], room - 1) + "…"]
+            break
+    pad = " " * len(label)
     return [(label if index == 0 else pad) + line for index, line in enumerate(lines)]
+
+
+def _wrap(text: str, room: int) -> list[str]:
+    if columns(text) <= room:
+        return [text.rstrip()]  # as it is: its own indentation may mean something
+    lines = [""]
+    for word in text.split():
+        line = lines[-1]
+        if line and columns(line) + 1 + columns(word) <= room:
+            lines[-1] = f"{line} {word}"
+            continue
+        if not line:
+            lines.pop()
+        piece, rest = _split(word, room)
+        lines.append(piece)
+        while rest:
+            piece, rest = _split(rest, room)
+            lines.append(piece)
+    return lines
 
 
 def _block(
     lines: Sequence[str], width: int, most: int, paint: _Paint, *, keep_end: bool = True
 ) -> list[str]:
     """Quoted lines; of too many the end (or the beginning), of too long ones the beginning."""
-    shown = list(lines)
+    shown = [clean(line) for line in lines]
     if len(shown) > most:
         left_out = f"… {len(shown) - most + 1} lines left out"
         shown = [left_out, *shown[-(most - 1) :]] if keep_end else [*shown[: most - 1], left_out]
-    room = width - 4
-    cut = [line if len(line) <= room else line[: room - 1] + "…" for line in shown]
-    return [paint("  │ ", _DIM) + line for line in cut]
+    return [paint("  │ ", _DIM) + _cut(line, width - 4) for line in shown]

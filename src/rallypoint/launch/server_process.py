@@ -20,6 +20,8 @@ from .config import StartMethod
 # The command line of the fork server becomes, in each worker, the script's own (process.set_title);
 # the kernel gives as much room as the original took.
 TITLE_ROOM = 2048
+# How long a process may take to die of SIGKILL.
+KILL_PATIENCE = 3.0
 # In the environment of every process of a job: tells its processes from others of the caller.
 JOB_MARKER = "RALLY_JOB"
 
@@ -31,13 +33,22 @@ class ServerProcess:
         pid: of the server, a child of this process.
         channel: the line to it.
         marker: ``RALLY_JOB=…`` as it stands in the environment of everything it starts.
+        strangers: with None, only marked processes are ours to kill. Else this process is there for
+            the job alone, and everything below it is the job's, marked or not, but for these.
     """
 
-    def __init__(self, pid: int, channel: Channel, marker: str) -> None:
+    def __init__(
+        self,
+        pid: int,
+        channel: Channel,
+        marker: str,
+        strangers: frozenset[int] | None = None,
+    ) -> None:
         self.pid = pid
         self.channel = channel
         self.pidfd = os.pidfd_open(pid)
         self._marker = marker.encode()
+        self._strangers = strangers
         self._reaped: int | None = None
 
     @classmethod
@@ -48,8 +59,16 @@ class ServerProcess:
         preload: tuple[str, ...],
         env: Mapping[str, str],
         token: str,
+        *,
+        alone: bool,
     ) -> ServerProcess:
-        """Start a server in an interpreter of its own; it goes on importing when this returns."""
+        """Start a server in an interpreter of its own; it goes on importing when this returns.
+
+        Args:
+            alone: this process does nothing but run the job, so orphans it gets are the job's.
+        """
+        # `helper & exec rally run …` in a shell: a child that was there before us.
+        strangers = frozenset(process.children(os.getpid())) if alone else None
         ours, theirs = socket_pair()
         fd = theirs.fileno()
         code = f"from rallypoint.launch.forkserver import main; main({fd})"
@@ -65,7 +84,7 @@ class ServerProcess:
         hello: dict[str, Any] = {"supervisor": os.getpid(), "job": job.to_json()}
         hello |= {"start_method": start_method.value, "preload": list(preload)}
         channel.send(hello)
-        return cls(child.pid, channel, f"{JOB_MARKER}={token}")
+        return cls(child.pid, channel, f"{JOB_MARKER}={token}", strangers)
 
     @classmethod
     def fork(
@@ -93,6 +112,7 @@ class ServerProcess:
         self.channel.close()
         if not self.wait(patience):
             os.kill(self.pid, signal.SIGKILL)
+            self.wait(KILL_PATIENCE)
         self.kill_orphans()
         os.close(self.pidfd)
 
@@ -118,10 +138,8 @@ class ServerProcess:
             return f"was killed by {signal.Signals(number).name}"
         return f"exited with code {os.waitstatus_to_exitcode(status)}"
 
-    def kill_orphans(self, patience: float = 3.0) -> list[int]:
+    def kill_orphans(self, patience: float = KILL_PATIENCE) -> list[int]:
         """Kill what a dead server has left. We are a subreaper: all of it has become our children.
-
-        Only processes that carry the job's mark are touched: the caller may have other children.
 
         Returns:
             Pids that would not die in time.
@@ -130,7 +148,7 @@ class ServerProcess:
             return []
         deadline = clock.Deadline(patience)
         while True:
-            left = process.marked_processes(self._marker, exclude=(os.getpid(),))
+            left = self._orphans()
             if not left or deadline.expired():
                 return left
             pidfds = []
@@ -152,3 +170,9 @@ class ServerProcess:
                 except OSError as error:
                     if error.errno != errno.ECHILD:  # its parent, another orphan, reaps it
                         raise
+
+    def _orphans(self) -> list[int]:
+        found = set(process.marked_processes(self._marker, exclude=(os.getpid(),)))
+        if self._strangers is not None:
+            found |= set(process.descendants(os.getpid(), keep=self._strangers))
+        return sorted(found)

@@ -6,9 +6,11 @@ what has no meaning here is accepted, with a remark that says why.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
+import stat
 import sys
 import uuid
 from collections.abc import Mapping
@@ -146,7 +148,7 @@ class _Settings:
     def _target(self, words: tuple[str, ...]) -> Target:
         if not words:
             raise ConfigError(
-                "rally run", None, "no script given", "rally run [flags] script.py [its arguments]"
+                "run", None, "no script given", "rally run [flags] script.py [its arguments]"
             )
         name, args = words[0], tuple(words[1:])
         if self._switch("no_python"):
@@ -176,6 +178,8 @@ class _Settings:
             return StartMethod.EXEC, python
         if target.kind is TargetKind.PROGRAM:
             method = StartMethod.EXEC
+        if method is StartMethod.EXEC and self._text("preload"):
+            self._remarks.append("--preload has no effect: workers are not forks of one process")
         return method, None
 
     # -- size ---------------------------------------------------------------------------------
@@ -204,17 +208,24 @@ class _Settings:
                     shown, word, "no such device on this machine", "give a number, or cpu"
                 )
             return None, _DEVICES[word]
-        if not word.lstrip("+-").isdigit():
-            raise ConfigError(shown, word, "expected a number of workers, or auto, gpu, cpu or xpu")
-        return self._int("nproc_per_node", least=1), None
+        try:
+            number = int(word)
+        except ValueError:
+            raise ConfigError(
+                shown, word, "expected a number of workers, or auto, gpu, cpu or xpu"
+            ) from None
+        if number < 1:
+            raise ConfigError(shown, word, "expected at least 1 worker")
+        return number, None
 
     def _num_nodes(self) -> int:
         text = self._text("nnodes")
         shown = self._shown("nnodes")
         low, colon, high = text.partition(":")
-        if not low.isdigit() or (colon and not high.isdigit()):
-            raise ConfigError(shown, text, "expected a number of nodes")
-        least, most = int(low), int(high or low)
+        try:
+            least, most = int(low), int(high if colon else low)
+        except ValueError:
+            raise ConfigError(shown, text, "expected a number of nodes") from None
         if not 0 < least <= most:
             raise ConfigError(shown, text, "expected at least 1 node, and MIN no larger than MAX")
         if least != most and not self._switch("standalone"):
@@ -233,10 +244,10 @@ class _Settings:
         num_nodes = self._num_nodes()
         if placement is not None:
             num_nodes = placement.num_nodes
-        if self._switch("standalone"):
-            num_nodes = 1
         port = None if self._values["master_port"] is None else self._port("master_port")
         backend = self._text("rdzv_backend")
+        if self._switch("standalone"):
+            num_nodes, backend = 1, "c10d"
         if backend not in {"static", "c10d"}:
             raise ConfigError(
                 self._shown("rdzv_backend"), backend, "no such rendezvous (known: c10d, static)"
@@ -250,10 +261,16 @@ class _Settings:
             )
             if alone and (run_id == "none" or self._switch("standalone")):
                 run_id = (placement.run_id if placement else None) or str(uuid.uuid4())
-            given = port is not None and backend == "static" and not self._switch("standalone")
-            addr = self._text("master_addr") if given else None
-            rendezvous = RendezvousConfig(run_id=run_id)
-            return 1, rendezvous, addr, port if given else None
+            # Checked even if it has no effect here: the same line is to work with more nodes.
+            endpoint = self._endpoint() if self._text("rdzv_endpoint") else None
+            addr: str | None = None
+            if backend != "static":
+                port = None
+            elif endpoint is not None:
+                addr, port = endpoint[0], endpoint[1] or DEFAULT_MASTER_PORT
+            elif port is not None:
+                addr = self._text("master_addr")
+            return 1, RendezvousConfig(run_id=run_id), addr, port
         node_rank: int | None = self._int("node_rank", least=0)
         if placement is not None:
             host = placement.master_addr or "127.0.0.1"
@@ -296,9 +313,8 @@ class _Settings:
         )
 
     def _meeting_point(self, backend: str, port: int | None) -> tuple[str, int]:
-        endpoint = self._text("rdzv_endpoint").strip()
         default = DEFAULT_RENDEZVOUS_PORT if backend == "c10d" else DEFAULT_MASTER_PORT
-        if not endpoint:
+        if not self._text("rdzv_endpoint"):
             if backend == "c10d":
                 raise ConfigError(
                     "--rdzv-endpoint",
@@ -307,13 +323,27 @@ class _Settings:
                     "--rdzv-endpoint HOST:29400",
                 )
             return self._text("master_addr"), port or default
-        shown = self._shown("rdzv_endpoint")
+        host, port = self._endpoint()
+        if port == 0:
+            raise ConfigError(
+                self._shown("rdzv_endpoint"),
+                self._text("rdzv_endpoint"),
+                "several nodes need a port that all know, not 0 (any free one)",
+                f"--rdzv-endpoint {host}:{default}",
+            )
+        return host, port or default
+
+    def _endpoint(self) -> tuple[str, int | None]:
+        """Host and port of ``--rdzv-endpoint``; the port is None if it is left out."""
+        endpoint = self._text("rdzv_endpoint").strip()
         host, colon, tail = endpoint.rpartition(":")
         if not colon or endpoint.endswith("]"):
-            return endpoint, default
-        if not tail.isdigit() or not 0 < int(tail) < 65536 or not host:
+            return endpoint, None
+        if not (host and tail.isascii() and tail.isdigit() and int(tail) < 65536):
             raise ConfigError(
-                shown, endpoint, "expected HOST or HOST:PORT, with a port from 1 to 65535"
+                self._shown("rdzv_endpoint"),
+                endpoint,
+                "expected HOST or HOST:PORT, with a port from 0 to 65535",
             )
         return host, int(tail)
 
@@ -341,7 +371,7 @@ class _Settings:
                 times[name] = float(value)
             except ValueError:
                 raise ConfigError(shown, item, "expected a number of seconds") from None
-            if times[name] <= 0:
+            if not 0 < times[name] < math.inf:
                 raise ConfigError(shown, item, "expected more than 0 seconds")
         if without_effect:
             self._remarks.append(
@@ -363,7 +393,7 @@ class _Settings:
                     self._shown("local_ranks_filter"), ranks_text, "expected a list such as 0,1,10"
                 ) from None
         return LogConfig(
-            folder=self._values["log_dir"],
+            folder=self._values["log_dir"] or None,
             redirects=StreamChoice.parse(self._text("redirects"), self._shown("redirects")),
             tee=StreamChoice.parse(self._text("tee"), self._shown("tee")),
             console_ranks=ranks,
@@ -384,7 +414,7 @@ class _Settings:
             seconds = float(text)
         except ValueError:
             seconds = -1.0
-        if not 0 <= seconds < float("inf"):
+        if not 0 <= seconds < math.inf:
             raise ConfigError(shown, text, "expected a number of seconds, 0 or more")
         return seconds
 
@@ -403,6 +433,13 @@ class _Settings:
         return tuple(dict.fromkeys(found))
 
     def _remark_on_what_has_no_effect(self) -> None:
+        interval = self._text("monitor_interval")
+        try:
+            float(interval)
+        except ValueError:
+            raise ConfigError(
+                self._shown("monitor_interval"), interval, "expected a number of seconds"
+            ) from None
         reasons = {
             "monitor_interval": "workers' ends are events here, nothing is polled",
             "event_log_handler": "what happened is in report.json",
@@ -428,23 +465,30 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _check_script(name: str) -> None:
     path = Path(name)
-    if path.is_dir():
-        if not (path / "__main__.py").is_file():
-            raise ConfigError("script", name, "a folder without a __main__.py cannot be run")
-        return
-    if not path.exists():
-        raise ConfigError("script", name, "no such file", _nearest_file(path))
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in it
+        raise ConfigError("script", name, "no such file", _nearest_file(path)) from None
+    except OSError as error:
+        raise ConfigError(
+            "script", name, f"cannot be read: {error.strerror}", "check the path and its folders"
+        ) from None
     if not os.access(path, os.R_OK):
         raise ConfigError("script", name, "no permission to read it", f"chmod u+r {name}")
+    if stat.S_ISDIR(mode) and not (path / "__main__.py").is_file():
+        raise ConfigError(
+            "script", name, "a folder without a __main__.py cannot be run", "name a file in it"
+        )
 
 
 def _nearest_file(path: Path) -> str:
     import difflib
 
+    kinds = {path.suffix, ".py"}
     try:
-        there = [item.name for item in path.parent.iterdir() if item.suffix == path.suffix]
-    except OSError:
-        return f"the folder {path.parent} does not exist"
+        there = sorted(item.name for item in path.parent.iterdir() if item.suffix in kinds)
+    except (OSError, ValueError):
+        return f"there is no folder {path.parent}"
     near = difflib.get_close_matches(path.name, there, n=1)
     if near:
         return f"did you mean {path.parent / near[0]}?"

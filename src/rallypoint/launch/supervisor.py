@@ -37,8 +37,12 @@ from .server_process import ServerProcess
 from .signals import SignalEvents
 
 
+# What every fork server imports.
+TORCH = ("torch", "torch.distributed")
 # A worker says little on its line: an exception, a native stack. More than this is not read.
 MAX_LINE_DATA = 1024 * 1024
+# How long the fork server may take to end everything.
+SERVER_PATIENCE = 8.0
 # How long output may still be on its way when its writers are gone.
 DRAIN_PATIENCE = 2.0
 # How long the nodes wait, beyond the grace, for each other's failures before they print the report.
@@ -165,18 +169,15 @@ class Supervisor:
             RendezvousError: the nodes did not come together.
         """
         config = self._config
-        was_subreaper = process.is_subreaper()
-        process.set_subreaper(True)
-        try:
-            with SignalEvents(config.signals) as received:
-                self._server = self._start_server()
-                try:
-                    self._folder = RunFolder(config.logs, config.rendezvous.run_id)
-                    outcome = self._loop(received)
-                finally:
-                    self._close()
-        finally:
-            process.set_subreaper(was_subreaper)
+        with process.adopting_orphans(), SignalEvents(config.signals) as received:
+            self._server = self._start_server()
+            try:
+                self._folder = RunFolder(config.logs, config.rendezvous.run_id)
+                if self._folder.is_news:
+                    self._say(f"output that goes to files is in {self._folder.path}")
+                outcome = self._loop(received)
+            finally:
+                self._close(received)
         return outcome
 
     def _start_server(self) -> ServerProcess:
@@ -185,6 +186,7 @@ class Supervisor:
             kind=config.target.kind,
             name=config.target.name,
             args=config.target.args,
+            path=config.target.path,
             python=config.python,
             unbuffered=config.unbuffered,
         )
@@ -194,9 +196,15 @@ class Supervisor:
                 return ServerProcess.fork(job, self._call, self._token)
         threads = config.local_world_size or config.workers_per_node or 2
         defaults = worker_env.common_defaults(self._env, threads)
-        preload = ("torch", "torch.distributed", *config.preload)
+        preload = (*TORCH, *config.preload)
         return ServerProcess.start(
-            job, config.start_method, preload, {**self._env, **defaults}, self._token
+            job,
+            config.start_method,
+            preload,
+            {**self._env, **defaults},
+            self._token,
+            # A function launch runs in somebody's program, which may have children of its own.
+            alone=config.target.kind is not TargetKind.FUNCTION,
         )
 
     def _loop(self, received: SignalEvents) -> Outcome:
@@ -241,8 +249,9 @@ class Supervisor:
     def _gathering_is_over(self) -> bool:
         return self._gather_until is None or clock.MONOTONIC.now() >= self._gather_until
 
-    def _close(self) -> None:
-        self._server.end()
+    def _close(self, received: SignalEvents) -> None:
+        # A server that still imports has nothing to end: it need not be waited for.
+        self._server.end(SERVER_PATIENCE if self._server_ready else 0.0)
         self._coordination.close()
         if self._store_socket is not None:
             self._store_socket.close()
@@ -250,7 +259,9 @@ class Supervisor:
             os.close(self._probe_fd)
         for worker in self._workers:
             self._let_go(worker)
-        self._relay.close(DRAIN_PATIENCE)
+        # Who has told us to stop will not wait for a console that takes no output.
+        patient = self._finished is not None and self._finished.aim is not Aim.SIGNALLED
+        self._relay.close(DRAIN_PATIENCE, received.fileno() if patient else None)
         folder: RunFolder | None = getattr(self, "_folder", None)
         if folder is not None:
             folder.close()
@@ -265,6 +276,7 @@ class Supervisor:
             case "unready":
                 raise LaunchError(
                     f"--preload {message['module']}: {message['error']}"
+                    " (it must be importable before workers start: check its name and PYTHONPATH)"
                     if message["module"] in self._config.preload
                     else f"cannot import {message['module']}: {message['error']}"
                     f" (in {sys.executable})"
@@ -280,13 +292,15 @@ class Supervisor:
             case other:
                 raise LaunchError(f"the fork server said {other!r}, which we do not know")
 
-    def _server_is_ready(self, threads: int) -> None:
+    def _server_is_ready(self, threads: dict[str, int]) -> None:
         self._server_ready = True
-        if threads > 1 and self._config.preload:
-            self._say(
-                f"--preload {','.join(self._config.preload)} started {threads - 1} threads;"
-                " threads do not survive a fork, so workers lack them"
-            )
+        for module in self._config.preload:
+            # Those of torch's own import (OpenBLAS with OMP_NUM_THREADS unset) know about forks.
+            if module not in TORCH and threads.get(module, 0) > 0:
+                self._say(
+                    f"--preload {module} has started {threads[module]} threads;"
+                    " threads do not survive a fork, so workers lack them"
+                )
         if self._num_workers is None:
             read, write = os.pipe2(os.O_CLOEXEC)
             self._probe_fd = read
@@ -322,7 +336,8 @@ class Supervisor:
     def _process_ended(self, name: str, status: int, at: float) -> None:
         worker = self._by_name.get(name)
         if worker is None:
-            if name == "store" and self._state.phase is Phase.RUNNING:
+            store = f"store {self._state.generation}"
+            if name == store and self._state.phase is Phase.RUNNING:
                 how = os.waitstatus_to_exitcode(status)
                 self._store_failure = (
                     f"the process that serves the workers' store ended ({_status_words(how)})"
@@ -386,13 +401,19 @@ class Supervisor:
                     self._start_is_due = True
                     if self._server_ready:
                         self._start_workers()
+                case policy.SignalWorkers(_) if self._start_is_due:
+                    self._start_nothing()
                 case policy.SignalWorkers(number):
                     self._signal_workers(number)
                 case policy.Sweep(grace):
                     if self._stopped_at is None:
                         self._stopped_at = clock.MONOTONIC.now()
                     self._signals_sent.add(signal.SIGKILL)
-                    self._server.channel.send({"do": "sweep", "grace": grace})
+                    if self._server_ready:
+                        self._server.channel.send({"do": "sweep", "grace": grace})
+                    else:
+                        self._end_generation([])
+                        self._decide(policy.Swept())
                 case policy.TellPeers(what):
                     self._coordination.tell(what, self._state.generation, self._known_failures())
                 case policy.ReportRestart():
@@ -412,11 +433,13 @@ class Supervisor:
 
     def _bind_store(self) -> tuple[str, int]:
         config = self._config
-        alone = config.num_nodes == 1 and config.world_size is None
+        alone = config.num_nodes == 1
         addr = config.master_addr or ("localhost" if alone else config.local_addr)
         if addr is None:
             addr = endpoints.address_towards(config.rendezvous.host, config.rendezvous.port)
         host = addr if alone and endpoints.is_loopback(addr) else None
+        if alone and config.master_addr is not None:
+            endpoints.check_host(addr)
         # On several nodes the port that all know is the supervisors' own; workers meet at a free one.
         port = config.master_port or 0
         self._store_socket = endpoints.bind_store(host, port if alone else 0)
@@ -432,7 +455,8 @@ class Supervisor:
         self._peer_failures = ()
         self._oom_before = oom.read_counters()
         if ready.node_rank == 0 and self._store_socket is not None:
-            message = {"do": "store", "name": "store", "port": ready.master_port}
+            name = f"store {ready.generation}"
+            message = {"do": "store", "name": name, "port": ready.master_port}
             self._server.channel.send(message, [self._store_socket.fileno()])
         if self._store_socket is not None:
             self._store_socket.close()
@@ -465,6 +489,15 @@ class Supervisor:
             self._workers.append(self._start_worker(ranks, facts, factory))
         self._by_name = {worker.name: worker for worker in self._workers}
 
+    def _start_nothing(self) -> None:
+        """Told to stop while the fork server still imports: the workers end before they began."""
+        self._start_is_due = False
+        if self._store_socket is not None:
+            self._store_socket.close()
+            self._store_socket = None
+        for index in sorted(self._state.running):
+            self._decide(policy.WorkerEnded(index, failed=False))
+
     def _start_worker(
         self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
     ) -> _Worker:
@@ -474,7 +507,9 @@ class Supervisor:
         error_file = "" if folder is None else str(folder / "error.json")
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        worker = _Worker(ranks, f"worker {ranks.local_rank}", ours, streams)
+        # The name holds the generation: a report about an earlier one's must not be taken for its.
+        name = f"worker {facts.generation}.{ranks.local_rank}"
+        worker = _Worker(ranks, name, ours, streams)
         fds = [streams.stdout, streams.stderr, theirs.fileno()]
         if self._config.target.kind is TargetKind.FUNCTION:
             worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)

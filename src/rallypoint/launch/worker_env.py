@@ -86,6 +86,8 @@ def _own_device(env: Mapping[str, str], local_rank: int) -> str:
     if visible is None:
         return str(local_rank)
     devices = [item.strip() for item in visible.split(",") if item.strip()]
+    if not devices:
+        return ""  # hidden on purpose: a job on CPUs
     if local_rank >= len(devices):
         raise ConfigError(
             "CUDA_VISIBLE_DEVICES",

@@ -1,0 +1,359 @@
+"""Run a function on several workers and use what it returns: no script, no command line.
+
+The public face of function launches; what it stands on are files of their own: the config
+(``multiprocess_config``), the call's way to the workers and back (``payload``), their process group
+(``process_group``, ``backends``) and, as for ``rally run``, the supervisor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rallypoint._core import env as environment
+from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
+
+from . import payload, process_group
+from .backends import default_backend, get_distributed_backend, set_distributed_backend
+from .bootstrap import WorkerFds
+from .config import LaunchConfig, LogConfig, RendezvousConfig, StartMethod, Target, TargetKind
+from .coordination import LoneNode
+from .failure import FailureReport
+from .logs import Console
+from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
+from .policy import Aim
+from .process_group import init_and_run, init_dist, init_process_group_from_backend, parallel_mesh
+from .supervisor import Outcome, Supervisor
+
+
+__all__ = [
+    "MultiprocessConfig",
+    "default_backend",
+    "get_distributed_backend",
+    "init_and_run",
+    "init_dist",
+    "init_process_group_from_backend",
+    "launch_subprocesses",
+    "parallel_mesh",
+    "set_distributed_backend",
+]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# What the supervisor's errors call a setting, and what it is called here.
+_FIELDS = {"--master-port": "master_port", "--master-addr": "master_addr"}
+
+
+def launch_subprocesses(
+    func: Callable[..., T],
+    cfg: MultiprocessConfig,
+    *args: Any,
+    setup: Callable[[], object] | None = None,
+    rank_offset: int = 0,
+    **kwargs: Any,
+) -> list[T]:
+    """Call ``func(*args, **kwargs)`` on ``cfg.world_size`` workers of this machine; their results by rank.
+
+    In each worker, in this order: the variables of its rank are set (as under ``rally run``), ``setup`` is called,
+    logging is set up with rank and world size (if ``setup`` has not done so), its CUDA device is made
+    current, the default process group is formed and proven, with the mesh of ``cfg`` (:func:`parallel_mesh`);
+    then ``func`` is called, and the group is destroyed. Workers have the caller's ``sys.path``,
+    ``sys.argv``, environment and folder. They do not run the caller's script again, so it needs no
+    ``__main__`` guard. Their output appears on the caller's ``sys.stdout`` and ``sys.stderr``.
+
+    Functions may be lambdas, closures, partials, bound methods or of ``__main__``: what cannot be imported travels by
+    value (cloudpickle). Results too; return CPU tensors, not CUDA ones. A worker that calls
+    ``sys.exit()`` without an error returns None.
+
+    With ``cfg.world_size`` 1 nothing is started: ``func`` is called in this process, inside a process group
+    of one, with the same variables, which are put back afterwards. What it raises is
+    raised as it is then. A default process group that exists already is used and kept.
+
+    A job in several parts (several machines): each part is a launch with the same ``world_size``, ``master_addr``
+    and ``master_port``, its own ``rank_offset``, and ``local_world_size`` for the number of its workers. The part
+    with ``rank_offset=0`` serves the store, until its own workers have ended.
+
+    Blocks: until all workers have ended and nothing of them is left.   Threads: may be called from any
+    thread; signals are only noticed where Python delivers them, in the main thread.
+    Signals: Ctrl-C is passed to the workers (a second one kills them), then KeyboardInterrupt is raised here. SIGTERM,
+    SIGHUP and SIGQUIT end the workers too, then have the effect that they had before.
+    Args:
+        func: what to call; with ``launch_method="fork"`` anything, else what can be pickled.
+        cfg: sizes, place and backend; what is unset is resolved from this machine.
+        *args: arguments for ``func``; every worker gets a copy.
+        setup: called without arguments in each worker before the process group is formed, so it
+            may configure logging, register a backend, or set variables that a backend reads.
+        rank_offset: rank of the first worker.
+        **kwargs: keyword arguments for ``func``.
+    Returns:
+        What each worker's call returned, by rank, of the workers started here.
+    Raises:
+        ConfigError: a setting cannot be, or the call cannot be pickled; nothing has been started.
+        WorkersFailed: a worker failed or its result cannot be pickled; the text is the report.
+        LaunchError: the job's processes could not be run, or a result cannot be loaded here.
+    """
+    _check_calls(func, setup)
+    asked, cfg = cfg, cfg.with_sizes()
+    assert cfg.world_size is not None
+    call = payload.Call(func, args, kwargs, setup)
+    if cfg.world_size <= 1:
+        return [_run_inline(call, cfg, by_default=asked.world_size is None)]
+    joins = _check_part(cfg, rank_offset)
+    _check_fork(cfg)
+    # Nothing of the caller's may be printed later than what its workers print, or by a fork too.
+    _flush_streams()
+    outcome = _supervise(call, cfg, rank_offset, joins)
+    return _results(outcome, cfg, rank_offset)
+
+
+def _check_calls(func: object, setup: object) -> None:
+    if not callable(func):
+        raise ConfigError("func", func, "expected something that can be called")
+    if setup is not None and not callable(setup):
+        raise ConfigError("setup", setup, "expected a function without arguments, or None")
+
+
+def _check_part(cfg: MultiprocessConfig, rank_offset: int) -> bool:
+    """Whether another launch serves the store of this one."""
+    assert cfg.world_size is not None
+    assert cfg.local_world_size is not None
+    if cfg.rank:
+        raise ConfigError(
+            "rank", cfg.rank, "the launch gives each worker its rank", "use rank_offset"
+        )
+    most = cfg.world_size - cfg.local_world_size
+    if not 0 <= rank_offset <= most:
+        raise ConfigError(
+            "rank_offset",
+            rank_offset,
+            f"expected 0 to {most}: {cfg.local_world_size} workers start here (local_world_size)"
+            f" and world_size is {cfg.world_size}",
+        )
+    in_parts = cfg.local_world_size < cfg.world_size
+    by_file = cfg.init_method.startswith("file://")
+    if in_parts and not by_file and cfg.master_port is None:
+        raise ConfigError(
+            "master_port",
+            cfg.master_port,
+            f"a job of {cfg.world_size} workers of which {cfg.local_world_size} start here needs a port"
+            " that all its launches know",
+        )
+    if by_file and not in_parts:
+        path = cfg.init_method.removeprefix("file://")
+        if os.path.exists(path) and os.path.getsize(path) > 0:
+            raise ConfigError(
+                "init_method",
+                cfg.init_method,
+                "this store file has been used already, and what is in it would mislead the workers",
+                "remove it, or name another one",
+            )
+    return rank_offset > 0 and not by_file
+
+
+def _check_fork(cfg: MultiprocessConfig) -> None:
+    if LAUNCH_METHODS[cfg.launch_method] is not StartMethod.FORK or "torch" not in sys.modules:
+        return
+    import torch
+    import torch.distributed as dist
+
+    hint = "use launch_method='forkserver'"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            "launch_method",
+            "fork",
+            "CUDA is in use in this process, so no fork of it can use it",
+            hint,
+        )
+    if dist.is_initialized():
+        raise ConfigError(
+            "launch_method",
+            "fork",
+            "this process is in a process group, which its forks would inherit",
+            hint,
+        )
+
+
+def _flush_streams() -> None:
+    import ctypes
+
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            pass  # closed, or nobody reads it
+    ctypes.CDLL(None).fflush(None)
+
+
+# -- in this process ------------------------------------------------------------------------------
+
+
+def _run_inline(call: payload.Call, cfg: MultiprocessConfig, *, by_default: bool) -> Any:
+    import torch.distributed as dist
+
+    name = payload.name_of(call.func)
+    if by_default:
+        # Somebody who asked for workers and gets none should see it with logging as Python sets it up.
+        _log.warning(
+            "%s runs in this process: world_size is unset, and no CUDA device or only one was found;"
+            " set world_size to start workers",
+            name,
+        )
+    else:
+        _log.info("%s runs in this process: world_size is 1", name)
+    cfg = replace(cfg, rank=0, local_rank=0, local_world_size=1, master_addr=None, master_port=None)
+    ours = not dist.is_initialized()
+    # In a larger group that is here already this process keeps the rank it has.
+    place = process_group.variables(cfg) if ours or dist.get_world_size() == 1 else {}
+    with environment.overlay(place):
+        if call.setup is not None:
+            call.setup()
+        if ours:
+            process_group.init_alone(cfg.backend)
+        try:
+            return call.func(*call.args, **call.kwargs)
+        finally:
+            if ours:
+                process_group.leave_dist()
+
+
+# -- in workers -----------------------------------------------------------------------------------
+
+
+class _StoreElsewhere(LoneNode):
+    """One part of a job of several launches: another one serves the workers' store."""
+
+    serves_store = False
+
+    def __init__(self, addr: str, port: int) -> None:
+        super().__init__()
+        self._addr = addr
+        self._port = port
+
+    def join(self, generation: int, num_workers: int, store_addr: str, store_port: int) -> None:
+        super().join(generation, num_workers, self._addr, self._port)
+
+
+def _supervise(
+    call: payload.Call, cfg: MultiprocessConfig, rank_offset: int, joins: bool
+) -> Outcome:
+    method = LAUNCH_METHODS[cfg.launch_method]
+    facts = payload.CallerFacts(
+        cfg=_for_workers(cfg),
+        argv=tuple(sys.argv),
+        log_level=logging.getLogger().level,
+        joins=joins,
+    )
+
+    def call_in_fork(fds: WorkerFds) -> None:
+        payload.run_in_fork(fds, call, facts)
+
+    fork = method is StartMethod.FORK
+    payload_fd = None if fork else payload.pack(call, facts)
+    try:
+        coordination = LoneNode()
+        if joins:
+            assert cfg.master_addr is not None
+            assert cfg.master_port is not None
+            coordination = _StoreElsewhere(cfg.master_addr, cfg.master_port)
+        token = uuid.uuid4().hex
+        supervisor = Supervisor(
+            _launch_config(call, cfg, rank_offset, method, token),
+            coordination=coordination,
+            console=_console(),
+            say=lambda text: _log.warning("%s", text),
+            token=token,
+            payload_fd=payload_fd,
+            call=call_in_fork if fork else None,
+        )
+        return supervisor.run()
+    except ConfigError as error:
+        if error.field not in _FIELDS:
+            raise
+        name = _FIELDS[error.field]
+        raise ConfigError(name, error.value, error.problem, error.hint) from None
+    finally:
+        if payload_fd is not None:
+            os.close(payload_fd)
+
+
+def _for_workers(cfg: MultiprocessConfig) -> MultiprocessConfig:
+    """Without what each worker has in its environment."""
+    by_file = cfg.init_method.startswith("file://")
+    return replace(
+        cfg,
+        rank=None,
+        local_rank=None,
+        master_addr=None,
+        master_port=None,
+        init_method=cfg.init_method if by_file else "env://",
+    )
+
+
+def _launch_config(
+    call: payload.Call,
+    cfg: MultiprocessConfig,
+    rank_offset: int,
+    method: StartMethod,
+    token: str,
+) -> LaunchConfig:
+    assert cfg.world_size is not None
+    assert cfg.local_world_size is not None
+    name = payload.name_of(call.func)
+    return LaunchConfig(
+        target=Target(
+            kind=TargetKind.FUNCTION,
+            name=name,
+            path=tuple(str(entry) for entry in sys.path),
+        ),
+        rendezvous=RendezvousConfig(run_id=f"{name}-{token[:8]}"),
+        logs=LogConfig(),
+        workers_per_node=cfg.local_world_size,
+        world_size=cfg.world_size,
+        rank_offset=rank_offset,
+        group_rank=rank_offset // cfg.local_world_size,
+        group_world_size=-(-cfg.world_size // cfg.local_world_size),
+        master_addr=cfg.master_addr,
+        master_port=cfg.master_port,
+        start_method=method,
+    )
+
+
+def _console() -> Console:
+    if sys.stdout is None or sys.stderr is None:  # a program without a console
+        return Console()
+    return Console.of_streams(sys.stdout, sys.stderr)
+
+
+def _results(outcome: Outcome, cfg: MultiprocessConfig, rank_offset: int) -> list[Any]:
+    if outcome.aim is Aim.SIGNALLED:
+        _have_its_effect(outcome.signal or signal.SIGTERM)
+    if outcome.report is not None:
+        raise WorkersFailed(outcome.report)
+    assert cfg.world_size is not None
+    silent = [rank_offset + index for index, data in enumerate(outcome.results) if not data]
+    if silent:
+        reason = f"rank {silent[0]} exited with code 0 before its function returned (os._exit?)"
+        raise WorkersFailed(FailureReport(failures=(), world_size=cfg.world_size, reason=reason))
+    return [
+        payload.unpack_result(rank_offset + index, data)
+        for index, data in enumerate(outcome.results)
+    ]
+
+
+def _have_its_effect(number: int) -> None:
+    """The workers are gone: the signal that ended them now does here what it would have done before."""
+    if threading.current_thread() is threading.main_thread():
+        signal.raise_signal(number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise LaunchError(f"stopped by {signal.Signals(number).name}; all workers have ended")

@@ -1,0 +1,117 @@
+"""Modules the fork server has imported for its workers, kept out of sight until the script imports them.
+
+Theory of operation
+-------------------
+``import torch`` reads the environment, and scripts count on it::
+
+    os.environ["OMP_NUM_THREADS"] = "4"
+    import torch
+
+In a worker torch has been imported already. So it is taken out of ``sys.modules`` before the script
+runs, with all its submodules, and a finder puts it back at the script's first import of any of them.
+At that moment what ``import torch`` reads is compared with what it read in the fork server, and what
+has changed is applied with torch's own functions. This also keeps ``"torch" in sys.modules`` (how
+libraries ask whether a program uses torch) as in a plain interpreter.
+
+What libraries read while they are *loaded* and cannot be told later stays as the fork server had it:
+OpenMP's binding of threads (``OMP_PROC_BIND``, ``KMP_AFFINITY``), OpenBLAS's number of threads. Set it
+in the environment of ``rally run``, or use ``--start-method exec``.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rallypoint._core import env as environment
+
+
+_THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # the first that is set wins
+_LOGS = ("TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT")
+_DEBUG = ("TORCH_DISTRIBUTED_DEBUG",)
+
+
+def hide(package: str) -> None:
+    """Take a package out of ``sys.modules`` until it is imported (again). No effect if it is not there."""
+    within = f"{package}."
+    names = [name for name in sys.modules if name == package or name.startswith(within)]
+    if package in names:
+        hidden = {name: sys.modules.pop(name) for name in names}
+        sys.meta_path.insert(0, _Finder(package, hidden, environment.snapshot()))
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Answers for one hidden package, once."""
+
+    def __init__(
+        self, package: str, hidden: dict[str, types.ModuleType], env: Mapping[str, str]
+    ) -> None:
+        self._package = package
+        self._hidden = hidden
+        self._env = env
+        self._module = hidden[package]
+        self._spec = self._module.__spec__
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+        /,
+    ) -> importlib.machinery.ModuleSpec | None:
+        # Asking is not importing: importlib.util.find_spec("torch") must not bring it back.
+        if fullname != self._package:
+            return None
+        if self._spec is None or self._spec.origin is None:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return importlib.util.spec_from_file_location(
+            fullname,
+            self._spec.origin,
+            loader=self,
+            submodule_search_locations=self._spec.submodule_search_locations,
+        )
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return self._module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._spec  # importing has just replaced it by ours
+        for name, hidden in self._hidden.items():
+            sys.modules.setdefault(name, hidden)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if self._package == "torch":
+            _catch_up(module, self._env, environment.snapshot())
+
+
+def _catch_up(torch: Any, then: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Apply to torch what its import would have read now and had read differently then."""
+
+    def changed(names: Sequence[str]) -> bool:
+        return any(then.get(name) != now.get(name) for name in names)
+
+    if changed(_THREADS):
+        threads = num_threads(now)
+        if threads is not None:
+            # MKL, where there is one, takes no more than there are processors.
+            most = len(os.sched_getaffinity(0)) if torch.backends.mkl.is_available() else threads
+            torch.set_num_threads(min(threads, most))
+    if changed(_LOGS):
+        torch._logging._internal._init_logs()  # noqa: SLF001  what `import torch` calls
+    if changed(_DEBUG) and torch.distributed.is_available():
+        torch.distributed.set_debug_level_from_env()
+
+
+def num_threads(env: Mapping[str, str]) -> int | None:
+    """What OpenMP and MKL make of the environment, or None if nothing (valid) is set."""
+    for name in _THREADS:
+        value = env.get(name, "").split(",")[0].strip()
+        if value.isascii() and value.isdigit() and int(value) > 0:
+            return int(value)
+    return None

@@ -1,0 +1,318 @@
+"""The process group of a function launch: formed, proven, laid out as a mesh, left.
+
+torch is imported inside the functions: importing :mod:`rallypoint.launch` must not cost its import.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rallypoint._core import clock, env as environment
+from rallypoint.errors import ConfigError, LaunchError, RendezvousConnectionError
+
+from . import backends
+from .config import DEFAULT_JOIN_TIMEOUT
+from .multiprocess_config import MultiprocessConfig
+
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it by *
+    from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long to knock in silence at a store that another launch serves, and the pause between knocks.
+_SILENCE = 3.0
+_PAUSE = 0.2
+
+
+@dataclass(slots=True)
+class _State:
+    """What belongs to the default group of this process."""
+
+    mesh: DeviceMesh | None = None
+
+
+_state = _State()
+
+
+def init_process_group_from_backend(
+    backend: str | None = None,
+    *,
+    init_method: str = "env://",
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Store | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Form the default process group, and prove it with one all-reduce.
+
+    A group whose addresses are wrong, or that mixes two jobs, is found here and not in the
+    first training step.
+
+    Collective: every rank of the job calls it.   Blocks: until all have come.
+    Args:
+        backend: default: :func:`get_distributed_backend`. For ``nccl`` set the CUDA device before.
+        init_method: as in ``torch.distributed.init_process_group``; not used with ``store``.
+        rank: this process's; default: from ``init_method`` (the variable ``RANK``).
+        world_size: number of ranks; default: from ``init_method`` (``WORLD_SIZE``).
+        store: where the ranks meet, instead of ``init_method``.
+        timeout: in seconds, for forming the group and for its collectives; default: torch's.
+    Raises:
+        ConfigError: this process has a default group already.
+        LaunchError: the sum over all ranks is not the number of ranks.
+        torch.distributed.DistError: the others did not come; from torch as it is.
+    """
+    import torch
+    import torch.distributed as dist
+
+    name = backend or backends.get_distributed_backend()
+    if dist.is_initialized():
+        raise ConfigError(
+            "backend",
+            name,
+            f"this process is in a process group of {dist.get_world_size()} already",
+            "call torch.distributed.destroy_process_group() first",
+        )
+    device = backends.device_of(name)
+    bound = device == "cuda" and torch.cuda.is_available()
+    dist.init_process_group(
+        name,
+        init_method=None if store is not None else init_method,
+        store=store,
+        rank=-1 if rank is None else rank,
+        world_size=-1 if world_size is None else world_size,
+        timeout=None if timeout is None else timedelta(seconds=timeout),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if bound else None,
+    )
+    try:
+        _prove(name, device)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+
+
+def _prove(backend: str, device: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    ones = torch.ones(1, dtype=torch.float32, device=device)
+    dist.all_reduce(ones)
+    total, size = ones.item(), dist.get_world_size()
+    if total != size:
+        raise LaunchError(
+            f"rank {dist.get_rank()}: an all-reduce of ones over {size} ranks with backend"
+            f" {backend!r} came to {total:g}, expected {size}; do several jobs share this"
+            " master_addr and master_port?"
+        )
+
+
+def init_dist(cfg: MultiprocessConfig) -> MultiprocessConfig:
+    """Join the job: variables, CUDA device, proven default group, and the mesh of ``cfg``.
+
+    What ``cfg`` leaves unset is taken from this process's environment (so a script under ``rally run``
+    or ``torchrun`` passes an empty config), then from its devices. Functions of
+    :func:`launch_subprocesses` need not call it: it has been called.
+
+    With ``model_parallelism`` or ``pipeline_parallelism`` over 1 the mesh (:func:`parallel_mesh`) has the axes
+    ``pp``, ``dp``, ``mp``; ranks that are neighbours along ``mp`` are neighbours in the job.
+
+    Collective: every rank of the job calls it.   Blocks: until all have come.
+    Effects: sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``;
+    makes device ``local_rank`` the current CUDA device, where there is CUDA.
+    Returns:
+        ``cfg`` with everything filled in.
+    Raises:
+        ConfigError: ranks, sizes and devices do not go together; this process has a group already.
+        LaunchError: the group does not add up (:func:`init_process_group_from_backend`).
+    """
+    cfg = cfg.with_environment(environment.snapshot()).resolve()
+    assert cfg.world_size is not None
+    by_file = cfg.init_method.startswith("file://")
+    if cfg.master_port is None and cfg.world_size > 1 and not by_file:
+        raise ConfigError(
+            "master_port",
+            cfg.master_port,
+            f"{cfg.world_size} ranks need a port that all of them know",
+            "set it, or start the ranks with launch_subprocesses",
+        )
+    environment.process_environment().update(variables(cfg))
+    _take_device(cfg)
+    if by_file:
+        init_process_group_from_backend(
+            cfg.backend, init_method=cfg.init_method, rank=cfg.rank, world_size=cfg.world_size
+        )
+    elif cfg.master_port is None:
+        init_alone(cfg.backend)
+    else:
+        init_process_group_from_backend(cfg.backend)
+    _state.mesh = _build_mesh(cfg)
+    return cfg
+
+
+def init_alone(backend: str | None) -> None:
+    """A default group of this process only: it needs no port and no other process."""
+    from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch re-exports it by *
+
+    init_process_group_from_backend(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def variables(cfg: MultiprocessConfig) -> dict[str, str]:
+    """The environment of the worker that ``cfg``, resolved, describes."""
+    found = {
+        "RANK": cfg.rank,
+        "WORLD_SIZE": cfg.world_size,
+        "LOCAL_RANK": cfg.local_rank,
+        "LOCAL_WORLD_SIZE": cfg.local_world_size,
+        "MASTER_ADDR": cfg.master_addr,
+        "MASTER_PORT": cfg.master_port,
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _take_device(cfg: MultiprocessConfig) -> None:
+    """Each worker of a machine its own CUDA device; without NCCL several may share one."""
+    count = backends.num_cuda_devices()
+    assert cfg.local_rank is not None
+    if cfg.local_rank >= count and "nccl" in _backends_of(cfg):
+        raise ConfigError(
+            "local_rank",
+            cfg.local_rank,
+            f"backend 'nccl' needs a CUDA device for each worker of a machine, and there are {count}",
+            "start fewer workers, or set backend='gloo'",
+        )
+    if count:
+        import torch
+
+        torch.cuda.set_device(cfg.local_rank % count)
+
+
+def _backends_of(cfg: MultiprocessConfig) -> str:
+    every = (
+        cfg.backend,
+        cfg.model_parallel_backend,
+        cfg.pipeline_parallel_backend,
+        cfg.data_parallel_backend,
+    )
+    return " ".join(name for name in every if name).lower()
+
+
+def _build_mesh(cfg: MultiprocessConfig) -> DeviceMesh | None:
+    if cfg.model_parallelism == cfg.pipeline_parallelism == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    assert cfg.backend is not None
+    assert cfg.data_parallelism is not None
+    chosen = {
+        "pp": cfg.pipeline_parallel_backend,
+        "dp": cfg.data_parallel_backend,
+        "mp": cfg.model_parallel_backend,
+    }
+    # Any: the parameter came with torch 2.9; without it a backend of an axis cannot be chosen.
+    options: dict[str, Any] = {}
+    other = {axis: name for axis, name in chosen.items() if name and name != cfg.backend}
+    if other:
+        options["backend_override"] = other
+    return init_device_mesh(
+        backends.device_of(cfg.backend),
+        (cfg.pipeline_parallelism, cfg.data_parallelism, cfg.model_parallelism),
+        mesh_dim_names=("pp", "dp", "mp"),
+        **options,
+    )
+
+
+def parallel_mesh() -> DeviceMesh | None:
+    """The mesh that :func:`init_dist` made, with the axes ``("pp", "dp", "mp")``.
+
+    None where there is no model or pipeline parallelism (all ranks are data parallel: use the
+    default group), and outside of a job. ``parallel_mesh()["mp"].get_group()`` is the group of an axis.
+    """
+    if _state.mesh is None:
+        return None
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        _state.mesh = None  # the group it stood on was destroyed
+    return _state.mesh
+
+
+def leave_dist() -> None:
+    """Destroy the default group, if there is one, and forget the mesh."""
+    import torch.distributed as dist
+
+    _state.mesh = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def init_and_run(
+    func: Callable[..., T],
+    cfg: MultiprocessConfig,
+    *args: Any,
+    setup: Callable[[], object] | None = None,
+    **kwargs: Any,
+) -> T:
+    """In this process: call ``setup``, join the job (:func:`init_dist`), call ``func``, leave the job.
+
+    What a worker of :func:`launch_subprocesses` does, for processes started in another way.
+
+    Collective: every rank of the job calls it.   Blocks: while ``func`` runs.
+    Args:
+        func: called as ``func(*args, **kwargs)`` inside the group.
+        cfg: as for :func:`init_dist`.
+        setup: called first, before there is a group: it may register a backend, set
+            variables that the backend reads, or configure logging.
+    Returns:
+        What ``func`` returns.
+    Raises:
+        What ``setup``, :func:`init_dist` and ``func`` raise; the group is destroyed then too.
+    """
+    if setup is not None:
+        setup()
+    init_dist(cfg)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        leave_dist()
+
+
+def wait_for_store(host: str, port: int, timeout: float = DEFAULT_JOIN_TIMEOUT) -> None:
+    """Block until something accepts connections at a store that another launch serves.
+
+    torch's own client waits too, but in silence and for half an hour.
+
+    Raises:
+        RendezvousConnectionError: nothing did within ``timeout`` seconds.
+    """
+    deadline, silence = clock.Deadline(timeout), clock.Deadline(_SILENCE)
+    pause, told = threading.Event(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+        except OSError as error:
+            if deadline.expired():
+                raise RendezvousConnectionError(
+                    f"no store at {host}:{port} within {timeout:.0f} s ({error.strerror or error});"
+                    " is the launch with rank_offset=0 running there, with the same master_port?"
+                ) from None
+            if silence.expired() and not told:
+                told = True
+                _log.warning(
+                    "waiting for the store at %s:%d, which the launch with rank_offset=0 serves"
+                    " (at most %.0f s)",
+                    host,
+                    port,
+                    timeout,
+                )
+            pause.wait(_PAUSE)
+        else:
+            return

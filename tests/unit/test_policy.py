@@ -1,0 +1,450 @@
+"""The launch policy: what follows what, by table; and what holds after any events at all, by property."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rallypoint.launch import policy
+from rallypoint.launch.policy import (
+    Aim,
+    Broken,
+    Finish,
+    GraceOver,
+    Join,
+    PeerFailed,
+    PeersDone,
+    PeersStopped,
+    Phase,
+    ReportRestart,
+    RoundFormed,
+    SignalReceived,
+    SignalWorkers,
+    StartWorkers,
+    State,
+    Sweep,
+    Swept,
+    TellPeers,
+    WorkerEnded,
+)
+
+
+GRACE = 30.0
+
+
+def state(**changes) -> State:
+    return State(**{"max_restarts": 1, "grace": GRACE, **changes})
+
+
+def running(*indices: int, **changes) -> State:
+    return state(phase=Phase.RUNNING, running=frozenset(indices), **changes)
+
+
+def stopping(*indices: int, **changes) -> State:
+    defaults = {"aim": Aim.RESTART, "kill_at": GRACE}
+    return state(phase=Phase.STOPPING, running=frozenset(indices), **{**defaults, **changes})
+
+
+def sweeping(aim: Aim, **changes) -> State:
+    return state(phase=Phase.SWEEPING, aim=aim, **changes)
+
+
+def after(start: State, *events: policy.Event, now: float = 0.0) -> policy.Decision:
+    """The decision on the last of ``events``."""
+    decision = policy.start(start)
+    for event in events:
+        decision = policy.decide(now, decision.state, event)
+    return decision
+
+
+# -- by table -------------------------------------------------------------------------------------
+
+TABLE = [
+    # what, state, event, phase after, aim after, commands
+    ("round formed", state(), RoundFormed(2), Phase.RUNNING, Aim.SUCCEED, [StartWorkers()]),
+    ("one of two ends well", running(0, 1), WorkerEnded(0, False), Phase.RUNNING, Aim.SUCCEED, []),
+    (
+        "the last ends well",
+        running(1),
+        WorkerEnded(1, False),
+        Phase.SWEEPING,
+        Aim.SUCCEED,
+        [Sweep(policy.LEFTOVER_GRACE)],
+    ),
+    (
+        "one of two fails",
+        running(0, 1),
+        WorkerEnded(0, True),
+        Phase.STOPPING,
+        Aim.RESTART,
+        [SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "one fails, budget used",
+        running(0, 1, generation=1),
+        WorkerEnded(0, True),
+        Phase.STOPPING,
+        Aim.FAIL,
+        [SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "the only one fails",
+        running(0),
+        WorkerEnded(0, True),
+        Phase.SWEEPING,
+        Aim.RESTART,
+        [Sweep(policy.LEFTOVER_GRACE)],
+    ),
+    (
+        "the store fails",
+        running(0, 1),
+        WorkerEnded(-1, True),
+        Phase.STOPPING,
+        Aim.RESTART,
+        [SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "one fails, several nodes",
+        running(0, 1, num_nodes=2),
+        WorkerEnded(0, True),
+        Phase.STOPPING,
+        Aim.RESTART,
+        [TellPeers("failed"), SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "a victim follows",
+        stopping(1, 2),
+        WorkerEnded(1, True),
+        Phase.STOPPING,
+        Aim.RESTART,
+        [],
+    ),
+    (
+        "the last victim follows",
+        stopping(1),
+        WorkerEnded(1, True),
+        Phase.SWEEPING,
+        Aim.RESTART,
+        [Sweep(policy.LEFTOVER_GRACE)],
+    ),
+    ("grace is over", stopping(1), GraceOver(), Phase.SWEEPING, Aim.RESTART, [Sweep(0.0)]),
+    (
+        "swept, then again",
+        sweeping(Aim.RESTART),
+        Swept(),
+        Phase.JOINING,
+        Aim.SUCCEED,
+        [ReportRestart(), Join(1)],
+    ),
+    ("swept, failed", sweeping(Aim.FAIL), Swept(), Phase.ENDED, Aim.FAIL, [Finish(Aim.FAIL)]),
+    (
+        "swept, well",
+        sweeping(Aim.SUCCEED),
+        Swept(),
+        Phase.ENDED,
+        Aim.SUCCEED,
+        [Finish(Aim.SUCCEED)],
+    ),
+    (
+        "swept, well, others still run",
+        sweeping(Aim.SUCCEED, num_nodes=2),
+        Swept(),
+        Phase.WAITING,
+        Aim.SUCCEED,
+        [TellPeers("done")],
+    ),
+    (
+        "the others are done too",
+        state(phase=Phase.WAITING, num_nodes=2),
+        PeersDone(),
+        Phase.ENDED,
+        Aim.SUCCEED,
+        [Finish(Aim.SUCCEED)],
+    ),
+    (
+        "a peer fails while we wait for it",
+        state(phase=Phase.WAITING, num_nodes=2),
+        PeerFailed(1, 0),
+        Phase.JOINING,
+        Aim.SUCCEED,
+        [ReportRestart(), Join(1)],
+    ),
+    (
+        "a peer fails",
+        running(0, num_nodes=2),
+        PeerFailed(1, 0),
+        Phase.STOPPING,
+        Aim.RESTART,
+        [SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "a peer failed in an earlier generation",
+        running(0, num_nodes=2, generation=1),
+        PeerFailed(1, 0),
+        Phase.RUNNING,
+        Aim.SUCCEED,
+        [],
+    ),
+    (
+        "a peer is told to stop",
+        running(0, num_nodes=2),
+        PeersStopped(1),
+        Phase.STOPPING,
+        Aim.SIGNALLED,
+        [SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "Ctrl-C",
+        running(0, 1),
+        SignalReceived(signal.SIGINT),
+        Phase.STOPPING,
+        Aim.SIGNALLED,
+        [SignalWorkers(signal.SIGINT)],
+    ),
+    (
+        "Ctrl-C twice",
+        stopping(0, 1, aim=Aim.SIGNALLED, signal=signal.SIGINT),
+        SignalReceived(signal.SIGINT),
+        Phase.SWEEPING,
+        Aim.SIGNALLED,
+        [Sweep(0.0)],
+    ),
+    (
+        "Ctrl-C during a restart's stop",
+        stopping(0, 1),
+        SignalReceived(signal.SIGINT),
+        Phase.STOPPING,
+        Aim.SIGNALLED,
+        [SignalWorkers(signal.SIGINT)],
+    ),
+    (
+        "Ctrl-C before the workers started",
+        state(),
+        SignalReceived(signal.SIGINT),
+        Phase.ENDED,
+        Aim.SIGNALLED,
+        [Finish(Aim.SIGNALLED)],
+    ),
+    (
+        "the fork server is lost",
+        running(0, 1),
+        Broken("lost"),
+        Phase.ENDED,
+        Aim.FAIL,
+        [Finish(Aim.FAIL)],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "phase", "aim", "commands"),
+    [row[1:] for row in TABLE],
+    ids=[row[0] for row in TABLE],
+)
+def test_table(before, event, phase, aim, commands):
+    decision = policy.decide(GRACE, before, event)
+    assert (decision.state.phase, decision.state.aim) == (phase, aim)
+    assert list(decision.commands) == commands
+    assert decision.reason
+
+
+def test_grace_is_not_over_early():
+    decision = policy.decide(GRACE - 0.01, stopping(1), GraceOver())
+    assert decision.commands == ()
+    assert decision.state.kill_at == GRACE
+
+
+def test_a_signal_overrules_a_restart_and_keeps_the_grace_time():
+    decision = after(
+        state(),
+        RoundFormed(2),
+        WorkerEnded(0, True),
+        SignalReceived(signal.SIGTERM),
+        WorkerEnded(1, True),
+        Swept(),
+    )
+    assert decision.commands == (Finish(Aim.SIGNALLED),)
+    assert decision.state.generation == 0
+
+
+def test_a_whole_life_with_one_restart():
+    decision = after(
+        state(),
+        RoundFormed(2),
+        WorkerEnded(1, True),
+        WorkerEnded(0, True),
+        Swept(),
+        RoundFormed(2),
+        WorkerEnded(0, False),
+        WorkerEnded(1, False),
+        Swept(),
+    )
+    assert decision.commands == (Finish(Aim.SUCCEED),)
+    assert decision.state.generation == 1
+
+
+# -- by property ----------------------------------------------------------------------------------
+
+WORKERS = 3
+SIGNALS = st.sampled_from([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+EVENTS = st.one_of(
+    st.builds(RoundFormed, st.integers(1, WORKERS)),
+    st.builds(WorkerEnded, st.integers(-1, WORKERS), st.booleans()),
+    st.builds(PeerFailed, st.integers(0, 3), st.integers(0, 3)),
+    st.just(PeersDone()),
+    st.builds(PeersStopped, st.integers(0, 3)),
+    st.builds(SignalReceived, SIGNALS),
+    st.just(GraceOver()),
+    st.just(Swept()),
+    st.builds(Broken, st.just("broken")),
+)
+# Likely orders, so that long lives are reached too: mostly rounds, failures and sweeps.
+LIVELY = st.one_of(
+    st.builds(RoundFormed, st.integers(1, WORKERS)),
+    st.builds(WorkerEnded, st.integers(0, WORKERS), st.booleans()),
+    st.just(Swept()),
+    EVENTS,
+)
+STATES = st.builds(
+    State,
+    max_restarts=st.integers(0, 3),
+    grace=st.sampled_from([0.0, 5.0]),
+    num_nodes=st.integers(1, 3),
+)
+STEPS = st.lists(st.tuples(st.floats(0, 10), LIVELY), max_size=60)
+
+
+@settings(max_examples=400, deadline=None)
+@given(start=STATES, steps=STEPS)
+def test_whatever_happens(start, steps):
+    now = 0.0
+    decision = policy.start(start)
+    commands = list(decision.commands)
+    started_in: set[int] = set()
+    told_to_stop = False
+    for seconds, event in steps:
+        now += seconds
+        before = decision.state
+        decision = policy.decide(now, before, event)
+        assert decision.reason
+
+        assert decision.state.generation in {before.generation, before.generation + 1}
+        told_to_stop = told_to_stop or isinstance(event, SignalReceived | PeersStopped)
+        for command in decision.commands:
+            if isinstance(command, StartWorkers):
+                assert before.generation not in started_in, "a generation was started twice"
+                started_in.add(before.generation)
+            if isinstance(command, Join | StartWorkers | ReportRestart):
+                assert not told_to_stop, "a signal led to a restart"
+        if before.phase is Phase.ENDED:
+            assert not decision.commands, "it went on after Finish"
+        commands += decision.commands
+
+    joins = [command.generation for command in commands if isinstance(command, Join)]
+    assert joins == list(range(len(joins))), "the generation only grows, by one"
+    assert len(joins) <= start.max_restarts + 1
+    finishes = [command for command in commands if isinstance(command, Finish)]
+    assert (decision.state.phase is Phase.ENDED) == (len(finishes) == 1)
+    if decision.state.phase is Phase.STOPPING:
+        assert decision.state.kill_at is not None, "nothing would ever end this phase"
+
+
+@dataclass
+class World:
+    """A shell without processes: it does what the policy says, and every request is answered some day."""
+
+    decision: policy.Decision
+    now: float = 0.0
+    alive: set[int] = field(default_factory=set)
+    sweeps: int = 0
+    joining: bool = False
+    finished: Aim | None = None
+    peers_wait: bool = False
+
+    def __post_init__(self) -> None:
+        self.obey()
+
+    def tell(self, event: policy.Event) -> None:
+        self.decision = policy.decide(self.now, self.decision.state, event)
+        self.obey()
+
+    def obey(self) -> None:
+        for command in self.decision.commands:
+            match command:
+                case Join():
+                    assert not self.alive, "a generation began beside the one before"
+                    self.joining = True
+                case StartWorkers():
+                    self.alive = set(self.decision.state.running)
+                case Sweep():
+                    self.sweeps += 1
+                case TellPeers("done"):
+                    self.peers_wait = True
+                case Finish(aim):
+                    # The fork server that is lost takes the workers with it: Broken may end at once.
+                    self.finished = aim
+
+    def possible(self) -> list[policy.Event]:
+        """What must happen some day if nobody interferes."""
+        events: list[policy.Event] = []
+        if self.joining:
+            events.append(RoundFormed(WORKERS))
+        events += [WorkerEnded(index, failed=False) for index in sorted(self.alive)]
+        if self.sweeps and not self.alive:
+            events.append(Swept())
+        if self.decision.state.kill_at is not None:
+            events.append(GraceOver())
+        if self.peers_wait:
+            events.append(PeersDone())
+        return events
+
+    def let_happen(self, event: policy.Event, *, failed: bool = False) -> None:
+        match event:
+            case RoundFormed():
+                self.joining = False
+            case WorkerEnded(index):
+                self.alive.discard(index)
+                event = WorkerEnded(index, failed)
+            case Swept():
+                self.sweeps -= 1
+            case GraceOver():
+                self.now = max(self.now, self.decision.state.kill_at or 0.0)
+        self.tell(event)
+
+
+@settings(max_examples=400, deadline=None)
+@given(start=STATES, data=st.data())
+def test_the_job_always_comes_to_an_end(start, data):
+    world = World(policy.start(start))
+    for _ in range(data.draw(st.integers(0, 25), label="steps")):
+        if world.finished is not None:
+            break
+        if data.draw(st.booleans(), label="something from outside"):
+            outside = st.one_of(
+                st.builds(SignalReceived, SIGNALS),
+                st.builds(PeerFailed, st.just(1), st.integers(0, 3)),
+                st.builds(PeersStopped, st.just(1)),
+            )
+            world.tell(data.draw(outside))
+        elif possible := world.possible():
+            event = data.draw(st.sampled_from(possible))
+            world.let_happen(event, failed=data.draw(st.booleans(), label="failed"))
+    for _ in range((WORKERS + 4) * (start.max_restarts + 2)):
+        if world.finished is not None:
+            break
+        possible = world.possible()
+        assert possible, f"stuck: nothing is expected in {world.decision.state}"
+        world.let_happen(possible[0])
+    assert world.finished is not None, f"no end in sight: {world.decision.state}"
+    assert world.finished is world.decision.state.aim
+
+
+@given(start=STATES, phase=st.sampled_from(Phase), aim=st.sampled_from(Aim), event=EVENTS)
+def test_every_event_is_answered_in_every_phase(start, phase, aim, event):
+    before = replace(start, phase=phase, aim=aim, running=frozenset({0, 1}), kill_at=1.0)
+    decision = policy.decide(2.0, before, event)
+    assert decision.reason
+    assert isinstance(decision.state, State)
