@@ -46,9 +46,9 @@ def main() -> None:
         variance = total((share - mean) ** 2) / (len(ink) - unbiased)
         return len(share), mean, variance
 
-    results = launch_subprocesses(
-        mean_and_variance, MultiprocessConfig(world_size=arguments.world_size), unbiased=True
-    )
+    # The tensors are on the CPU, so Gloo reduces them, also where there are GPUs.
+    config = MultiprocessConfig(world_size=arguments.world_size, backend="gloo")
+    results = launch_subprocesses(mean_and_variance, config, unbiased=True)
 
     for rank, (num_images, mean, variance) in enumerate(results):
         print(f"rank {rank}: saw {num_images} images, mean {mean:.6f}, variance {variance:.6f}")

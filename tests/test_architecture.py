@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # torch may be imported here, and only inside functions: `rally --help` must not pay for it.
 TORCH_INSIDE_FUNCTIONS = {
+    "launch/backends.py",
     "launch/bootstrap.py",
     "launch/forkserver.py",
     "launch/functions.py",

@@ -99,7 +99,14 @@ def run(
     error_file = folder / "outer" / "error.json"
     done = subprocess.run(
         [
-            *(*through, *RALLY, "--nproc-per-node", str(workers), "--log-dir", str(folder / "logs")),
+            *(
+                *through,
+                *RALLY,
+                "--nproc-per-node",
+                str(workers),
+                "--log-dir",
+                str(folder / "logs"),
+            ),
             *(*flags, str(path)),
         ],
         env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), **(env or {})},
@@ -233,11 +240,15 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("method", ["exec", "forkserver"])
-def test_each_way_to_fail(tmp_path, name, method):
-    if method == "forkserver" and name not in {"raise", "sys.exit(text)", "segfault", "abort"}:
-        pytest.skip("as with exec; what differs in a fork is exceptions, exit codes and faults")
+# What differs in a fork is exceptions, exit codes and faults.
+IN_A_FORK = ("raise", "sys.exit(text)", "segfault", "abort")
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [*(("exec", name) for name in WAYS), *(("forkserver", name) for name in IN_A_FORK)],
+)
+def test_each_way_to_fail(tmp_path, method, name):
     way = WAYS[name]
     flags = ("--start-method", method)
     result = run(tmp_path, ALONE, *flags, failure=way.failure)
@@ -377,7 +388,9 @@ def test_all_raise_the_same(tmp_path, repeat):
     everybody = [result.root, *result.report["victims"]]
     assert sorted(worker["rank"] for worker in everybody) == [0, 1, 2]
     assert result.root["raised"]["type"] == "ValueError"
-    times = [w["raised"]["at"] for w in everybody if w["raised"] and w["raised"]["type"] == "ValueError"]
+    times = [
+        w["raised"]["at"] for w in everybody if w["raised"] and w["raised"]["type"] == "ValueError"
+    ]
     assert result.root["raised"]["at"] == min(times), "the first of them"
     assert result.code == 1
 

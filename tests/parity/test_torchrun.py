@@ -139,25 +139,22 @@ CASES: dict[str, Case] = {
     "no flags": _case(),
     "two workers": _case(TWO, workers=2),
     "three workers": _case("--nproc-per-node 3", workers=3),
-    "underscores and an equals sign": _case("--nproc_per_node=2", workers=2),
-    "shortened flags": _case("--nproc-p 2 --max-r 1", workers=2),
+    "underscores, equals signs, short forms": _case(
+        "--nproc_per_node=2 --max-r 1 --role=trainer", workers=2
+    ),
     "standalone": _case(f"--standalone {TWO}", workers=2),
     "standalone overrules": _case(
         "--standalone --rdzv-id x --rdzv-backend etcd --rdzv-endpoint nowhere.invalid:1"
     ),
     "master port": _case(f"{TWO} --master-port {{port}}", workers=2),
     "master address and port": _case("--master-addr localhost --master-port {port}"),
-    "master address alone": _case("--master-addr localhost"),
     "static endpoint": _case("--rdzv-endpoint localhost:{port}"),
     "c10d with a name": _case(
         f"{TWO} --rdzv-id job-7 --rdzv-backend c10d --rdzv-endpoint localhost:0", workers=2
     ),
-    "c10d without a name": _case("--rdzv_backend=c10d --rdzv_endpoint=localhost:0"),
     "settings of the rendezvous": _case("--rdzv-conf timeout=30,join_timeout=20"),
     "a role before teed lines": _case("--role trainer --tee 3 --log-dir {logs}"),
-    "restart": _case(
-        f"--max-restarts 2 {TWO}", workers=2, env={"PROBE_END": "fails at first"}
-    ),
+    "restart": _case(f"--max-restarts 2 {TWO}", workers=2, env={"PROBE_END": "fails at first"}),
     "restarts used up": _case(
         f"--max-restarts 1 {TWO}", workers=2, env={"PROBE_END": "fails"}, exit_code=7
     ),
@@ -176,7 +173,6 @@ CASES: dict[str, Case] = {
     "redirects by rank": _case(f"--log-dir {{logs}} -r 0:1,1:2 {TWO}", workers=2),
     "redirects in the short form": _case(f"--log-dir {{logs}} -r3 -t=1 {TWO}", workers=2),
     "tee": _case(f"--log-dir {{logs}} --tee 3 {TWO}", workers=2),
-    "tee by rank": _case(f"--log-dir {{logs}} -t 1:3 {TWO}", workers=2),
     "teed ranks filtered": _case(
         f"--log-dir {{logs}} --tee 3 --local-ranks-filter 0 {TWO}", workers=2
     ),
@@ -204,13 +200,17 @@ CASES: dict[str, Case] = {
     "virtual local ranks": _case(
         f"--virtual-local-rank {TWO}", workers=2, env={"CUDA_VISIBLE_DEVICES": "4,5"}
     ),
-    "virtual local ranks of all devices": _case(f"--virtual-local-rank {TWO}", workers=2),
-    "devices are passed on": _case("", env={"CUDA_VISIBLE_DEVICES": "4, 5"}),
     "arguments like flags": _case("", "probe.py --nproc-per-node 7 -- x --tee 3 -r"),
     "arguments with spaces": Case(target=("probe.py", "", "a b", "*", "$HOME", '"', "é")),
-    "flags end by themselves": _case("--", "probe.py -x"),
-    "threads are chosen": _case(TWO, workers=2, env={"OMP_NUM_THREADS": "3"}),
-    "NCCL is chosen": _case("", env={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
+    "threads, devices and NCCL are chosen": _case(
+        f"{TWO} --",
+        workers=2,
+        env={
+            "OMP_NUM_THREADS": "3",
+            "CUDA_VISIBLE_DEVICES": "4, 5",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        },
+    ),
     "flags of torchrun that mean nothing here": _case(
         "--monitor-interval 0.05 --start-method fork --event-log-handler null"
     ),
@@ -229,11 +229,9 @@ CASES: dict[str, Case] = {
         exit_code=128 + signal.SIGUSR1,
     ),
     "unknown flag": _case("--nproc-of-node 2", exit_code=2),
-    "a flag without its value": _case("--log-dir --standalone", exit_code=2),
     "nothing to run": _case("--standalone", "", exit_code=2),
     "no such script": _case("", "nothing.py", exit_code=2),
     "no workers": _case("--nproc-per-node many", exit_code=2),
-    "bad redirects": _case("--redirects 0:5", exit_code=2),
 }
 
 
@@ -506,32 +504,42 @@ _SPELLINGS = [
     for spelling in (flag.name, flag.name[:2] + flag.name[2:].replace("-", "_"), flag.short)
     if spelling
 ]
-_VALUES = st.sampled_from(["1", "0", "x", "a=b", "", "0:3,1:1", "node", "-1", "-0.5", "a b", "-a b"])
+_VALUES = st.sampled_from(
+    ["1", "0", "x", "a=b", "", "0:3,1:1", "node", "-1", "-0.5", "a b", "-a b"]
+)
 _WORDS = st.one_of(
     st.sampled_from(_SPELLINGS),
     st.builds("{}={}".format, st.sampled_from(_SPELLINGS), _VALUES),
-    st.builds(lambda name, cut: name[: max(3, cut)], st.sampled_from(_SPELLINGS), st.integers(3, 25)),
+    st.builds(
+        lambda name, cut: name[: max(3, cut)], st.sampled_from(_SPELLINGS), st.integers(3, 25)
+    ),
     _VALUES,
-    st.sampled_from(["script.py", "--", "-", "-r3", "-t=2", "-mr3", "-mt", "-x", "--unknown", "--n=1"]),
+    st.sampled_from(
+        ["script.py", "--", "-", "-r3", "-t=2", "-mr3", "-mt", "-x", "--unknown", "--n=1"]
+    ),
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=30000, deadline=None)
 @given(st.lists(_WORDS, max_size=7).map(lambda words: [*words, "script.py"]))
 def test_what_torchrun_understands_we_understand_alike(parser: Any, argv: list[str]) -> None:
-    said = io.StringIO()
+    said, theirs, ours, refusal = io.StringIO(), None, None, ""
+    with (
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(said),
+        contextlib.suppress(SystemExit),
+    ):
+        theirs = vars(parser.parse_args(argv))
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            theirs = vars(parser.parse_args(argv))
-    except SystemExit:
-        theirs = None
-    try:
-        given_ = take_apart(argv)
-        values, _ = resolve(given_, {})
+        taken = take_apart(argv)
+        values, _ = resolve(taken, {})
+        ours = taken.target
     except ConfigError as error:
+        refusal = str(error)
+    if ours is None:
         # argparse takes "-1" and "-a b" for the script. Nobody's script is called so.
         script = "" if theirs is None else theirs["training_script"]
-        assert theirs is None or re.fullmatch(r"-[\d.]+|-a b", script), error
+        assert theirs is None or re.fullmatch(r"-[\d.]+|-a b", script), refusal
         return
     if theirs is None:
         # argparse refuses more than we do: two spellings of one flag count as ambiguous, so does
@@ -540,12 +548,11 @@ def test_what_torchrun_understands_we_understand_alike(parser: Any, argv: list[s
         assert re.search(r"ambiguous|invalid (int|float) value|required", said.getvalue())
         return
     target = (theirs.pop("training_script"), *theirs.pop("training_script_args"))
-    ours = given_.target
-    if len(ours) > 1 and ours[1] == "--" and target[1:2] != ("--",):
-        # The parser of Python 3.11 swallows a "--" right behind the script, as does not that of 3.13.
-        # We leave a script's arguments alone.
-        ours = (ours[0], *ours[2:])
-    assert ours == target
+    if ours != target:
+        # argparse of Python 3.11 swallows a "--" right behind the script, that of 3.13 does not. We
+        # leave a script's arguments alone.
+        assert ours[1] == "--"
+        assert (ours[0], *ours[2:]) == target
     for dest, value in theirs.items():
         text = _as_text(value)
         if isinstance(value, int | float) and not isinstance(value, bool):

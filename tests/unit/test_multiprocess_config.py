@@ -61,7 +61,7 @@ def devices(monkeypatch):
         ({"launch_method": "thread"}, "launch_method", "forkserver, spawn, fork"),
         ({"init_method": "etcd://host:2379"}, "init_method", "expected env://, tcp://"),
         ({"init_method": "env://host"}, "init_method", "expected env://, tcp://"),
-        ({"init_method": None}, "init_method", "expected env://, tcp://"),
+        ({"init_method": ""}, "init_method", "expected env://, tcp://"),
         ({"init_method": "tcp://host"}, "init_method", "tcp://HOST:PORT"),
         ({"init_method": "tcp://host:port"}, "init_method", "tcp://HOST:PORT"),
         ({"init_method": "file://store"}, "init_method", "three slashes"),

@@ -138,10 +138,8 @@ def test_a_module_that_hides_another_of_its_name_is_not_taken_for_it(
 
 
 def test_a_result_that_cannot_be_loaded_names_its_rank():
-    data = cloudpickle.dumps(plain).replace(b"plain", b"plaix")
     with pytest.raises(LaunchError, match=r"result of rank 3 cannot be loaded here: .*plain data"):
         payload.unpack_result(3, b"cno_such_module\nthing\n.")
-    assert data is not None
 
 
 @pytest.mark.parametrize(

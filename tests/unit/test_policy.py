@@ -16,6 +16,7 @@ from rallypoint.launch.policy import (
     GraceOver,
     Join,
     PeerFailed,
+    PeerLost,
     PeersDone,
     PeersStopped,
     Phase,
@@ -197,6 +198,22 @@ TABLE = [
         [SignalWorkers(signal.SIGTERM)],
     ),
     (
+        "a peer is lost: nobody takes its place",
+        running(0, num_nodes=2),
+        PeerLost(1),
+        Phase.STOPPING,
+        Aim.FAIL,
+        [SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "a peer is lost while workers stop for a restart",
+        stopping(0, num_nodes=2),
+        PeerLost(1),
+        Phase.STOPPING,
+        Aim.FAIL,
+        [],
+    ),
+    (
         "Ctrl-C",
         running(0, 1),
         SignalReceived(signal.SIGINT),
@@ -296,6 +313,7 @@ EVENTS = st.one_of(
     st.builds(PeerFailed, st.integers(0, 3), st.integers(0, 3)),
     st.just(PeersDone()),
     st.builds(PeersStopped, st.integers(0, 3)),
+    st.builds(PeerLost, st.integers(0, 3)),
     st.builds(SignalReceived, SIGNALS),
     st.just(GraceOver()),
     st.just(Swept()),
@@ -314,10 +332,11 @@ STATES = st.builds(
     grace=st.sampled_from([0.0, 5.0]),
     num_nodes=st.integers(1, 3),
 )
-STEPS = st.lists(st.tuples(st.floats(0, 10), LIVELY), max_size=60)
+STEPS = st.lists(st.tuples(st.floats(0, 10), LIVELY), min_size=25, max_size=60)
+SEVERITY = [Aim.SUCCEED, Aim.RESTART, Aim.FAIL, Aim.SIGNALLED]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(start=STATES, steps=STEPS)
 def test_whatever_happens(start, steps):
     now = 0.0
@@ -332,6 +351,9 @@ def test_whatever_happens(start, steps):
         assert decision.reason
 
         assert decision.state.generation in {before.generation, before.generation + 1}
+        if decision.state.generation == before.generation and before.phase is not Phase.JOINING:
+            aims = [SEVERITY.index(each.aim) for each in (before, decision.state)]
+            assert aims == sorted(aims) or isinstance(event, Broken), "an end was taken back"
         told_to_stop = told_to_stop or isinstance(event, SignalReceived | PeersStopped)
         for command in decision.commands:
             if isinstance(command, StartWorkers):
@@ -363,11 +385,13 @@ class World:
     joining: bool = False
     finished: Aim | None = None
     peers_wait: bool = False
+    told_to_stop: bool = False
 
     def __post_init__(self) -> None:
         self.obey()
 
     def tell(self, event: policy.Event) -> None:
+        self.told_to_stop = self.told_to_stop or isinstance(event, SignalReceived | PeersStopped)
         self.decision = policy.decide(self.now, self.decision.state, event)
         self.obey()
 
@@ -376,6 +400,7 @@ class World:
             match command:
                 case Join():
                     assert not self.alive, "a generation began beside the one before"
+                    assert not self.told_to_stop, "a signal led to a restart"
                     self.joining = True
                 case StartWorkers():
                     self.alive = set(self.decision.state.running)
@@ -427,6 +452,7 @@ def test_the_job_always_comes_to_an_end(start, data):
                 st.builds(SignalReceived, SIGNALS),
                 st.builds(PeerFailed, st.just(1), st.integers(0, 3)),
                 st.builds(PeersStopped, st.just(1)),
+                st.builds(PeerLost, st.just(1)),
             )
             world.tell(data.draw(outside))
         elif possible := world.possible():

@@ -102,9 +102,9 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     if job.kind is TargetKind.PROGRAM:
         _exec(job.name, [job.name, *job.args], env)
     python = job.python or sys.executable
-    unbuffered = ["-u"] if job.unbuffered else []
     if python != sys.executable:
         # Another interpreter may not have this package: start it as anybody would.
+        unbuffered = ["-u"] if job.unbuffered else []
         module = ["-m"] if job.kind is TargetKind.MODULE else []
         _exec(python, [python, *unbuffered, *module, job.name, *job.args], env)
     kept = [fd for fd in (worker.fds.line, worker.fds.payload, worker.fds.result) if fd is not None]
@@ -115,18 +115,16 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     command = python_command("from rallypoint.launch.bootstrap import main; main()", job)
     # The arguments stay in sight for `ps` and `pgrep -f`, and there is their place: the start record,
     # which goes first, is one argument, and the kernel takes no more than 128 KiB in one.
-    _exec(
-        python,
-        [*command[:1], *unbuffered, *command[1:], json.dumps(start), job.name, *job.args],
-        env,
-    )
+    _exec(python, [*command, json.dumps(start), job.name, *job.args], env)
 
 
 def python_command(code: str, job: Job) -> list[str]:
     """A command that runs ``code`` in this interpreter, with its flags and the target's ``sys.path[0]``."""
     import subprocess
 
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  as multiprocessing does
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  as multiprocessing does
+    if job.unbuffered:
+        flags.append("-u")
     path = import_path(job)
     # With -c the first entry of sys.path is the current folder; set it before any other import.
     prologue = "" if path is None else f"import sys; sys.path[0] = {path!r}; "
@@ -178,7 +176,7 @@ def run_forked(
     _default_signals()
     environment.process_environment().update(worker.env)
     _own_state()
-    _fresh_streams(unbuffered=job.unbuffered)
+    _fresh_streams()
     process.set_title(_title(job))
     if call is not None:
         outcome = _run(job, worker.fds, call)
@@ -248,7 +246,7 @@ def _own_state() -> None:
     threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def _fresh_streams(*, unbuffered: bool) -> None:
+def _fresh_streams() -> None:
     """Buffer as a new interpreter would for where the streams lead now (pylifecycle.c, create_stdio).
 
     The objects stay: what was imported already may hold them.
@@ -257,7 +255,7 @@ def _fresh_streams(*, unbuffered: bool) -> None:
         stream = getattr(sys, f"__{name}__")
         if type(stream) is not io.TextIOWrapper or stream is not getattr(sys, name):
             continue  # a notebook's, or none
-        unbuffered = unbuffered or stream.write_through
+        unbuffered = stream.write_through  # python -u, PYTHONUNBUFFERED
         buffer = open(fd, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115  it is for good
         raw = buffer if isinstance(buffer, io.FileIO) else buffer.raw  # type: ignore[attr-defined]
         raw.name = f"<{name}>"
@@ -294,10 +292,9 @@ class _Outcome:
 
 def _run(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> _Outcome:
     own_pid = os.getpid()
-    if (
-        call is not None or not faulthandler.is_enabled()
-    ):  # else it would write to the caller's file
+    if call is not None or not faulthandler.is_enabled():
         # Where Python stood at a native fault goes to the report; stderr stays the script's own.
+        # (In a fork of the caller it may be enabled, but writes to a file of the caller's.)
         faulthandler.enable(file=fds.line)
     error = _caught(job, fds, call)
     told = os.getpid() == own_pid  # else a fork that the script made ran out of its own code
@@ -392,7 +389,7 @@ def _run_file(full: str, space: dict[str, Any]) -> None:
 
 def _full_name(name: str) -> str:
     """An absolute name as ``python script.py`` makes it: joined, not tidied (pathconfig, _Py_abspath)."""
-    return name if os.path.isabs(name) else f"{Path.cwd()}/{name.removeprefix('./')}"
+    return name if os.path.isabs(name) else f"{Path.cwd()}/{name}"
 
 
 def _is_container(path: Path) -> bool:

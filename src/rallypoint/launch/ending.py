@@ -21,10 +21,11 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import types
 import weakref
 from collections.abc import Collection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 # What Python exits with when it cannot flush its streams.
@@ -102,12 +103,23 @@ def _say(text: str) -> None:
 
 
 def _unraisable(error: BaseException, where: object) -> None:
-    """Print "Exception ignored in: …", by the script's hook if it has set one."""
+    """Print "Exception ignored in: …", or call the hook that the script has set for this."""
     error.__traceback__ = without_us(error.__traceback__)
-    arguments = (type(error), error, error.__traceback__, None, where)
-    hook = getattr(sys, "unraisablehook", sys.__unraisablehook__)
+    hook: Any = getattr(sys, "unraisablehook", sys.__unraisablehook__)
     try:
-        hook(sys.UnraisableHookArgs(arguments))  # type: ignore[arg-type]  # a struct sequence, made of a tuple
+        if hook is sys.__unraisablehook__:  # takes a type that only the interpreter can make
+            sys.stderr.write(f"Exception ignored in: {where!r}\n")
+            traceback.print_exception(error, chain=False)
+            return
+        hook(
+            types.SimpleNamespace(
+                exc_type=type(error),
+                exc_value=error,
+                exc_traceback=error.__traceback__,
+                err_msg=None,
+                object=where,
+            )
+        )
     except BaseException:  # noqa: BLE001, S110  there is nobody left to tell
         pass
 
@@ -239,6 +251,10 @@ def _drop_script(known_modules: Collection[str]) -> None:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             setattr(sys, name, None)
+    # The order in which a collector finds things is the order in which it will finalize them: found
+    # from the module, a text file comes before its buffer. By age the buffer would be closed first,
+    # and what the text file holds be lost. The interpreter, too, collects once before it lets go.
+    gc.collect()
     daemons = threading.active_count() > 1
     names = [] if daemons else [name for name in sys.modules if name not in known_modules]
     canaries = []

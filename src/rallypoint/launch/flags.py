@@ -353,8 +353,10 @@ def find(name: str) -> Flag:
         if beginning:
             names = ", ".join(flag.name for flag in beginning)
             raise ConfigError(name, None, f"could be one of {names}")
-    near = difflib.get_close_matches(plain, [*BY_NAME, "--help"], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else "rally run --help lists the flags"
+    # Compared without the dashes, which all of them share.
+    known = [flag.name.removeprefix("--") for flag in FLAGS] + ["help"]
+    near = difflib.get_close_matches(plain.lstrip("-"), known, n=1)
+    hint = f"did you mean --{near[0]}?" if near else "rally run --help lists the flags"
     raise ConfigError(name, None, "no such flag", hint)
 
 

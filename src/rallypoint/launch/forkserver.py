@@ -90,9 +90,10 @@ class ForkServer:
         # looks writes to the objects it visits, which would un-share their pages in every worker.
         gc.collect()
         gc.freeze()
-        # What an import has printed and not yet written would be written by every fork.
-        ending.flush_quietly()
-        ctypes.CDLL(None).fflush(None)
+        if self._start_method is StartMethod.FORKSERVER:
+            # What an import has printed and not yet written would be written by every fork.
+            ending.flush_quietly()
+            ctypes.CDLL(None).fflush(None)
         self._watch_children()
         # The end of the line may come late: forks of a supervisor's program (function launches)
         # inherit the other end. Its pidfd does not lie; it is our parent, or we would be dead.

@@ -260,15 +260,10 @@ def _supervise(
     fork = method is StartMethod.FORK
     payload_fd = None if fork else payload.pack(call, facts)
     try:
-        coordination = LoneNode()
-        if joins:
-            assert cfg.master_addr is not None
-            assert cfg.master_port is not None
-            coordination = _StoreElsewhere(cfg.master_addr, cfg.master_port)
         token = uuid.uuid4().hex
         supervisor = Supervisor(
             _launch_config(call, cfg, rank_offset, method, token),
-            coordination=coordination,
+            coordination=_coordination(cfg, joins),
             console=_console(),
             say=lambda text: _log.warning("%s", text),
             token=token,
@@ -284,6 +279,14 @@ def _supervise(
     finally:
         if payload_fd is not None:
             os.close(payload_fd)
+
+
+def _coordination(cfg: MultiprocessConfig, joins: bool) -> LoneNode:
+    if not joins:
+        return LoneNode()
+    assert cfg.master_addr is not None
+    assert cfg.master_port is not None
+    return _StoreElsewhere(cfg.master_addr, cfg.master_port)
 
 
 def _for_workers(cfg: MultiprocessConfig) -> MultiprocessConfig:
@@ -325,6 +328,7 @@ def _launch_config(
         master_addr=cfg.master_addr,
         master_port=cfg.master_port,
         start_method=method,
+        preload=("cloudpickle", "rallypoint.launch.payload"),  # what each worker would import
     )
 
 

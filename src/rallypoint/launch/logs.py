@@ -39,7 +39,7 @@ TAIL_BYTES = 8 * 1024
 TAIL_LINES = 20
 READ_SIZE = 64 * 1024
 # A teed line that never ends is passed on in pieces of this size.
-MAX_LINE = 64 * 1024
+MAX_LINE = 1024 * 1024
 
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
 
@@ -211,13 +211,10 @@ class Source:
             self.line.clear()
 
     def _pass_lines(self, text: bytes) -> None:
-        # A progress bar goes back with \r and never ends its line: each of its states is one.
-        plain = text.replace(b"\r\n", b"\n")
-        lines = [
-            part
-            for line in plain.removesuffix(b"\n").split(b"\n")
-            for part in (filter(None, line.split(b"\r")) if b"\r" in line else (line,))
-        ]
+        *lines, rest = text.replace(b"\r\n", b"\n").split(b"\n")
+        if b"\r" in text:
+            lines = [part for line in lines for part in _states(line)]
+        lines += filter(None, rest.split(b"\r"))
         prefix = self.prefix or b""
         self.console = self._pass(self.console, b"".join(prefix + line + b"\n" for line in lines))
         wanted = [line for line in lines if any(word in line for word in self.filters)]
@@ -237,6 +234,12 @@ class Source:
                 self.lost = None
             return None
         return sink
+
+
+def _states(line: bytes) -> list[bytes]:
+    """A progress bar goes back with \\r and never ends its line: each of its states is one."""
+    *before, last = line.split(b"\r")
+    return [*filter(None, before), last]
 
 
 class Relay:
@@ -329,7 +332,6 @@ class Relay:
                 for source in sources.values():
                     _finish(source)
                 return
-
 
     def _pump(self, source: Source) -> bool:
         """Read once and pass on. False at the end of the stream."""

@@ -336,7 +336,7 @@ def run_in_fork(fds: WorkerFds, call: Call, facts: CallerFacts) -> None:
     """In a worker that is a fork of the caller (launch method ``fork``): run the call there."""
     _forget_the_callers_children()
     _use_own_streams()
-    _use_one_thread()
+    process_group.use_one_thread()
     run_call(fds, call, facts)
 
 
@@ -430,11 +430,3 @@ def _stream_on(fd: int, stream: TextIO) -> TextIO:
         pass
     file = io.FileIO(fd, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(file), errors="replace", line_buffering=True)
-
-
-def _use_one_thread() -> None:
-    """The caller's OpenMP threads did not come along, and a computation would wait for them for ever."""
-    if "torch" in sys.modules:
-        import torch
-
-        torch.set_num_threads(1)

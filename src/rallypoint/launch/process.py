@@ -6,12 +6,16 @@ The one place that talks to ``prctl`` and reads ``/proc``.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from rallypoint._core import clock
 
 
 # linux/prctl.h
@@ -164,6 +168,49 @@ def marked_processes(marker: bytes, exclude: Iterable[int]) -> list[int]:
         if marked and is_running(int(name)):
             found.append(int(name))
     return found
+
+
+def leave_mark(marker: str) -> None:
+    """Have this process and all its forks carry ``marker`` where :func:`bears_mark` finds it.
+
+    The environment in /proc is the one a program was started with: a fork cannot change it. Its
+    memory it can: an empty memory file, mapped, shows by name, and forks inherit the mapping.
+    """
+    fd = os.memfd_create(marker, os.MFD_CLOEXEC)
+    os.ftruncate(fd, mmap.PAGESIZE)
+    _marks.append(mmap.mmap(fd, mmap.PAGESIZE))
+    os.close(fd)
+
+
+_marks: list[mmap.mmap] = []
+
+
+def bears_mark(pid: int, marker: bytes) -> bool:
+    """Whether a process has or inherited the mark that :func:`leave_mark` left."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            return b"/memfd:" + marker in file.read()
+    except OSError:  # it is gone, or somebody else's
+        return False
+
+
+def reap(pids: Iterable[int], patience: float = 0.0) -> None:
+    """Take what is left of children that end within ``patience`` seconds; of others nothing happens."""
+    deadline = clock.Deadline(patience)
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            if poller.poll((deadline.remaining() or 0.0) * 1000):
+                os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            pass  # not ours, or somebody's waitpid(-1) took it
+        finally:
+            os.close(pidfd)
 
 
 def send(pids: Iterable[int], number: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -283,6 +284,14 @@ def init_and_run(
         return func(*args, **kwargs)
     finally:
         leave_dist()
+
+
+def use_one_thread() -> None:
+    """In a fork of the caller: its OpenMP threads did not come along, and torch would wait for them for ever."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def wait_for_store(host: str, port: int, timeout: float = DEFAULT_JOIN_TIMEOUT) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
@@ -35,6 +34,7 @@ class ServerProcess:
         marker: ``RALLY_JOB=…`` as it stands in the environment of everything it starts.
         strangers: with None, only marked processes are ours to kill. Else this process is there for
             the job alone, and everything below it is the job's, marked or not, but for these.
+        forked: the server is a fork of this program: its forks bear the mark in their memory only.
     """
 
     def __init__(
@@ -43,12 +43,15 @@ class ServerProcess:
         channel: Channel,
         marker: str,
         strangers: frozenset[int] | None = None,
+        *,
+        forked: bool = False,
     ) -> None:
         self.pid = pid
         self.channel = channel
         self.pidfd = os.pidfd_open(pid)
         self._marker = marker.encode()
         self._strangers = strangers
+        self._forked = forked
         self._reaped: int | None = None
 
     @classmethod
@@ -101,11 +104,12 @@ class ServerProcess:
                 ours.close()
                 os.setsid()
                 process.die_with_parent(parent)
+                process.leave_mark(f"{JOB_MARKER}={token}")
                 ForkServer(Channel(theirs), job, StartMethod.FORK, call).run(())
             finally:
                 os._exit(1)
         theirs.close()
-        return cls(pid, Channel(ours), f"{JOB_MARKER}={token}")
+        return cls(pid, Channel(ours), f"{JOB_MARKER}={token}", forked=True)
 
     def end(self, patience: float = 8.0) -> None:
         """Hang up: the server kills all that is left and ends; if it does not, we do both."""
@@ -164,15 +168,13 @@ class ServerProcess:
                 poller.poll((deadline.remaining() or 0) * 1000)
                 poller.unregister(fd)
                 os.close(fd)
-            for pid in left:
-                try:
-                    os.waitpid(pid, os.WNOHANG)
-                except OSError as error:
-                    if error.errno != errno.ECHILD:  # its parent, another orphan, reaps it
-                        raise
+            process.reap(left)  # one whose parent is another orphan is not ours yet
 
     def _orphans(self) -> list[int]:
         found = set(process.marked_processes(self._marker, exclude=(os.getpid(),)))
+        if self._forked:
+            ours = process.descendants(os.getpid())
+            found |= {pid for pid in ours if process.bears_mark(pid, self._marker)}
         if self._strangers is not None:
             found |= set(process.descendants(os.getpid(), keep=self._strangers))
         return sorted(found)

@@ -32,6 +32,7 @@ from .failure import (
 from .logs import Console, Relay, RunFolder, StreamFactory, WorkerStreams
 from .policy import Aim, Phase
 from .ranks import WorkerRanks, assign
+from .report import clean
 from .reportfiles import write_error_files, write_report
 from .server_process import ServerProcess
 from .signals import SignalEvents
@@ -134,6 +135,7 @@ class Supervisor:
         self._relay = Relay()
         self._workers: list[_Worker] = []
         self._by_name: dict[str, _Worker] = {}
+        self._spawned: dict[str, int] = {}  # pids of what the fork server has not reaped
         self._state = policy.State(
             max_restarts=config.max_restarts,
             grace=config.shutdown_timeout,
@@ -282,9 +284,11 @@ class Supervisor:
                     f" (in {sys.executable})"
                 )
             case "spawned":
+                self._spawned[message["name"]] = message["pid"]
                 if message["name"] in self._by_name:
                     self._by_name[message["name"]].pid = message["pid"]
             case "exited":
+                self._spawned.pop(message["name"], None)
                 self._process_ended(message["name"], message["status"], message["at"])
             case "swept":
                 self._end_generation(message["left"])
@@ -355,6 +359,8 @@ class Supervisor:
         self._poller.unregister(self._server.channel.fileno())
         self._server.channel.closed_by_peer = True
         left = self._server.kill_orphans()
+        # Those that died with it have become our children.
+        process.reap(self._spawned.values(), DRAIN_PATIENCE)
         reason = f"its fork server (pid {self._server.pid}) {self._server.how_it_ended()}"
         if left:
             reason += f"; processes {left} could not be killed"
@@ -648,7 +654,7 @@ class Supervisor:
             root = failures[0]
             why = f"rank {root.rank} {root.headline()}"
             if root.raised is not None and root.raised.message:
-                why += f": {root.raised.message.splitlines()[0][:120]}"
+                why += f": {clean(root.raised.message.splitlines()[0])[:120]}"
         if self._store_failure or self._lost:
             why = self._store_failure or self._lost
         self._say(f"{why}; restarting all workers (attempt {generation + 1} of {budget})")

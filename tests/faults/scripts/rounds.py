@@ -56,8 +56,8 @@ def main() -> None:
         while True:
             dist.all_reduce(total)
             time.sleep(0.002)
-    if GENERATION < args.dies:
-        if RANK == GENERATION % dist.get_world_size():
+    if args.dies > GENERATION:
+        if GENERATION % dist.get_world_size() == RANK:
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
             dist.all_reduce(total)

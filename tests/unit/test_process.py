@@ -1,0 +1,259 @@
+"""What we ask of Linux about processes, asked of real ones."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rallypoint.launch import process
+
+
+# A process that lives until its stdin ends, and says when it is there.
+WAIT = "import sys; print('up', flush=True); sys.stdin.read()"
+# Starts one as its child, tells its pid, and waits too.
+PARENT = (
+    "import subprocess, sys\n"
+    f"child = subprocess.Popen([sys.executable, '-c', {WAIT!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+    "child.stdout.readline()\nprint(child.pid, flush=True)\nsys.stdin.read()"
+)
+IMPORT = "from rallypoint.launch import process; "
+
+
+@contextmanager
+def started(code: str, *args: str, **kwargs: object) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(  # type: ignore[call-overload]
+        [sys.executable, "-c", code, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def first_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def run_code(code: str, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done
+    return done.stdout.strip()
+
+
+def ended(pid: int, timeout: float = 10.0) -> bool:
+    """Wait for the end of a process that need not be our child."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        return bool(poller.poll(timeout * 1000))
+    finally:
+        os.close(fd)
+
+
+def test_descendants_are_found_parents_first_and_kept_subtrees_left_out() -> None:
+    with started(PARENT) as parent:
+        grandchild = int(first_line(parent))
+        assert process.children(parent.pid) == [grandchild]
+        found = process.descendants(os.getpid())
+        assert found.index(parent.pid) < found.index(grandchild)
+        without = process.descendants(os.getpid(), keep=[parent.pid])
+        assert parent.pid not in without
+        assert grandchild not in without
+
+
+def test_a_child_of_another_thread_is_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The kernel lists children by the thread that started them.
+    code = (
+        "import subprocess, sys, threading\n"
+        "def start():\n"
+        "    global child\n"
+        "    child = subprocess.Popen(['sleep', '60'])\n"
+        "    print(child.pid, flush=True)\n"
+        "    threading.Event().wait()\n"
+        "threading.Thread(target=start, daemon=True).start()\n"
+        "sys.stdin.read()\nchild.kill()"
+    )
+    with started(code) as parent:
+        child = int(first_line(parent))
+        assert process.children(parent.pid) == [child]
+        # A kernel without CONFIG_PROC_CHILDREN:
+        assert process._children_by_scan(parent.pid) == [child]
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_zombie_is_a_child_but_does_not_run() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    assert ended(child.pid)
+    try:
+        assert child.pid in process.children(os.getpid())
+        assert not process.is_running(child.pid)
+        assert child.pid not in process.descendants(os.getpid())
+    finally:
+        child.wait()
+    assert process.children(child.pid) == []
+    assert not process.is_running(child.pid)
+
+
+def test_a_name_with_brackets_and_spaces_is_read_as_a_name(tmp_path: Path) -> None:
+    program = tmp_path / "a) R 1 (b"
+    program.symlink_to(os.path.realpath(sys.executable))
+    child = subprocess.Popen(
+        [str(program), "-c", WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        first_line(child)
+        assert process._stat_fields(child.pid)[1] == str(os.getpid())
+        assert process.is_running(child.pid)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_die_with_parent_ends_a_child_of_a_killed_parent() -> None:
+    child_code = IMPORT + f"import os; process.die_with_parent(os.getppid()); {WAIT}"
+    parent_code = PARENT.replace(repr(WAIT), repr(child_code))
+    with started(parent_code) as parent:
+        child = int(first_line(parent))
+        parent.kill()
+        assert ended(child)
+
+
+def test_live_without_parent_undoes_it(tmp_path: Path) -> None:
+    mark = tmp_path / "lived"
+    child_code = IMPORT + (
+        "import os, time; process.die_with_parent(os.getppid()); process.live_without_parent()\n"
+        f"{WAIT}\ntime.sleep(0.2); open({str(mark)!r}, 'w').close()"
+    )
+    with started(PARENT.replace(repr(WAIT), repr(child_code))) as parent:
+        child = int(first_line(parent))
+        parent.kill()
+        assert ended(child)
+    assert mark.exists()
+
+
+def test_die_with_parent_ends_at_once_if_the_parent_has_gone_already() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT + "process.die_with_parent(1 << 22)"],
+        check=False,
+        timeout=30,
+    )
+    assert done.returncode == 128 + signal.SIGKILL
+
+
+def test_orphans_are_adopted_for_the_length_of_the_block_only() -> None:
+    code = IMPORT + (
+        "import threading\n"
+        "seen = [process.is_subreaper()]\n"
+        "with process.adopting_orphans():\n"
+        "    def other():\n"
+        "        with process.adopting_orphans():\n            entered.set(); leave.wait()\n"
+        "    entered, leave = threading.Event(), threading.Event()\n"
+        "    thread = threading.Thread(target=other); thread.start(); entered.wait()\n"
+        "    seen.append(process.is_subreaper())\n"
+        "seen.append(process.is_subreaper())\n"  # the other thread is still in its block
+        "leave.set(); thread.join()\n"
+        "seen.append(process.is_subreaper())\n"
+        "process.set_subreaper(True)\n"
+        "with process.adopting_orphans(): pass\n"
+        "seen.append(process.is_subreaper())\n"
+        "print(*seen)"
+    )
+    assert run_code(code) == "False True True False True"
+
+
+def test_an_orphan_comes_back_to_the_subreaper() -> None:
+    code = IMPORT + (
+        "import os\n"
+        "with process.adopting_orphans():\n"
+        "    read, write = os.pipe()\n"
+        "    if os.fork() == 0:\n"
+        "        if os.fork() == 0:\n"
+        "            os.close(write); os.read(read, 1); os._exit(7)\n"
+        "        os._exit(0)\n"
+        "    os.close(read)\n"
+        "    os.wait()\n"
+        "    found = process.children(os.getpid())\n"
+        "    os.close(write)\n"
+        "    pid, status = os.wait()\n"
+        "    print(found == [pid], os.waitstatus_to_exitcode(status))\n"
+    )
+    assert run_code(code) == "True 7"
+
+
+def test_only_processes_with_the_mark_are_found() -> None:
+    env = {**os.environ, "RALLY_JOB": "one"}
+    with started(WAIT, env=env) as marked, started(WAIT) as other:
+        first_line(marked)
+        first_line(other)
+        assert process.marked_processes(b"RALLY_JOB=one", exclude=[]) == [marked.pid]
+        assert process.marked_processes(b"RALLY_JOB=on", exclude=[]) == []
+        assert process.marked_processes(b"RALLY_JOB=one", exclude=[marked.pid]) == []
+
+
+def test_a_signal_to_a_process_that_is_gone_is_no_error() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    with started(WAIT) as alive:
+        first_line(alive)
+        process.send([child.pid, alive.pid], signal.SIGTERM)
+        assert alive.wait(10) == -signal.SIGTERM
+
+
+SHOW = (
+    IMPORT
+    + "import sys; process.set_title(sys.argv[1]); print(ascii(open('/proc/self/cmdline').read()))"
+)
+
+
+@pytest.mark.parametrize(
+    ("title", "shown"),
+    [
+        ("python train.py --lr 0.1", "python train.py --lr 0.1\0"),
+        ("prüfung", "prüfung\0"),
+        ("one\ntwo", "one\ntwo\0"),
+        ("", "\0"),
+    ],
+)
+def test_a_title_is_shown_without_padding(title: str, shown: str) -> None:
+    assert run_code(SHOW, title) == ascii(shown)
+
+
+def test_a_title_longer_than_its_room_is_cut() -> None:
+    # The room is what the process was started with; the environment is behind it.
+    code = IMPORT + (
+        "import os; room = len(open('/proc/self/cmdline').read())\n"
+        "process.set_title('x' * 10_000 + chr(0))\n"
+        "shown = open('/proc/self/cmdline').read()\n"
+        "import subprocess\n"
+        "environ = open('/proc/self/environ').read()\n"
+        "print(shown == 'x' * (room - 2) + chr(0), environ.startswith('FIRST=1'), os.environ['FIRST'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"FIRST": "1", **os.environ},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert done.stdout.split() == ["True", "True", "1"]

@@ -1,0 +1,307 @@
+"""From flags and environment to a config, without anything being started."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from rallypoint.errors import ConfigError
+from rallypoint.launch import settings
+from rallypoint.launch.config import LaunchConfig, StartMethod, StreamChoice, Streams, TargetKind
+from rallypoint.launch.flags import take_apart
+from rallypoint.launch.settings import config_from
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_script(tmp_path, monkeypatch):
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(settings, "_may_have_accelerators", lambda: False)
+
+
+def configure(line: str, /, **env: str) -> tuple[LaunchConfig, list[str]]:
+    return config_from(take_apart(line.split()), {"PATH": os.environ["PATH"], **env})
+
+
+def config(line: str, /, **env: str) -> LaunchConfig:
+    return configure(line, **env)[0]
+
+
+def refusal(line: str, /, **env: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        configure(line, **env)
+    return str(caught.value)
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+@given(
+    st.dictionaries(st.integers(0, 200), st.sampled_from(Streams), min_size=1), st.integers(0, 200)
+)
+def test_streams_by_rank_are_those_of_the_rank_and_none_for_others(choice, other):
+    text = ",".join(f"{rank}:{int(streams)}" for rank, streams in choice.items())
+    parsed = StreamChoice.parse(text, "--tee")
+    for rank, streams in choice.items():
+        assert parsed.of(rank) == streams
+    assert parsed.of(other) == choice.get(other, Streams.NONE)
+    assert parsed.any() == any(choice.values())
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_one_number_is_for_every_rank(number):
+    parsed = StreamChoice.parse(str(number), "--tee")
+    assert {int(parsed.of(rank)) for rank in (0, 9, 10, 127)} == {number}
+    assert parsed.any() == (number > 0)
+
+
+@given(st.text("0123456789:,-+_ ²x", max_size=8))
+def test_any_other_text_is_refused_by_the_flag_s_name(text):
+    plain = re.fullmatch(r"[0-3]|\s*\d+:[0-3]\s*(,\s*\d+:[0-3]\s*)*", text, re.ASCII)
+    if plain:
+        StreamChoice.parse(text, "--tee")
+    else:
+        with pytest.raises(ConfigError, match=r"^--tee .*0:3,11:1"):
+            StreamChoice.parse(text, "--tee")
+
+
+# -- size -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "workers"),
+    [
+        ("x.py", 1, 1),
+        ("--nproc-per-node 3 x.py", 1, 3),
+        ("--nproc-per-node +3 x.py", 1, 3),
+        ("--nproc-per-node cpu x.py", 1, len(os.sched_getaffinity(0))),
+        ("--nproc-per-node auto x.py", 1, len(os.sched_getaffinity(0))),
+        ("--nnodes 1:1 x.py", 1, 1),
+        ("--nnodes 4:4 --nproc-per-node 2 x.py", 4, 2),
+        ("--standalone --nnodes 4 x.py", 1, 1),
+        ("--standalone --nnodes 1:4 x.py", 1, 1),
+    ],
+)
+def test_size(line, nodes, workers):
+    made = config(line)
+    assert (made.num_nodes, made.workers_per_node) == (nodes, workers)
+
+
+@pytest.mark.parametrize(("word", "kind"), [("auto", None), ("gpu", "cuda"), ("xpu", "xpu")])
+def test_accelerators_are_counted_later_where_there_may_be_some(monkeypatch, word, kind):
+    monkeypatch.setattr(settings, "_may_have_accelerators", lambda: True)
+    made = config(f"--nproc-per-node {word} x.py")
+    assert (made.workers_per_node, made.accelerator) == (None, kind)
+
+
+def test_gpus_are_refused_at_once_where_there_are_none():
+    assert "no such device" in refusal("--nproc-per-node gpu x.py")
+
+
+# -- nodes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "addr", "port"),
+    [
+        ("x.py", None, None),
+        ("--master-addr node0 x.py", None, None),
+        ("--master-port 1234 x.py", "127.0.0.1", 1234),
+        ("--master-addr node0 --master-port 1234 x.py", "node0", 1234),
+        ("--rdzv-endpoint node0:1234 x.py", "node0", 1234),
+        ("--rdzv-endpoint [::1]:1234 x.py", "[::1]", 1234),
+        ("--rdzv-endpoint node0 x.py", "node0", 29500),
+        ("--rdzv-backend c10d --rdzv-endpoint node0:1234 x.py", None, None),
+        ("--rdzv-backend c10d --master-port 1234 x.py", None, None),
+        ("--standalone --master-port 1234 x.py", None, None),
+        ("--standalone --rdzv-endpoint node0:1234 x.py", None, None),
+        ("--standalone --rdzv-backend etcd x.py", None, None),
+    ],
+)
+def test_where_workers_of_one_node_meet(line, addr, port):
+    made = config(line)
+    assert (made.num_nodes, made.master_addr, made.master_port) == (1, addr, port)
+
+
+@pytest.mark.parametrize(
+    ("line", "rank", "host", "port"),
+    [
+        ("--nnodes 2 x.py", 0, "127.0.0.1", 29500),
+        ("--nnodes 2 --node-rank 1 --master-addr node0 x.py", 1, "node0", 29500),
+        ("--nnodes 2 --node_rank=1 --master_addr=n --master_port=7 x.py", 1, "n", 7),
+        ("--nnodes 2 --rdzv-endpoint n:8 x.py", 0, "n", 8),
+        ("--nnodes 2 --rdzv-endpoint [fe80::1] x.py", 0, "[fe80::1]", 29500),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint n x.py", None, "n", 29400),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint n:9 --node-rank 1 x.py", None, "n", 9),
+    ],
+)
+def test_where_several_nodes_meet(line, rank, host, port):
+    rendezvous = config(line).rendezvous
+    assert (rendezvous.node_rank, rendezvous.host, rendezvous.port) == (rank, host, port)
+
+
+@pytest.mark.parametrize(
+    ("line", "run_id"),
+    [
+        ("x.py", None),
+        ("--standalone --rdzv-id job x.py", None),
+        ("--rdzv-id job x.py", "job"),
+        ("--master-port 1234 x.py", "none"),
+        ("--rdzv-backend c10d --rdzv-endpoint localhost:0 x.py", "none"),
+        ("--rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id 7 x.py", "7"),
+        ("--nnodes 2 x.py", "none"),
+    ],
+)
+def test_a_job_without_a_name_gets_one_where_torchrun_gives_one(line, run_id):
+    made = config(line).rendezvous.run_id
+    if run_id is None:
+        assert str(uuid.UUID(made)) == made
+        assert config(line).rendezvous.run_id != made
+    else:
+        assert made == run_id
+
+
+@pytest.mark.parametrize(
+    ("conf", "join", "heartbeat", "without_effect"),
+    [
+        ("", 600, 15, None),
+        ("join_timeout=5", 5, 15, None),
+        ("timeout=7.5,heartbeat_timeout=3", 7.5, 3, None),
+        (" join_timeout=5 , read_timeout=60,is_host=1", 5, 15, "read_timeout, is_host"),
+    ],
+)
+def test_settings_of_the_rendezvous(conf, join, heartbeat, without_effect):
+    taken = take_apart(["--nnodes", "2", "--node-rank", "0", "--rdzv-conf", conf, "x.py"])
+    made, remarks = config_from(taken, {})
+    assert made.rendezvous.join_timeout == join
+    assert made.rendezvous.heartbeat_timeout == heartbeat
+    assert [r for r in remarks if without_effect and without_effect in r] == remarks
+
+
+def test_a_flag_about_nodes_silences_the_cluster():
+    slurm = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
+    found, remarks = configure("x.py", **slurm)
+    assert (found.num_nodes, found.rendezvous.node_rank) == (4, 1)
+    assert len(remarks) == 1
+    for flag in ("--standalone", "--nnodes 1", "--node-rank 0", "--master-addr localhost"):
+        made, remarks = configure(f"{flag} x.py", **slurm)
+        assert (made.num_nodes, remarks) == (1, [])
+
+
+# -- the target -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "name", "args"),
+    [
+        ("x.py a --b", TargetKind.SCRIPT, "x.py", ("a", "--b")),
+        (". a", TargetKind.SCRIPT, ".", ("a",)),
+        ("-m pkg.mod -- a", TargetKind.MODULE, "pkg.mod", ("--", "a")),
+        ("--no-python sh -c true", TargetKind.PROGRAM, "sh", ("-c", "true")),
+    ],
+)
+def test_target(line, kind, name, args):
+    Path("__main__.py").touch()
+    target = config(line).target
+    assert (target.kind, target.name, target.args) == (kind, name, args)
+
+
+@pytest.mark.parametrize(
+    ("line", "python_exec", "method"),
+    [
+        ("x.py", None, StartMethod.FORKSERVER),
+        ("--start-method exec x.py", None, StartMethod.EXEC),
+        ("--start-method spawn x.py", None, StartMethod.EXEC),
+        ("--start-method fork x.py", None, StartMethod.FORKSERVER),
+        ("--no-python sh", None, StartMethod.EXEC),
+        ("x.py", sys.executable, StartMethod.FORKSERVER),
+        ("x.py", "/bin/sh", StartMethod.EXEC),
+    ],
+)
+def test_start_method(line, python_exec, method):
+    made = config(line, **({"PYTHON_EXEC": python_exec} if python_exec else {}))
+    assert made.start_method is method
+    assert made.python == (python_exec if python_exec == "/bin/sh" else None)
+
+
+# -- the rest -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("SIGTERM", (signal.SIGTERM,)),
+        ("term, usr1,SIGUSR1", (signal.SIGTERM, signal.SIGUSR1)),
+        ("", ()),
+    ],
+)
+def test_signals(text, numbers):
+    taken = take_apart(["--signals-to-handle", text, "x.py"])
+    assert config_from(taken, {})[0].signals == numbers
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "seconds"),
+    [
+        ("x.py", {}, 30),
+        ("x.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 4),
+        ("x.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4", "PET_SHUTDOWN_TIMEOUT": "5"}, 5),
+        ("--shutdown-timeout 0 x.py", {"PET_SHUTDOWN_TIMEOUT": "5"}, 0),
+        ("--shutdown-timeout 2.5 x.py", {}, 2.5),
+    ],
+)
+def test_shutdown_timeout(line, env, seconds):
+    assert config(line, **env).shutdown_timeout == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", ()), ("a,b", ("a", "b")), ("a,,b,c", ("a,b", "c")), (",a,", ("a",)), (",,", (",",))],
+)
+def test_words_of_filters(text, words):
+    taken = take_apart(["--duplicate-stderr-filters", text, "x.py"])
+    assert config_from(taken, {})[0].logs.stderr_filters == words
+
+
+def test_an_empty_log_folder_is_none():
+    assert config("--log-dir= x.py").logs.folder is None
+    assert config("x.py", PET_LOG_DIR="").logs.folder is None
+
+
+@pytest.mark.parametrize(
+    ("line", "remark"),
+    [
+        ("--monitor-interval 5 x.py", "--monitor-interval has no effect"),
+        ("--event-log-handler console x.py", "--event-log-handler has no effect"),
+        ("--logs-specs mine x.py", "--logs-specs has no effect"),
+        ("--run-path x.py", "--run-path has no effect"),
+        ("--start-method spawn x.py", "scripts are started by exec here"),
+        ("--start-method exec --preload numpy x.py", "--preload has no effect"),
+        ("--nnodes 2 x.py", "--node-rank is not given: this is node 0"),
+    ],
+)
+def test_what_has_no_effect_is_said_once(line, remark):
+    _, remarks = configure(line)
+    assert [remark in text for text in remarks] == [True]
+
+
+@pytest.mark.parametrize(
+    "line", ["x.py", "--monitor-interval 0.1 --event-log-handler null --nnodes 1 x.py"]
+)
+def test_nothing_is_said_about_what_is_as_always(line):
+    assert configure(line)[1] == []
+
+
+@pytest.mark.parametrize("name", ["NPROC_PER_NODE", "NNODES", "MAX_RESTARTS", "REDIRECTS", "TEE"])
+@pytest.mark.parametrize("value", ["x", "²", "-", "1:x"])
+def test_a_bad_variable_is_called_by_its_own_name(name, value):
+    assert refusal("x.py", **{f"PET_{name}": value}).startswith(f"PET_{name} {value!r}: expected")
+    flag = "--" + name.lower().replace("_", "-")
+    assert refusal(f"{flag}={value} x.py").startswith(f"{flag} {value!r}: expected")
