@@ -172,14 +172,12 @@ class Job:
             time.sleep(0.005)
         return None
 
-    def end(self, timeout: float) -> int | None:
-        """The exit code; None if it had to be killed."""
+    def wait(self, timeout: float) -> int | None:
+        """The exit code; None if it does not end in time."""
         try:
             return self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
-        finally:
-            self.clean_up()
 
     def clean_up(self) -> None:
         """Kill what is left, by pid; a benchmark must not disturb the next one."""

@@ -164,7 +164,7 @@ def kill_trial(trial: Trial, script: Path, folder: Path, chance: random.Random) 
                 trial.problem = f"{len(left)} processes left"
                 break
             time.sleep(0.01)
-        trial.exit_code = running.end(END_TIMEOUT)
+        trial.exit_code = running.wait(END_TIMEOUT)
         if not trial.problem:
             trial.problem = check_end(trial, running)
 
@@ -211,7 +211,7 @@ def restart_trial(
         victim = chance.choice(sorted(int(text.split()[1]) for text in firsts.values()))
         died = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        code = running.end(END_TIMEOUT)
+        code = running.wait(END_TIMEOUT)
         notes = running.notes("first.1.*")
         if code != 0:
             return None, f"exit code {code}: {tail(running)}"

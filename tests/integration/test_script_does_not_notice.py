@@ -549,6 +549,30 @@ def test_a_terminal_is_a_terminal_for_the_script(tmp_path: Path, stub_torch: Pat
         assert outputs[how] == outputs[PYTHON], how
 
 
+def test_a_worker_that_writes_into_a_file_knows_it(tmp_path: Path, stub_torch: Path) -> None:
+    # The fork server's own stdout is the terminal.
+    source = STREAMS.replace(
+        "print(json.dumps(facts)", "print(json.dumps(facts), file=open('facts', 'w')"
+    )
+    found = {}
+    for how in (PYTHON, *LAUNCHERS):
+        if how == PYTHON:
+            end = os.open(tmp_path / "plain.out", os.O_WRONLY | os.O_CREAT)
+            ours = -1
+        else:
+            ours, end = pty.openpty()
+        flags = ["--redirects=1", "--log-dir", str(tmp_path / how)]
+        probe = Probe(
+            files={"probe.py": source}, flags=flags, stdout=lambda fd=end: fd, keep=["facts"]
+        )
+        found[how] = run_one(probe, how, tmp_path, stub_torch).files["facts"]
+        if ours >= 0:
+            os.close(ours)
+    assert json.loads(found[PYTHON])["<stdout>"][5] is False  # line_buffering
+    for how in LAUNCHERS:
+        assert found[how] == found[PYTHON], how
+
+
 def test_a_preloaded_module_does_not_print_into_every_worker(
     tmp_path: Path, stub_torch: Path
 ) -> None:
@@ -946,7 +970,8 @@ def random_states(
     """What two workers of one generation, and two of the next, draw."""
     probe = Probe(
         files={"probe.py": RANDOM + "os._exit(int(os.environ['RALLY_GENERATION'] == '0'))"},
-        flags=["--nproc-per-node", "2", "--max-restarts", "1", "--unbuffered"],
+        # (numpy imports its random part at first use: without the preload, in the worker.)
+        flags=["--nproc-per-node=2", "--max-restarts=1", "--unbuffered", "--preload=numpy.random"],
         real_torch=True,
     )
     done = run_one(probe, "forkserver", tmp_path_factory.mktemp("random"), stub_torch)

@@ -520,7 +520,7 @@ _WORDS = st.one_of(
 )
 
 
-@settings(max_examples=30000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(st.lists(_WORDS, max_size=7).map(lambda words: [*words, "script.py"]))
 def test_what_torchrun_understands_we_understand_alike(parser: Any, argv: list[str]) -> None:
     said, theirs, ours, refusal = io.StringIO(), None, None, ""

@@ -94,10 +94,9 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     _take_streams(worker.fds)
     _bind(worker.cpus)
     _default_signals()
+    # Python ignores these two; a program must not inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # Python ignores them; a program must not inherit that
+        signal.signal(number, signal.SIG_DFL)
     env = {**environment.snapshot(), **worker.env}
     if job.kind is TargetKind.PROGRAM:
         _exec(job.name, [job.name, *job.args], env)

@@ -76,7 +76,7 @@ class ForkServer:
         self._sweep_give_up_at: float | None = None
         self._wakeup_read, self._wakeup_write = -1, -1
         self._supervisor = -1
-        self._unserved: set[int] = set()  # descriptors of requests that have come and not been served
+        self._unserved: set[int] = set()  # descriptors of requests not yet served
         self._threads: dict[str, int] = {}  # module -> threads its import has started
 
     # -- life ---------------------------------------------------------------------------------
