@@ -6,7 +6,7 @@ Cores never read the environment: they are handed a mapping (:func:`snapshot`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
 
@@ -58,6 +58,13 @@ def overlay(values: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         _apply(before)
+
+
+@contextmanager
+def kept(names: Iterable[str]) -> Iterator[None]:
+    """Let a block set these variables, then put them back as they were."""
+    with overlay({name: os.environ.get(name) for name in names}):
+        yield
 
 
 def _apply(values: Mapping[str, str | None]) -> None:

@@ -32,6 +32,11 @@ T = TypeVar("T")
 
 # How long to knock in silence at a store that another launch serves, and the pause between knocks.
 _SILENCE = 3.0
+# The variables that init_dist sets.
+_SET_BY_INIT = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 _PAUSE = 0.2
 
 
@@ -276,14 +281,16 @@ def init_and_run(
         What ``func`` returns.
     Raises:
         What ``setup``, :func:`init_dist` and ``func`` raise; the group is destroyed then too.
+    Effects: the variables that :func:`init_dist` sets are put back at the end.
     """
     if setup is not None:
         setup()
-    init_dist(cfg)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        leave_dist()
+    with environment.kept(_SET_BY_INIT):
+        init_dist(cfg)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            leave_dist()
 
 
 def use_one_thread() -> None:

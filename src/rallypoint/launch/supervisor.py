@@ -12,24 +12,19 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 from rallypoint._core import clock, env as environment
 from rallypoint.errors import ConfigError, LaunchError
 
-from . import bootstrap, endpoints, oom, policy, process, worker_env
+from . import bootstrap, endpoints, policy, process, worker_env
 from .channel import Message
 from .config import LaunchConfig, StartMethod, TargetKind
 from .coordination import Coordination, CoordinationFailed, PeerEvent, RoundReady
-from .failure import (
-    FailureReport,
-    Raised,
-    WorkerFailure,
-    in_order_of_blame,
-    parse_line_from_worker,
-)
-from .logs import Console, Relay, RunFolder, StreamFactory, WorkerStreams
+from .failure import FailureReport, WorkerFailure, in_order_of_blame
+from .generation import Generation, Worker
+from .logs import Console, Relay, RunFolder, StreamFactory
 from .policy import Aim, Phase
 from .ranks import WorkerRanks, assign
 from .report import clean
@@ -40,8 +35,6 @@ from .signals import SignalEvents
 
 # What every fork server imports.
 TORCH = ("torch", "torch.distributed")
-# A worker says little on its line: an exception, a native stack. More than this is not read.
-MAX_LINE_DATA = 1024 * 1024
 # How long the fork server may take to end everything.
 SERVER_PATIENCE = 8.0
 # How long output may still be on its way when its writers are gone.
@@ -50,35 +43,6 @@ DRAIN_PATIENCE = 2.0
 GATHER_PATIENCE = 5.0
 
 Say = Callable[[str], None]
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A worker as the supervisor sees it."""
-
-    ranks: WorkerRanks
-    name: str
-    line: socket.socket
-    streams: WorkerStreams
-    result_fd: int | None = None
-    pid: int = 0
-    said: bytearray = field(default_factory=bytearray)
-    status: int | None = None
-    ended_at: float = 0.0
-
-    def listen(self) -> bool:
-        """Take what it said. False once nothing more can come."""
-        while True:
-            try:
-                data = self.line.recv(64 * 1024)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
-            if not data:
-                return False
-            if len(self.said) < MAX_LINE_DATA:
-                self.said += data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +97,7 @@ class Supervisor:
         self._call = call
         self._env = environment.snapshot()
         self._relay = Relay()
-        self._workers: list[_Worker] = []
-        self._by_name: dict[str, _Worker] = {}
+        self._workers = Generation(0, 0)
         self._spawned: dict[str, int] = {}  # pids of what the fork server has not reaped
         self._state = policy.State(
             max_restarts=config.max_restarts,
@@ -147,8 +110,6 @@ class Supervisor:
         self._server_ready = False
         self._start_is_due = False
         self._probe_fd: int | None = None
-        self._stopped_at: float | None = None
-        self._signals_sent: set[int] = set()
         self._store_failure = ""
         self._failures: tuple[WorkerFailure, ...] = ()
         self._lost = ""  # a node or the fork server that is gone, in words
@@ -156,7 +117,6 @@ class Supervisor:
         self._results: tuple[bytes, ...] = ()
         self._gather_until: float | None = None
         self._finished: Outcome | None = None
-        self._oom_before = oom.read_counters()
         self._server: ServerProcess
         self._poller = select.poll()
 
@@ -259,8 +219,7 @@ class Supervisor:
             self._store_socket.close()
         if self._probe_fd is not None:
             os.close(self._probe_fd)
-        for worker in self._workers:
-            self._let_go(worker)
+        self._let_go()
         # Who has told us to stop will not wait for a console that takes no output.
         patient = self._finished is not None and self._finished.aim is not Aim.SIGNALLED
         self._relay.close(DRAIN_PATIENCE, received.fileno() if patient else None)
@@ -285,8 +244,9 @@ class Supervisor:
                 )
             case "spawned":
                 self._spawned[message["name"]] = message["pid"]
-                if message["name"] in self._by_name:
-                    self._by_name[message["name"]].pid = message["pid"]
+                worker = self._workers.named(message["name"])
+                if worker is not None:
+                    worker.pid = message["pid"]
             case "exited":
                 self._spawned.pop(message["name"], None)
                 self._process_ended(message["name"], message["status"], message["at"])
@@ -327,7 +287,7 @@ class Supervisor:
         if found["count"] and wanted in {None, found["type"]}:
             self._num_workers = found["count"]
         elif wanted is None:
-            self._num_workers = os.cpu_count() or 1
+            self._num_workers = len(os.sched_getaffinity(0))
         else:
             raise ConfigError(
                 "--nproc-per-node",
@@ -338,7 +298,7 @@ class Supervisor:
         self._join(self._state.generation)
 
     def _process_ended(self, name: str, status: int, at: float) -> None:
-        worker = self._by_name.get(name)
+        worker = self._workers.named(name)
         if worker is None:
             store = f"store {self._state.generation}"
             if name == store and self._state.phase is Phase.RUNNING:
@@ -412,16 +372,14 @@ class Supervisor:
                 case policy.SignalWorkers(number):
                     self._signal_workers(number)
                 case policy.Sweep(grace):
-                    if self._stopped_at is None:
-                        self._stopped_at = clock.MONOTONIC.now()
-                    self._signals_sent.add(signal.SIGKILL)
+                    self._workers.note_signal(signal.SIGKILL)
                     if self._server_ready:
                         self._server.channel.send({"do": "sweep", "grace": grace})
                     else:
                         self._end_generation([])
                         self._decide(policy.Swept())
                 case policy.TellPeers(what):
-                    self._coordination.tell(what, self._state.generation, self._known_failures())
+                    self._coordination.tell(what, self._state.generation, self._workers.failures())
                 case policy.ReportRestart():
                     self._report_restart()
                 case policy.Finish(aim):
@@ -455,11 +413,8 @@ class Supervisor:
         config, ready = self._config, self._round
         assert ready is not None
         self._start_is_due = False
-        self._stopped_at = None
-        self._signals_sent = set()
         self._store_failure = self._lost = ""
         self._peer_failures = ()
-        self._oom_before = oom.read_counters()
         if ready.node_rank == 0 and self._store_socket is not None:
             name = f"store {ready.generation}"
             message = {"do": "store", "name": name, "port": ready.master_port}
@@ -490,10 +445,9 @@ class Supervisor:
         )
         folder = self._folder.generation(ready.generation)
         factory = StreamFactory(config.logs, folder, self._relay, self._console)
-        self._workers = []
+        self._workers = Generation(ready.generation, ready.node_rank)
         for ranks in ranks_of_workers:
-            self._workers.append(self._start_worker(ranks, facts, factory))
-        self._by_name = {worker.name: worker for worker in self._workers}
+            self._workers.add(self._start_worker(ranks, facts, factory))
 
     def _start_nothing(self) -> None:
         """Told to stop while the fork server still imports: the workers end before they began."""
@@ -506,7 +460,7 @@ class Supervisor:
 
     def _start_worker(
         self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
-    ) -> _Worker:
+    ) -> Worker:
         prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
         streams = factory.open(ranks.local_rank, prefix)
         folder = factory.worker_folder(ranks.local_rank)
@@ -515,7 +469,7 @@ class Supervisor:
         ours.setblocking(False)
         # The name holds the generation: a report about an earlier one's must not be taken for its.
         name = f"worker {facts.generation}.{ranks.local_rank}"
-        worker = _Worker(ranks, name, ours, streams)
+        worker = Worker(ranks, name, ours, streams)
         fds = [streams.stdout, streams.stderr, theirs.fileno()]
         if self._config.target.kind is TargetKind.FUNCTION:
             worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
@@ -545,15 +499,12 @@ class Supervisor:
         return sorted(chosen)
 
     def _signal_workers(self, number: int) -> None:
-        if self._stopped_at is None:
-            self._stopped_at = clock.MONOTONIC.now()
-        self._signals_sent.add(number)
-        names = [worker.name for worker in self._workers if worker.status is None]
+        self._workers.note_signal(number)
         # A Python script's own children are its own to end (a DataLoader's workers must not die
         # while their trainer still saves); a program started as it is gets the signal as a group.
         group = self._config.target.kind is TargetKind.PROGRAM
         self._server.channel.send(
-            {"do": "signal", "names": names, "signal": number, "group": group}
+            {"do": "signal", "names": self._workers.running(), "signal": number, "group": group}
         )
 
     # -- ends ---------------------------------------------------------------------------------
@@ -562,74 +513,23 @@ class Supervisor:
         """All processes are gone: collect what they said, make the failures of this generation."""
         if left:
             self._say(f"processes {left} do not die (stuck in the kernel?): left behind")
-        deadline = clock.Deadline(DRAIN_PATIENCE)
-        for worker in self._workers:
-            worker.streams.drain(deadline)
-        self._failures = in_order_of_blame(self._known_failures())
-        self._results = tuple(_read_result(worker) for worker in self._workers)
-        for worker in self._workers:
-            self._let_go(worker)
+        self._workers.drain(DRAIN_PATIENCE)
+        self._failures = in_order_of_blame(self._workers.failures())
+        self._results = self._workers.results()
+        self._let_go()
         if self._failures:
             self._folder.keep()
             write_error_files(self._folder.path, self._failures)
-        self._workers, self._by_name = [], {}
 
-    def _let_go(self, worker: _Worker) -> None:
-        if worker.line.fileno() >= 0:
-            try:
-                self._poller.unregister(worker.line)
-            except KeyError:
-                pass  # it had said all
-            worker.line.close()
-        worker.streams.given()
-        if worker.result_fd is not None:
-            os.close(worker.result_fd)
-            worker.result_fd = None
-
-    def _known_failures(self) -> tuple[WorkerFailure, ...]:
-        ended = [worker for worker in self._workers if worker.status]
-        return tuple(self._failure_of(worker) for worker in ended)
-
-    def _failure_of(self, worker: _Worker) -> WorkerFailure:
-        code = os.waitstatus_to_exitcode(worker.status or 0)
-        number = -code if code < 0 else None
-        raised, _status, native = parse_line_from_worker(bytes(worker.said))
-        if (
-            raised is not None
-            and raised.type != "KeyboardInterrupt"
-            and number in self._signals_sent
-        ):
-            # It had raised and was on its way out when our signal came: it failed by raising.
-            code, number = 1, None
-        stopped = self._was_stopped(worker, number, raised)
-        return WorkerFailure(
-            host=endpoints.hostname(),
-            node_rank=self._round.node_rank if self._round else 0,
-            rank=worker.ranks.rank,
-            local_rank=worker.ranks.local_rank,
-            pid=worker.pid,
-            generation=self._state.generation,
-            exit_code=None if number is not None else code,
-            signal=number,
-            raised=raised,
-            native_stack=native if number is not None else "",
-            cause="" if stopped or number != signal.SIGKILL else self._oom_cause(),
-            stderr=worker.streams.stderr_tail(),
-            at=worker.ended_at if raised is None else raised.at,
-            stopped_by_us=stopped,
-        )
-
-    def _was_stopped(self, worker: _Worker, number: int | None, raised: Raised | None) -> bool:
-        if self._stopped_at is None:
-            return False
-        if raised is not None:
-            return raised.at >= self._stopped_at
-        if number is not None:
-            return number in self._signals_sent and worker.ended_at >= self._stopped_at
-        return worker.ended_at >= self._stopped_at
-
-    def _oom_cause(self) -> str:
-        return oom.explain(self._oom_before, oom.read_counters()) or ""
+    def _let_go(self) -> None:
+        for worker in self._workers:
+            if worker.line.fileno() >= 0:
+                try:
+                    self._poller.unregister(worker.line)
+                except KeyError:
+                    pass  # it had said all
+            worker.close()
+        self._workers = Generation(self._state.generation, 0)
 
     def _report(self, failures: tuple[WorkerFailure, ...], reason: str = "") -> FailureReport:
         folder = self._folder.path
@@ -686,21 +586,6 @@ class Supervisor:
             results=self._results if aim is Aim.SUCCEED else (),
             generation=self._state.generation,
         )
-
-
-def _read_result(worker: _Worker) -> bytes:
-    if worker.result_fd is None:
-        return b""
-    size = os.fstat(worker.result_fd).st_size
-    parts: list[bytes] = []
-    position = 0
-    while position < size:
-        part = os.pread(worker.result_fd, min(size - position, 1 << 26), position)
-        if not part:
-            break
-        parts.append(part)
-        position += len(part)
-    return b"".join(parts)
 
 
 def _status_words(code: int) -> str:

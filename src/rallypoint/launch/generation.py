@@ -1,0 +1,179 @@
+"""The workers of one generation, as the supervisor sees them: started, listened to, dated, let go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rallypoint._core import clock
+
+from . import endpoints, oom
+from .failure import Raised, WorkerFailure, parse_line_from_worker
+from .logs import WorkerStreams
+from .ranks import WorkerRanks
+
+
+# A worker says little on its line: an exception, a native stack. More than this is not read.
+MAX_LINE_DATA = 1024 * 1024
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker.
+
+    Args:
+        ranks: its place.
+        name: what the fork server knows it by; no two of a job have the same.
+        line: our end of the socket on which it says how it failed.
+        streams: its output.
+        result_fd: function launches: the memory file for its result.
+        pid: 0 until the fork server has told.
+        said: what came on its line.
+        status: as ``waitpid`` gave it, or None while it runs.
+        ended_at: when it was reaped, on this host's monotonic clock.
+    """
+
+    ranks: WorkerRanks
+    name: str
+    line: socket.socket
+    streams: WorkerStreams
+    result_fd: int | None = None
+    pid: int = 0
+    said: bytearray = field(default_factory=bytearray)
+    status: int | None = None
+    ended_at: float = 0.0
+
+    def listen(self) -> bool:
+        """Take what it said. False once nothing more can come."""
+        while True:
+            try:
+                data = self.line.recv(64 * 1024)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            if len(self.said) < MAX_LINE_DATA:
+                self.said += data
+
+    def result(self) -> bytes:
+        """What a function's worker left in its memory file."""
+        if self.result_fd is None:
+            return b""
+        size = os.fstat(self.result_fd).st_size
+        parts: list[bytes] = []
+        position = 0
+        while position < size:
+            part = os.pread(self.result_fd, min(size - position, 1 << 26), position)
+            if not part:
+                break
+            parts.append(part)
+            position += len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Let go of all descriptors. A second call does nothing."""
+        self.line.close()
+        self.streams.given()
+        if self.result_fd is not None:
+            os.close(self.result_fd)
+            self.result_fd = None
+
+
+class Generation:
+    """All workers of one generation on this node, and what was done to them.
+
+    Args:
+        number: the generation.
+        node_rank: this node's rank in it.
+    """
+
+    def __init__(self, number: int, node_rank: int) -> None:
+        self.number = number
+        self._node_rank = node_rank
+        self._workers: list[Worker] = []
+        self._by_name: dict[str, Worker] = {}
+        self._stopped_at: float | None = None
+        self._signals_sent: set[int] = set()
+        self._oom_before = oom.read_counters()
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
+
+    def add(self, worker: Worker) -> None:
+        self._workers.append(worker)
+        self._by_name[worker.name] = worker
+
+    def named(self, name: str) -> Worker | None:
+        return self._by_name.get(name)
+
+    def index(self, worker: Worker) -> int:
+        return self._workers.index(worker)
+
+    def running(self) -> list[str]:
+        """Names of the workers that have not ended."""
+        return [worker.name for worker in self._workers if worker.status is None]
+
+    def note_signal(self, number: int) -> None:
+        """We send this signal now: who ends of it is a victim, not a cause."""
+        if self._stopped_at is None:
+            self._stopped_at = clock.MONOTONIC.now()
+        self._signals_sent.add(number)
+
+    def drain(self, timeout: float) -> None:
+        """Wait until all output has been passed on, for at most ``timeout`` seconds."""
+        deadline = clock.Deadline(timeout)
+        for worker in self._workers:
+            worker.streams.drain(deadline)
+
+    def results(self) -> tuple[bytes, ...]:
+        return tuple(worker.result() for worker in self._workers)
+
+    def failures(self) -> tuple[WorkerFailure, ...]:
+        """Every worker that has ended, and not well; in rank order."""
+        return tuple(self._failure_of(worker) for worker in self._workers if worker.status)
+
+    def _failure_of(self, worker: Worker) -> WorkerFailure:
+        code = os.waitstatus_to_exitcode(worker.status or 0)
+        number = -code if code < 0 else None
+        raised, _status, native = parse_line_from_worker(bytes(worker.said))
+        if (
+            raised is not None
+            and raised.type != "KeyboardInterrupt"
+            and number in self._signals_sent
+        ):
+            # It had raised and was on its way out when our signal came: it failed by raising.
+            code, number = 1, None
+        stopped = self._was_stopped(worker, number, raised)
+        return WorkerFailure(
+            host=endpoints.hostname(),
+            node_rank=self._node_rank,
+            rank=worker.ranks.rank,
+            local_rank=worker.ranks.local_rank,
+            pid=worker.pid,
+            generation=self.number,
+            exit_code=None if number is not None else code,
+            signal=number,
+            raised=raised,
+            native_stack=native if number is not None else "",
+            cause="" if stopped or number != signal.SIGKILL else self._oom_cause(),
+            stderr=worker.streams.stderr_tail(),
+            at=worker.ended_at if raised is None else raised.at,
+            stopped_by_us=stopped,
+        )
+
+    def _was_stopped(self, worker: Worker, number: int | None, raised: Raised | None) -> bool:
+        if self._stopped_at is None:
+            return False
+        if raised is not None:
+            return raised.at >= self._stopped_at
+        if number is not None:
+            return number in self._signals_sent and worker.ended_at >= self._stopped_at
+        return worker.ended_at >= self._stopped_at
+
+    def _oom_cause(self) -> str:
+        return oom.explain(self._oom_before, oom.read_counters()) or ""
