@@ -17,26 +17,33 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rendezvous": {"_core"},
     "launch": {"_core", "rendezvous"},
 }
+# Within launch: folder -> folders of launch it may import.
+LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
+    "placement": set(),
+    "output": {"placement"},
+    "worker": set(),
+    "server": {"worker"},
+}
 # torch may be imported here, and only inside functions: `rally --help` must not pay for it.
 TORCH_INSIDE_FUNCTIONS = {
-    "launch/backends.py",
-    "launch/bootstrap.py",
-    "launch/forkserver.py",
+    "launch/worker/backends.py",
+    "launch/worker/bootstrap.py",
+    "launch/server/forkserver.py",
     "launch/functions.py",
-    "launch/process_group.py",
-    "launch/store_host.py",
+    "launch/worker/process_group.py",
+    "launch/server/store_host.py",
     "rendezvous/backends/tcpstore.py",
 }
 # Decisions only: no clock, no socket, no thread, no environment, no files.
 SANS_IO = {
-    "launch/cluster_env.py",
-    "launch/failure.py",
+    "launch/placement/cluster_env.py",
+    "launch/output/failure.py",
     "launch/flags.py",
-    "launch/numa.py",
+    "launch/placement/numa.py",
     "launch/policy.py",
-    "launch/ranks.py",
-    "launch/report.py",
-    "launch/worker_env.py",
+    "launch/placement/ranks.py",
+    "launch/output/report.py",
+    "launch/placement/worker_env.py",
     "rendezvous/lease.py",
     "rendezvous/ordering.py",
 }
@@ -93,6 +100,11 @@ def test_imports_point_down(path: Path) -> None:
         ours = {n.split(".")[1] for n in names if n.startswith(PKG + ".")}
         allowed = MAY_IMPORT[layer] | {layer, "errors"}
         assert ours <= allowed, f"{rel} imports {sorted(ours - allowed)}"
+    parts = rel.split("/")
+    if parts[0] == "launch" and parts[1] in LAUNCH_MAY_IMPORT:
+        inner = {n.split(".")[2] for n in names if n.startswith(f"{PKG}.launch.")}
+        outside = inner & set(LAUNCH_MAY_IMPORT) - LAUNCH_MAY_IMPORT[parts[1]] - {parts[1]}
+        assert not outside, f"{rel} imports launch/{sorted(outside)}"
     everywhere = {n.split(".")[0] for n in names}
     at_load = {n.split(".")[0] for n in imported_names(path, inside_functions=False)}
     assert "torch" not in at_load, f"{rel} imports torch when it is loaded"

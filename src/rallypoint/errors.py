@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from rallypoint.launch.failure import FailureReport
+    from rallypoint.launch.output.failure import FailureReport
 
 
 class RallyError(Exception):

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rallypoint.launch import process
+from rallypoint._core import process
 
 
 SCRIPTS = Path(__file__).parent / "scripts"

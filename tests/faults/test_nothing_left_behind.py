@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from rallypoint.launch import process
+from rallypoint._core import process
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]

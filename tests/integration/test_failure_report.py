@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from rallypoint.launch.report import columns
+from rallypoint.launch.output.report import columns
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]

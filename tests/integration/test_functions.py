@@ -35,8 +35,8 @@ from rallypoint.launch import (
     init_process_group_from_backend,
     launch_subprocesses,
     parallel_mesh,
-    process_group,
 )
+from rallypoint.launch.worker import process_group
 
 
 pytestmark = pytest.mark.integration
@@ -319,7 +319,7 @@ def test_one_worker_is_this_process_with_a_group_and_everything_is_put_back(capl
 
 
 def test_a_default_of_one_worker_is_told_where_it_is_seen(caplog, monkeypatch):
-    monkeypatch.setattr("rallypoint.launch.backends.num_cuda_devices", lambda: 0)
+    monkeypatch.setattr("rallypoint.launch.worker.backends.num_cuda_devices", lambda: 0)
     assert launch_subprocesses(dist.get_world_size, MultiprocessConfig(backend="gloo")) == [1]
     (line,) = [record for record in caplog.records if record.name.startswith("rallypoint")]
     assert line.levelno == logging.WARNING, "Python shows warnings without any set-up"

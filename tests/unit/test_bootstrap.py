@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.launch import bootstrap, ending, preloaded
-from rallypoint.launch.bootstrap import Job
 from rallypoint.launch.config import TargetKind
+from rallypoint.launch.worker import bootstrap, ending, preloaded
+from rallypoint.launch.worker.bootstrap import Job
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

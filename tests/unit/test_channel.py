@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rallypoint.launch.channel import MAX_MESSAGE, Channel, socket_pair
+from rallypoint.launch.server.channel import MAX_MESSAGE, Channel, socket_pair
 
 
 @pytest.fixture

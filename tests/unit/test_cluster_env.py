@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch import cluster_env
-from rallypoint.launch.cluster_env import Placement, detect, expand_nodelist, first_host
+from rallypoint.launch.placement import cluster_env
+from rallypoint.launch.placement.cluster_env import Placement, detect, expand_nodelist, first_host
 
 
 # What `srun` (Slurm 23) puts into task 1 of `sbatch --nodes=4 --ntasks-per-node=1`, step 0.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from rallypoint.launch.failure import (
+from rallypoint.launch.output.failure import (
     FailureReport,
     Raised,
     WorkerFailure,

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch.config import LogConfig, StreamChoice, Streams
-from rallypoint.launch.logs import (
+from rallypoint.launch.output.logs import (
     MAX_LINE,
     TAIL_BYTES,
     TAIL_LINES,

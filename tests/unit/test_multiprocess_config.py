@@ -11,11 +11,11 @@ import pytest
 from rallypoint.errors import ConfigError
 from rallypoint.launch import (
     MultiprocessConfig,
-    backends,
     default_backend,
     get_distributed_backend,
     set_distributed_backend,
 )
+from rallypoint.launch.worker import backends
 
 
 @pytest.fixture(autouse=True)

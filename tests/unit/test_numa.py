@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.numa import (
+from rallypoint.launch.placement.numa import (
     NUMA_BINDINGS,
     Cpu,
     NumaBinding,
@@ -20,7 +20,7 @@ from rallypoint.launch.numa import (
     parse_cpus,
     visible_devices,
 )
-from rallypoint.launch.topology import read_topology
+from rallypoint.launch.placement.topology import read_topology
 
 
 def machine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.launch.oom import OomCounters, explain, read_counters
+from rallypoint.launch.output.oom import OomCounters, explain, read_counters
 
 
 V2_EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill {}\noom_group_kill 0\n"

@@ -13,8 +13,9 @@ import cloudpickle
 import pytest
 
 from rallypoint.errors import ConfigError, LaunchError
-from rallypoint.launch import MultiprocessConfig, payload
+from rallypoint.launch import MultiprocessConfig
 from rallypoint.launch.multiprocess_config import LAUNCH_METHODS
+from rallypoint.launch.worker import payload
 
 
 FACTS = payload.CallerFacts(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.launch import process
+from rallypoint._core import process
 
 
 # A process that lives until its stdin ends, and says when it is there.
@@ -24,7 +24,7 @@ PARENT = (
     f"child = subprocess.Popen([sys.executable, '-c', {WAIT!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
     "child.stdout.readline()\nprint(child.pid, flush=True)\nsys.stdin.read()"
 )
-IMPORT = "from rallypoint.launch import process; "
+IMPORT = "from rallypoint._core import process; "
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.ranks import WorkerRanks, assign
+from rallypoint.launch.placement.ranks import WorkerRanks, assign
 
 
 NODES = st.lists(st.integers(1, 9), min_size=1, max_size=9)

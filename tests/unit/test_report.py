@@ -9,8 +9,8 @@ import unicodedata
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rallypoint.launch.failure import FailureReport, Raised, WorkerFailure
-from rallypoint.launch.report import clean, columns, compact, render
+from rallypoint.launch.output.failure import FailureReport, Raised, WorkerFailure
+from rallypoint.launch.output.report import clean, columns, compact, render
 
 
 STACK = "Traceback (most recent call last):\n" + "".join(
@@ -83,7 +83,7 @@ def test_a_raised_exception():
 
 
 def test_a_native_fault_shows_the_python_stack_from_the_fault_on():
-    ours = '  File "/x/rallypoint/launch/bootstrap.py", line 1 in _run\n  File "<string>", line 1\n'
+    ours = '  File "/x/rallypoint/launch/worker/bootstrap.py", line 1 in _run\n  File "<string>", line 1\n'
     stack = NATIVE.replace("line 2 in f2\n", "line 2 in f2\n" + ours)
     text = render(report(killed(0, signal.SIGSEGV, native_stack=stack, stderr=("last words",))))
     assert "rank 0 was killed by SIGSEGV (signal 11)" in text

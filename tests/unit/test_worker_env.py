@@ -7,8 +7,13 @@ import dataclasses
 import pytest
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.ranks import assign
-from rallypoint.launch.worker_env import RoundFacts, common_defaults, log_prefix, worker_env
+from rallypoint.launch.placement.ranks import assign
+from rallypoint.launch.placement.worker_env import (
+    RoundFacts,
+    common_defaults,
+    log_prefix,
+    worker_env,
+)
 
 
 FACTS = RoundFacts(

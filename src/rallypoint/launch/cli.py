@@ -92,7 +92,7 @@ def run(words: Sequence[str]) -> int:
 
 def launch(config: LaunchConfig) -> int:
     """Run a job from this terminal and print how it failed, if it did."""
-    from .logs import Console
+    from .output.logs import Console
     from .peers import coordination_for
     from .policy import Aim
     from .supervisor import Supervisor

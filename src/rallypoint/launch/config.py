@@ -13,7 +13,7 @@ from enum import IntFlag, StrEnum
 
 from rallypoint.errors import ConfigError
 
-from .numa import NumaBinding
+from .placement.numa import NumaBinding
 
 
 # torchrun's defaults, kept so that a command line means the same here (torch/distributed/run.py, 2.13).

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Protocol
 
-from .failure import WorkerFailure
+from .output.failure import WorkerFailure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,17 +20,22 @@ from typing import Any, TypeVar
 from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 
-from . import payload, process_group
-from .backends import default_backend, get_distributed_backend, set_distributed_backend
-from .bootstrap import WorkerFds
 from .config import LaunchConfig, LogConfig, RendezvousConfig, StartMethod, Target, TargetKind
 from .coordination import LoneNode
-from .failure import FailureReport
-from .logs import Console
 from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
+from .output.failure import FailureReport
+from .output.logs import Console
 from .policy import Aim
-from .process_group import init_and_run, init_dist, init_process_group_from_backend, parallel_mesh
 from .supervisor import Outcome, Supervisor
+from .worker import payload, process_group
+from .worker.backends import default_backend, get_distributed_backend, set_distributed_backend
+from .worker.bootstrap import WorkerFds
+from .worker.process_group import (
+    init_and_run,
+    init_dist,
+    init_process_group_from_backend,
+    parallel_mesh,
+)
 
 
 __all__ = [
@@ -328,7 +333,10 @@ def _launch_config(
         master_addr=cfg.master_addr,
         master_port=cfg.master_port,
         start_method=method,
-        preload=("cloudpickle", "rallypoint.launch.payload"),  # what each worker would import
+        preload=(
+            "cloudpickle",
+            "rallypoint.launch.worker.payload",
+        ),  # what each worker would import
     )
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from rallypoint._core import clock
 
-from . import endpoints, oom
-from .failure import Raised, WorkerFailure, parse_line_from_worker
-from .logs import WorkerStreams
-from .ranks import WorkerRanks
+from .output import oom
+from .output.failure import Raised, WorkerFailure, parse_line_from_worker
+from .output.logs import WorkerStreams
+from .placement import endpoints
+from .placement.ranks import WorkerRanks
 
 
 # A worker says little on its line: an exception, a native stack. More than this is not read.

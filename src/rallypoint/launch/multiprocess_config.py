@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from rallypoint.errors import ConfigError
 
-from . import backends
 from .config import StartMethod
+from .worker import backends
 
 
 LAUNCH_METHODS: Mapping[str, StartMethod] = {

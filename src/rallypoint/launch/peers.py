@@ -32,7 +32,6 @@ from rallypoint.rendezvous.api import RendezvousInfo, Store
 from rallypoint.rendezvous.lease import Leases
 from rallypoint.rendezvous.static import StaticRendezvous
 
-from . import endpoints
 from .config import LaunchConfig
 from .coordination import (
     Coordination,
@@ -42,7 +41,8 @@ from .coordination import (
     PeerEvent,
     RoundReady,
 )
-from .failure import WorkerFailure, failures_from_json, failures_to_json
+from .output.failure import WorkerFailure, failures_from_json, failures_to_json
+from .placement import endpoints
 
 
 # Heartbeats in one lease: a few may be late.

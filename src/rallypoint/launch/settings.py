@@ -19,7 +19,6 @@ from typing import cast
 
 from rallypoint.errors import ConfigError
 
-from . import cluster_env
 from .config import (
     DEFAULT_JOIN_TIMEOUT,
     DEFAULT_MASTER_PORT,
@@ -34,7 +33,8 @@ from .config import (
     TargetKind,
 )
 from .flags import BY_NAME, Given, resolve
-from .numa import NumaBinding
+from .placement import cluster_env
+from .placement.numa import NumaBinding
 
 
 # Words of --nproc-per-node that mean "one per device", and torch's name of the device.

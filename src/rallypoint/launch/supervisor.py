@@ -15,22 +15,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from rallypoint._core import clock, env as environment
+from rallypoint._core import clock, env as environment, process
 from rallypoint.errors import ConfigError, LaunchError
 
-from . import bootstrap, endpoints, policy, process, worker_env
-from .channel import Message
+from . import policy
 from .config import LaunchConfig, StartMethod, TargetKind
 from .coordination import Coordination, CoordinationFailed, PeerEvent, RoundReady
-from .failure import FailureReport, WorkerFailure, in_order_of_blame
 from .generation import Generation, Worker
-from .logs import Console, Relay, RunFolder, StreamFactory
+from .output.failure import FailureReport, WorkerFailure, in_order_of_blame
+from .output.logs import Console, Relay, RunFolder, StreamFactory
+from .output.report import clean
+from .output.reportfiles import write_error_files, write_report
+from .placement import endpoints, worker_env
+from .placement.ranks import WorkerRanks, assign
 from .policy import Aim, Phase
-from .ranks import WorkerRanks, assign
-from .report import clean
-from .reportfiles import write_error_files, write_report
-from .server_process import ServerProcess
+from .server.channel import Message
+from .server.server_process import ServerProcess
 from .signals import SignalEvents
+from .worker import bootstrap
 
 
 # What every fork server imports.
@@ -490,7 +492,7 @@ class Supervisor:
     def _cpus_of(self, ranks: WorkerRanks) -> list[int] | None:
         if self._config.numa_binding is None:
             return None
-        from . import numa, topology
+        from .placement import numa, topology
 
         found = topology.read_topology(env=self._env)
         chosen = numa.choose_cpus(

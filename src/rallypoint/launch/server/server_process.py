@@ -9,11 +9,11 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rallypoint._core import clock
+from rallypoint._core import clock, process
+from rallypoint.launch.config import StartMethod
+from rallypoint.launch.worker import bootstrap
 
-from . import bootstrap, process
 from .channel import Channel, socket_pair
-from .config import StartMethod
 
 
 # The command line of the fork server becomes, in each worker, the script's own (process.set_title);
@@ -74,7 +74,7 @@ class ServerProcess:
         strangers = frozenset(process.children(os.getpid())) if alone else None
         ours, theirs = socket_pair()
         fd = theirs.fileno()
-        code = f"from rallypoint.launch.forkserver import main; main({fd})"
+        code = f"from rallypoint.launch.server.forkserver import main; main({fd})"
         child = subprocess.Popen(
             [*bootstrap.python_command(code, job), " " * TITLE_ROOM],
             env={**env, JOB_MARKER: token},

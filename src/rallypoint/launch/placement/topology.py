@@ -1,4 +1,4 @@
-"""Reads what :mod:`rallypoint.launch.numa` decides by: CPUs, caches and GPUs, from /sys and /proc.
+"""Reads what :mod:`rallypoint.launch.placement.numa` decides by: CPUs, caches and GPUs, from /sys and /proc.
 
 Reading files needs neither numactl nor a driver nor torch, so the supervisor can do it, once, before
 it starts a worker, and a mistake is reported once and not by every worker.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.numa import Cpu, Topology, parse_cpus, visible_devices
+from rallypoint.launch.placement.numa import Cpu, Topology, parse_cpus, visible_devices
 
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def read_topology(
     allowed: frozenset[int] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Topology:
-    """Describe this machine for :func:`rallypoint.launch.numa.choose_cpus`.
+    """Describe this machine for :func:`rallypoint.launch.placement.numa.choose_cpus`.
 
     Devices are in PCI order, which is CUDA's own where all GPUs are alike; where they are not, set
     ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.

@@ -1,7 +1,7 @@
 """Inside a worker: make a fork look like ``python script.py``, run the target, tell how it ended.
 
 A user's script must not notice that it runs in a fork. What a fresh interpreter would have set up
-is set up here again, and what it would do at its end is done by :mod:`rallypoint.launch.ending`.
+is set up here again, and what it would do at its end is done by :mod:`rallypoint.launch.worker.ending`.
 What remains visible is listed in docs/failure-modes.md, and is held by
 tests/integration/test_script_does_not_notice.py.
 """
@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from rallypoint._core import clock, env as environment
+from rallypoint._core import clock, env as environment, process
+from rallypoint.launch.config import TargetKind
 
-from . import ending, preloaded, process
-from .config import TargetKind
+from . import ending, preloaded
 
 
 # What of a traceback travels to the report; the whole of it is on the worker's stderr.
@@ -111,7 +111,7 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
         os.set_inheritable(fd, True)
     start = {"job": {**job.to_json(), "args": []}, "line": worker.fds.line}
     start |= {"payload": worker.fds.payload, "result": worker.fds.result}
-    command = python_command("from rallypoint.launch.bootstrap import main; main()", job)
+    command = python_command("from rallypoint.launch.worker.bootstrap import main; main()", job)
     # The arguments stay in sight for `ps` and `pgrep -f`, and there is their place: the start record,
     # which goes first, is one argument, and the kernel takes no more than 128 KiB in one.
     _exec(python, [*command, json.dumps(start), job.name, *job.args], env)

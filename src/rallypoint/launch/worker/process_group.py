@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rallypoint._core import clock, env as environment
 from rallypoint.errors import ConfigError, LaunchError, RendezvousConnectionError
+from rallypoint.launch.config import DEFAULT_JOIN_TIMEOUT
+from rallypoint.launch.multiprocess_config import MultiprocessConfig
 
 from . import backends
-from .config import DEFAULT_JOIN_TIMEOUT
-from .multiprocess_config import MultiprocessConfig
 
 
 if TYPE_CHECKING:

@@ -33,10 +33,10 @@ from typing import Any, TextIO
 
 from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError, LaunchError
+from rallypoint.launch.multiprocess_config import MultiprocessConfig
 
 from . import process_group
 from .bootstrap import WorkerFds
-from .multiprocess_config import MultiprocessConfig
 
 
 # How deep the search for what cannot be pickled goes.

@@ -28,6 +28,8 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 
+# Where our own frames come from.
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # What Python exits with when it cannot flush its streams.
 CANNOT_FLUSH = 120
 # How long files may take to flush that a daemon thread may be holding.
@@ -36,8 +38,7 @@ FLUSH_PATIENCE = 1.0
 
 def without_us(tb: types.TracebackType | None) -> types.TracebackType | None:
     """A traceback without its first frames, which are this package's."""
-    ours = os.path.dirname(__file__)
-    while tb is not None and os.path.dirname(tb.tb_frame.f_code.co_filename) == ours:
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OURS):
         tb = tb.tb_next
     return tb
 

@@ -35,11 +35,12 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from rallypoint._core import clock, env as environment
+from rallypoint._core import clock, env as environment, process
+from rallypoint.launch.config import StartMethod
+from rallypoint.launch.worker import bootstrap, ending
 
-from . import bootstrap, ending, process, store_host
+from . import store_host
 from .channel import Channel, Message
-from .config import StartMethod
 
 
 # How long the end of everything may take before we give up on processes that cannot die
@@ -203,7 +204,9 @@ class ForkServer:
 
         def become_store() -> None:
             os.set_inheritable(listen_fd, True)
-            code = f"from rallypoint.launch.store_host import serve; serve({listen_fd}, {port})"
+            code = (
+                f"from rallypoint.launch.server.store_host import serve; serve({listen_fd}, {port})"
+            )
             if self._start_method is StartMethod.EXEC:
                 with environment.overlay({"OMP_NUM_THREADS": "1"}):
                     os.execv(sys.executable, [sys.executable, "-c", code])

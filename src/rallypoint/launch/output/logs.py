@@ -30,8 +30,7 @@ from typing import TextIO
 
 from rallypoint._core import clock
 from rallypoint.errors import ConfigError, LaunchError
-
-from .config import LogConfig, Streams
+from rallypoint.launch.config import LogConfig, Streams
 
 
 # What is kept of each stderr for a report.

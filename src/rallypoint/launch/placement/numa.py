@@ -1,6 +1,6 @@
 """`--numa-binding`: which CPUs each worker of this machine is bound to.
 
-Sans-I/O: :mod:`rallypoint.launch.topology` reads the machine, this module decides, and the worker
+Sans-I/O: :mod:`rallypoint.launch.placement.topology` reads the machine, this module decides, and the worker
 binds itself (``sched_setaffinity``) before it runs anything.
 
     node          all CPUs of the worker's NUMA node

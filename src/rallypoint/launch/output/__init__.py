@@ -1,0 +1,1 @@
+"""What comes out of a job: logs, failures, the report."""

@@ -1,0 +1,1 @@
+"""Who runs where: clusters, ranks, variables, addresses, CPUs."""
