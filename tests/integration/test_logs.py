@@ -404,6 +404,28 @@ def test_a_terminal_stays_one_for_stderr(tmp_path, start):
     assert text.count(b"bar 1") == 1, "what a worker writes came back as an echo"
 
 
+RESIZED = """
+deadline = time.monotonic() + 20
+print(os.get_terminal_size(2).columns, flush=True)
+while os.get_terminal_size(2).columns != 52 and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(os.get_terminal_size(2).columns, flush=True)
+"""
+
+
+def test_a_resized_terminal_resizes_the_workers(tmp_path):
+    read, write = os.pipe()
+    words = command(tmp_path, RESIZED, *EXEC)
+    with terminal(77) as (theirs, _), job(words, tmp_path, write, theirs) as process:
+        os.close(write)
+        with open(read) as file:
+            assert file.readline() == "77\n"
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 33, 52, 0, 0))
+            process.send_signal(signal.SIGWINCH)  # as the kernel does to a terminal's programs
+            assert file.readline() == "52\n"
+        assert process.wait(TIMEOUT) == 0
+
+
 def test_a_teed_stream_is_no_terminal(tmp_path):
     read, write = os.pipe()
     words = command(

@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 
 from rallypoint.launch.config import TargetKind
 from rallypoint.launch.worker import bootstrap, ending, preloaded
-from rallypoint.launch.worker.bootstrap import Job
+from rallypoint.launch.worker.job import Job
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -103,9 +103,10 @@ def test_a_name_is_made_absolute_but_not_tidied(folder: Path) -> None:
 def test_a_command_keeps_the_flags_of_this_interpreter(folder: Path) -> None:
     code = (
         "import sys\n"
-        "from rallypoint.launch import bootstrap\n"
+        "from rallypoint.launch.worker import bootstrap\n"
+        "from rallypoint.launch.worker.job import Job\n"
         "from rallypoint.launch.config import TargetKind\n"
-        "job = bootstrap.Job(kind=TargetKind.SCRIPT, name='link.py', args=(), unbuffered=True)\n"
+        "job = Job(kind=TargetKind.SCRIPT, name='link.py', args=(), unbuffered=True)\n"
         "print(bootstrap.python_command('pass', job)[1:-2])"
     )
     flags = ["-O", "-P", "-B", "-W", "error::UserWarning"]

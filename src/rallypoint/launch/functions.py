@@ -29,7 +29,7 @@ from .policy import Aim
 from .supervisor import Outcome, Supervisor
 from .worker import payload, process_group
 from .worker.backends import default_backend, get_distributed_backend, set_distributed_backend
-from .worker.bootstrap import WorkerFds
+from .worker.job import WorkerFds
 from .worker.process_group import (
     init_and_run,
     init_dist,
@@ -333,10 +333,8 @@ def _launch_config(
         master_addr=cfg.master_addr,
         master_port=cfg.master_port,
         start_method=method,
-        preload=(
-            "cloudpickle",
-            "rallypoint.launch.worker.payload",
-        ),  # what each worker would import
+        # What each worker would import by itself.
+        preload=("cloudpickle", "rallypoint.launch.worker.payload"),
     )
 
 

@@ -32,7 +32,7 @@ from .policy import Aim, Phase
 from .server.channel import Message
 from .server.server_process import ServerProcess
 from .signals import SignalEvents
-from .worker import bootstrap
+from .worker.job import Job, WorkerFds
 
 
 # What every fork server imports.
@@ -88,7 +88,7 @@ class Supervisor:
         say: Say,
         token: str,
         payload_fd: int | None = None,
-        call: Callable[[bootstrap.WorkerFds], None] | None = None,
+        call: Callable[[WorkerFds], None] | None = None,
     ) -> None:
         self._config = config
         self._coordination = coordination
@@ -133,7 +133,7 @@ class Supervisor:
             RendezvousError: the nodes did not come together.
         """
         config = self._config
-        with process.adopting_orphans(), SignalEvents(config.signals) as received:
+        with process.adopting_orphans(), self._listening() as received:
             self._server = self._start_server()
             try:
                 self._folder = RunFolder(config.logs, config.rendezvous.run_id)
@@ -144,9 +144,15 @@ class Supervisor:
                 self._close(received)
         return outcome
 
+    def _listening(self) -> SignalEvents:
+        signals = set(self._config.signals)
+        if os.isatty(self._console.stderr_fd):
+            signals.add(signal.SIGWINCH)
+        return SignalEvents(signals)
+
     def _start_server(self) -> ServerProcess:
         config = self._config
-        job = bootstrap.Job(
+        job = Job(
             kind=config.target.kind,
             name=config.target.name,
             args=config.target.args,
@@ -183,6 +189,9 @@ class Supervisor:
                 self._poller.register(server.channel.fileno(), wanted)
             ready = {fd for fd, _ in self._poller.poll(self._milliseconds_to_wait())}
             for number in received.take():
+                if number == signal.SIGWINCH and number not in self._config.signals:
+                    self._relay.resize()
+                    continue
                 self._gather_until = None  # no patience any more for other nodes' reports
                 self._decide(policy.SignalReceived(number))
             for worker in self._workers:

@@ -183,6 +183,7 @@ class Source:
     filters: tuple[bytes, ...] = ()
     filtered: Sink | None = None
     owned: tuple[int, ...] = ()  # descriptors to close at the end
+    like: int | None = None  # the real terminal, if ``fd`` is a pseudo-terminal in its stead
     lost: Callable[[str], None] | None = None  # is told why the file cannot be written
     tail: bytearray = field(default_factory=bytearray)
     line: bytearray = field(default_factory=bytearray)
@@ -248,6 +249,7 @@ class Relay:
         self._lock = threading.Lock()
         self._new: list[Source] = []
         self._stop = False
+        self._resized = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread: threading.Thread | None = None
         self._over_read, self._over_write = -1, -1  # hangs up when the thread has ended
@@ -261,6 +263,12 @@ class Relay:
             self._over_read, self._over_write = os.pipe2(os.O_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name="rally-relay", daemon=True)
             self._thread.start()
+        os.write(self._wake_write, b"x")
+
+    def resize(self) -> None:
+        """The real terminal has another size: workers' pseudo-terminals follow."""
+        with self._lock:
+            self._resized = True
         os.write(self._wake_write, b"x")
 
     def close(self, patience: float, give_up: int | None = None) -> None:
@@ -313,6 +321,11 @@ class Relay:
             with self._lock:
                 new, self._new = self._new, []
                 stop = self._stop
+                resized, self._resized = self._resized, False
+            if resized:
+                for source in sources.values():
+                    if source.like is not None:
+                        _take_size(source.fd, source.like)
             for source in new:
                 sources[source.fd] = source
                 poller.register(source.fd, select.POLLIN)
@@ -484,6 +497,7 @@ class StreamFactory:
             ),
             filtered=self._filtered[name] if teed and shown else None,
             owned=() if file_fd is None else (file_fd,),
+            like=direct if terminal else None,
             lost=lambda why: self._warn(f"cannot write {path}: {why}; not all of it is there"),
         )
         streams.sources.append(source)
@@ -525,8 +539,12 @@ def _pseudo_terminal(like: int) -> tuple[int, int]:
     settings[1] &= ~termios.OPOST  # the real terminal turns newlines into what it needs
     settings[3] &= ~termios.ECHO
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    _take_size(ours, like)
+    return ours, theirs
+
+
+def _take_size(terminal: int, like: int) -> None:
     try:
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, b"\0" * 8))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, b"\0" * 8))
     except OSError:
         pass  # no size known: programs then assume 80 columns
-    return ours, theirs

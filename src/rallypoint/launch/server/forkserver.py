@@ -38,6 +38,7 @@ from collections.abc import Callable
 from rallypoint._core import clock, env as environment, process
 from rallypoint.launch.config import StartMethod
 from rallypoint.launch.worker import bootstrap, ending
+from rallypoint.launch.worker.job import Job, WorkerFds, WorkerStart
 
 from . import store_host
 from .channel import Channel, Message
@@ -53,7 +54,7 @@ class ForkServer:
 
     Args:
         channel: the line to the supervisor.
-        job: what to run, from the supervisor (``bootstrap.Job`` as JSON).
+        job: what to run, from the supervisor (``Job`` as JSON).
         start_method: fork workers of this process, or have forks execute interpreters.
         call: with ``fork`` (function launches), what a worker calls: this process was forked from
             the caller's program, so the function is here already.
@@ -62,9 +63,9 @@ class ForkServer:
     def __init__(
         self,
         channel: Channel,
-        job: bootstrap.Job,
+        job: Job,
         start_method: StartMethod,
-        call: Callable[[bootstrap.WorkerFds], None] | None = None,
+        call: Callable[[WorkerFds], None] | None = None,
     ) -> None:
         self._channel = channel
         self._job = job
@@ -188,12 +189,10 @@ class ForkServer:
         it is bound to, or null. Descriptors: its stdout, its stderr, its line to the supervisor,
         then for functions the memory files of payload and result.
         """
-        worker = bootstrap.WorkerStart(
-            env=message["env"], cpus=message["cpus"], fds=bootstrap.WorkerFds.from_list(fds)
-        )
+        worker = WorkerStart(env=message["env"], cpus=message["cpus"], fds=WorkerFds.from_list(fds))
         self._fork(message["name"], lambda: self._become_worker(worker), fds)
 
-    def _become_worker(self, worker: bootstrap.WorkerStart) -> None:
+    def _become_worker(self, worker: WorkerStart) -> None:
         if self._start_method is StartMethod.EXEC:
             bootstrap.exec_worker(self._job, worker)
         bootstrap.run_forked(self._job, worker, call=self._call)
@@ -363,7 +362,7 @@ def main(fd: int) -> None:
             os._exit(0)
     hello = first[0][0]
     process.die_with_parent(hello["supervisor"])  # until the loop runs and can notice by itself
-    job = bootstrap.Job.from_json(hello["job"])
+    job = Job.from_json(hello["job"])
     process.set_title(f"rally: fork server of {job.title}")
     start_method = StartMethod(hello["start_method"])
     ForkServer(channel, job, start_method).run(tuple(hello["preload"]))

@@ -12,6 +12,7 @@ from typing import Any
 from rallypoint._core import clock, process
 from rallypoint.launch.config import StartMethod
 from rallypoint.launch.worker import bootstrap
+from rallypoint.launch.worker.job import Job, WorkerFds
 
 from .channel import Channel, socket_pair
 
@@ -57,7 +58,7 @@ class ServerProcess:
     @classmethod
     def start(
         cls,
-        job: bootstrap.Job,
+        job: Job,
         start_method: StartMethod,
         preload: tuple[str, ...],
         env: Mapping[str, str],
@@ -90,9 +91,7 @@ class ServerProcess:
         return cls(child.pid, channel, f"{JOB_MARKER}={token}", strangers)
 
     @classmethod
-    def fork(
-        cls, job: bootstrap.Job, call: Callable[[bootstrap.WorkerFds], None], token: str
-    ) -> ServerProcess:
+    def fork(cls, job: Job, call: Callable[[WorkerFds], None], token: str) -> ServerProcess:
         """Start a server as a fork of this very process: functions need no pickling then."""
         from .forkserver import ForkServer
 

@@ -21,69 +21,21 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from rallypoint._core import clock, env as environment, process
 from rallypoint.launch.config import TargetKind
 
 from . import ending, preloaded
+from .job import Job, WorkerFds, WorkerStart
 
 
 # What of a traceback travels to the report; the whole of it is on the worker's stderr.
 MAX_TRACEBACK = 32_000
 MAX_MESSAGE = 4_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What every worker of a launch runs; travels to the fork server as JSON."""
-
-    kind: TargetKind
-    name: str
-    args: tuple[str, ...]
-    path: tuple[str, ...] | None = None
-    python: str | None = None
-    unbuffered: bool = False
-
-    @property
-    def title(self) -> str:
-        return " ".join(["-m " * (self.kind is TargetKind.MODULE) + self.name, *self.args])
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        path = None if data["path"] is None else tuple(data["path"])
-        tuples = {"args": tuple(data["args"]), "path": path}
-        return cls(**{**data, **tuples, "kind": TargetKind(data["kind"])})
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFds:
-    """A worker's descriptors: streams, its line to the supervisor, and for functions two memory files."""
-
-    stdout: int
-    stderr: int
-    line: int
-    payload: int | None = None
-    result: int | None = None
-
-    @classmethod
-    def from_list(cls, fds: Sequence[int]) -> Self:
-        return cls(*fds)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerStart:
-    """What is one worker's own: variables on top of the fork server's, CPUs to be bound to, descriptors."""
-
-    env: dict[str, str]
-    cpus: list[int] | None
-    fds: WorkerFds
 
 
 # -- becoming a worker ----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
 
 from . import process_group
-from .bootstrap import WorkerFds
+from .job import WorkerFds
 
 
 # How deep the search for what cannot be pickled goes.
