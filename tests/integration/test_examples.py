@@ -239,3 +239,36 @@ def test_the_other_ways_to_fail_raise_what_a_real_job_would():
 def test_the_readme_lists_every_example():
     listed = set(re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text()))
     assert listed == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+README = (EXAMPLES.parent / "README.md").read_text()
+
+
+def readme_program(beginning: str) -> str:
+    found = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if beginning in b]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_the_job_of_the_readme_learns(tmp_path):
+    (tmp_path / "train.py").write_text(readme_program("# train.py"))
+    done = succeed(*command(LAUNCHER), "train.py", cwd=tmp_path)
+    assert float(done.stdout.split()[1]) < 0.01
+
+
+def test_the_function_launch_of_the_readme_prints_what_it_says(tmp_path):
+    program = readme_program("launch_subprocesses(total")
+    (tmp_path / "functions.py").write_text(program)
+    done = succeed(sys.executable, "functions.py", cwd=tmp_path)
+    assert done.stdout.strip() == program.rpartition("#")[2].strip()
+
+
+def test_the_report_in_the_readme_is_the_one_a_user_gets(tmp_path):
+    shown = README.partition("ends with:\n\n```\n")[2].partition("```")[0].splitlines()
+    words = [*command("rally"), "--nproc-per-node", "4", "--log-dir", "logs"]
+    done = run(*words, EXAMPLES / "failing_job.py", cwd=tmp_path)
+    report = done.stderr[done.stderr.index("rally: the job failed") :].splitlines()
+    assert report[0] == shown[0]
+    assert [line[:13] for line in report if line[2:3].isalpha()] == [
+        line[:13] for line in shown if line[2:3].isalpha()
+    ]
