@@ -304,6 +304,19 @@ def test_variables_of_kubeflow_are_the_flags_defaults(start) -> None:
     assert sorted(r["RANK"] for node in nodes for r in node.records()) == ["0", "1"]
 
 
+def test_a_master_pod_that_calls_itself_localhost_is_reached_by_its_name_elsewhere(start) -> None:
+    port = str(free_port())
+    env = {"WORLD_SIZE": "2", "MASTER_PORT": port}
+    # As a PyTorchJob sets them; this host's own name stands for the master's service.
+    addrs = ("localhost", socket.gethostname())
+    nodes = [
+        start(f"n{r}", "probe.py", env={**env, "MASTER_ADDR": addr, "RANK": str(r)})
+        for r, addr in enumerate(addrs)
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    assert [node.records()[0]["MASTER_ADDR"] for node in nodes] == list(addrs)
+
+
 # -- hosts of their own ---------------------------------------------------------------------------
 
 

@@ -353,11 +353,22 @@ def find(name: str) -> Flag:
         if beginning:
             names = ", ".join(flag.name for flag in beginning)
             raise ConfigError(name, None, f"could be one of {names}")
-    # Compared without the dashes, which all of them share.
-    known = [flag.name.removeprefix("--") for flag in FLAGS] + ["help"]
-    near = difflib.get_close_matches(plain.lstrip("-"), known, n=1)
-    hint = f"did you mean --{near[0]}?" if near else "rally run --help lists the flags"
+    near = _nearest(plain.lstrip("-"))
+    hint = f"did you mean --{near}?" if near else "rally run --help lists the flags"
     raise ConfigError(name, None, "no such flag", hint)
+
+
+def _nearest(word: str) -> str | None:
+    """The flag most like ``word``, written without the dashes that all share, or None if none is."""
+    known = [flag.name.removeprefix("--") for flag in FLAGS] + ["help"]
+    near = difflib.get_close_matches(word, known, n=1)
+    if near:
+        return near[0]
+    # A misspelt abbreviation: `nprc` is near the beginning of nproc-per-node. Stricter, since
+    # beginnings are short and many.
+    beginnings = {name[: len(word) + 1]: name for name in reversed(known)}
+    near = difflib.get_close_matches(word, beginnings, n=1, cutoff=0.8)
+    return beginnings[near[0]] if near else None
 
 
 def resolve(given: Given, env: Mapping[str, str]) -> tuple[dict[str, str | None], dict[str, str]]:

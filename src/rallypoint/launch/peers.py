@@ -250,7 +250,21 @@ class PeerNodes:
                 target=self._follow_log, args=(store,), name="rally-peers-log", daemon=True
             )
             self._reader.start()
-        self._post(_round_ready(round_))
+        self._post(self._round_ready(round_))
+
+    def _round_ready(self, round_: RendezvousInfo) -> RoundReady:
+        first = round_.members[0].facts
+        addr = str(first["addr"])
+        if endpoints.is_loopback(addr) and not self._leader:
+            # What node 0 calls itself (Kubeflow's master pod: localhost) may mean another host here.
+            addr = self._config.rendezvous.host
+        return RoundReady(
+            generation=round_.generation,
+            node_rank=round_.rank,
+            workers_of_nodes=tuple(int(member.facts["workers"]) for member in round_.members),
+            master_addr=addr,
+            master_port=int(first["port"]),
+        )
 
     def _append(self, what: str, generation: int, failures: str, node: int | None = None) -> None:
         """Write an entry at the end of the log: about this node, or (``lost``) about another."""
@@ -349,14 +363,3 @@ class PeerNodes:
                 os.write(self._write, b"x")
             except BlockingIOError:
                 pass  # it is readable already
-
-
-def _round_ready(round_: RendezvousInfo) -> RoundReady:
-    first = round_.members[0].facts
-    return RoundReady(
-        generation=round_.generation,
-        node_rank=round_.rank,
-        workers_of_nodes=tuple(int(member.facts["workers"]) for member in round_.members),
-        master_addr=str(first["addr"]),
-        master_port=int(first["port"]),
-    )
