@@ -18,7 +18,7 @@ Rules:
 4. Pids are signalled only from here: a pid we have not reaped cannot have been given to a stranger.
 
 Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``sweep``. Reports (``is``): ``ready`` ·
-``unready`` · ``spawned`` · ``exited`` · ``probed`` · ``swept``. Fields are documented at their handlers.
+``unready`` · ``spawned`` · ``exited`` · ``swept``. Fields are documented at their handlers.
 """
 
 from __future__ import annotations
