@@ -343,6 +343,7 @@ def main() -> int:
 
     adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="rally-bench-"))
+    os.environ["TMPDIR"] = str(folder)  # failed jobs keep their logs there
     bench = Bench(folder, args.quick, sizes, args.repeats)
     result: dict[str, Any] = {"benchmark": "launch", "quick": args.quick, "machine": machine()}
     try:

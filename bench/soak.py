@@ -253,6 +253,7 @@ def main() -> int:
     adopt_orphans()
     chance = random.Random(args.seed)
     folder = Path(tempfile.mkdtemp(prefix="rally-soak-"))
+    os.environ["TMPDIR"] = str(folder)  # killed jobs keep their logs there
     script = folder / "worker.py"
     script.write_text(WORKER)
     progress = Progress(trials + restarts)

@@ -1,9 +1,26 @@
 """Held over every test: what a test changes in its own process, it puts back."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+
+_FOLDER = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Temporary files of all that the tests start go into one folder: failed jobs keep their logs."""
+    folder = tempfile.mkdtemp(prefix="rally-tests-")
+    config.stash[_FOLDER] = folder
+    os.environ["TMPDIR"] = folder  # before test modules are loaded: some copy the environment then
+    tempfile.tempdir = None  # asked for again, with the new variable
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_FOLDER], ignore_errors=True)
 
 
 # pytest's own note of where it is.

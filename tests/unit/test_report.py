@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rallypoint.launch.output.failure import FailureReport, Raised, WorkerFailure
-from rallypoint.launch.output.report import clean, columns, compact, render
+from rallypoint.launch.output.report import _fitted, clean, columns, compact, render
 
 
 STACK = "Traceback (most recent call last):\n" + "".join(
@@ -258,3 +258,22 @@ def test_a_narrow_terminal_is_survived():
 def test_paths_are_shown_whole():
     path = "/a-folder" * 20
     assert f"  logs         {path}" in render(report(raising(0), log_folder=path)).splitlines()
+
+
+def test_a_long_path_is_cut_at_its_beginning_so_that_file_and_line_stay():
+    folder = "/very/long/" + "folder/" * 30
+    line = f'  File "{folder}train.py", line 1234, in forward'
+    fitted = _fitted(line, 96)
+    assert fitted.startswith('  File "…')
+    assert fitted.endswith('folder/train.py", line 1234, in forward')
+    assert columns(fitted) == 96
+
+
+def test_a_frame_whose_function_alone_is_too_long_still_fits():
+    line = '  File "/a/b.py", line 1, in ' + "f" * 200
+    assert columns(_fitted(line, 96)) <= 96
+
+
+def test_a_frame_that_fits_is_left_alone():
+    line = '  File "/a/b.py", line 1, in f'
+    assert _fitted(line, 96) == line

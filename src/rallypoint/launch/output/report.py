@@ -253,4 +253,22 @@ def _block(
     if len(shown) > most:
         left_out = f"… {len(shown) - most + 1} lines left out"
         shown = [left_out, *shown[-(most - 1) :]] if keep_end else [*shown[: most - 1], left_out]
-    return [paint("  │ ", _DIM) + _cut(line, width - 4) for line in shown]
+    return [paint("  │ ", _DIM) + _fitted(line, width - 4) for line in shown]
+
+
+# A line of a stack, as Python and as faulthandler write it.
+_FRAME = re.compile(r'(\s*File ")(.+)(", line \d+.*)')
+
+
+def _fitted(line: str, room: int) -> str:
+    """The line cut to its room; in a frame it is the path that is cut, at its beginning.
+
+    The file's name and the line's number are what a person looks for.
+    """
+    frame = _FRAME.fullmatch(line)
+    too_long = columns(line) - room
+    if frame is None or too_long <= 0:
+        return _cut(line, room)
+    before, path, after = frame.groups()
+    kept = _split(path[::-1], max(0, columns(path) - too_long - 1))[0][::-1]
+    return _cut(f"{before}…{kept}{after}", room)
