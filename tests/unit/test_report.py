@@ -277,3 +277,14 @@ def test_a_frame_whose_function_alone_is_too_long_still_fits():
 def test_a_frame_that_fits_is_left_alone():
     line = '  File "/a/b.py", line 1, in f'
     assert _fitted(line, 96) == line
+
+
+def test_who_failed_by_itself_is_not_said_to_have_died_of_the_root_cause():
+    alike = [raising(1), raising(2)]
+    symptom = raising(3, "RuntimeError", "Connection closed by peer [10.0.0.1]:99")
+    stopped = killed(4, signal.SIGTERM, stopped_by_us=True)
+    first = [render(report(raising(0), *rest)).splitlines()[0] for rest in (alike, (symptom,))]
+    assert first[0].endswith("; 2 other workers failed too")
+    assert first[1].endswith("; 1 other worker died of it")
+    both = render(report(raising(0), *alike, symptom, stopped), width=120).splitlines()[0]
+    assert both.endswith("; 2 other workers failed too, 2 died of it")

@@ -40,15 +40,6 @@ def process_environment() -> MutableMapping[str, str]:
     return os.environ
 
 
-def replace_all(new: Mapping[str, str]) -> None:
-    """Make the environment of this process exactly ``new``, as C code sees it too."""
-    for name in [name for name in os.environ if name not in new]:
-        del os.environ[name]
-    for name, value in new.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-
-
 @contextmanager
 def overlay(values: Mapping[str, str | None]) -> Iterator[None]:
     """Set (or with None unset) variables for the length of a block, then put all of them back."""

@@ -107,12 +107,21 @@ def _headline(report: FailureReport) -> str:
     root = report.root_cause
     if root is None:
         return "the job failed"
-    others = len(report.victims)
-    tail = f"; {others} other worker{'s' * (others > 1)} died of it" if others else ""
+    tail = _others(report.victims)
     end = f" (signal {root.signal})" if root.signal is not None else ""
     if root.signal is None and root.raised is not None and root.raised.type != "SystemExit":
         end = f" (exit code {root.exit_code})"
     return f"the job failed: rank {root.rank} {root.headline()}{end}{tail}"
+
+
+def _others(victims: Sequence[WorkerFailure]) -> str:
+    """How many died of the root cause, and how many failed by themselves (the same mistake, mostly)."""
+    alike = sum(not victim.stopped_by_us and not victim.is_symptom() for victim in victims)
+    died = len(victims) - alike
+    text = f"; {alike} other worker{'s' * (alike > 1)} failed too" if alike else ""
+    if died and alike:
+        return f"{text}, {died} died of it"
+    return f"; {died} other worker{'s' * (died > 1)} died of it" if died else text
 
 
 def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _Paint) -> list[str]:
