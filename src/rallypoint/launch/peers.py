@@ -196,7 +196,8 @@ class PeerNodes:
                 request()
             except RendezvousConnectionError as error:
                 self._store_lost(error)
-                if self._handler is None:
+                if self._node_rank < 0:  # lost before the first round: nobody to report to
+                    self._post(CoordinationFailed(error))
                     return
             except (RallyError, OSError, ValueError, KeyError) as error:
                 wrapped = error if isinstance(error, RallyError) else RendezvousError(str(error))
@@ -229,11 +230,7 @@ class PeerNodes:
 
     def _meet(self, generation: int, facts: dict[str, Any]) -> None:
         if self._handler is None:
-            try:
-                self._handler = self._connect()
-            except RendezvousConnectionError as error:
-                self._post(CoordinationFailed(error))
-                raise
+            self._handler = self._connect()
         with self._lock:
             self._generation = generation
             self._reports.clear()
