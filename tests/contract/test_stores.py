@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from rallypoint.errors import RendezvousConnectionError
-from rallypoint.rendezvous.api import Store
 from rallypoint.rendezvous.backends import tcpstore
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
+from rallypoint.rendezvous.store import Store
 
 
 def tcp_store() -> Store:
@@ -93,6 +93,57 @@ def test_exists(store: Store) -> None:
     assert not store.exists("k")
     store.set("k", b"")
     assert store.exists("k")
+
+
+def test_get_many_tells_what_is_there_and_what_is_not(store: Store) -> None:
+    for i in range(0, 700, 3):
+        store.set(f"k/{i}", b"%d" % i)
+    keys = [f"k/{i}" for i in range(700)]
+    assert store.get_many(keys) == [b"%d" % i if i % 3 == 0 else None for i in range(700)]
+    assert store.get_many([]) == []
+
+
+def test_a_counter_is_read_as_decimal_text(store: Store) -> None:
+    store.add("n", 41)
+    store.add("n", 1)
+    assert store.get("n", 1.0) == b"42"
+    assert store.get_many(["n", "m"]) == [b"42", None]
+
+
+def test_add_gives_each_of_many_callers_another_number(store: Store) -> None:
+    clones = [store.clone() for _ in range(8)]
+    sums: list[int] = []
+    threads = [
+        threading.Thread(target=lambda s=s: sums.extend(s.add("slots", 1) for _ in range(10)))
+        for s in clones
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(sums) == list(range(1, 81))
+
+
+def test_delete_removes_and_says_whether_there_was_one(store: Store) -> None:
+    store.set("k", b"1")
+    assert store.delete("k")
+    assert not store.delete("k")
+    assert not store.exists("k")
+    assert store.put_new("k", b"2") == b"2"
+
+
+def test_a_large_value_passes_whole(store: Store) -> None:
+    value = bytes(range(256)) * 4096
+    store.set("large", value)
+    assert store.get("large", 10.0) == value
+
+
+def test_closing_a_clone_leaves_the_others_usable(store: Store) -> None:
+    other = store.clone()
+    other.set("k", b"1")
+    other.close()
+    other.close()
+    assert store.get("k", 1.0) == b"1"
 
 
 def test_a_store_nobody_serves_any_more_is_a_connection_error(

@@ -28,9 +28,10 @@ from typing import Any
 
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import ConfigError, RallyError, RendezvousConnectionError, RendezvousError
-from rallypoint.rendezvous.api import RendezvousInfo, Store
+from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.lease import Leases
 from rallypoint.rendezvous.static import StaticRendezvous
+from rallypoint.rendezvous.store import Store
 
 from .config import LaunchConfig
 from .coordination import (

@@ -5,30 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-
-class Store(Protocol):
-    """What a rendezvous needs of a store; keys are text, values bytes, waits have deadlines.
-
-    Every method blocks for the network and raises ``RendezvousConnectionError`` when the store is gone.
-    """
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str, timeout: float) -> bytes:
-        """The value; waits for the key. Raises ``TimeoutError`` if it does not come within ``timeout`` seconds."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter (0 if new) and return the sum."""
-
-    def put_new(self, key: str, value: bytes) -> bytes:
-        """Set a key that does not exist; return what the key holds now, ours or another's."""
-
-    def exists(self, key: str) -> bool: ...
-
-    def clone(self) -> Store:
-        """The same store over a connection of its own: a blocked call does not hold up others."""
+from .store import Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

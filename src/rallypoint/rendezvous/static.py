@@ -17,8 +17,9 @@ from typing import Any
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, RendezvousError, RendezvousTimeout
 
-from .api import Member, RendezvousHandler, RendezvousInfo, Store
+from .api import Member, RendezvousHandler, RendezvousInfo
 from .ordering import assign_node_ranks
+from .store import Store
 
 
 RECORD_VERSION = 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 
 class MemoryStore:
-    """Implements :class:`rallypoint.rendezvous.api.Store`; thread-safe."""
+    """Implements :class:`rallypoint.rendezvous.store.Store`; thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -22,6 +23,10 @@ class MemoryStore:
             if not self._changed.wait_for(lambda: key in self._values, timeout):
                 raise TimeoutError(f"no key {key!r} within {timeout:g} s")
             return self._values[key]
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        with self._changed:
+            return [self._values.get(key) for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         with self._changed:
@@ -40,5 +45,12 @@ class MemoryStore:
         with self._changed:
             return key in self._values
 
+    def delete(self, key: str) -> bool:
+        with self._changed:
+            return self._values.pop(key, None) is not None
+
     def clone(self) -> MemoryStore:
         return self
+
+    def close(self) -> None:
+        pass

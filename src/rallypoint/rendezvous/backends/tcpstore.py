@@ -1,4 +1,4 @@
-"""c10d's ``TCPStore`` behind :class:`~rallypoint.rendezvous.api.Store`: served by one node, used by all.
+"""c10d's ``TCPStore`` behind :class:`~rallypoint.rendezvous.store.Store`: served by one node, used by all.
 
 The one module of this package that imports torch, and only when a job has several nodes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,8 @@ from rallypoint.errors import RendezvousConnectionError
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 # A reply of the store itself (not a wait for a key) that takes longer means that it is gone.
 REPLY_TIMEOUT = 15.0
+# Keys read in one round trip.
+CHUNK = 512
 
 
 class TcpStore:
@@ -68,8 +70,28 @@ class TcpStore:
 
     def get(self, key: str, timeout: float) -> bytes:
         with _as_connection_error(self._host, self._port):
-            self._store.wait([key], timedelta(seconds=max(timeout, 0.001)))
-            return bytes(self._store.get(key))
+            # One call that waits and reads is one round trip less than a wait and a read.
+            self._store.set_timeout(timedelta(seconds=max(timeout, 0.001)))
+            try:
+                return bytes(self._store.get(key))
+            finally:
+                self._store.set_timeout(timedelta(seconds=REPLY_TIMEOUT))
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        with _as_connection_error(self._host, self._port):
+            for start in range(0, len(keys), CHUNK):
+                found += self._get_chunk(keys[start : start + CHUNK])
+        return found
+
+    def _get_chunk(self, keys: Sequence[str]) -> list[bytes | None]:
+        # c10d reads many keys at once only where all exist; else halves are tried.
+        if self._store.check(list(keys)):
+            return [bytes(value) for value in self._store.multi_get(list(keys))]
+        if len(keys) == 1:
+            return [None]
+        half = len(keys) // 2
+        return self._get_chunk(keys[:half]) + self._get_chunk(keys[half:])
 
     def add(self, key: str, amount: int) -> int:
         with _as_connection_error(self._host, self._port):
@@ -83,8 +105,16 @@ class TcpStore:
         with _as_connection_error(self._host, self._port):
             return bool(self._store.check([key]))
 
+    def delete(self, key: str) -> bool:
+        with _as_connection_error(self._host, self._port):
+            return bool(self._store.delete_key(key))
+
     def clone(self) -> TcpStore:
         return TcpStore(self._host, self._port, silence=self._silence)
+
+    def close(self) -> None:
+        """Give the connection back; the serving node's first one ends the server with it."""
+        self._store = None
 
 
 def _open_sockets() -> dict[str, int]:
