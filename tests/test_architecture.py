@@ -33,6 +33,7 @@ TORCH_INSIDE_FUNCTIONS = {
     "launch/worker/process_group.py",
     "launch/server/store_host.py",
     "rendezvous/backends/tcpstore.py",
+    "rendezvous/c10d.py",
 }
 # Decisions only: no clock, no socket, no thread, no environment, no files.
 SANS_IO = {
@@ -44,7 +45,11 @@ SANS_IO = {
     "launch/placement/ranks.py",
     "launch/output/report.py",
     "launch/placement/worker_env.py",
+    "rendezvous/endpoint.py",
     "rendezvous/lease.py",
+    "rendezvous/protocol.py",
+    "rendezvous/quorum.py",
+    "rendezvous/records.py",
     "rendezvous/ordering.py",
 }
 IO_MODULES = {

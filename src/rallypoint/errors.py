@@ -5,7 +5,10 @@
     ├── DeadlineExceeded (also TimeoutError)
     ├── RendezvousError                    the nodes did not agree on a round
     │   ├── RendezvousTimeout              some nodes never came; says which did
-    │   └── RendezvousConnectionError      the store cannot be reached or served
+    │   ├── RendezvousConnectionError      the store cannot be reached or served
+    │   ├── RendezvousClosedError          it was closed: there is no further round
+    │   ├── RendezvousStateError           what the store holds cannot be understood
+    │   └── RendezvousGracefulExitError    this node is not wanted any more and may leave
     ├── LaunchError                        the job's processes could not be run
     │   └── WorkersFailed                  workers ran and failed; carries the report
     └── InternalError                      our bug, please report it
@@ -65,16 +68,26 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
         wanted: number of nodes the round needs.
         arrived: the nodes that did come, as ``"node 0 (hostA)"``.
         missing: the node ranks that did not, where ranks are fixed beforehand; else empty.
+        at_most: number of nodes the round takes, if that is more than it needs.
+        reason: why they were not enough, where counting them does not tell.
     """
 
     def __init__(
-        self, waited: float, wanted: int, arrived: tuple[str, ...], missing: tuple[int, ...] = ()
+        self,
+        waited: float,
+        wanted: int,
+        arrived: tuple[str, ...],
+        missing: tuple[int, ...] = (),
+        at_most: int | None = None,
+        reason: str = "",
     ) -> None:
-        super().__init__(waited, wanted, arrived, missing)
+        super().__init__(waited, wanted, arrived, missing, at_most, reason)
         self.waited = waited
         self.wanted = wanted
         self.arrived = arrived
         self.missing = missing
+        self.at_most = at_most
+        self.reason = reason
 
     def __str__(self) -> str:
         there = ", ".join(self.arrived) or "none"
@@ -83,14 +96,29 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
             if self.missing
             else ""
         )
+        is_range = self.at_most is not None and self.at_most > self.wanted
+        wanted = f"{self.wanted} to {self.at_most}" if is_range else f"{self.wanted}"
         return (
-            f"{len(self.arrived)} of {self.wanted} nodes arrived within {self.waited:.0f} s"
-            f" ({there}){lacking}; start the missing ones, or raise join_timeout in --rdzv-conf"
+            f"{len(self.arrived)} of {wanted} nodes arrived within {self.waited:.0f} s"
+            f" ({there}){lacking}{f': {self.reason}' if self.reason else ''}; start the missing ones, or"
+            " raise join_timeout in --rdzv-conf"
         )
 
 
 class RendezvousConnectionError(RendezvousError, ConnectionError):
     """The rendezvous endpoint could not be reached, or not be served."""
+
+
+class RendezvousClosedError(RendezvousError):
+    """The rendezvous was closed: no further round will be formed."""
+
+
+class RendezvousStateError(RendezvousError):
+    """The state the nodes share cannot be understood: it is corrupt, or another version's."""
+
+
+class RendezvousGracefulExitError(RendezvousError):
+    """This node is not wanted any more; it may leave, and that is no failure."""
 
 
 class LaunchError(RallyError):

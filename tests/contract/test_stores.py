@@ -4,11 +4,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends import tcpstore
+from rallypoint.rendezvous.backends.file import FileStore
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.store import Store
@@ -19,8 +21,24 @@ def tcp_store() -> Store:
     return TcpStore("127.0.0.1", listener.getsockname()[1], listener)
 
 
-@pytest.fixture(params=[MemoryStore, tcp_store], ids=["memory", "tcpstore"])
+@pytest.fixture
+def file_store(tmp_path: Path) -> Store:
+    return FileStore(tmp_path / "store", shared=False)
+
+
+@pytest.fixture
+def shared_file_store(tmp_path: Path) -> Store:
+    """With what is done for other hosts' sake."""
+    return FileStore(tmp_path / "store", shared=True)
+
+
+@pytest.fixture(
+    params=[MemoryStore, tcp_store, "etcd_store", "file_store", "shared_file_store"],
+    ids=["memory", "tcpstore", "etcd", "file", "file-shared"],
+)
 def store(request: pytest.FixtureRequest) -> Store:
+    if isinstance(request.param, str):  # one of conftest.py's fixtures
+        return request.getfixturevalue(request.param)
     make: Callable[[], Store] = request.param
     return make()
 

@@ -8,12 +8,11 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rallypoint._core import clock
+from rallypoint._core import addresses, clock
 
 from .output import oom
 from .output.failure import Raised, WorkerFailure, parse_line_from_worker
 from .output.logs import WorkerStreams
-from .placement import endpoints
 from .placement.ranks import WorkerRanks
 
 
@@ -151,7 +150,7 @@ class Generation:
             code, number = 1, None
         stopped = self._was_stopped(worker, number, raised)
         return WorkerFailure(
-            host=endpoints.hostname(),
+            host=addresses.hostname(),
             node_rank=self._node_rank,
             rank=worker.ranks.rank,
             local_rank=worker.ranks.local_rank,

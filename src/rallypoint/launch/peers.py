@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import ConfigError, RallyError, RendezvousConnectionError, RendezvousError
 from rallypoint.rendezvous.api import RendezvousInfo
@@ -43,7 +44,6 @@ from .coordination import (
     RoundReady,
 )
 from .output.failure import WorkerFailure, failures_from_json, failures_to_json
-from .placement import endpoints
 
 
 # Heartbeats in one lease: a few may be late.
@@ -93,7 +93,7 @@ class PeerNodes:
         self._store: Store | None = None
         self._handler: StaticRendezvous | None = None
         self._leader = False
-        self._leases = Leases(config.rendezvous.heartbeat_timeout)
+        self._leases: Leases[int] = Leases(config.rendezvous.heartbeat_timeout)
         self._worker = threading.Thread(target=self._work, name="rally-peers", daemon=True)
         self._reader: threading.Thread | None = None
 
@@ -172,13 +172,13 @@ class PeerNodes:
         meeting = self._config.rendezvous
         if meeting.node_rank not in {0, None}:
             return None
-        if not endpoints.is_this_host(meeting.host):
+        if not addresses.is_this_host(meeting.host):
             if meeting.node_rank is None:
                 return None
             # An address that is only a NAT's outside, say: node 0 serves, whatever its name here.
             self._say(f"{meeting.host} is no address of this machine; serving on all of them")
         try:
-            return endpoints.bind_store(None, meeting.port)
+            return addresses.bind_store(None, meeting.port)
         except ConfigError:
             if meeting.node_rank is None:
                 return None  # another supervisor on this machine was first
@@ -223,7 +223,7 @@ class PeerNodes:
             run_id=meeting.run_id,
             num_nodes=self._config.num_nodes,
             node_rank=meeting.node_rank,
-            host=endpoints.hostname(),
+            host=addresses.hostname(),
             node_id=self._node_id,
             join_timeout=meeting.join_timeout,
             say=self._say,
@@ -253,7 +253,7 @@ class PeerNodes:
     def _round_ready(self, round_: RendezvousInfo) -> RoundReady:
         first = round_.members[0].facts
         addr = str(first["addr"])
-        if endpoints.is_loopback(addr) and not self._leader:
+        if addresses.is_loopback(addr) and not self._leader:
             # What node 0 calls itself (Kubeflow's master pod: localhost) may mean another host here.
             addr = self._config.rendezvous.host
         return RoundReady(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from rallypoint._core import clock, env as environment, process
+from rallypoint._core import addresses, clock, env as environment, process
 from rallypoint.errors import ConfigError, LaunchError
 
 from . import policy
@@ -26,7 +26,7 @@ from .output.failure import FailureReport, WorkerFailure, in_order_of_blame
 from .output.logs import Console, Relay, RunFolder, StreamFactory
 from .output.report import clean
 from .output.reportfiles import write_error_files, write_report
-from .placement import endpoints, worker_env
+from .placement import worker_env
 from .placement.ranks import WorkerRanks, assign
 from .policy import Aim, Phase
 from .server.channel import Message
@@ -411,13 +411,13 @@ class Supervisor:
         alone = config.num_nodes == 1
         addr = config.master_addr or ("localhost" if alone else config.local_addr)
         if addr is None:
-            addr = endpoints.address_towards(config.rendezvous.host, config.rendezvous.port)
-        host = addr if alone and endpoints.is_loopback(addr) else None
+            addr = addresses.address_towards(config.rendezvous.host, config.rendezvous.port)
+        host = addr if alone and addresses.is_loopback(addr) else None
         if alone and config.master_addr is not None:
-            endpoints.check_host(addr)
+            addresses.check_host(addr)
         # On several nodes the port that all know is the supervisors' own; workers meet at a free one.
         port = config.master_port or 0
-        self._store_socket = endpoints.bind_store(host, port if alone else 0)
+        self._store_socket = addresses.bind_store(host, port if alone else 0)
         return addr, self._store_socket.getsockname()[1]
 
     def _start_workers(self) -> None:

@@ -3,9 +3,49 @@
 Membership is fixed: the number of nodes is given. :class:`StaticRendezvous` meets over c10d's ``TCPStore``.
 """
 
-from .api import Member, RendezvousHandler, RendezvousInfo
+from rallypoint.errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeout,
+)
+
+from .api import BootstrapStoreInfo, Member, RendezvousHandler, RendezvousInfo
+from .endpoint import Endpoint, HostPort, parse_endpoint
+from .parameters import RendezvousParameters
+from .registry import (
+    RendezvousHandlerCreator,
+    RendezvousHandlerRegistry,
+    rendezvous_handler_registry,
+)
 from .static import StaticRendezvous
 from .store import Store
 
 
-__all__ = ["Member", "RendezvousHandler", "RendezvousInfo", "StaticRendezvous", "Store"]
+# torch's name for it: programs that catch it keep working.
+RendezvousTimeoutError = RendezvousTimeout
+
+__all__ = [
+    "BootstrapStoreInfo",
+    "Endpoint",
+    "HostPort",
+    "Member",
+    "RendezvousClosedError",
+    "RendezvousConnectionError",
+    "RendezvousError",
+    "RendezvousGracefulExitError",
+    "RendezvousHandler",
+    "RendezvousHandlerCreator",
+    "RendezvousHandlerRegistry",
+    "RendezvousInfo",
+    "RendezvousParameters",
+    "RendezvousStateError",
+    "RendezvousTimeout",
+    "RendezvousTimeoutError",
+    "StaticRendezvous",
+    "Store",
+    "parse_endpoint",
+    "rendezvous_handler_registry",
+]

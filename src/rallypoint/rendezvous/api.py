@@ -26,6 +26,19 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class BootstrapStoreInfo:
+    """Where the workers of a round find their own store (``MASTER_ADDR``, ``MASTER_PORT``).
+
+    Args:
+        master_addr: name or address of its host.
+        master_port: its port.
+    """
+
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True)
 class RendezvousInfo:
     """One agreed membership. Unpacks as ``(store, rank, world_size)``; ranks count nodes.
 
@@ -35,6 +48,7 @@ class RendezvousInfo:
         world_size: number of nodes.
         members: all of them, by rank.
         generation: the round's number.
+        bootstrap_store_info: where workers meet, if the round settled that; else None.
     """
 
     store: Store
@@ -42,6 +56,7 @@ class RendezvousInfo:
     world_size: int
     members: Sequence[Member]
     generation: int
+    bootstrap_store_info: BootstrapStoreInfo | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.store, self.rank, self.world_size))
@@ -61,6 +76,9 @@ class RendezvousHandler(ABC):
         Raises:
             RendezvousTimeout: some nodes did not come in time.
             RendezvousConnectionError: the store cannot be reached or served.
+            RendezvousClosedError: no further round will be formed.
+            RendezvousStateError: what the store holds cannot be understood.
+            RendezvousGracefulExitError: the job goes on without this node, which may leave.
         """
 
     @abstractmethod

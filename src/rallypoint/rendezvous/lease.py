@@ -6,12 +6,16 @@ them move. No two clocks are compared (leases as in Gray and Cheriton, SOSP 1989
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+
+Node = TypeVar("Node", bound=Hashable)
 
 
 @dataclass(slots=True)
-class Leases:
+class Leases(Generic[Node]):
     """The observer's notes.
 
     Args:
@@ -19,9 +23,9 @@ class Leases:
     """
 
     timeout: float
-    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _seen: dict[Node, tuple[int, float]] = field(default_factory=dict)
 
-    def observe(self, now: float, counters: Mapping[int, int]) -> tuple[int, ...]:
+    def observe(self, now: float, counters: Mapping[Node, int]) -> tuple[Node, ...]:
         """Note the counters of all nodes watched, and return those that are lost.
 
         A node seen for the first time starts a fresh lease; a node that is left out is forgotten.

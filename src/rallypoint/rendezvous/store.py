@@ -9,7 +9,7 @@ One object is one connection: threads that may block have a :meth:`Store.clone` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 MAX_KEY = 512
@@ -49,3 +49,23 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Give the connection back. A second call does nothing; other clones stay usable."""
+
+
+@runtime_checkable
+class ComparingStore(Store, Protocol):
+    """A store that can also replace a value on condition."""
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Set the key if it holds ``expected``, and return what it holds now.
+
+        Empty ``expected`` stands for a key that does not exist, too. Where there is no key, and one
+        was expected, nothing is set and ``expected`` is returned: c10d's rules.
+        """
+
+
+@runtime_checkable
+class CountingStore(Store, Protocol):
+    """A store that can tell how many keys it has."""
+
+    def num_keys(self) -> int:
+        """Keys and counters of this job."""

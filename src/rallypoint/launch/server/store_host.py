@@ -12,20 +12,23 @@ from __future__ import annotations
 import signal
 from datetime import timedelta
 
+from rallypoint._core.resolver import without_name_servers
+
 
 def serve(listen_fd: int, port: int) -> None:
     """Serve a store on an already listening socket until killed. Does not return."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
 
     # A TCPStore server also makes itself a client: "localhost" is this very process.
-    _store = TCPStore(
-        "localhost",
-        port,
-        None,
-        is_master=True,
-        timeout=timedelta(seconds=30),
-        wait_for_workers=False,
-        master_listen_fd=listen_fd,
-    )
+    with without_name_servers():
+        _store = TCPStore(
+            "localhost",
+            port,
+            None,
+            is_master=True,
+            timeout=timedelta(seconds=30),
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
     while True:
         signal.pause()

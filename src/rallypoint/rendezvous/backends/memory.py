@@ -41,6 +41,15 @@ class MemoryStore:
             self._changed.notify_all()
             return held
 
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self._changed:
+            held = self._values.get(key)
+            if (held or b"") != expected:
+                return expected if held is None else held
+            self._values[key] = desired
+            self._changed.notify_all()
+            return desired
+
     def exists(self, key: str) -> bool:
         with self._changed:
             return key in self._values

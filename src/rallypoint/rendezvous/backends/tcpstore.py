@@ -5,6 +5,8 @@ The one module of this package that imports torch, and only when a job has sever
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -13,8 +15,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from rallypoint._core import env as environment
-from rallypoint._core.clock import Deadline
+from rallypoint._core import env as environment, resolver
+from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import RendezvousConnectionError
 
 
@@ -24,6 +26,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 REPLY_TIMEOUT = 15.0
 # Keys read in one round trip.
 CHUNK = 512
+# While an answer is due the watchdog looks this often (seconds).
+WATCH_EVERY = 0.25
 
 
 class TcpStore:
@@ -33,8 +37,9 @@ class TcpStore:
         host: where it is served.
         port: its port.
         listener: on the serving node, the bound socket; the store takes it over.
-        silence: seconds without an answer from the serving host's kernel after which the connection
-            counts as broken; None leaves that to the system (some 15 minutes).
+        silence: seconds without an answer after which the connection counts as broken, whether the
+            other host's kernel is silent or only its process; None waits without limit.
+        connect_timeout: seconds that the other side may take to accept us.
     """
 
     def __init__(
@@ -43,71 +48,93 @@ class TcpStore:
         port: int,
         listener: socket.socket | None = None,
         silence: float | None = None,
+        connect_timeout: float | None = None,
     ) -> None:
-        # c10d warns in C++ of each wait that ends without its key; we say what is the matter ourselves.
-        level = environment.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-        with environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
-
         self._host, self._port, self._silence = host, port, silence
-        before = set(_open_sockets())
-        with _as_connection_error(host, port):
-            self._store: Any = TCPStore(
-                "localhost" if listener is not None else host,
+        self._socket: socket.socket | None = None
+        serving = listener is not None
+        timeout = timedelta(seconds=REPLY_TIMEOUT if connect_timeout is None else connect_timeout)
+        # Who serves must not wait for those of this process that wait to be served.
+        turn = contextlib.nullcontext() if serving else _connecting
+        address = "localhost" if serving else resolver.numeric(host, port)
+        with (
+            turn,
+            _as_connection_error(host, port, connecting=True),
+            resolver.without_name_servers(),
+        ):
+            tcp_store = _import_tcp_store()
+            sockets = _NewSockets(all_of_them=serving)
+            self._store: Any = tcp_store(
+                address,
                 port,
                 None,
-                is_master=listener is not None,
-                timeout=timedelta(seconds=REPLY_TIMEOUT),
+                is_master=serving,
+                timeout=timeout,
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )
-        if silence is not None:
-            _break_on_silence(before, port, silence)
+            self._store.set_timeout(timedelta(seconds=REPLY_TIMEOUT))
+            if silence is not None:
+                self._socket = sockets.to(port)
+                _break_on_silence(self._socket, silence)
+
+    @contextmanager
+    def _asking(self, wait: float = 0.0) -> Iterator[Any]:
+        """c10d's store for one call, which the watchdog breaks off if the answer is overdue."""
+        store = self._store
+        if store is None:
+            raise RendezvousConnectionError(
+                f"the connection to {self._host}:{self._port} is closed"
+            )
+        with _as_connection_error(self._host, self._port):
+            if self._socket is None or self._silence is None:
+                yield store
+                return
+            watch = _watchdog.expect(self._socket, wait + self._silence)
+            try:
+                yield store
+            finally:
+                _watchdog.done(watch)
 
     def set(self, key: str, value: bytes) -> None:
-        with _as_connection_error(self._host, self._port):
-            self._store.set(key, value)
+        with self._asking() as store:
+            store.set(key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
-        with _as_connection_error(self._host, self._port):
+        with self._asking(timeout) as store:
             # One call that waits and reads is one round trip less than a wait and a read.
-            self._store.set_timeout(timedelta(seconds=max(timeout, 0.001)))
+            store.set_timeout(timedelta(seconds=max(timeout, 0.001)))
             try:
-                return bytes(self._store.get(key))
+                return bytes(store.get(key))
             finally:
-                self._store.set_timeout(timedelta(seconds=REPLY_TIMEOUT))
+                store.set_timeout(timedelta(seconds=REPLY_TIMEOUT))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         found: list[bytes | None] = []
-        with _as_connection_error(self._host, self._port):
-            for start in range(0, len(keys), CHUNK):
-                found += self._get_chunk(keys[start : start + CHUNK])
+        for start in range(0, len(keys), CHUNK):
+            with self._asking() as store:
+                found += _get_chunk(store, list(keys[start : start + CHUNK]))
         return found
 
-    def _get_chunk(self, keys: Sequence[str]) -> list[bytes | None]:
-        # c10d reads many keys at once only where all exist; else halves are tried.
-        if self._store.check(list(keys)):
-            return [bytes(value) for value in self._store.multi_get(list(keys))]
-        if len(keys) == 1:
-            return [None]
-        half = len(keys) // 2
-        return self._get_chunk(keys[:half]) + self._get_chunk(keys[half:])
-
     def add(self, key: str, amount: int) -> int:
-        with _as_connection_error(self._host, self._port):
-            return int(self._store.add(key, amount))
+        with self._asking() as store:
+            return int(store.add(key, amount))
 
     def put_new(self, key: str, value: bytes) -> bytes:
-        with _as_connection_error(self._host, self._port):
-            return bytes(self._store.compare_set(key, "", value))
+        with self._asking() as store:
+            return bytes(store.compare_set(key, "", value))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self._asking() as store:
+            return bytes(store.compare_set(key, expected, desired))
 
     def exists(self, key: str) -> bool:
-        with _as_connection_error(self._host, self._port):
-            return bool(self._store.check([key]))
+        with self._asking() as store:
+            return bool(store.check([key]))
 
     def delete(self, key: str) -> bool:
-        with _as_connection_error(self._host, self._port):
-            return bool(self._store.delete_key(key))
+        with self._asking() as store:
+            return bool(store.delete_key(key))
 
     def clone(self) -> TcpStore:
         return TcpStore(self._host, self._port, silence=self._silence)
@@ -115,54 +142,161 @@ class TcpStore:
     def close(self) -> None:
         """Give the connection back; the serving node's first one ends the server with it."""
         self._store = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
-def _open_sockets() -> dict[str, int]:
-    """This process's sockets: what they are called in /proc, and a descriptor of each."""
-    found = {}
+def _import_tcp_store() -> Any:
+    # c10d warns in C++ of each wait that ends without its key; we say what is the matter ourselves.
+    level = environment.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
+    return TCPStore
+
+
+def _get_chunk(store: Any, keys: list[str]) -> list[bytes | None]:
+    # c10d reads many keys at once only where all exist; else halves are tried.
+    if store.check(keys):
+        return [bytes(value) for value in store.multi_get(keys)]
+    if len(keys) == 1:
+        return [None]
+    half = len(keys) // 2
+    return _get_chunk(store, keys[:half]) + _get_chunk(store, keys[half:])
+
+
+# -- connections that fall silent -----------------------------------------------------------------
+# c10d's calls wait for an answer without limit, and it offers no way to set one; but the sockets it opens
+# are this process's own. They are found as the descriptors that are new after a connection was made.
+
+# One connection is made at a time, so that new descriptors can be told apart.
+_connecting = threading.Lock()
+
+
+class _NewSockets:
+    """The descriptors that this process opens from now on.
+
+    Args:
+        all_of_them: look at every descriptor; else only at the lowest free one, which is next.
+    """
+
+    def __init__(self, *, all_of_them: bool) -> None:
+        self._before = _descriptors() if all_of_them else None
+        self._next = os.dup(0) if not all_of_them else -1
+        if self._next >= 0:
+            os.close(self._next)
+
+    def to(self, port: int) -> socket.socket | None:
+        """The new connection to ``port``, as a descriptor of its own; None if it cannot be told."""
+        found = None
+        if self._next >= 0:
+            found = _connection_to(self._next, port)
+        if found is None:
+            before = self._before or set()
+            fresh = sorted(fd for fd, inode in _descriptors() - before)
+            connections = [each for fd in reversed(fresh) if (each := _connection_to(fd, port))]
+            found = connections[0] if connections else None
+            for other in connections[1:]:
+                other.close()
+        return found
+
+
+def _descriptors() -> set[tuple[int, int]]:
+    found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
+            found.add((int(name), os.fstat(int(name)).st_ino))
+        except OSError:
             continue  # the descriptor of this very listing
-        if target.startswith("socket:"):
-            found[target] = int(name)
     return found
 
 
-def _break_on_silence(before: set[str], port: int, seconds: float) -> None:
-    """Have the kernel break connections whose other end has fallen silent (a cut cable, a lost host).
+def _connection_to(fd: int, port: int) -> socket.socket | None:
+    try:
+        sock = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None  # no socket, or closed again
+    try:
+        if sock.getpeername()[1] == port:
+            return sock
+    except OSError:
+        pass  # a listener
+    sock.close()
+    return None
 
-    c10d's calls wait for an answer without limit, and it offers no way to set one; but the sockets
-    it has opened are this process's own. With TCP_USER_TIMEOUT (RFC 5482) a call in progress fails
-    when its request stays unacknowledged, with keep-alives also one that only waits.
+
+def _break_on_silence(sock: socket.socket | None, seconds: float) -> None:
+    """Have the kernel break the connection when the other host falls silent (a cut cable, a lost host).
+
+    With TCP_USER_TIMEOUT (RFC 5482) a call in progress fails when its request stays unacknowledged, with
+    keep-alives also one that only waits.
     """
-    for name, fd in _open_sockets().items():
-        if name in before:
-            continue
-        try:
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.getpeername()[1] != port:
-                    continue
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                interval = max(1, int(seconds / 3))
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-        except OSError:
-            continue  # a listener, or closed again: none of the store's
+    if sock is None:
+        return
+    interval = max(1, int(seconds / 4))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 900))
+
+
+class _Watchdog:
+    """Breaks connections whose answer is overdue: a process that stands still keeps its kernel answering."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._expected: dict[int, tuple[float, socket.socket]] = {}
+        self._ids = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._idle = False
+
+    def expect(self, sock: socket.socket, seconds: float) -> int:
+        """An answer on ``sock`` is due within ``seconds``."""
+        number = next(self._ids)
+        with self._changed:
+            self._expected[number] = (MONOTONIC.now() + seconds, sock)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(
+                    target=self._run, name="rally-watchdog", daemon=True
+                )
+                self._thread.start()
+            elif self._idle:
+                self._changed.notify()
+        return number
+
+    def done(self, number: int) -> None:
+        with self._changed:
+            self._expected.pop(number, None)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                now = MONOTONIC.now()
+                overdue = [n for n, (due, _) in self._expected.items() if due <= now]
+                for number in overdue:
+                    _, sock = self._expected.pop(number)
+                    try:
+                        sock.shutdown(socket.SHUT_RDWR)
+                    except OSError:
+                        pass  # it is broken already
+                # Most answers come at once: looking now and then is cheaper than being woken for each.
+                self._idle = not self._expected
+                self._changed.wait(None if self._idle else WATCH_EVERY)
+
+
+_watchdog = _Watchdog()
 
 
 @contextmanager
-def _as_connection_error(host: str, port: int) -> Iterator[None]:
+def _as_connection_error(host: str, port: int, *, connecting: bool = False) -> Iterator[None]:
     from torch.distributed import DistError, DistStoreError
 
     try:
         yield
     except DistStoreError as error:
         # c10d says "wait timeout" for a key that does not come, and the same type for the rest.
-        if "timeout" in str(error).lower():
+        if "timeout" in str(error).lower() and not connecting:
             raise TimeoutError(str(error).splitlines()[0]) from None
         raise _gone(host, port, error) from None
     except (DistError, RuntimeError) as error:

@@ -114,3 +114,19 @@ def address_towards(host: str, port: int) -> str:
         except OSError:
             return hostname()
         return str(sock.getsockname()[0])
+
+
+def bind_only(port: int) -> socket.socket:
+    """A socket that holds a port of all addresses and refuses connections until it is told to listen.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    sock = _dual_stack()
+    try:
+        # Not SO_REUSEADDR: with it two sockets that do not listen could hold one port.
+        sock.bind(("", port))
+    except OSError:
+        sock.close()
+        raise
+    return sock

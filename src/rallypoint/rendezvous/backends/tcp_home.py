@@ -1,0 +1,325 @@
+"""The embedded store's home: one node of the job serves it, and another one when that node is lost.
+
+Which node serves at first is decided by binding: the endpoint's address can be bound on one machine only, so
+no name is compared with another. Of several nodes on that machine the first one wins the port.
+
+When the store is lost, the members of the last round try, in this order: the old place (perhaps only a
+connection broke), then each *standby* of the plan by rank. A standby has bound its port beforehand and does not
+listen there before it serves, so an attempt is refused at once; its watch port tells whether its process
+lives and so will serve. A standby serves itself once all before it are dead or silent. Where a
+newcomer meanwhile serves an empty store at the endpoint of old, the new host leaves a note there that
+leads to the new place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from rallypoint._core import addresses
+from rallypoint._core.clock import MONOTONIC, Deadline
+from rallypoint.errors import ConfigError, RendezvousConnectionError
+from rallypoint.rendezvous.home import LastRound, Recovery
+from rallypoint.rendezvous.store import Store
+
+from .tcpstore import TcpStore
+
+
+_log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+# Attempts to connect while a place is looked for: seconds between them, and for each.
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
+ATTEMPT = 1.0
+# The new host looks this often whether somebody serves an empty store at the old place.
+FORWARD_EVERY = 2.0
+
+
+class _Answer(Enum):
+    SERVES = "serves"
+    ALIVE = "alive"  # its process lives, and does not serve (yet)
+    DEAD = "dead"
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the store may be: ``node_id`` is empty for an endpoint the user gave."""
+
+    addr: str
+    port: int
+    node_id: str = ""
+    watch: int = 0
+
+
+class TcpHome:
+    """Implements :class:`~rallypoint.rendezvous.home.Home` for c10d's ``TCPStore``.
+
+    Args:
+        hosts: where the store may be found at first, in this order; the first one serves it.
+        silence: seconds without an answer after which a connection counts as broken.
+        is_host: whether this node serves; None: if the first of ``hosts`` is this machine.
+        say: prints a line for the person at the terminal.
+        on_serving: called with a connection when this node has begun to serve in place of another.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[tuple[str, int]],
+        *,
+        silence: float,
+        is_host: bool | None = None,
+        say: Say,
+    ) -> None:
+        self._hosts = tuple(hosts)
+        self._silence = silence
+        self._is_host = is_host
+        self._say = say
+        self._server: TcpStore | None = None
+        self._standby: socket.socket | None = None
+        self._current: _Place = _Place(*self._hosts[0])
+        self._forward: Callable[[Store, str, int], None] | None = None
+        self._forwarder: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    @property
+    def serves(self) -> bool:
+        return self._server is not None
+
+    def towards(self) -> tuple[str, int] | None:
+        return self._hosts[0]
+
+    def forward_with(self, leave_note: Callable[[Store, str, int], None]) -> None:
+        """How to leave a note in an empty store at the old place: where the job is now."""
+        self._forward = leave_note
+
+    # -- the first connection -------------------------------------------------------------------
+
+    def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
+        if self._current != _Place(*self._hosts[0]):
+            return self._client(self._current)  # led here by a note
+        listener = self._listener_if_host()
+        if listener is not None:
+            # Of several endpoints one may be served already: this node has come back.
+            for host, port in self._hosts[1:]:
+                if _probe(host, port) is _Answer.SERVES:
+                    listener.close()
+                    self._current = _Place(host, port)
+                    return self._client(self._current)
+            return self._serve(listener, self._hosts[0][1])
+        return self._wait_for_host(deadline, stop)
+
+    def _listener_if_host(self) -> socket.socket | None:
+        """The store's listening socket, if this node is the one to serve it.
+
+        Raises:
+            ConfigError: it was told to, and the port is in use.
+        """
+        host, port = self._hosts[0]
+        if self._is_host is False:
+            return None
+        if self._is_host is None and not addresses.is_this_host(host):
+            return None
+        if not addresses.is_this_host(host):
+            # An address that is only a NAT's outside, say: this node was told to serve.
+            self._say(f"{host} is no address of this machine; serving on all of them")
+        try:
+            return addresses.bind_store(None, port, "--rdzv-endpoint")
+        except ConfigError:
+            if self._is_host is None:
+                return None  # another supervisor on this machine was first
+            raise
+
+    def _wait_for_host(self, deadline: Deadline, stop: threading.Event) -> Store:
+        pause, said = FIRST_PAUSE, False
+        names = ", ".join(f"{host}:{port}" for host, port in self._hosts)
+        while True:
+            why = ""
+            for host, port in self._hosts:
+                left = deadline.remaining()
+                try:
+                    timeout = min(5.0, 5.0 if left is None else max(left, 0.001))
+                    socket.create_connection((host.strip("[]"), port), timeout=timeout).close()
+                except OSError as error:
+                    why = why or error.strerror or str(error)
+                    continue
+                self._current = _Place(host, port)
+                return self._client(self._current)
+            if deadline.expired() or stop.is_set():
+                raise RendezvousConnectionError(
+                    f"cannot reach the rendezvous at {names}: {why}; is `rally run` started there, is"
+                    " --rdzv-endpoint (or --master-addr) right, and is the port open?"
+                )
+            if not said and pause > 8 * FIRST_PAUSE:
+                said = True
+                left = deadline.remaining()
+                until = "" if left is None else f", for up to {left:.0f} s"
+                self._say(f"waiting for the rendezvous at {names} ({why}){until}")
+            stop.wait(min(pause, deadline.remaining() or pause))
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+    def _serve(self, listener: socket.socket, port: int) -> Store:
+        port = listener.getsockname()[1] or port
+        self._server = TcpStore("localhost", port, listener, self._silence)
+        self._current = _Place("localhost", port)
+        return self._server.clone()
+
+    def _client(self, place: _Place) -> TcpStore:
+        return TcpStore(place.addr.strip("[]"), place.port, silence=self._silence)
+
+    # -- when it is lost ------------------------------------------------------------------------
+
+    def standby(self, addr: str) -> Mapping[str, Any]:
+        if self._standby is None:
+            # At the endpoint's port where it is free: then a list of hosts is all that newcomers need.
+            for port in (self._hosts[0][1], 0):
+                try:
+                    self._standby = addresses.bind_only(port)
+                    break
+                except OSError:
+                    continue
+        if self._standby is None:
+            return {}
+        return {"addr": addr, "port": self._standby.getsockname()[1]}
+
+    def recover(
+        self,
+        error: RendezvousConnectionError,
+        last: LastRound | None,
+        deadline: Deadline,
+        stop: threading.Event,
+    ) -> Recovery:
+        if self._server is not None:
+            # Served by this very process: only the connection broke.
+            return Recovery(self._server.clone(), moved=False)
+        old = self._current
+        places = [old, *_standbys(last)]
+        own = "" if last is None else last.node_id
+        dead: set[str] = set() if last is None else set(last.dead)
+        host_id = next(
+            (p.node_id for p in places[1:] if (p.addr, p.port) == (old.addr, old.port)), ""
+        )
+        silent_since: dict[_Place, float] = {}
+        pause = FIRST_PAUSE
+        while True:
+            taken = False
+            for place in places:
+                if place.node_id and place.node_id == own:
+                    later = places[places.index(place) + 1 :]
+                    serving = next((p for p in later if self._ask(p) is _Answer.SERVES), None)
+                    if serving is None and not taken:
+                        return self._take_over(place, last, frozenset(dead))
+                    place = serving or place
+                    answer = _Answer.SERVES if serving is not None else _Answer.ALIVE
+                else:
+                    answer = self._ask(place)
+                if answer is _Answer.SERVES:
+                    with contextlib.suppress(RendezvousConnectionError):
+                        store = self._client(place)
+                        store.exists("probe")
+                        self._current = place
+                        return Recovery(store, place is not old, frozenset(dead))
+                    answer = _Answer.SILENT
+                now = MONOTONIC.now()
+                if answer is _Answer.DEAD:
+                    dead.add(place.node_id or host_id)
+                elif place is not old:
+                    # Whoever lives will serve, and whoever is silent may be slow: for a lease.
+                    since = silent_since.setdefault(place, now)
+                    patience = self._silence if answer is _Answer.ALIVE else 2 * ATTEMPT
+                    if now - since < patience:
+                        taken = True
+            if stop.is_set() or deadline.expired():
+                raise RendezvousConnectionError(
+                    f"{error}; no other node serves it either ({len(places)} places tried)"
+                )
+            stop.wait(min(pause, deadline.remaining() or pause))
+            pause = min(2 * pause, 0.25)
+
+    def _ask(self, place: _Place) -> _Answer:
+        answer = _probe(place.addr, place.port)
+        if answer is not _Answer.DEAD or not place.watch:
+            return answer
+        alive = _probe(place.addr, place.watch)
+        return _Answer.ALIVE if alive is _Answer.SERVES else alive
+
+    def _take_over(self, place: _Place, last: LastRound | None, dead: frozenset[str]) -> Recovery:
+        listener, self._standby = self._standby, None
+        if listener is None:
+            raise RendezvousConnectionError(
+                "this node cannot serve the store: it has no port for it"
+            )
+        listener.listen(addresses.BACKLOG)
+        old = self._current
+        self._say(
+            f"the job's store at {old.addr}:{old.port} is lost; serving it here, port {place.port}"
+        )
+        store = self._serve(listener, place.port)
+        if self._forward is not None:
+            self._forwarder = threading.Thread(
+                target=self._keep_forwarding, args=(place,), name="rally-forwarder", daemon=True
+            )
+            self._forwarder.start()
+        return Recovery(store, True, dead)
+
+    def _keep_forwarding(self, here: _Place) -> None:
+        """Lead those who still go to the endpoint that the user gave to where the job is now."""
+        assert self._forward is not None
+        while not self._closed.wait(FORWARD_EVERY):
+            for host, port in self._hosts:
+                if (host, port) == (here.addr, here.port) or (
+                    port == here.port and addresses.is_this_host(host)
+                ):
+                    continue
+                if _probe(host, port) is not _Answer.SERVES:
+                    continue
+                with contextlib.suppress(RendezvousConnectionError, TimeoutError):
+                    store = self._client(_Place(host, port))
+                    self._forward(store, here.addr, here.port)
+                    store.close()
+
+    def follow(self, addr: str, port: int) -> None:
+        self._current = _Place(addr, port)
+        # A store we serve here is where others are led on from: it stays.
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._standby is not None:
+            self._standby.close()
+            self._standby = None
+        if self._forwarder is not None:
+            self._forwarder.join(ATTEMPT + 0.5)
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _standbys(last: LastRound | None) -> list[_Place]:
+    found = []
+    listed = None if last is None else last.plan.get("standbys")
+    for each in listed if isinstance(listed, list) else ():
+        if not isinstance(each, dict):
+            continue
+        addr, port, watch = each.get("addr"), each.get("port"), each.get("watch")
+        if isinstance(addr, str) and isinstance(port, int):
+            found.append(
+                _Place(addr, port, str(each.get("id")), watch if isinstance(watch, int) else 0)
+            )
+    return found
+
+
+def _probe(host: str, port: int) -> _Answer:
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=ATTEMPT).close()
+    except ConnectionRefusedError:
+        return _Answer.DEAD
+    except OSError:
+        return _Answer.SILENT
+    return _Answer.SERVES

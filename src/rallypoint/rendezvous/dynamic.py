@@ -1,0 +1,475 @@
+"""Dynamic membership: the shell around :mod:`.protocol`.
+
+It carries the protocol's operations out on a store (:mod:`.record_store`), starts this node's pulse
+(:mod:`.liveness`), and finds the store again when it is lost (:mod:`.home`). It decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, assert_never, overload
+
+from rallypoint._core import addresses
+from rallypoint._core.clock import MONOTONIC, Deadline
+from rallypoint.errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeout,
+)
+
+from . import protocol
+from .api import Member, RendezvousHandler, RendezvousInfo
+from .home import Home, LastRound
+from .liveness import Loss, Neighbour, Pulse, WatchPost
+from .protocol import Closed, Joined, Moved, Node, TimedOut, Timing
+from .quorum import Settings
+from .record_store import RecordStore
+from .records import Codec
+
+
+_log = logging.getLogger(__name__)
+
+# How many nodes before its own a node looks up, to have one to watch when they are lost together.
+NUM_NEIGHBOURS = 4
+# How long leaving may take.
+LEAVE_PATIENCE = 2.0
+
+Say = Callable[[str], None]
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+@dataclass(kw_only=True, slots=True)
+class Listener:
+    """Whom to tell what happens between rounds. Called from threads of the handler; must not block.
+
+    Args:
+        on_loss: a member of the round is gone.
+        on_store_lost: the store is; the next ``next_rendezvous`` looks for it.
+    """
+
+    on_loss: Callable[[Loss], None] = _ignore
+    on_store_lost: Callable[[RendezvousConnectionError], None] = _ignore
+
+
+class DynamicRendezvous(RendezvousHandler):
+    """One node of a job whose members may come, go and fail.
+
+    Args:
+        home: where the job's store is.
+        backend: its name.
+        run_id: the job's name; jobs with different names do not see each other.
+        settings: how many nodes, and how long to wait for more.
+        timing: seconds to join, and of the lease.
+        host: this node's name, for people and for the order of ranks.
+        label: where it stands (rack, switch), for ``settings.by_label``.
+        local_addr: the address other nodes reach this one at; None: the route to the endpoint tells.
+        secret: what all nodes of the job know; records without it are ignored.
+        split_brain_guard: a minority that is cut off does not go on by itself.
+        say: prints a line for the person at the terminal.
+        listener: see :class:`Listener`.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        *,
+        backend: str,
+        run_id: str,
+        settings: Settings,
+        timing: Timing,
+        host: str,
+        label: str = "",
+        local_addr: str | None = None,
+        secret: bytes | None = None,
+        split_brain_guard: bool = True,
+        say: Say = _log.info,
+        listener: Listener | None = None,
+    ) -> None:
+        self._home = home
+        self._backend = backend
+        self._run_id = run_id
+        self._settings = settings
+        self._timing = timing
+        self._local_addr = local_addr
+        self._guard = split_brain_guard
+        self._say = say
+        self._listener = listener or Listener()
+        self._codec = Codec(run_id, secret)
+        self._node = Node(node_id=uuid.uuid4().hex[:16], host=host, label=label)
+        self._facts: Mapping[str, Any] = {}
+        self._records: RecordStore | None = None
+        self._pulse: Pulse | None = None
+        self._post: WatchPost | None = None
+        self._plan: Mapping[str, Any] = {}
+        self._ids: tuple[str, ...] = ()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._gone: set[str] = set()  # lost, by any sign
+        self._dead: set[str] = set()  # known to have ended
+        self._lost_here = False
+        self._moved = False
+
+    # -- torchelastic's interface ---------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        deadline = Deadline(self._timing.join)
+        while True:
+            try:
+                records = self._connected(deadline)
+                outcome: protocol.Outcome = self._play(records)
+            except RendezvousConnectionError as error:
+                if self._stop.is_set() or self._records is None:
+                    raise
+                self._recover(error, deadline)
+                continue
+            match outcome:
+                case Joined():
+                    return self._joined(records, outcome)
+                case TimedOut(_, arrived, reason):
+                    least, most = self._settings.min_nodes, self._settings.max_nodes
+                    why = reason if len(arrived) >= least else ""
+                    raise RendezvousTimeout(
+                        self._timing.join, least, arrived, at_most=most, reason=why
+                    )
+                case Closed(reason):
+                    raise RendezvousClosedError(
+                        f"the rendezvous {self._run_id!r} is closed: {reason}"
+                    )
+                case Moved(addr, port):
+                    self._say(f"the job's store is at {addr}:{port} now: going there")
+                    self._home.follow(addr, port)
+                    self._disconnect(leaving=False)
+                    self._node = replace(self._node, generation=None, survivors_needed=0)
+                case _:
+                    assert_never(outcome)
+
+    def is_closed(self) -> bool:
+        if self._records is None:
+            return False
+        (closed,) = self._records.look(["closed"])
+        return closed is not None
+
+    def set_closed(self) -> None:
+        self.close_rendezvous("it was closed by a node")
+
+    def close_rendezvous(self, reason: str) -> None:
+        """Form no further round; nodes that wait for one are told ``reason``."""
+        records = self._connected(Deadline(self._timing.join))
+        records.claim("closed", {"closed": reason})
+        if self._node.generation is not None:
+            # Who waits for the next round waits for its call.
+            records.claim(f"{self._node.generation + 1}/call", {"closed": reason})
+
+    def num_nodes_waiting(self) -> int:
+        if self._node.generation is None or self._records is None:
+            return 0
+        following = self._node.generation + 1
+        try:
+            (call,) = self._records.look([f"{following}/call"])
+            waiting = self._records.count(f"{following}/waiting")
+        except RendezvousConnectionError:
+            return 1  # the store's host is gone: the next round will tell
+        changed = self._lost_here or (call is not None and "closed" not in call)
+        if changed:
+            return max(1, waiting)
+        return waiting if self._node.num_nodes < self._settings.max_nodes else 0
+
+    def shutdown(self) -> bool:
+        self._stop.set()
+        self._disconnect(leaving=True)
+        self._home.close()
+        if self._post is not None:
+            self._post.close()
+            self._post = None
+        return True
+
+    # -- what a launcher needs beside it --------------------------------------------------------
+
+    @property
+    def serves(self) -> bool:
+        """Whether the store ends with this process."""
+        return self._home.serves
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """The plan of the round this node is a member of."""
+        return self._plan
+
+    @property
+    def records(self) -> RecordStore | None:
+        """The connection of :meth:`next_rendezvous`; clone it for a thread of your own."""
+        return self._records
+
+    def bring(self, facts: Mapping[str, Any]) -> None:
+        """Set what this node tells the others in its next round (JSON values)."""
+        self._facts = facts
+
+    def find_store(self) -> None:
+        """Look for the store again, now, after it was lost: others may wait for this node to serve it.
+
+        Raises:
+            RendezvousConnectionError: nobody serves it within the time to join.
+        """
+        if self._records is None:
+            return
+        try:
+            self._records.look(["head"])
+        except RendezvousConnectionError as error:
+            deadline = Deadline(self._timing.join)
+            self._recover(error, deadline)
+            self._connected(deadline)
+
+    def note_gone(self, rank: int, *, certain: bool) -> None:
+        """A member of the round is known to be gone: the next round need not wait for it."""
+        with self._lock:
+            if 0 <= rank < len(self._ids):
+                self._gone.add(self._ids[rank])
+                if certain:
+                    self._dead.add(self._ids[rank])
+
+    # -- connections ----------------------------------------------------------------------------
+
+    def _connected(self, deadline: Deadline) -> RecordStore:
+        if self._records is None:
+            self._records = RecordStore(self._home.connect(deadline, self._stop), self._codec)
+        if self._post is None:
+            self._post = WatchPost()
+        if self._pulse is None:
+            self._start_pulse(self._records)
+        return self._records
+
+    def _start_pulse(self, records: RecordStore) -> None:
+        self._pulse = Pulse(
+            records.clone, self._node.node_id, self._timing.lease, self._heed_loss, self._heed_store
+        )
+        self._pulse.start()
+
+    def _disconnect(self, *, leaving: bool) -> None:
+        pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.stop(leaving=leaving, timeout=LEAVE_PATIENCE)
+        if self._records is not None:
+            self._records.close()
+            self._records = None
+
+    def _recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
+        """A connection again, here or elsewhere; or raises."""
+        _log.info("%s; looking for it", error)
+        self._disconnect(leaving=False)
+        generation = self._node.generation
+        last = None
+        if generation is not None:
+            with self._lock:
+                dead = frozenset(self._dead)
+            last = LastRound(
+                generation=generation, plan=self._plan, node_id=self._node.node_id, dead=dead
+            )
+        recovery = self._home.recover(error, last, deadline, self._stop)
+        self._records = records = RecordStore(recovery.store, self._codec)
+        with self._lock:
+            self._dead |= recovery.dead
+            self._gone |= recovery.dead
+        self._moved = self._moved or recovery.moved
+        if generation is not None and recovery.moved:
+            # The new place is empty: what the next round needs to know of the last one is put there.
+            if self._ids:
+                records.write(protocol.ids_key(generation, self._plan), {"ids": list(self._ids)})
+            records.claim(f"{generation}/plan", self._plan)
+            (head,) = records.look(["head"])
+            if head is None or head.get("generation", 0) <= generation:
+                records.write("head", {"generation": generation + 1})
+
+    # -- one round ------------------------------------------------------------------------------
+
+    def _play(self, records: RecordStore) -> protocol.Outcome:
+        """Drive the protocol to its outcome."""
+        node = replace(
+            self._node, facts=self._all_facts(), survivors_needed=self._survivors_needed()
+        )
+        steps = protocol.next_round(node, self._settings, self._timing)
+        answer: tuple[float, Any] | None = None
+        while True:
+            try:
+                operation = next(steps) if answer is None else steps.send(answer)
+            except StopIteration as stop:
+                outcome: protocol.Outcome = stop.value
+                return outcome
+            if self._stop.is_set():
+                raise RendezvousConnectionError("this node was told to stop")
+            result = self._carry_out(records, operation)
+            answer = (MONOTONIC.now(), result)
+
+    def _carry_out(self, records: RecordStore, operation: protocol.Operation) -> Any:
+        match operation:
+            case protocol.Claim(key, body):
+                return records.claim(key, body)
+            case protocol.Increment(key):
+                return records.increment(key)
+            case protocol.Write(key, body):
+                return records.write(key, body)
+            case protocol.Await(key, timeout):
+                return records.wait(key, timeout)
+            case protocol.Look(keys):
+                return records.look(keys)
+            case protocol.Count(key):
+                return records.count(key)
+            case protocol.Delete(key):
+                return records.delete(key)
+            case protocol.Gone():
+                with self._lock:
+                    return frozenset(self._gone)
+            case protocol.Tell(text):
+                return self._say(text)
+            case _:
+                assert_never(operation)
+
+    def _all_facts(self) -> Mapping[str, Any]:
+        assert self._post is not None
+        addr = self._local_addr or self._address()
+        standby = dict(self._home.standby(addr))
+        return {
+            **self._facts,
+            "watch": [addr, self._post.port],
+            "standby": {**standby, "watch": self._post.port} if standby else {},
+        }
+
+    def _address(self) -> str:
+        towards = self._home.towards()
+        return addresses.hostname() if towards is None else addresses.address_towards(*towards)
+
+    def _survivors_needed(self) -> int:
+        """How many of the last round's members make it safe to go on.
+
+        The others may be alive behind a broken network. Those that are known to have ended do not count; of
+        two halves, the one that has kept the store goes on.
+        """
+        if not self._guard or self._node.generation is None:
+            return 0
+        with self._lock:
+            undecided = self._node.num_nodes - len(self._dead & set(self._ids))
+        if self._moved:
+            return undecided // 2 + 1
+        return (undecided + 1) // 2
+
+    def _joined(self, records: RecordStore, joined: Joined) -> RendezvousInfo:
+        plan, generation = joined.plan, joined.generation
+        order = plan.get("order")
+        if not isinstance(order, list):
+            raise RendezvousStateError(f"the plan of round {generation} has no order of nodes")
+        self._plan = plan
+        self._moved = False
+        self._node = replace(
+            self._node,
+            generation=generation,
+            rank=joined.rank,
+            slot=joined.slot,
+            num_nodes=len(order),
+        )
+        with self._lock:
+            self._gone.clear()
+            self._dead.clear()
+            self._lost_here = False
+            self._ids = ()
+        if joined.rank < protocol.NUM_STANDBYS:
+            # Who may have to serve the store, or to lead, knows all members by their ids.
+            (record,) = records.look([protocol.ids_key(generation, plan)])
+            with self._lock:
+                self._ids = protocol.ids_in(record)
+        self._watch(records, generation, joined.rank, order)
+        members = Members(records, generation, order)
+        return RendezvousInfo(records.store, joined.rank, len(order), members, generation)
+
+    def _watch(
+        self, records: RecordStore, generation: int, rank: int, order: Sequence[int]
+    ) -> None:
+        assert self._pulse is not None
+        count = len(order)
+        ranks = [(rank - back) % count for back in range(1, min(NUM_NEIGHBOURS, count - 1) + 1)]
+        found = records.look([f"{generation}/node/{order[each]}" for each in ranks])
+        nearest = [
+            _neighbour(each, record)
+            for each, record in zip(ranks, found, strict=True)
+            if record is not None
+        ]
+        everybody = []
+        if rank == 0:
+            with self._lock:
+                ids = self._ids
+            everybody = [
+                Neighbour(node_id=node_id, rank=each, host="")
+                for each, node_id in enumerate(ids)
+                if each != rank
+            ]
+        self._pulse.watch(nearest, everybody)
+
+    def _heed_loss(self, loss: Loss) -> None:
+        with self._lock:
+            self._gone.add(loss.neighbour.node_id)
+            self._lost_here = True
+            if loss.certain:
+                self._dead.add(loss.neighbour.node_id)
+        self._listener.on_loss(loss)
+
+    def _heed_store(self, error: RendezvousConnectionError) -> None:
+        self._lost_here = True
+        self._listener.on_store_lost(error)
+
+
+def _neighbour(rank: int, record: Mapping[str, Any]) -> Neighbour:
+    facts = record.get("facts")
+    watch = facts.get("watch") if isinstance(facts, dict) else None
+    addr = None
+    match watch:
+        case [str() as host, int() as port] if 0 < port < 65536:
+            addr = (host, port)
+    return Neighbour(
+        node_id=str(record.get("id")), rank=rank, host=str(record.get("host")), addr=addr
+    )
+
+
+class Members(Sequence[Member]):
+    """The members of a round by rank, read when somebody asks: most never do, and there may be thousands."""
+
+    def __init__(self, records: RecordStore, generation: int, order: Sequence[int]) -> None:
+        self._records = records
+        self._generation = generation
+        self._order = order
+        self._read: list[Member] | None = None
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members())
+
+    @overload
+    def __getitem__(self, index: int) -> Member: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Member]: ...
+    def __getitem__(self, index: int | slice) -> Member | Sequence[Member]:
+        return self._members()[index]
+
+    def _members(self) -> list[Member]:
+        if self._read is None:
+            keys = [f"{self._generation}/node/{slot}" for slot in self._order]
+            self._read = []
+            for rank, record in enumerate(self._records.look(keys)):
+                body: Mapping[str, Any] = record or {}
+                facts = body.get("facts")
+                known = facts if isinstance(facts, dict) else {}
+                self._read.append(Member(rank=rank, host=str(body.get("host", "?")), facts=known))
+        return self._read

@@ -1,0 +1,138 @@
+"""Where a job's store is, and where it goes when that place is lost.
+
+Stores that others keep alive (etcd, a shared folder) stay where they are: :class:`FixedHome`. The embedded
+``TCPStore`` lives in one of the job's own nodes and moves when that node is lost: :mod:`.backends.tcp_home`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import RendezvousConnectionError
+
+from .store import Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastRound:
+    """What a node remembers of the round it is a member of, should the store be lost.
+
+    Args:
+        generation: its number.
+        plan: as it was published.
+        node_id: this node's.
+        dead: ids of nodes that are known to have ended.
+    """
+
+    generation: int
+    plan: Mapping[str, Any]
+    node_id: str
+    dead: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A store that can be used again.
+
+    Args:
+        store: the connection.
+        moved: whether it is another place than before.
+        dead: ids of nodes found to have ended meanwhile.
+    """
+
+    store: Store
+    moved: bool
+    dead: frozenset[str] = frozenset()
+
+
+class Home(Protocol):
+    """Calls block until ``deadline``, or until ``stop`` is set; both end in ``RendezvousConnectionError``."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether the store lives in this process: it ends with it."""
+
+    def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
+        """The first connection."""
+
+    def recover(
+        self,
+        error: RendezvousConnectionError,
+        last: LastRound | None,
+        deadline: Deadline,
+        stop: threading.Event,
+    ) -> Recovery:
+        """A connection again after ``error``."""
+
+    def follow(self, addr: str, port: int) -> None:
+        """The job's store is known to be elsewhere now."""
+
+    def standby(self, addr: str) -> Mapping[str, Any]:
+        """What others must know to find the store here, should it move here; empty if it never does."""
+
+    def towards(self) -> tuple[str, int] | None:
+        """A host that all nodes reach: our address on the way there is the one to tell others."""
+
+    def close(self) -> None:
+        """Let go of everything; a store served here ends."""
+
+
+class FixedHome:
+    """A store that does not depend on any node of the job.
+
+    Args:
+        open_store: makes a connection.
+        patience: seconds to try again once it was lost; longer than that and others count us as lost.
+        towards: a host and port that all nodes reach, or None.
+    """
+
+    serves = False
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        *,
+        patience: float,
+        towards: tuple[str, int] | None = None,
+    ) -> None:
+        self._open = open_store
+        self._patience = patience
+        self._towards = towards
+
+    def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
+        return self._open()
+
+    def recover(
+        self,
+        error: RendezvousConnectionError,
+        last: LastRound | None,
+        deadline: Deadline,
+        stop: threading.Event,
+    ) -> Recovery:
+        pause = 0.05
+        while True:
+            try:
+                store = self._open()
+                store.exists("probe")
+                return Recovery(store, moved=False)
+            except RendezvousConnectionError as again:
+                error = again
+            if stop.wait(pause) or deadline.expired():
+                raise error
+            pause = min(2 * pause, 1.0)
+
+    def follow(self, addr: str, port: int) -> None:
+        pass
+
+    def standby(self, addr: str) -> Mapping[str, Any]:
+        return {}
+
+    def towards(self) -> tuple[str, int] | None:
+        return self._towards
+
+    def close(self) -> None:
+        pass

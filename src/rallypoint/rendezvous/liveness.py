@@ -1,0 +1,337 @@
+"""Liveness: this node beats, and watches its neighbour. Apart from membership, on a connection of its own.
+
+Two signs of death, and each is enough:
+
+- *The beat stands still.* Every node writes a number under its own key ten times in a lease. Whoever watches
+  it notes, on its own clock, when the number last changed (:mod:`.lease`). This finds a silent host.
+- *The process ended.* Each node listens on a port and never accepts: the kernel completes the connection
+  of a watcher, and resets it in the moment the process ends. If a second attempt is then refused, there
+  is nobody. This finds a killed process on a living host within milliseconds.
+
+Each node watches its predecessor in rank order (rank 0 the last), and the next one before it when that is
+lost; rank 0 also reads everybody's beats. So the cost for each node does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rallypoint._core.clock import MONOTONIC
+from rallypoint.errors import RallyError, RendezvousConnectionError
+
+from .lease import Leases
+from .record_store import RecordStore
+
+
+# Beats in one lease.
+BEATS = 10
+# A connection that was refused is no proof by itself (an address may be another host's here); with a beat
+# that stands still for so many beats it is.
+BEATS_AFTER_REFUSAL = 4
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neighbour:
+    """A node that is watched.
+
+    Args:
+        node_id: whose beat to read.
+        rank: in the round.
+        host: its name, for people.
+        addr: where its process can be watched; None where it cannot.
+    """
+
+    node_id: str
+    rank: int
+    host: str
+    addr: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A node that is gone; ``certain`` if its process is known to have ended."""
+
+    neighbour: Neighbour
+    certain: bool
+    reason: str
+    left: bool = False
+
+
+class WatchPost:
+    """The port by which others see that this process lives. Nothing is ever read from it."""
+
+    def __init__(self) -> None:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        if family == socket.AF_INET6:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self._socket.bind(("", 0))
+        self._socket.listen(64)
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Pulse:
+    """One thread that beats and watches.
+
+    Args:
+        connect: opens a connection of its own, when the thread starts.
+        node_id: this node's.
+        lease: seconds of silence after which a node is lost.
+        on_loss: called from this thread for each node that is lost.
+        on_store_lost: called from this thread, once, when the store is gone; the thread ends.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], RecordStore],
+        node_id: str,
+        lease: float,
+        on_loss: Callable[[Loss], None],
+        on_store_lost: Callable[[RendezvousConnectionError], None],
+    ) -> None:
+        self._connect = connect
+        self._node_id = node_id
+        self._interval = lease / BEATS
+        self._lease = lease
+        self._on_loss = on_loss
+        self._on_store_lost = on_store_lost
+        self._number = 0
+        self._lock = threading.Lock()
+        self._order: Sequence[Neighbour] = ()  # all that may be watched, nearest first
+        self._everybody: Sequence[Neighbour] = ()
+        self._round = 0
+        self._lost: set[str] = set()
+        self._stopping = False
+        self._leaving = False
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="rally-pulse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def watch(
+        self, nearest_first: Sequence[Neighbour], everybody: Sequence[Neighbour] = ()
+    ) -> None:
+        """Whom to watch from now on: the first of the one list that lives, all of the other by their beat."""
+        with self._lock:
+            self._order, self._everybody = tuple(nearest_first), tuple(everybody)
+            self._round += 1
+            self._lost.clear()
+            self._wake()
+
+    def stop(self, *, leaving: bool, timeout: float) -> None:
+        """End the thread; ``leaving``: its last beat says that this node has left in good order."""
+        with self._lock:
+            self._stopping, self._leaving = True, leaving
+            self._wake()
+        self._thread.join(timeout)
+
+    def _wake(self) -> None:
+        if self._write < 0:
+            return  # the thread has ended
+        try:
+            os.write(self._write, b"x")
+        except BlockingIOError:
+            pass  # it is awake
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        line = _Line()
+        records = None
+        try:
+            records = self._records = self._connect()
+            self._loop(line)
+        except RendezvousConnectionError as error:
+            if not self._stopping:
+                self._on_store_lost(error)
+        except RallyError as error:
+            self._on_store_lost(RendezvousConnectionError(str(error)))
+        finally:
+            line.close()
+            if records is not None:
+                records.close()
+            with self._lock:
+                os.close(self._read)
+                os.close(self._write)
+                self._write = -1
+
+    def _loop(self, line: _Line) -> None:
+        seen_round = 0
+        # A lease is over when a whole one has passed since the last move, seen at the next beat.
+        leases: Leases[str] = Leases(self._lease - self._interval)
+        refused: Leases[str] = Leases(self._interval * BEATS_AFTER_REFUSAL)
+        next_beat = MONOTONIC.now()
+        while True:
+            with self._lock:
+                stopping, leaving, round_ = self._stopping, self._leaving, self._round
+                order = [each for each in self._order if each.node_id not in self._lost]
+                everybody = [each for each in self._everybody if each.node_id not in self._lost]
+            if stopping:
+                if leaving:
+                    self._beat(left=True)
+                return
+            if round_ != seen_round:
+                seen_round = round_
+                leases = Leases(self._lease - self._interval)
+                refused = Leases(self._interval * BEATS_AFTER_REFUSAL)
+            nearest = order[0] if order else None
+            line.hold(nearest)
+            now = MONOTONIC.now()
+            if now >= next_beat:
+                self._beat()
+                watched = {each.node_id: each for each in (*everybody, *order[:1])}
+                self._look(watched, leases, refused, line)
+                next_beat = MONOTONIC.now() + self._interval
+            line.poll(self._read, max(0.0, next_beat - MONOTONIC.now()))
+            if line.ended and nearest is not None:
+                self._lose(Loss(nearest, True, f"{_called(nearest)} has ended"))
+
+    def _beat(self, *, left: bool = False) -> None:
+        self._number += 1
+        body: dict[str, Any] = {"beat": self._number}
+        if left:
+            body["left"] = True
+        self._records.write(f"beat/{self._node_id}", body)
+
+    def _look(
+        self,
+        watched: Mapping[str, Neighbour],
+        leases: Leases[str],
+        refused: Leases[str],
+        line: _Line,
+    ) -> None:
+        if not watched:
+            return
+        ids = list(watched)
+        bodies = self._records.look([f"beat/{each}" for each in ids])
+        numbers = {}
+        for each, body in zip(ids, bodies, strict=True):
+            number = None if body is None else body.get("beat")
+            numbers[each] = number if isinstance(number, int) else -1
+            if body is not None and body.get("left") is True:
+                neighbour = watched[each]
+                self._lose(Loss(neighbour, True, f"{_called(neighbour)} has left", left=True))
+        now = MONOTONIC.now()
+        for each in leases.observe(now, numbers):
+            seconds = f"not heard of for {self._lease:g} s"
+            self._lose(Loss(watched[each], False, f"{_called(watched[each])} is lost: {seconds}"))
+        suspect = line.refused_by
+        doubtful = {} if suspect not in numbers else {suspect: numbers[suspect]}
+        for each in refused.observe(now, doubtful):
+            self._lose(Loss(watched[each], True, f"{_called(watched[each])} has ended"))
+
+    def _lose(self, loss: Loss) -> None:
+        with self._lock:
+            if loss.neighbour.node_id in self._lost:
+                return
+            self._lost.add(loss.neighbour.node_id)
+        self._on_loss(loss)
+
+
+class _Line:
+    """The connection to the neighbour's watch post, without a blocking call."""
+
+    def __init__(self) -> None:
+        self._to: Neighbour | None = None
+        self._socket: socket.socket | None = None
+        self._connected = False
+        self._again = False
+        self.ended = False
+        self.refused_by = ""
+
+    def hold(self, neighbour: Neighbour | None) -> None:
+        """Have a line to this one, and to no other."""
+        if neighbour == self._to:
+            return
+        self.close()
+        self._to = neighbour
+        self._again = False
+        self.refused_by = ""
+        self._open()
+
+    def _open(self) -> None:
+        self.ended = self._connected = False
+        if self._to is None or self._to.addr is None:
+            return
+        try:
+            found = socket.getaddrinfo(*self._to.addr, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = found[0]
+            self._socket = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+            self._socket.setblocking(False)
+            self._settle(self._socket.connect_ex(address))
+        except OSError:
+            self._drop()  # no way there: its beat must do
+
+    def _settle(self, code: int) -> None:
+        """A connection attempt has come to this."""
+        if code == errno.EINPROGRESS:
+            return
+        if code == 0:
+            self._connected = True
+            return
+        self._drop()
+        if code == errno.ECONNREFUSED and self._to is not None:
+            if self._again:
+                self.ended = True
+            else:
+                self.refused_by = self._to.node_id
+
+    def poll(self, wake_fd: int, timeout: float) -> None:
+        """Wait for news of the line, or for a byte on ``wake_fd``, at most ``timeout`` seconds."""
+        poller = select.poll()
+        poller.register(wake_fd, select.POLLIN)
+        sock = self._socket
+        if sock is not None:
+            poller.register(sock, select.POLLIN if self._connected else select.POLLOUT)
+        for fd, _ in poller.poll(timeout * 1000 + 1):
+            if fd == wake_fd:
+                os.read(wake_fd, 4096)
+            elif sock is not None:
+                self._hear(sock)
+
+    def _hear(self, sock: socket.socket) -> None:
+        if not self._connected:
+            self._settle(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+            return
+        try:
+            if sock.recv(64):
+                return  # nothing is said on this line
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        # Ended, or was it only the connection? Whoever is refused now knows.
+        self._drop()
+        self._again = True
+        self._open()
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+        self._connected = False
+
+    def close(self) -> None:
+        self._drop()
+        self._to = None
+
+
+def _called(neighbour: Neighbour) -> str:
+    return f"node {neighbour.rank} ({neighbour.host})"

@@ -1,0 +1,530 @@
+"""How one node gets into a round: the whole protocol, without any I/O.
+
+Theory of operation
+-------------------
+Every round has a generation ``g`` and keys below ``g/`` in the job's store:
+
+- ``g/call``: the first node that is entitled to opens the round by an atomic put-if-absent; it is the leader;
+- ``g/arrivals``: a counter; adding 1 gives a node its slot. ``g/node/SLOT``: the record it writes there;
+- ``g/plan``: the leader's answer, by put-if-absent: slots in rank order. There is never a second one,
+  whoever else believes to be the leader;
+- ``g/leader/TERM``: who takes over when the leader of the term before fell silent, by put-if-absent;
+- ``g/waiting``: how many nodes wait for the round to be opened.
+
+Entitled to open are members of round ``g-1``, and anybody for round 0. Others (late, or spare) wait in one
+blocking wait for ``g/call``; they open the round themselves only if the last round's rank 0 is silent and nobody
+else has done so. A record is written after the call, so it is itself a proof of life: a node that
+died while it waited is in no plan.
+
+A node that joins needs five operations (call, slot, record, plan, and deleting its record of the last
+round), however many nodes there are; the leader reads every record once, hundreds in one operation.
+
+The protocol is a generator: it yields one operation, and is sent ``(now, result)``. The shell that carries
+operations out is :mod:`rallypoint.rendezvous.dynamic`; the tests interleave many of these and kill some.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .lease import Leases
+from .quorum import Arrival, Close, NotYet, Settings, Standing, decide
+
+
+# -- operations: what the shell is asked to do ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Put a record if there is none; the result is the body that stands there now."""
+
+    key: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """Add 1 to a counter; the result is the sum."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    key: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait for a record; the result is its body, or None after ``timeout`` seconds."""
+
+    key: str
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The bodies of several records as they are now, None where there is none (or none that counts)."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A counter's value, 0 if there is none."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The ids of nodes that this node knows to be lost or to have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell the person at the terminal."""
+
+    text: str
+
+
+Operation = Claim | Increment | Write | Await | Look | Count | Delete | Gone | Tell
+Steps = Generator[Operation, tuple[float, Any], Any]
+
+
+# -- what a node knows, and what comes out --------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """This node between two rounds.
+
+    Args:
+        node_id: unique, the same in every round.
+        host: its name, for people.
+        label: where it stands, or empty.
+        facts: what it tells the others (JSON values).
+        generation: of the last round it was a member of, or None.
+        rank: its rank in that round.
+        num_nodes: how many members that round had.
+        slot: its slot in that round.
+        survivors_needed: see :class:`~rallypoint.rendezvous.quorum.Standing`.
+    """
+
+    node_id: str
+    host: str
+    label: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    generation: int | None = None
+    rank: int = -1
+    num_nodes: int = 0
+    slot: int = -1
+    survivors_needed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds.
+
+    Args:
+        join: how long a round may take to form.
+        lease: silence after which a node is lost.
+    """
+
+    join: float
+    lease: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """This node is a member of a round."""
+
+    generation: int
+    rank: int
+    slot: int
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """The round did not form: who is there, and how many were wanted."""
+
+    generation: int
+    arrived: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """There will be no further round."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The job's store is elsewhere now: the others meet there."""
+
+    addr: str
+    port: int
+
+
+Outcome = Joined | TimedOut | Closed | Moved
+
+# How many nodes at the head of a plan say where they could serve the store.
+NUM_STANDBYS = 16
+# How many of the first arrivals look after the leader closely; the others at each lease.
+NUM_DEPUTIES = 3
+# Rank 0 is silent for so many leases before one that waits opens a round by itself.
+LEASES_TO_OPEN = 3
+
+
+def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
+    """The steps of one node into its next round. Returns an :data:`Outcome`."""
+    generation = None if node.generation is None else node.generation + 1
+    entitled = True  # a member of the round before may open the next
+    while True:
+        if generation is None:
+            generation, entitled = yield from _find_round()
+        if not entitled:
+            ended = yield from _wait_for_call(node, generation, timing)
+            if ended is not None:
+                return ended
+        outcome = yield from _take_part(node, generation, settings, timing)
+        match outcome:
+            case _Excluded(next_generation):
+                # Too late, or too many: from now on it waits for the round after.
+                node = replace(node, generation=None, survivors_needed=0)
+                generation, entitled = next_generation, False
+            case _Void(next_generation):
+                generation, entitled = next_generation, True
+            case _:
+                return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Excluded:
+    next_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Void:
+    next_generation: int
+
+
+def _find_round() -> Steps:
+    """The first generation without a plan, and whether a stranger may take part right away."""
+    (_, (head,)) = yield Look(("head",))
+    generation = 0 if head is None else _number(head.get("generation"))
+    while True:
+        keys = (f"{generation}/plan", f"{generation}/call")
+        (_, (plan, call)) = yield Look(keys)
+        if plan is None:
+            return generation, generation == 0 or call is not None
+        generation += 1
+
+
+def _wait_for_call(node: Node, generation: int, timing: Timing) -> Steps:
+    """Wait until the round is opened. Returns an outcome, or None: take part."""
+    yield Increment(f"{generation}/waiting")
+    (now, (plan,)) = yield Look((f"{generation - 1}/plan",))
+    first = str(_first(plan).get("id"))
+    leases: Leases[int] = Leases(timing.lease * LEASES_TO_OPEN)
+    while True:
+        (now, call) = yield Await(f"{generation}/call", timing.lease)
+        if call is not None:
+            return Closed(str(call["closed"])) if "closed" in call else None
+        (now, (beat, closed, moved)) = yield Look((f"beat/{first}", "closed", "moved"))
+        if closed is not None:
+            return Closed(str(closed.get("closed")))
+        if moved is not None:
+            return Moved(str(moved.get("addr")), _number(moved.get("port")))
+        if leases.observe(now, {0: _beat_number(beat)}):
+            yield Tell("no node of the running round is heard of: opening the next one")
+            return None
+
+
+def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) -> Steps:
+    (now, call) = yield Claim(f"{generation}/call", {"leader": node.node_id})
+    if "closed" in call:
+        return Closed(str(call["closed"]))
+    give_up = now + timing.join
+    (now, slot) = yield Increment(f"{generation}/arrivals")
+    slot -= 1
+    survivor = node.generation is not None and node.generation == generation - 1
+    record = {
+        "id": node.node_id,
+        "host": node.host,
+        "label": node.label,
+        "last_rank": node.rank if survivor else None,
+        "facts": node.facts,
+    }
+    (now, _) = yield Write(f"{generation}/node/{slot}", record)
+    term, leader = 0, str(call.get("leader"))
+    while True:
+        if leader == node.node_id:
+            plan = yield from _lead(node, generation, settings, timing, give_up)
+        else:
+            plan = yield from _follow(generation, slot, term, leader, timing, give_up)
+        match plan:
+            case TimedOut():
+                return (yield from _leave_round(node, generation, slot, plan))
+            case _NextTerm():
+                (now, held) = yield Claim(
+                    f"{generation}/leader/{term + 1}", {"leader": node.node_id}
+                )
+                term, leader = term + 1, str(held.get("leader"))
+            case _:
+                break
+    if node.generation is not None and node.slot >= 0 and "closed" not in plan:
+        yield Delete(f"{node.generation}/node/{node.slot}")
+    return _place(node, generation, slot, plan)
+
+
+def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> Any:
+    """What a plan means for the node in ``slot``."""
+    if "closed" in plan:
+        return Closed(str(plan["closed"]))
+    moved = plan.get("moved")
+    if isinstance(moved, dict):
+        return Moved(str(moved.get("addr")), _number(moved.get("port")))
+    if "void" in plan:
+        return _Void(max(generation + 1, _number(plan["void"])))
+    order = plan.get("order", ())
+    if slot not in order:
+        return _Excluded(generation + 1)
+    return Joined(generation=generation, rank=order.index(slot), slot=slot, plan=plan)
+
+
+def _leave_round(node: Node, generation: int, slot: int, failed: TimedOut) -> Steps:
+    """Give up: take the record back, unless a plan was made in this very moment."""
+    yield Delete(f"{generation}/node/{slot}")
+    (_, (plan,)) = yield Look((f"{generation}/plan",))
+    return failed if plan is None else _place(node, generation, slot, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _NextTerm:
+    """The leader of the term fell silent."""
+
+
+def _follow(
+    generation: int, slot: int, term: int, leader: str, timing: Timing, give_up: float
+) -> Steps:
+    """Wait for the plan, with an eye on the leader."""
+    leases: Leases[int] = Leases(timing.lease)
+    pause = timing.lease / 5 if slot <= NUM_DEPUTIES else timing.lease
+    beat: Any = None
+    while True:
+        (now, plan) = yield Await(f"{generation}/plan", pause)
+        if plan is not None:
+            return plan
+        (now, (beat, successor)) = yield Look((f"beat/{leader}", f"{generation}/leader/{term + 1}"))
+        (now, gone) = yield Gone()
+        # The leader makes out when time is over; a little later each node does by itself.
+        if now > give_up + timing.lease:
+            arrived = yield from _hosts(generation)
+            return TimedOut(generation, arrived, "no plan was made")
+        lost = leases.observe(now, {0: _beat_number(beat)})
+        if lost or successor is not None or leader in gone or _has_left(beat):
+            return _NextTerm()
+
+
+def _lead(node: Node, generation: int, settings: Settings, timing: Timing, give_up: float) -> Steps:
+    """Gather the arrivals, close the round, publish the plan. Returns a plan or :class:`TimedOut`."""
+    arrivals: dict[int, Arrival] = {}
+    records: dict[int, Mapping[str, Any]] = {}
+    members = yield from _members_of_last_round(generation)
+    leases: Leases[str] = Leases(timing.lease)
+    silent: set[str] = set()
+    enough_since: float | None = None
+    said = ""
+    started: float | None = None
+    while True:
+        (now, filled) = yield Count(f"{generation}/arrivals")
+        started = now if started is None else started
+        fresh = tuple(slot for slot in range(filled) if slot not in records)
+        keys = tuple(f"{generation}/node/{slot}" for slot in fresh)
+        (now, found) = yield Look(("head", "closed", "moved", *keys))
+        head, closed, moved, found = found[0], found[1], found[2], found[3:]
+        if moved is not None:
+            (_, plan) = yield Claim(f"{generation}/plan", {"moved": moved})
+            return plan
+        if closed is not None:
+            (_, plan) = yield Claim(f"{generation}/plan", {"closed": closed.get("closed")})
+            return plan
+        if head is not None and _number(head.get("generation")) > generation:
+            void = {"void": _number(head.get("generation"))}
+            (_, plan) = yield Claim(f"{generation}/plan", void)
+            return plan
+        for slot, record in zip(fresh, found, strict=True):
+            arrival = None if record is None else _arrival(slot, record)
+            if record is not None and arrival is not None:
+                records[slot], arrivals[slot] = record, arrival
+        here = {arrival.node_id for arrival in arrivals.values()}
+        missing = sorted(members - here)
+        if missing:
+            (now, beats) = yield Look(tuple(f"beat/{each}" for each in missing))
+            numbers = {index: _beat_number(beat) for index, beat in enumerate(beats)}
+            watched = dict(zip(missing, numbers.items(), strict=True))
+            lost = leases.observe(now, {each: number for each, (_, number) in watched.items()})
+            silent.update(lost)
+            silent.update(
+                each for each, beat in zip(missing, beats, strict=True) if _has_left(beat)
+            )
+        (now, gone) = yield Gone()
+        # Who has arrived is not gone, whatever was thought of it: its record is younger than the call.
+        gone = frozenset((gone | silent) - here)
+        (now, waiting) = yield Count(f"{generation}/waiting")
+        standing = Standing(
+            arrivals=arrivals,
+            first_round=not members,
+            missing=frozenset(missing) - gone,
+            waiting=waiting,
+            gone=gone,
+            survivors_needed=node.survivors_needed,
+            enough_since=enough_since,
+            out_of_time=now >= give_up,
+        )
+        match decide(now, settings, standing):
+            case Close(order, spares, _reason):
+                ids = [arrivals[slot].node_id for slot in order]
+                yield Write(f"{generation}/ids/{node.node_id}", {"ids": ids})
+                plan = _plan(node.node_id, generation, order, spares, records)
+                (_, held) = yield Claim(f"{generation}/plan", plan)
+                yield Write("head", {"generation": generation + 1})
+                yield from _clear(generation - 2)
+                return held
+            case NotYet() as not_yet:
+                if now >= give_up:
+                    hosts = tuple(arrival.host for arrival in arrivals.values())
+                    return TimedOut(generation, hosts, not_yet.reason)
+                if enough_since is None and not_yet.enough:
+                    enough_since = now
+                if not_yet.reason != said and now - started > SILENCE:
+                    said = not_yet.reason
+                    yield Tell(f"{said}; waiting for up to {give_up - now:.0f} s")
+                # A slot that was taken and not yet filled comes first; else the one that may decide.
+                hole = next((slot for slot in range(filled) if slot not in records), None)
+                slot = max(filled, not_yet.slots - 1) if hole is None else hole
+                until = min(give_up, now + timing.lease / 5, not_yet.look_at or give_up)
+                yield Await(f"{generation}/node/{slot}", max(0.001, until - now))
+
+
+# How long a leader waits before it says for whom.
+SILENCE = 3.0
+
+
+def _members_of_last_round(generation: int) -> Steps:
+    """Ids of the last round's members; none in the first round."""
+    (_, (plan,)) = yield Look((f"{generation - 1}/plan",))
+    if plan is None or "by" not in plan:
+        return frozenset()
+    (_, (record,)) = yield Look((ids_key(generation - 1, plan),))
+    return frozenset(ids_in(record))
+
+
+def ids_key(generation: int, plan: Mapping[str, Any]) -> str:
+    """Where the ids of a plan's members stand, by rank: few need them, so they are no part of the plan."""
+    return f"{generation}/ids/{plan.get('by')}"
+
+
+def ids_in(record: Mapping[str, Any] | None) -> tuple[str, ...]:
+    ids = [] if record is None else record.get("ids")
+    return tuple(str(each) for each in ids) if isinstance(ids, list) else ()
+
+
+def _clear(generation: int) -> Steps:
+    """Remove what is left of a round that nobody reads any more; its plan stays as a mark."""
+    if generation < 0:
+        return
+    (_, (plan,)) = yield Look((f"{generation}/plan",))
+    if plan is None or "over" in plan:
+        return
+    yield Delete(ids_key(generation, plan))
+    for name in ("call", "arrivals", "waiting"):
+        yield Delete(f"{generation}/{name}")
+    yield Write(f"{generation}/plan", {"over": True})
+
+
+def _hosts(generation: int) -> Steps:
+    """The names of all that have arrived, for an error."""
+    (_, filled) = yield Count(f"{generation}/arrivals")
+    (_, found) = yield Look(tuple(f"{generation}/node/{slot}" for slot in range(min(filled, 4096))))
+    return tuple(str(record.get("host")) for record in found if record is not None)
+
+
+def _arrival(slot: int, record: Mapping[str, Any]) -> Arrival | None:
+    """A record as an arrival; None if it makes no sense."""
+    node_id, host, last_rank = record.get("id"), record.get("host"), record.get("last_rank")
+    if not isinstance(node_id, str) or not node_id:
+        return None
+    return Arrival(
+        slot=slot,
+        node_id=node_id,
+        host=str(host),
+        label=str(record.get("label", "")),
+        last_rank=last_rank if isinstance(last_rank, int) else None,
+    )
+
+
+def _plan(
+    leader: str,
+    generation: int,
+    order: Sequence[int],
+    spares: Sequence[int],
+    records: Mapping[int, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What everybody is told. Small: every node reads it."""
+    facts = [_facts(records[slot]) for slot in order]
+    workers = [_number(each.get("workers", 1)) for each in facts]
+    return {
+        "by": leader,
+        "generation": generation,
+        "order": list(order),
+        "spares": list(spares),
+        "first": {key: records[order[0]].get(key) for key in ("id", "host", "facts")},
+        "workers": [[count, len(list(run))] for count, run in itertools.groupby(workers)],
+        "restarts": max((_number(each.get("restarts", 0)) for each in facts), default=0),
+        "standbys": [
+            {"rank": rank, "id": records[slot].get("id"), **_standby(records[slot])}
+            for rank, slot in enumerate(order[:NUM_STANDBYS])
+        ],
+    }
+
+
+def _first(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What a plan tells about its rank 0."""
+    first = None if plan is None else plan.get("first")
+    return first if isinstance(first, dict) else {}
+
+
+def _facts(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    facts = record.get("facts")
+    return facts if isinstance(facts, dict) else {}
+
+
+def _standby(record: Mapping[str, Any]) -> dict[str, Any]:
+    standby = _facts(record).get("standby")
+    return standby if isinstance(standby, dict) else {}
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value < 2**62 else 0
+
+
+def _beat_number(beat: Mapping[str, Any] | None) -> int:
+    return -1 if beat is None else _number(beat.get("beat"))
+
+
+def _has_left(beat: Mapping[str, Any] | None) -> bool:
+    return beat is not None and beat.get("left") is True

@@ -1,0 +1,183 @@
+"""When a round is complete, who is in it, and why not yet. Pure.
+
+Rules, in this order:
+
+1. Nobody who is known to be gone counts.
+2. Enough of the last round's members must be there (``survivors_needed``): two halves of a split
+   network must not both go on.
+3. ``max_nodes`` are there: close; who is too many is a spare.
+4. ``min_nodes`` are there, and nobody else is expected (in the first round one cannot know; later these
+   are the last round's members that are still alive and nodes that have waited): close.
+5. ``min_nodes`` are there, and the last call is over. It begins when they are; a live member of
+   the last round is waited for even then, since what it still does (its workers save a checkpoint) it does alive.
+6. Otherwise not yet.
+
+Ranks are sticky: a survivor keeps its rank where the round has it; the holes are filled in natural
+order of host names. With topology labels, nodes of one label stand together instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .ordering import natural_key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a job wants of its rounds.
+
+    Args:
+        min_nodes: fewer cannot go on.
+        max_nodes: more are kept as spares.
+        last_call: seconds that a round stays open once ``min_nodes`` are there.
+        straggler: seconds that nodes known to be waiting are waited for.
+        by_label: whether nodes of one topology label get neighbouring ranks.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    last_call: float = 30.0
+    straggler: float = 5.0
+    by_label: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A node that is in the round's list.
+
+    Args:
+        slot: its place in the list, the order of arrival.
+        node_id: tells it from all others, in every round.
+        host: its name, for people and for the order of ranks.
+        label: where it stands (rack, switch), or empty.
+        last_rank: its rank in the last round, or None if it was not a member.
+    """
+
+    slot: int
+    node_id: str
+    host: str
+    label: str = ""
+    last_rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What the leader knows.
+
+    Args:
+        arrivals: by slot.
+        first_round: nothing is known of who will come.
+        missing: ids of the last round's members that have not arrived and are not known to be gone.
+        waiting: how many nodes said that they wait for this round.
+        gone: ids of nodes that are lost or have left.
+        survivors_needed: how many of the last round's members must be there.
+        enough_since: when ``min_nodes`` were there first, or None.
+        out_of_time: the time to join is over: who is enough goes on.
+    """
+
+    arrivals: Mapping[int, Arrival]
+    first_round: bool
+    missing: frozenset[str] = frozenset()
+    waiting: int = 0
+    gone: frozenset[str] = frozenset()
+    survivors_needed: int = 0
+    enough_since: float | None = None
+    out_of_time: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The round is complete: slots in rank order, and the spares'."""
+
+    order: tuple[int, ...]
+    spares: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """Why not, when to look again at the latest, and how many slots must be filled until it may change."""
+
+    reason: str
+    look_at: float | None = None
+    slots: int = 0
+    enough: bool = field(default=False)
+
+
+def decide(now: float, settings: Settings, standing: Standing) -> Close | NotYet:
+    """Whether the round can be closed. ``now`` and all times are seconds on the caller's clock."""
+    present = _present(standing)
+    count, least, most = len(present), settings.min_nodes, settings.max_nodes
+    filled = len(standing.arrivals)
+    survivors = sum(arrival.last_rank is not None for arrival in present)
+    if survivors < standing.survivors_needed:
+        reason = (
+            f"{survivors} of the last round's nodes are here, {standing.survivors_needed} are needed:"
+            " the others may go on without us behind a broken network"
+        )
+        return NotYet(reason, None, filled + 1)
+    if count >= most:
+        return _close(present, settings, f"all {most} nodes are here")
+    if count < least:
+        return NotYet(f"{count} of {least} nodes are here", None, filled + least - count)
+    if standing.out_of_time:
+        return _close(present, settings, f"{count} nodes are here and the time to join is over")
+    since = now if standing.enough_since is None else standing.enough_since
+    fresh = count - survivors
+    late = max(0, standing.waiting - fresh)
+    if not standing.first_round:
+        if not standing.missing and not late:
+            return _close(present, settings, f"all {count} nodes that are left are here")
+        if not standing.missing and now >= since + settings.straggler:
+            return _close(present, settings, f"{late} waiting nodes did not come")
+        if standing.missing:
+            reason = f"{len(standing.missing)} nodes of the last round are alive and not here yet"
+            return NotYet(reason, None, filled + 1, enough=True)
+        reason = f"{late} waiting nodes are not here yet"
+        return NotYet(reason, since + settings.straggler, filled + late, enough=True)
+    if now >= since + settings.last_call:
+        return _close(present, settings, f"{count} nodes are here and the last call is over")
+    reason = f"{count} of {least} to {most} nodes are here; the last call is open"
+    return NotYet(reason, since + settings.last_call, filled + most - count, enough=True)
+
+
+def _present(standing: Standing) -> list[Arrival]:
+    """One arrival for each node that counts: the last, where a node came twice."""
+    by_id = {
+        arrival.node_id: arrival
+        for _, arrival in sorted(standing.arrivals.items())
+        if arrival.node_id not in standing.gone
+    }
+    return sorted(by_id.values(), key=lambda arrival: arrival.slot)
+
+
+def _close(present: Sequence[Arrival], settings: Settings, reason: str) -> Close:
+    # Members of the last round stay in; a node that came later is a spare before one that was there.
+    seniority = sorted(present, key=lambda each: (each.last_rank is None, each.slot))
+    chosen, spares = seniority[: settings.max_nodes], seniority[settings.max_nodes :]
+    ranked = assign_ranks(chosen, by_label=settings.by_label)
+    return Close(
+        tuple(each.slot for each in ranked), tuple(sorted(each.slot for each in spares)), reason
+    )
+
+
+def assign_ranks(nodes: Sequence[Arrival], *, by_label: bool = False) -> list[Arrival]:
+    """The nodes in rank order: the ranks they had where the round has them, the holes by name."""
+    places: list[Arrival | None] = [None] * len(nodes)
+    rest = []
+    for node in nodes:
+        rank = node.last_rank
+        if rank is not None and 0 <= rank < len(places) and places[rank] is None:
+            places[rank] = node
+        else:
+            rest.append(node)
+    rest.sort(key=lambda each: (natural_key(each.label), natural_key(each.host), each.slot))
+    remaining = iter(rest)
+    ranked = [next(remaining) if place is None else place for place in places]
+    if not by_label:
+        return ranked
+    # Labels in the order in which their first node stands, nodes of a label in rank order.
+    first_seen = {node.label: index for index, node in reversed(list(enumerate(ranked)))}
+    return sorted(ranked, key=lambda each: first_seen[each.label])

@@ -1,0 +1,177 @@
+"""Records over a store: what the protocol reads and writes, whatever somebody else may have put there.
+
+Bytes that are no record of this job (:mod:`.records`) count as not there, and are mentioned once. Keys
+that are written once (a plan, a call) may hold such bytes already; then the record goes under
+the next name of the same key, ``plan~1``, and readers look there. Which one counts is the
+same for everybody, since all skip the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import RendezvousConnectionError, RendezvousStateError
+
+from .records import BadRecord, Codec
+from .store import Store
+
+
+_log = logging.getLogger(__name__)
+
+# Junk is skipped this often under one key.
+MAX_SKIPPED = 8
+# A counter beyond this was not counted by nodes.
+MAX_COUNT = 1_000_000
+
+
+class RecordStore:
+    """One connection's view of one job's records. Calls block as the store's do.
+
+    Args:
+        store: the connection; closed with this.
+        codec: of the job.
+    """
+
+    def __init__(self, store: Store, codec: Codec) -> None:
+        self._store = store
+        self._codec = codec
+        self._mentioned: set[str] = set()
+        self.operations = 0
+
+    @property
+    def store(self) -> Store:
+        return self._store
+
+    def clone(self) -> RecordStore:
+        """The same over a connection of its own."""
+        return RecordStore(self._store.clone(), self._codec)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def full(self, key: str) -> str:
+        """The name of a key in the store."""
+        return self._codec.prefix + key
+
+    def claim(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Put a record if there is none; the body that stands there now."""
+        for name in _names(key):
+            full = self.full(name)
+            self.operations += 1
+            held = self._unpack(full, self._store.put_new(full, self._codec.pack(full, body)))
+            if held is not None:
+                return held
+        raise self._unusable(key)
+
+    def write(self, key: str, body: Mapping[str, Any]) -> None:
+        full = self.full(key)
+        self.operations += 1
+        self._store.set(full, self._codec.pack(full, body))
+
+    def wait(self, key: str, timeout: float) -> dict[str, Any] | None:
+        """The body under ``key``; waits ``timeout`` seconds for it, then None."""
+        deadline = Deadline(timeout)
+        for name in _names(key):
+            full = self.full(name)
+            self.operations += 1
+            try:
+                body = self._unpack(full, self._store.get(full, deadline.remaining() or 0.0))
+            except TimeoutError:
+                return None
+            if body is not None:
+                return body
+        return None
+
+    def look(self, keys: Sequence[str]) -> list[dict[str, Any] | None]:
+        """The bodies as they are now; None where there is none."""
+        names = [self.full(key) for key in keys]
+        self.operations += 1
+        found: list[dict[str, Any] | None] = []
+        for key, name, data in zip(keys, names, self._store.get_many(names), strict=True):
+            body = None if data is None else self._unpack(name, data)
+            if data is not None and body is None:
+                body = self._look_further(key)
+            found.append(body)
+        return found
+
+    def _look_further(self, key: str) -> dict[str, Any] | None:
+        for name in _names(key)[1:]:
+            full = self.full(name)
+            (data,) = self._store.get_many([full])
+            if data is None:
+                return None
+            body = self._unpack(full, data)
+            if body is not None:
+                return body
+        return None
+
+    def increment(self, key: str) -> int:
+        """Add 1 to a counter; the sum."""
+        for name in _names(key):
+            full = self.full(name)
+            self.operations += 1
+            try:
+                count = self._store.add(full, 1)
+            except (RendezvousConnectionError, ValueError):
+                # c10d's server hangs up on whoever adds to a key that holds no number.
+                again = self._store.clone()
+                (data,) = again.get_many([full])
+                if data is None or _number(data) is not None:
+                    again.close()
+                    raise
+                self._store.close()
+                self._store = again
+                self._mention(full, "not a number")
+                continue
+            if 0 < count <= MAX_COUNT:
+                return count
+            self._mention(full, f"{count} is no number of nodes")
+        raise self._unusable(key)
+
+    def count(self, key: str) -> int:
+        """A counter's value."""
+        for name in _names(key):
+            full = self.full(name)
+            self.operations += 1
+            (data,) = self._store.get_many([full])
+            number = 0 if data is None else _number(data)
+            if number is not None and 0 <= number <= MAX_COUNT:
+                return number
+            self._mention(full, "not a number of nodes")
+        raise self._unusable(key)
+
+    def delete(self, key: str) -> None:
+        self.operations += 1
+        self._store.delete(self.full(key))
+
+    def _unpack(self, full: str, data: bytes) -> dict[str, Any] | None:
+        try:
+            return self._codec.unpack(full, data)
+        except BadRecord as error:
+            self._mention(full, str(error))
+            return None
+
+    def _mention(self, full: str, why: str) -> None:
+        if full not in self._mentioned:
+            self._mentioned.add(full)
+            _log.warning("ignored what stands under %s in the job's store: %s", full, why)
+
+    def _unusable(self, key: str) -> RendezvousStateError:
+        return RendezvousStateError(
+            f"the job's store holds nothing but foreign bytes under {self.full(key)}: another program"
+            " writes to it; give the job another --rdzv-id or a secret (--secret-file)"
+        )
+
+
+def _names(key: str) -> list[str]:
+    return [key, *(f"{key}~{index}" for index in range(1, MAX_SKIPPED))]
+
+
+def _number(data: bytes) -> int | None:
+    try:
+        return int(data) if len(data) < 20 else None
+    except ValueError:
+        return None
