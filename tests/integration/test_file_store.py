@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from rallypoint.errors import ConfigError, RendezvousConnectionError
 from rallypoint.rendezvous.backends import file
@@ -202,18 +202,54 @@ def test_large_values_do_not_pile_up(folder):
 # -- who comes too late -------------------------------------------------------------------------------
 
 
-def test_writer_that_slept_while_its_number_was_compacted_starts_again(monkeypatch, folder, shared):
+@pytest.mark.parametrize("call", ["open", "listdir", "link"])
+def test_writer_that_slept_while_its_number_was_compacted_starts_again(
+    monkeypatch, folder, shared, call: str
+):
+    """Asleep before any of the steps of its change."""
     store = FileStore(folder, shared=shared)
     store.add("n", 1)
     others = once(lambda: [store.add("n", 1) for _ in range(MANY)])
 
-    def link(*args, **kwargs) -> None:
-        others()
-        os.link(*args, **kwargs)
+    def delayed(*args, **kwargs):
+        if call != "open" or kwargs:  # of an entry, not of a folder
+            others()
+        return getattr(os, call)(*args, **kwargs)
 
-    monkeypatch.setattr(file, "os", Meddled(link=link))
+    monkeypatch.setattr(file, "os", Meddled(**{call: delayed}))
     assert store.add("n", 1) == MANY + 2
     assert store.get("n", 0.0) == b"%d" % (MANY + 2)
+
+
+def test_writer_cannot_link_while_another_compacts(monkeypatch, folder):
+    """It wakes up at the last moment: when its temporary file is about to be removed."""
+    store = FileStore(folder)
+    store.add("n", 1)
+    others = once(lambda: [store.add("n", 1) for _ in range(MANY)])
+    asleep: list[Callable[[], None]] = []
+
+    def link(source, target, **kwargs) -> None:
+        if not asleep:
+            asleep.append(lambda: os.link(source, target, **kwargs))
+            sleepers.append(source)
+            others()
+            assert woken == [False]
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        os.link(source, target, **kwargs)
+
+    def unlink(name, **kwargs) -> None:
+        if name in sleepers and not woken:
+            try:
+                asleep[0]()
+                woken.append(True)
+            except FileExistsError:
+                woken.append(False)
+        os.unlink(name, **kwargs)
+
+    sleepers: list[str] = []
+    woken: list[bool] = []
+    monkeypatch.setattr(file, "os", Meddled(link=link, unlink=unlink))
+    assert store.add("n", 1) == MANY + 2
 
 
 def test_writer_that_slept_while_its_key_was_made_anew_starts_again(monkeypatch, folder, shared):
@@ -451,7 +487,11 @@ def test_client_that_remembers_listings_and_missing_names_sees_changes_at_once(
     for i in range(MANY):  # a heartbeat, over compactions
         assert other.add("beat", 1) == 2 * i + 1
         assert here(lambda: store.get("beat", 0.0)) == b"%d" % (2 * i + 1)
-        assert here(lambda: store.add("beat", 1)) == 2 * i + 2
+        assert other.add("beat", 1) == 2 * i + 2
+        assert here(lambda: store.get("beat", 0.0)) == b"%d" % (2 * i + 2)
+    for i in range(2 * MANY, 3 * MANY, 2):
+        assert here(lambda: store.add("beat", 1)) == i + 1
+        assert other.add("beat", 1) == i + 2
     assert here(lambda: store.delete("last")) is False
     other.set("last", b"3")
     assert here(lambda: store.delete("last")) is True
@@ -486,6 +526,9 @@ KEYS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(KEYS, min_size=1, max_size=6, unique=True))
+@example(HOSTILE)
+@example(["/", "%2F", "%252F", "a b", "a+b", "a%20b"])
+@example(["x" * 512, "x" * 511 + "y", "x" * 511, "x" * 245, "x" * 244])
 def test_any_keys_stay_apart_and_inside_the_folder(keys: list[str]):
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "store")

@@ -16,6 +16,7 @@ from typing import Any, assert_never, overload
 from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import (
+    ConfigError,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousStateError,
@@ -26,7 +27,7 @@ from . import protocol
 from .api import Member, RendezvousHandler, RendezvousInfo
 from .home import Home, LastRound
 from .liveness import Loss, Neighbour, Pulse, WatchPost
-from .protocol import Closed, Joined, Moved, Node, TimedOut, Timing
+from .protocol import Closed, Joined, Moved, Node, RankTaken, TimedOut, Timing
 from .quorum import Settings
 from .record_store import RecordStore
 from .records import Codec
@@ -73,6 +74,7 @@ class DynamicRendezvous(RendezvousHandler):
         local_addr: the address other nodes reach this one at; None: the route to the endpoint tells.
         secret: what all nodes of the job know; records without it are ignored.
         split_brain_guard: a minority that is cut off does not go on by itself.
+        given_rank: this node's rank, where ranks are fixed beforehand.
         say: prints a line for the person at the terminal.
         listener: see :class:`Listener`.
     """
@@ -90,6 +92,7 @@ class DynamicRendezvous(RendezvousHandler):
         local_addr: str | None = None,
         secret: bytes | None = None,
         split_brain_guard: bool = True,
+        given_rank: int | None = None,
         say: Say = _log.info,
         listener: Listener | None = None,
     ) -> None:
@@ -103,7 +106,9 @@ class DynamicRendezvous(RendezvousHandler):
         self._say = say
         self._listener = listener or Listener()
         self._codec = Codec(run_id, secret)
-        self._node = Node(node_id=uuid.uuid4().hex[:16], host=host, label=label)
+        self._node = Node(
+            node_id=uuid.uuid4().hex[:16], host=host, label=label, given_rank=given_rank
+        )
         self._facts: Mapping[str, Any] = {}
         self._records: RecordStore | None = None
         self._pulse: Pulse | None = None
@@ -154,6 +159,13 @@ class DynamicRendezvous(RendezvousHandler):
                     self._home.follow(addr, port)
                     self._disconnect(leaving=False)
                     self._node = replace(self._node, generation=None, survivors_needed=0)
+                case RankTaken(rank, taken_by):
+                    raise ConfigError(
+                        "--node-rank",
+                        str(rank),
+                        f"host {taken_by} has this rank in the job {self._run_id!r}",
+                        "each node needs its own, and each job its own --rdzv-id or port",
+                    )
                 case _:
                     assert_never(outcome)
 

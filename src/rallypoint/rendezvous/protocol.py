@@ -117,6 +117,7 @@ class Node:
         rank: its rank in that round.
         num_nodes: how many members that round had.
         slot: its slot in that round.
+        given_rank: the rank its user has given it, or None.
         survivors_needed: see :class:`~rallypoint.rendezvous.quorum.Standing`.
     """
 
@@ -128,6 +129,7 @@ class Node:
     rank: int = -1
     num_nodes: int = 0
     slot: int = -1
+    given_rank: int | None = None
     survivors_needed: int = 0
 
 
@@ -178,7 +180,15 @@ class Moved:
     port: int
 
 
-Outcome = Joined | TimedOut | Closed | Moved
+@dataclass(frozen=True, slots=True)
+class RankTaken:
+    """Another node was given the same rank."""
+
+    rank: int
+    host: str
+
+
+Outcome = Joined | TimedOut | Closed | Moved | RankTaken
 
 # How many nodes at the head of a plan say where they could serve the store.
 NUM_STANDBYS = 16
@@ -258,6 +268,11 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
     if "closed" in call:
         return Closed(str(call["closed"]))
     give_up = now + timing.join
+    if node.given_rank is not None:
+        owner = {"id": node.node_id, "host": node.host}
+        (_, held) = yield Claim(f"{generation}/rank/{node.given_rank}", owner)
+        if held.get("id") != node.node_id:
+            return RankTaken(node.given_rank, str(held.get("host")))
     (now, slot) = yield Increment(f"{generation}/arrivals")
     slot -= 1
     survivor = node.generation is not None and node.generation == generation - 1
@@ -266,6 +281,7 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
         "host": node.host,
         "label": node.label,
         "last_rank": node.rank if survivor else None,
+        "given_rank": node.given_rank,
         "facts": node.facts,
     }
     (now, _) = yield Write(f"{generation}/node/{slot}", record)
@@ -400,6 +416,9 @@ def _lead(node: Node, generation: int, settings: Settings, timing: Timing, give_
                 ids = [arrivals[slot].node_id for slot in order]
                 yield Write(f"{generation}/ids/{node.node_id}", {"ids": ids})
                 plan = _plan(node.node_id, generation, order, spares, records)
+                plan["restarts"] = _restarts(
+                    [records[slot] for slot in order], whole=not members - here
+                )
                 (_, held) = yield Claim(f"{generation}/plan", plan)
                 yield Write("head", {"generation": generation + 1})
                 yield from _clear(generation - 2)
@@ -431,6 +450,18 @@ def _members_of_last_round(generation: int) -> Steps:
         return frozenset()
     (_, (record,)) = yield Look((ids_key(generation - 1, plan),))
     return frozenset(ids_in(record))
+
+
+def _restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
+    """How much of the job's restart budget is used, with this round.
+
+    A failure is charged; a node that came or went is not. A failure that may be no more than the echo of
+    a lost node is charged if all of the last round are here (``whole``): then nobody was lost.
+    """
+    facts = [_facts(record) for record in records]
+    used = max((_number(each.get("restarts", 0)) for each in facts), default=0)
+    verdicts = {each.get("verdict") for each in facts}
+    return used + int("failed" in verdicts or ("suspect" in verdicts and whole))
 
 
 def ids_key(generation: int, plan: Mapping[str, Any]) -> str:
@@ -465,7 +496,8 @@ def _hosts(generation: int) -> Steps:
 
 def _arrival(slot: int, record: Mapping[str, Any]) -> Arrival | None:
     """A record as an arrival; None if it makes no sense."""
-    node_id, host, last_rank = record.get("id"), record.get("host"), record.get("last_rank")
+    node_id, host = record.get("id"), record.get("host")
+    last_rank, given_rank = record.get("last_rank"), record.get("given_rank")
     if not isinstance(node_id, str) or not node_id:
         return None
     return Arrival(
@@ -474,6 +506,7 @@ def _arrival(slot: int, record: Mapping[str, Any]) -> Arrival | None:
         host=str(host),
         label=str(record.get("label", "")),
         last_rank=last_rank if isinstance(last_rank, int) else None,
+        given_rank=given_rank if isinstance(given_rank, int) else None,
     )
 
 
@@ -494,7 +527,6 @@ def _plan(
         "spares": list(spares),
         "first": {key: records[order[0]].get(key) for key in ("id", "host", "facts")},
         "workers": [[count, len(list(run))] for count, run in itertools.groupby(workers)],
-        "restarts": max((_number(each.get("restarts", 0)) for each in facts), default=0),
         "standbys": [
             {"rank": rank, "id": records[slot].get("id"), **_standby(records[slot])}
             for rank, slot in enumerate(order[:NUM_STANDBYS])

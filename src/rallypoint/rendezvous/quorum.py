@@ -53,6 +53,7 @@ class Arrival:
         host: its name, for people and for the order of ranks.
         label: where it stands (rack, switch), or empty.
         last_rank: its rank in the last round, or None if it was not a member.
+        given_rank: the rank its user has given it, or None.
     """
 
     slot: int
@@ -60,6 +61,7 @@ class Arrival:
     host: str
     label: str = ""
     last_rank: int | None = None
+    given_rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,11 +166,11 @@ def _close(present: Sequence[Arrival], settings: Settings, reason: str) -> Close
 
 
 def assign_ranks(nodes: Sequence[Arrival], *, by_label: bool = False) -> list[Arrival]:
-    """The nodes in rank order: the ranks they had where the round has them, the holes by name."""
+    """The nodes in rank order: given ranks, then those they had where the round has them, then by name."""
     places: list[Arrival | None] = [None] * len(nodes)
     rest = []
-    for node in nodes:
-        rank = node.last_rank
+    for node in sorted(nodes, key=lambda each: each.given_rank is None):
+        rank = node.last_rank if node.given_rank is None else node.given_rank
         if rank is not None and 0 <= rank < len(places) and places[rank] is None:
             places[rank] = node
         else:
