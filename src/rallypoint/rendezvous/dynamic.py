@@ -54,10 +54,12 @@ class Listener:
     Args:
         on_loss: a member of the round is gone.
         on_store_lost: the store is; the next ``next_rendezvous`` looks for it.
+        on_waiting: on rank 0: so many nodes wait to be admitted, and there is room.
     """
 
     on_loss: Callable[[Loss], None] = _ignore
     on_store_lost: Callable[[RendezvousConnectionError], None] = _ignore
+    on_waiting: Callable[[int], None] = _ignore
 
 
 class DynamicRendezvous(RendezvousHandler):
@@ -114,6 +116,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._pulse: Pulse | None = None
         self._post: WatchPost | None = None
         self._plan: Mapping[str, Any] = {}
+        self._latest: Mapping[str, Any] = {}  # also of rounds this node was no member of
         self._ids: tuple[str, ...] = ()
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -284,12 +287,11 @@ class DynamicRendezvous(RendezvousHandler):
         self._disconnect(leaving=False)
         generation = self._node.generation
         last = None
-        if generation is not None:
+        plan = self._latest if generation is None else self._plan
+        if plan:
             with self._lock:
                 dead = frozenset(self._dead)
-            last = LastRound(
-                generation=generation, plan=self._plan, node_id=self._node.node_id, dead=dead
-            )
+            last = LastRound(plan=plan, node_id=self._node.node_id, dead=dead)
         recovery = self._home.recover(error, last, deadline, self._stop)
         self._records = records = RecordStore(recovery.store, self._codec)
         with self._lock:
@@ -334,9 +336,14 @@ class DynamicRendezvous(RendezvousHandler):
             case protocol.Write(key, body):
                 return records.write(key, body)
             case protocol.Await(key, timeout):
-                return records.wait(key, timeout)
+                body = records.wait(key, timeout)
+                self._note_plan(key, body)
+                return body
             case protocol.Look(keys):
-                return records.look(keys)
+                bodies = records.look(keys)
+                for key, body in zip(keys, bodies, strict=True):
+                    self._note_plan(key, body)
+                return bodies
             case protocol.Count(key):
                 return records.count(key)
             case protocol.Delete(key):
@@ -348,6 +355,11 @@ class DynamicRendezvous(RendezvousHandler):
                 return self._say(text)
             case _:
                 assert_never(operation)
+
+    def _note_plan(self, key: str, body: Mapping[str, Any] | None) -> None:
+        """A spare, too, must know where the store may go."""
+        if body is not None and key.endswith("/plan") and "standbys" in body:
+            self._latest = body
 
     def _all_facts(self) -> Mapping[str, Any]:
         assert self._post is not None
@@ -426,7 +438,24 @@ class DynamicRendezvous(RendezvousHandler):
                 for each, node_id in enumerate(ids)
                 if each != rank
             ]
-        self._pulse.watch(nearest, everybody)
+        room = count < self._settings.max_nodes
+        self._pulse.watch(
+            nearest,
+            everybody,
+            self._look_for_waiting(generation + 1) if rank == 0 and room else None,
+        )
+
+    def _look_for_waiting(self, generation: int) -> Callable[[RecordStore], None]:
+        known = 0
+
+        def look(records: RecordStore) -> None:
+            nonlocal known
+            waiting = records.count(f"{generation}/waiting")
+            if waiting > known:
+                known = waiting
+                self._listener.on_waiting(waiting)
+
+        return look
 
     def _heed_loss(self, loss: Loss) -> None:
         with self._lock:

@@ -19,16 +19,14 @@ from .store import Store
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastRound:
-    """What a node remembers of the round it is a member of, should the store be lost.
+    """What a node remembers of the round it is (or wants to be) a member of, should the store be lost.
 
     Args:
-        generation: its number.
         plan: as it was published.
         node_id: this node's.
         dead: ids of nodes that are known to have ended.
     """
 
-    generation: int
     plan: Mapping[str, Any]
     node_id: str
     dead: frozenset[str] = frozenset()

@@ -115,6 +115,7 @@ class Pulse:
         self._lock = threading.Lock()
         self._order: Sequence[Neighbour] = ()  # all that may be watched, nearest first
         self._everybody: Sequence[Neighbour] = ()
+        self._at_each_beat: Callable[[RecordStore], None] | None = None
         self._round = 0
         self._lost: set[str] = set()
         self._stopping = False
@@ -126,11 +127,15 @@ class Pulse:
         self._thread.start()
 
     def watch(
-        self, nearest_first: Sequence[Neighbour], everybody: Sequence[Neighbour] = ()
+        self,
+        nearest_first: Sequence[Neighbour],
+        everybody: Sequence[Neighbour] = (),
+        at_each_beat: Callable[[RecordStore], None] | None = None,
     ) -> None:
         """Whom to watch from now on: the first of the one list that lives, all of the other by their beat."""
         with self._lock:
             self._order, self._everybody = tuple(nearest_first), tuple(everybody)
+            self._at_each_beat = at_each_beat
             self._round += 1
             self._lost.clear()
             self._wake()
@@ -181,6 +186,7 @@ class Pulse:
         while True:
             with self._lock:
                 stopping, leaving, round_ = self._stopping, self._leaving, self._round
+                at_each_beat = self._at_each_beat
                 order = [each for each in self._order if each.node_id not in self._lost]
                 everybody = [each for each in self._everybody if each.node_id not in self._lost]
             if stopping:
@@ -198,6 +204,8 @@ class Pulse:
                 self._beat()
                 watched = {each.node_id: each for each in (*everybody, *order[:1])}
                 self._look(watched, leases, refused, line)
+                if at_each_beat is not None:
+                    at_each_beat(self._records)
                 next_beat = MONOTONIC.now() + self._interval
             line.poll(self._read, max(0.0, next_beat - MONOTONIC.now()))
             if line.ended and nearest is not None:
