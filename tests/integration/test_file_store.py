@@ -252,6 +252,43 @@ def test_writer_cannot_link_while_another_compacts(monkeypatch, folder):
     assert store.add("n", 1) == MANY + 2
 
 
+def test_writer_that_begins_while_another_compacts_sees_what_that_has_seen(monkeypatch, folder):
+    """Its temporary file comes between the removal of those and of the entries."""
+    store = FileStore(folder)
+    store.add("n", 1)
+    purged, read, compacted = threading.Event(), threading.Event(), threading.Event()
+    sums: list[int] = []
+    writer = threading.Thread(target=lambda: sums.append(store.add("n", 1)))
+
+    def open_(path, flags: int, *args, **kwargs) -> int:
+        if threading.current_thread() is writer and flags & os.O_CREAT:
+            begun.set()
+            assert purged.wait(10)
+        return os.open(path, flags, *args, **kwargs)
+
+    def link(*args, **kwargs) -> None:
+        if threading.current_thread() is writer:
+            read.set()
+            assert compacted.wait(10)
+        os.link(*args, **kwargs)
+
+    def unlink(name, **kwargs) -> None:
+        if threading.current_thread() is not writer and name.isdigit():
+            purged.set()
+            assert read.wait(10)
+        os.unlink(name, **kwargs)
+
+    begun = threading.Event()
+    monkeypatch.setattr(file, "os", Meddled(open=open_, link=link, unlink=unlink))
+    writer.start()
+    assert begun.wait(10)
+    for _ in range(COMPACT_EVERY - 1):
+        store.add("n", 1)
+    compacted.set()
+    writer.join(10)
+    assert sums == [COMPACT_EVERY + 1]
+
+
 def test_writer_that_slept_while_its_key_was_made_anew_starts_again(monkeypatch, folder, shared):
     store = FileStore(folder, shared=shared)
     store.add("n", 5)

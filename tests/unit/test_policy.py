@@ -15,7 +15,9 @@ from rallypoint.launch.policy import (
     Finish,
     GraceOver,
     Join,
+    NodeWaiting,
     PeerFailed,
+    PeerLeaves,
     PeerLost,
     PeersDone,
     PeersStopped,
@@ -29,6 +31,7 @@ from rallypoint.launch.policy import (
     Sweep,
     Swept,
     TellPeers,
+    Verdict,
     WorkerEnded,
 )
 
@@ -41,7 +44,7 @@ def state(**changes) -> State:
 
 
 def running(*indices: int, **changes) -> State:
-    return state(phase=Phase.RUNNING, running=frozenset(indices), **changes)
+    return state(**{"phase": Phase.RUNNING, "running": frozenset(indices), **changes})
 
 
 def stopping(*indices: int, **changes) -> State:
@@ -59,6 +62,16 @@ def after(start: State, *events: policy.Event, now: float = 0.0) -> policy.Decis
     for event in events:
         decision = policy.decide(now, decision.state, event)
     return decision
+
+
+def elastic(*indices: int, **changes) -> State:
+    return running(*indices, **{"num_nodes": 4, "elastic": True, **changes})
+
+
+def formed(before: State, num_workers: int) -> RoundFormed:
+    """The round that ``before`` waits for, as the others would count it."""
+    charged = before.verdict is Verdict.FAILED
+    return RoundFormed(num_workers, before.generation, before.restarts + charged)
 
 
 # -- by table -------------------------------------------------------------------------------------
@@ -85,7 +98,7 @@ TABLE = [
     ),
     (
         "one fails, budget used",
-        running(0, 1, generation=1),
+        running(0, 1, restarts=1),
         WorkerEnded(0, True),
         Phase.STOPPING,
         Aim.FAIL,
@@ -171,7 +184,120 @@ TABLE = [
         PeerFailed(1, 0),
         Phase.JOINING,
         Aim.SUCCEED,
-        [ReportRestart(), Join(1)],
+        [ReportRestart(), Join(1, 0, Verdict.FAILED)],
+    ),
+    (
+        "elastic: a node is lost",
+        elastic(0, 1, restarts=1),
+        PeerLost(2),
+        Phase.STOPPING,
+        Aim.RESTART,
+        [SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "elastic: a node is preempted",
+        elastic(0),
+        PeerLeaves(2),
+        Phase.STOPPING,
+        Aim.RESTART,
+        [SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "elastic: a node waits",
+        elastic(0),
+        NodeWaiting(),
+        Phase.STOPPING,
+        Aim.RESTART,
+        [SignalWorkers(signal.SIGTERM)],
+    ),
+    ("fixed: a node waits", running(0, num_nodes=2), NodeWaiting(), Phase.RUNNING, Aim.SUCCEED, []),
+    (
+        "elastic: this node is preempted",
+        elastic(0),
+        SignalReceived(signal.SIGTERM),
+        Phase.STOPPING,
+        Aim.SIGNALLED,
+        [TellPeers("leaving"), SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "elastic: Ctrl-C means the job",
+        elastic(0),
+        SignalReceived(signal.SIGINT),
+        Phase.STOPPING,
+        Aim.SIGNALLED,
+        [TellPeers("stopped"), SignalWorkers(signal.SIGINT)],
+    ),
+    (
+        "elastic: the echo of a loss, budget used",
+        elastic(0, 1, restarts=1),
+        WorkerEnded(0, True, symptom=True),
+        Phase.STOPPING,
+        Aim.RESTART,
+        [TellPeers("failed"), SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "elastic: a real failure, budget used",
+        elastic(0, 1, restarts=1),
+        WorkerEnded(0, True),
+        Phase.STOPPING,
+        Aim.FAIL,
+        [TellPeers("failed"), SignalWorkers(signal.SIGTERM)],
+    ),
+    (
+        "elastic: the cause after its echo, here",
+        elastic(1, 2, restarts=1, phase=Phase.STOPPING, aim=Aim.RESTART, verdict=Verdict.SUSPECT),
+        WorkerEnded(1, True),
+        Phase.STOPPING,
+        Aim.FAIL,
+        [TellPeers("failed")],
+    ),
+    (
+        "elastic: the cause after its echo, elsewhere",
+        elastic(1, restarts=1, phase=Phase.STOPPING, aim=Aim.RESTART, verdict=Verdict.SUSPECT),
+        PeerFailed(1, 0),
+        Phase.STOPPING,
+        Aim.FAIL,
+        [],
+    ),
+    (
+        "elastic: the cause is told when we join already",
+        state(elastic=True, num_nodes=4, restarts=1, generation=1),
+        PeerFailed(1, 0),
+        Phase.ENDED,
+        Aim.FAIL,
+        [Finish(Aim.FAIL)],
+    ),
+    (
+        "elastic: the round finds that the budget is spent",
+        state(elastic=True, num_nodes=4, restarts=1, generation=1),
+        RoundFormed(2, 1, 2),
+        Phase.ENDED,
+        Aim.FAIL,
+        [Finish(Aim.FAIL)],
+    ),
+    (
+        "elastic: done, and gone",
+        sweeping(Aim.SUCCEED, num_nodes=4, elastic=True),
+        Swept(),
+        Phase.ENDED,
+        Aim.SUCCEED,
+        [TellPeers("done"), Finish(Aim.SUCCEED)],
+    ),
+    (
+        "elastic: done, but others need our store",
+        sweeping(Aim.SUCCEED, num_nodes=4, elastic=True, serves=True),
+        Swept(),
+        Phase.WAITING,
+        Aim.SUCCEED,
+        [TellPeers("done")],
+    ),
+    (
+        "elastic: others restart while we keep the store",
+        state(phase=Phase.WAITING, num_nodes=4, elastic=True, serves=True),
+        PeerFailed(1, 0),
+        Phase.WAITING,
+        Aim.SUCCEED,
+        [],
     ),
     (
         "a peer fails",
@@ -183,7 +309,7 @@ TABLE = [
     ),
     (
         "a peer failed in an earlier generation",
-        running(0, num_nodes=2, generation=1),
+        running(0, num_nodes=2, generation=1, restarts=1),
         PeerFailed(1, 0),
         Phase.RUNNING,
         Aim.SUCCEED,
@@ -294,7 +420,7 @@ def test_a_whole_life_with_one_restart():
         WorkerEnded(1, True),
         WorkerEnded(0, True),
         Swept(),
-        RoundFormed(2),
+        RoundFormed(2, 1, 1),
         WorkerEnded(0, False),
         WorkerEnded(1, False),
         Swept(),
@@ -309,8 +435,10 @@ WORKERS = 3
 SIGNALS = st.sampled_from([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 EVENTS = st.one_of(
     st.builds(RoundFormed, st.integers(1, WORKERS)),
-    st.builds(WorkerEnded, st.integers(-1, WORKERS), st.booleans()),
-    st.builds(PeerFailed, st.integers(0, 3), st.integers(0, 3)),
+    st.builds(WorkerEnded, st.integers(-1, WORKERS), st.booleans(), st.booleans()),
+    st.builds(PeerFailed, st.integers(0, 3), st.integers(0, 3), st.booleans()),
+    st.builds(PeerLeaves, st.integers(0, 3)),
+    st.just(NodeWaiting()),
     st.just(PeersDone()),
     st.builds(PeersStopped, st.integers(0, 3)),
     st.builds(PeerLost, st.integers(0, 3)),
@@ -331,6 +459,7 @@ STATES = st.builds(
     max_restarts=st.integers(0, 3),
     grace=st.sampled_from([0.0, 5.0]),
     num_nodes=st.integers(1, 3),
+    elastic=st.booleans(),
 )
 STEPS = st.lists(st.tuples(st.floats(0, 10), LIVELY), min_size=25, max_size=60)
 SEVERITY = [Aim.SUCCEED, Aim.RESTART, Aim.FAIL, Aim.SIGNALLED]
@@ -347,6 +476,8 @@ def test_whatever_happens(start, steps):
     for seconds, event in steps:
         now += seconds
         before = decision.state
+        if isinstance(event, RoundFormed):
+            event = formed(before, event.num_workers)
         decision = policy.decide(now, before, event)
         assert decision.reason
 
@@ -367,7 +498,7 @@ def test_whatever_happens(start, steps):
 
     joins = [command.generation for command in commands if isinstance(command, Join)]
     assert joins == list(range(len(joins))), "the generation only grows, by one"
-    assert len(joins) <= start.max_restarts + 1
+    assert len(joins) <= start.max_restarts + 1 or start.elastic
     finishes = [command for command in commands if isinstance(command, Finish)]
     assert (decision.state.phase is Phase.ENDED) == (len(finishes) == 1)
     if decision.state.phase is Phase.STOPPING:
@@ -416,7 +547,7 @@ class World:
         """What must happen some day if nobody interferes."""
         events: list[policy.Event] = []
         if self.joining:
-            events.append(RoundFormed(WORKERS))
+            events.append(formed(self.decision.state, WORKERS))
         events += [WorkerEnded(index, failed=False) for index in sorted(self.alive)]
         if self.sweeps and not self.alive:
             events.append(Swept())

@@ -17,9 +17,13 @@ Rules:
 1. One failure ends the generation for all: workers wait for each other in collectives.
 2. What ends a generation first decides what follows it (``aim``); later failures are victims. A signal
    overrules a restart: who says stop means it.
-3. The restart budget is the job's: generation 0 and ``max_restarts`` more.
+3. The restart budget is the job's, and the round says how much of it is used: all nodes know the same
+   number. A failure is charged. A node that is lost, leaves or joins is not (``elastic`` jobs); a failure that says
+   no more than that a peer is gone (*symptom*) is charged only if the next round finds nobody missing.
 4. A generation is over only when ``swept``: nothing of it is left when the next one starts.
-5. The channel to workers has room for a third answer beside stop and restart (tell the survivors the
+5. An elastic node whose workers have ended well leaves at once, but the one that serves the job's store
+   (``serves``) stays until all others are done.
+6. The channel to workers has room for a third answer beside stop and restart (tell the survivors the
    new generation): it would be another ``Aim`` here and another command there.
 """
 
@@ -29,6 +33,15 @@ import signal as signals
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import assert_never
+
+
+class Verdict(StrEnum):
+    """Why a generation ended, as far as the restart budget is concerned."""
+
+    NONE = ""
+    CHANGED = "changed"  # members came or went: free
+    SUSPECT = "suspect"  # a failure that may be the echo of a lost node
+    FAILED = "failed"
 
 
 class Phase(StrEnum):
@@ -60,6 +73,10 @@ class State:
     Args:
         grace: seconds between SIGTERM and SIGKILL.
         num_nodes: with one node there are no peers to wait for.
+        elastic: members may come and go; else a lost node is the end.
+        serves: the job's store lives in this process.
+        restarts: how much of the budget is used.
+        verdict: what this generation's end means for the budget.
         running: local indices of workers that have not ended.
         kill_at: when STOPPING turns into SIGKILL.
         signal: the first signal received, if any.
@@ -68,6 +85,10 @@ class State:
     max_restarts: int
     grace: float
     num_nodes: int = 1
+    elastic: bool = False
+    serves: bool = False
+    restarts: int = 0
+    verdict: Verdict = Verdict.NONE
     phase: Phase = Phase.JOINING
     generation: int = 0
     running: frozenset[int] = frozenset()
@@ -82,15 +103,24 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class RoundFormed:
-    """All nodes agreed; ``num_workers`` are to be started here."""
+    """The nodes agreed; ``num_workers`` are to be started here.
+
+    ``generation`` and ``restarts`` (budget used) are the job's; ``serves``: its store lives here.
+    """
 
     num_workers: int
+    generation: int = 0
+    restarts: int = 0
+    serves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
+    """``symptom``: it says no more than that a peer is gone, or we have stopped it."""
+
     index: int
     failed: bool
+    symptom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +129,26 @@ class PeerFailed:
 
     node_rank: int
     generation: int
+    symptom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Another node is gone. Membership is fixed, so nobody takes its place: the job fails."""
+    """Another node is gone, or this one counts as gone. With fixed membership nobody takes its place."""
 
     node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeaves:
+    """Another node leaves in good order (it is preempted)."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWaiting:
+    """A node wants to be admitted, and there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +190,8 @@ Event = (
     | WorkerEnded
     | PeerFailed
     | PeerLost
+    | PeerLeaves
+    | NodeWaiting
     | PeersDone
     | PeersStopped
     | SignalReceived
@@ -160,9 +205,11 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Meet the other nodes for this generation."""
+    """Meet the other nodes for this generation; ``restarts`` and ``verdict`` are what we know of the budget."""
 
     generation: int
+    restarts: int = 0
+    verdict: Verdict = Verdict.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +231,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class TellPeers:
-    """``failed``, ``done`` or ``stopped``."""
+    """``failed``, ``done``, ``stopped`` (the job) or ``leaving`` (this node)."""
 
     what: str
 
@@ -218,20 +265,18 @@ def decide(now: float, state: State, event: Event) -> Decision:
     if state.phase is Phase.ENDED:
         return Decision(state, (), "the job has ended")
     match event:
-        case RoundFormed(num_workers):
-            if state.phase is not Phase.JOINING:
-                return Decision(state, (), f"a round formed while {state.phase}")
-            running = frozenset(range(num_workers))
-            new = replace(state, phase=Phase.RUNNING, running=running, aim=Aim.SUCCEED)
-            return Decision(new, (StartWorkers(),), f"round {state.generation} formed")
-        case WorkerEnded(index, failed):
-            return _worker_ended(now, state, index, failed)
-        case PeerFailed(node_rank, generation):
-            if generation != state.generation or state.phase not in _ALIVE:
-                return Decision(state, (), f"node {node_rank} failed in generation {generation}")
-            return _stop(now, state, _after_failure(state), f"node {node_rank} failed", tell=None)
+        case RoundFormed():
+            return _round_formed(state, event)
+        case WorkerEnded(index, failed, symptom):
+            return _worker_ended(now, state, index, failed, symptom)
+        case PeerFailed(node_rank, generation, symptom):
+            return _peer_failed(now, state, node_rank, generation, symptom)
         case PeerLost(node_rank):
-            return _stop(now, state, Aim.FAIL, f"node {node_rank} is lost", tell=None)
+            return _membership_changed(now, state, f"node {node_rank} is lost", fatal=True)
+        case PeerLeaves(node_rank):
+            return _membership_changed(now, state, f"node {node_rank} leaves", fatal=True)
+        case NodeWaiting():
+            return _membership_changed(now, state, "a node waits to join", fatal=False)
         case PeersDone():
             if state.phase is Phase.WAITING:
                 return _end(state, "every node has ended well")
@@ -260,28 +305,97 @@ def decide(now: float, state: State, event: Event) -> Decision:
 _ALIVE = frozenset({Phase.RUNNING, Phase.SWEEPING, Phase.WAITING})
 
 
-def _after_failure(state: State) -> Aim:
-    return Aim.RESTART if state.generation < state.max_restarts else Aim.FAIL
+def _round_formed(state: State, event: RoundFormed) -> Decision:
+    if state.phase is not Phase.JOINING:
+        return Decision(state, (), f"a round formed while {state.phase}")
+    state = replace(
+        state,
+        generation=event.generation,
+        restarts=event.restarts,
+        serves=event.serves,
+        verdict=Verdict.NONE,
+    )
+    if event.restarts > state.max_restarts:
+        # A failure that might have been the echo of a lost node was none: the budget is spent.
+        new = replace(state, phase=Phase.ENDED, aim=Aim.FAIL)
+        return Decision(new, (Finish(Aim.FAIL),), "the restart budget is spent")
+    running = frozenset(range(event.num_workers))
+    new = replace(state, phase=Phase.RUNNING, running=running, aim=Aim.SUCCEED)
+    return Decision(new, (StartWorkers(),), f"round {event.generation} formed")
 
 
-def _worker_ended(now: float, state: State, index: int, failed: bool) -> Decision:
+def _after_failure(state: State, symptom: bool) -> tuple[Aim, Verdict]:
+    if state.elastic and symptom:
+        return Aim.RESTART, Verdict.SUSPECT
+    aim = Aim.RESTART if state.restarts < state.max_restarts else Aim.FAIL
+    return aim, Verdict.FAILED
+
+
+def _peer_failed(
+    now: float, state: State, node_rank: int, generation: int, symptom: bool
+) -> Decision:
+    why = f"node {node_rank} failed in generation {generation}"
+    aim, verdict = _after_failure(state, symptom)
+    if state.phase is Phase.JOINING and generation == state.generation - 1 and aim is Aim.FAIL:
+        return _end(replace(state, aim=aim), why)
+    if generation != state.generation or state.phase is Phase.JOINING:
+        return Decision(state, (), why)
+    if state.phase is Phase.WAITING and state.elastic:
+        return Decision(state, (), f"{why}: the others go on without us")
+    if state.phase in _ALIVE or (state.verdict is not Verdict.FAILED and not symptom):
+        return _stop(now, state, aim, why, tell=None, verdict=verdict)
+    return Decision(state, (), why)
+
+
+def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> Decision:
+    if not state.elastic:
+        if fatal:
+            return _stop(now, state, Aim.FAIL, why, tell=None, verdict=Verdict.FAILED)
+        return Decision(state, (), f"{why}, but membership is fixed")
+    if state.phase is Phase.RUNNING:
+        return _stop(now, state, Aim.RESTART, why, tell=None, verdict=Verdict.CHANGED)
+    if state.phase is Phase.SWEEPING and state.aim is Aim.SUCCEED:
+        return Decision(state, (), f"{why}, and our workers have ended well")
+    return Decision(state, (), f"{why} while {state.phase}")
+
+
+def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: bool) -> Decision:
     state = replace(state, running=state.running - {index})
     if state.phase is Phase.RUNNING:
         if failed:
-            return _stop(now, state, _after_failure(state), f"worker {index} failed", tell="failed")
+            aim, verdict = _after_failure(state, symptom)
+            why = f"worker {index} failed"
+            return _stop(now, state, aim, why, tell="failed", verdict=verdict)
         if not state.running:
             new = replace(state, phase=Phase.SWEEPING)
             return Decision(new, (Sweep(LEFTOVER_GRACE),), "all workers ended well")
-    elif state.phase is Phase.STOPPING and not state.running:
-        new = replace(state, phase=Phase.SWEEPING, kill_at=None)
-        grace = min(LEFTOVER_GRACE, state.grace)
-        return Decision(new, (Sweep(grace),), "all workers have ended")
+    elif state.phase is Phase.STOPPING:
+        commands: tuple[Command, ...] = ()
+        if failed and not symptom and state.verdict is Verdict.SUSPECT:
+            # The cause comes after its echo: now it is known.
+            aim, verdict = _after_failure(state, symptom)
+            state = replace(state, aim=_overruled(state.aim, aim), verdict=verdict)
+            commands = (TellPeers("failed"),) if state.num_nodes > 1 else ()
+        if not state.running:
+            new = replace(state, phase=Phase.SWEEPING, kill_at=None)
+            grace = min(LEFTOVER_GRACE, state.grace)
+            return Decision(new, (*commands, Sweep(grace)), "all workers have ended")
+        return Decision(state, commands, f"worker {index} ended, {len(state.running)} still run")
     return Decision(state, (), f"worker {index} ended, {len(state.running)} still run")
 
 
-def _stop(now: float, state: State, aim: Aim, why: str, tell: str | None) -> Decision:
+def _stop(
+    now: float,
+    state: State,
+    aim: Aim,
+    why: str,
+    tell: str | None,
+    verdict: Verdict = Verdict.NONE,
+) -> Decision:
     """Leave RUNNING (or a later phase of success) for STOPPING."""
     commands: list[Command] = []
+    order = list(Verdict)
+    state = replace(state, verdict=max(state.verdict, verdict, key=order.index))
     if tell is not None and state.num_nodes > 1:
         commands.append(TellPeers(tell))
     if state.phase is Phase.JOINING:
@@ -313,7 +427,10 @@ def _signalled(now: float, state: State, number: int) -> Decision:
     name = signals.Signals(number).name
     if state.signal is None:
         state = replace(state, signal=number)
-        decision = _stop(now, state, Aim.SIGNALLED, f"{name} received", tell="stopped")
+        # An elastic job goes on without a node that is preempted; Ctrl-C means the job.
+        leaves = state.elastic and number == signals.SIGTERM
+        tell = "leaving" if leaves else "stopped"
+        decision = _stop(now, state, Aim.SIGNALLED, f"{name} received", tell=tell)
         if state.phase is Phase.STOPPING:
             # Already stopping for another reason: pass the signal on, the grace time stays as it is.
             return replace(decision, commands=(*decision.commands, SignalWorkers(number)))
@@ -336,9 +453,12 @@ def _swept(state: State, commands: tuple[Command, ...] = (), why: str = "") -> D
             kill_at=None,
             peers_done=False,
         )
-        commands = (*commands, ReportRestart(), Join(new.generation))
+        join = Join(new.generation, state.restarts, state.verdict)
+        commands = (*commands, ReportRestart(), join)
         return Decision(new, commands, why or "restarting")
     if state.aim is Aim.SUCCEED and state.num_nodes > 1 and not state.peers_done:
+        if state.elastic and not state.serves:
+            return _end(state, "all workers ended well", (*commands, TellPeers("done")))
         new = replace(state, phase=Phase.WAITING)
         return Decision(new, (*commands, TellPeers("done")), "waiting for the other nodes")
     return _end(state, why or "nothing is left", commands)

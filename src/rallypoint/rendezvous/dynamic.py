@@ -336,13 +336,13 @@ class DynamicRendezvous(RendezvousHandler):
             case protocol.Write(key, body):
                 return records.write(key, body)
             case protocol.Await(key, timeout):
-                body = records.wait(key, timeout)
-                self._note_plan(key, body)
-                return body
+                answer = records.wait(key, timeout)
+                self._note_plan(key, answer)
+                return answer
             case protocol.Look(keys):
                 bodies = records.look(keys)
-                for key, body in zip(keys, bodies, strict=True):
-                    self._note_plan(key, body)
+                for name, found in zip(keys, bodies, strict=True):
+                    self._note_plan(name, found)
                 return bodies
             case protocol.Count(key):
                 return records.count(key)
