@@ -41,6 +41,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters as TorchPa
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from rallypoint._core import resolver
 from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends.etcd import EtcdStore
 from rallypoint.rendezvous.backends.file import FileStore
@@ -257,13 +258,15 @@ class TorchNode:
         """As c10d_rendezvous_backend.create_backend does, with a store whose calls are counted."""
         spec = self.spec
         host, _, port = spec.endpoint.partition(":")
-        store = dist.TCPStore(
-            host,
-            int(port),
-            is_master=False,
-            multi_tenant=True,
-            timeout=timedelta(seconds=60),
-        )
+        # A name server that does not answer at once would cost torch 5 s for each connection (pytorch#150532).
+        with resolver.without_name_servers():
+            store = dist.TCPStore(
+                host,
+                int(port),
+                is_master=False,
+                multi_tenant=True,
+                timeout=timedelta(seconds=60),
+            )
         counted: Any = CountedC10d(store, self.tallies.main)
         backend = C10dRendezvousBackend(counted, spec.run_id)
         parameters = TorchParameters(
@@ -279,7 +282,8 @@ class TorchNode:
         self._handler = create_handler(store, backend, parameters)
 
     def join(self) -> None:
-        self.rank = self._handler.next_rendezvous().rank
+        with resolver.without_name_servers():
+            self.rank = self._handler.next_rendezvous().rank
 
     def allow_loss(self) -> None:
         # The settings are one object that the handler's parts share, and it is frozen.

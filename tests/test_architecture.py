@@ -34,6 +34,8 @@ TORCH_INSIDE_FUNCTIONS = {
     "launch/server/store_host.py",
     "rendezvous/backends/tcpstore.py",
     "rendezvous/c10d.py",
+    "rendezvous/create.py",
+    "rendezvous/torchrun.py",
 }
 # Decisions only: no clock, no socket, no thread, no environment, no files.
 SANS_IO = {

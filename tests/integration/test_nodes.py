@@ -133,7 +133,7 @@ def test_nodes_may_have_different_numbers_of_workers_and_come_late(start) -> Non
     assert [first.wait(), late.wait()] == [0, 0], first.says() + late.says()
     assert [r["RANK"] for r in late.records()] == ["2"]
     assert {r["WORLD_SIZE"] for r in (*first.records(), *late.records())} == {"3"}
-    assert f"waiting for node 0 at 127.0.0.1:{port}" in late.says()
+    assert f"waiting for the rendezvous at 127.0.0.1:{port}" in late.says()
 
 
 def test_c10d_endpoint_assigns_ranks(start) -> None:
@@ -183,7 +183,7 @@ def looping_nodes(start, tmp_path: Path, *flags: str) -> tuple[Node, Node]:
 def test_a_killed_supervisor_ends_the_job_on_the_other_node_with_its_name(
     start, tmp_path: Path, victim: int
 ) -> None:
-    nodes = looping_nodes(start, tmp_path, "--rdzv-conf", "heartbeat_timeout=2")
+    nodes = looping_nodes(start, tmp_path, "--rdzv-conf", "lease=2")
     nodes[victim].process.send_signal(signal.SIGKILL)
     assert nodes[1 - victim].wait(15) == 1
     assert f"the job failed: node {victim} is lost" in nodes[1 - victim].says()
@@ -208,8 +208,8 @@ def test_an_unreachable_master_ends_at_the_timeout_and_says_what_is_waited_for(s
     assert time.monotonic() - before < 8
     said = node.says().splitlines()
     assert len(said) == 2, said
-    assert f"waiting for node 0 at 127.0.0.1:{port}" in said[0]
-    assert "cannot reach node 0" in said[1]
+    assert f"waiting for the rendezvous at 127.0.0.1:{port}" in said[0]
+    assert "cannot reach the rendezvous" in said[1]
 
 
 def test_missing_nodes_are_named_at_the_timeout(start) -> None:
@@ -380,7 +380,7 @@ def test_a_cut_cable_is_noticed_by_both_sides(start, two_hosts, tmp_path: Path) 
         start(
             f"n{r}",
             *host_words(r),
-            *("--rdzv-conf", "heartbeat_timeout=2", "--shutdown-timeout", "1"),
+            *("--rdzv-conf", "lease=2", "--shutdown-timeout", "1"),
             *("loop.py", str(tmp_path)),
             prefix=("ip", "netns", "exec", name),
             env={"GLOO_SOCKET_IFNAME": f"r{'ab'[r]}{os.getpid()}"[:15]},

@@ -1,12 +1,12 @@
 """The rendezvous protocol under arbitrary interleavings, delays and deaths: nothing here does I/O.
 
 Each node is its generator of steps; a scheduler drawn by hypothesis decides whose operation takes
-effect next, who dies, and when time passes. Operations act on one shared table, as a linearizable store's do.
+effect next, who dies, whose answer is lost, when the store is lost, and when time passes. Operations act on
+one shared table, as a linearizable store's do.
 """
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from rallypoint.rendezvous import protocol
-from rallypoint.rendezvous.protocol import Closed, Joined, Node, TimedOut, Timing
+from rallypoint.rendezvous.protocol import Closed, Joined, Moved, Node, TimedOut, Timing
 from rallypoint.rendezvous.quorum import Settings
 
 
@@ -33,6 +33,9 @@ class Participant:
     blocked_until: float | None = None
     outcome: Any = None
     alive: bool = True
+    epoch: int = 0  # of the store it is connected to
+    plan: Any = None  # of the round it is a member of
+    ids: tuple[str, ...] = ()
     reasons: list[str] = field(default_factory=list)
 
     @property
@@ -47,12 +50,14 @@ class World:
         self.now = 100.0
         self.table: dict[str, Any] = {}
         self.nodes: dict[str, Participant] = {}
-        self.plans: dict[int, Any] = {}
+        self.plans: dict[tuple[int, int], Any] = {}
+        self.places: dict[tuple[int, int, int], str] = {}
+        self.epoch = 0
         self.operations = 0
 
     def add(self, name: str, settings: Settings, **more: Any) -> Participant:
         node = Node(node_id=name, host=more.pop("host", name), **more)
-        self.nodes[name] = participant = Participant(node, settings)
+        self.nodes[name] = participant = Participant(node, settings, epoch=self.epoch)
         self.start(participant)
         return participant
 
@@ -73,7 +78,34 @@ class World:
             slot=joined.slot,
             num_nodes=len(joined.plan["order"]),
         )
+        self.recover(participant)
         self.start(participant)
+
+    def retry(self, participant: Participant, *, took_effect: bool) -> None:
+        """Its connection breaks in the middle of an operation: it starts the round anew."""
+        if took_effect and not isinstance(participant.operation, protocol.Await):
+            self._apply(participant, participant.operation)
+        self.start(participant)
+
+    def lose_store(self) -> None:
+        """An empty one takes its place; who is in a round or on the way to one finds out later."""
+        self.epoch += 1
+        self.table = {}
+
+    def recover(self, participant: Participant) -> None:
+        """What the shell does at an empty store, for a member of a round."""
+        if participant.epoch == self.epoch:
+            return
+        participant.epoch = self.epoch
+        generation = participant.node.generation
+        if generation is None:
+            return
+        plan = protocol.seeded(participant.plan)
+        if participant.ids:
+            self.table[protocol.ids_key(generation, plan)] = {"ids": list(participant.ids)}
+        self.table.setdefault(f"{generation}/plan", plan)
+        if self.table.get("head", {"generation": 0})["generation"] <= generation:
+            self.table["head"] = {"generation": generation + 1}
 
     def runnable(self) -> list[Participant]:
         return [
@@ -83,6 +115,8 @@ class World:
         ]
 
     def _can_act(self, participant: Participant) -> bool:
+        if participant.epoch != self.epoch:
+            return True
         operation = participant.operation
         if isinstance(operation, protocol.Await) and operation.key not in self.table:
             if participant.blocked_until is None:
@@ -92,6 +126,10 @@ class World:
 
     def act(self, participant: Participant) -> None:
         """The participant's operation takes effect, and it goes on to its next."""
+        if participant.epoch != self.epoch:
+            self.recover(participant)
+            self.start(participant)
+            return
         self.operations += 1
         result = self._apply(participant, participant.operation)
         participant.blocked_until = None
@@ -128,11 +166,19 @@ class World:
     def _check(self, participant: Participant) -> None:
         outcome = participant.outcome
         if isinstance(outcome, Joined):
-            held = self.plans.setdefault(outcome.generation, outcome.plan)
+            # A store that was lost with a plan nobody had read yet may see another one.
+            held = self.plans.setdefault((self.epoch, outcome.generation), outcome.plan)
             assert held == outcome.plan, "two plans in one generation"
+            place = (self.epoch, outcome.generation, outcome.rank)
+            holder = self.places.setdefault(place, participant.name)
+            assert holder == participant.name, "two nodes with one rank"
             order = outcome.plan["order"]
             assert len(set(order)) == len(order)
             assert not set(order) & set(outcome.plan["spares"])
+            participant.plan = outcome.plan
+            ids = self.table.get(protocol.ids_key(outcome.generation, outcome.plan))
+            participant.ids = protocol.ids_in(ids)
+            assert participant.ids[outcome.rank] == participant.name
 
     def pass_time(self) -> None:
         """Until something can happen that could not: live nodes beat meanwhile."""
@@ -144,7 +190,7 @@ class World:
         until = max(self.now, min(waits, default=self.now))
         self.now = min(until, self.now + BEAT) if until > self.now else until
         for each in self.nodes.values():
-            if each.alive:
+            if each.alive and each.epoch == self.epoch:
                 number = self.table.get(f"beat/{each.name}", {"beat": 0})["beat"]
                 self.table[f"beat/{each.name}"] = {"beat": number + 1}
 
@@ -355,12 +401,182 @@ def test_two_halves_of_a_split_network_do_not_both_go_on() -> None:
     assert len(ranks_of(world, 5)) == 3
 
 
+# -- answers that are lost, stores that are lost -----------------------------------------------------
+
+
+@pytest.mark.parametrize("effect", [False, True], ids=["no-effect", "effect"])
+@pytest.mark.parametrize("who", ["a", "b"], ids=["leader", "follower"])
+@pytest.mark.parametrize("step", range(16))
+def test_a_lost_answer_at_any_step_costs_no_round(step: int, who: str, effect: bool) -> None:
+    world = World()
+    settings = Settings(min_nodes=3, max_nodes=3)
+    for name in "abc":
+        world.add(name, settings)
+    nodes = world.nodes
+    for _ in range(step):
+        for each in world.runnable():
+            world.act(each)
+    if nodes[who].outcome is None:
+        world.retry(nodes[who], took_effect=effect)
+    world.run(60)
+    assert sorted(ranks_of(world, 0).values()) == [0, 1, 2], [n.operation for n in nodes.values()]
+
+
+@pytest.mark.parametrize("step", range(16))
+def test_a_newcomer_whose_answer_is_lost_finds_that_it_was_admitted(step: int) -> None:
+    """Others wait for it in their round; waiting for the next one it would keep them waiting for ever."""
+    world = World()
+    settings = Settings(min_nodes=2, max_nodes=3, last_call=0.1)
+    for name in "ab":
+        world.add(name, settings)
+    world.run(60)
+    for name in "ab":
+        world.again(world.nodes[name])
+    late = world.add("late", settings)
+    for _ in range(step):
+        for each in world.runnable():
+            world.act(each)
+    if late.outcome is None:
+        world.retry(late, took_effect=True)
+    world.run(60)
+    members = ranks_of(world, 1)
+    by_id = world.nodes["a"].ids
+    assert sorted(members) == sorted(by_id), "who is in the plan knows it"
+
+
+def test_slots_of_a_lost_store_mean_nothing_in_the_next() -> None:
+    """b has not read the plan when the store is lost; in the new one its slot is another's of that plan."""
+    world = World()
+    settings = Settings(min_nodes=3, max_nodes=3)
+    for name in "abc":
+        world.add(name, settings)
+    while any(world.nodes[name].outcome is None for name in "ac"):
+        for each in world.runnable():
+            if each.name != "b" or not isinstance(each.operation, protocol.Await):
+                world.act(each)
+        if not any(each.name != "b" for each in world.runnable()):
+            world.pass_time()
+    assert world.nodes["b"].outcome is None
+    world.lose_store()
+    for name in "ac":
+        world.again(world.nodes[name])
+    world.run(60)
+    assert ranks_of(world, 0) == {"b": 1}
+    world.again(world.nodes["b"])
+    world.run(60)
+    assert ranks_of(world, 1) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_a_node_that_was_asleep_for_many_rounds_comes_back_as_a_newcomer() -> None:
+    world = World()
+    for name in "abc":
+        world.add(name, ELASTIC)
+    world.run(60)
+    for _ in range(6):
+        for name in "ab":
+            world.again(world.nodes[name])
+        world.nodes["c"].alive = False  # silent
+        world.run(60)
+    world.nodes["c"].alive = True
+    world.again(world.nodes["c"])
+    world.run(10)
+    assert world.nodes["c"].outcome is None
+    for name in "ab":
+        world.again(world.nodes[name])
+    world.run(10)
+    assert ranks_of(world, 7) == {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize("step", range(0, 24, 3))
+def test_a_note_that_the_store_has_moved_leads_everybody_there(step: int) -> None:
+    world = World()
+    for name in "abc":
+        world.add(name, FIXED4)
+    for _ in range(step):
+        for each in world.runnable():
+            world.act(each)
+    world.table["moved"] = {"addr": "there", "port": 4711}
+    world.run(60)
+    assert [each.outcome for each in world.nodes.values()] == [Moved("there", 4711)] * 3
+
+
+@pytest.mark.parametrize(
+    "note", [{}, {"addr": "x"}, {"addr": "", "port": 1}, {"addr": "x", "port": 0}, {"addr": 7}]
+)
+def test_a_note_that_leads_nowhere_is_not_followed(note: dict[str, Any]) -> None:
+    world = World()
+    world.table["moved"] = note
+    for name in "abcd":
+        world.add(name, FIXED4)
+    world.run(60)
+    assert len(ranks_of(world, 0)) == 4
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a/b", "", "x" * 300, 7, None, ["a"]])
+def test_a_record_of_a_node_that_cannot_be_named_is_no_arrival(name: Any) -> None:
+    """Its id becomes part of a key that the leader reads."""
+    world = World()
+    world.table["0/arrivals"] = 1
+    world.table["0/node/0"] = {"id": name, "host": "h"}
+    for each in "abcd":
+        world.add(each, FIXED4)
+    world.run(60)
+    assert len(ranks_of(world, 0)) == 4
+
+
+@pytest.mark.parametrize("what", ["node/0", "node/1", "arrivals", "call", "plan", "head"])
+@pytest.mark.parametrize("step", range(0, 14, 2))
+def test_what_somebody_destroys_while_nodes_arrive_is_put_back(step: int, what: str) -> None:
+    """Nobody is left in a round that cannot end: a plan that is lost takes its round with it."""
+    world = World()
+    for name in "abcd":
+        world.add(name, FIXED4)
+    for _ in range(step):
+        for each in world.runnable():
+            world.act(each)
+    world.table.pop(what if what == "head" else f"0/{what}", None)
+    settle(world)
+    assert_together(world, 4)
+
+
 # -- arbitrary schedules --------------------------------------------------------------------------
+
+
+def settle(world: World, rounds: int = 12) -> None:
+    """Nobody dies any more. Members go on to the next round for the reasons a launcher has."""
+    for _ in range(rounds):
+        world.run(200)
+        alive = [each for each in world.nodes.values() if each.alive]
+        joined = [each for each in alive if isinstance(each.outcome, Joined)]
+        again = []
+        for each in joined:
+            following = each.outcome.generation + 1
+            room = len(each.ids) < each.settings.max_nodes
+            if (
+                each.epoch != world.epoch
+                or f"{following}/call" in world.table
+                or any(not world.nodes[name].alive for name in each.ids)
+                or (room and world.table.get(f"{following}/waiting", 0))
+            ):
+                again.append(each)
+        if not again and all(each.epoch == world.epoch for each in alive):
+            break
+        for each in again:
+            world.again(each)
+
+
+def assert_together(world: World, count: int) -> None:
+    alive = [each for each in world.nodes.values() if each.alive]
+    joined = [each for each in alive if isinstance(each.outcome, Joined)]
+    assert len(joined) == count, [(n.name, n.operation, n.outcome) for n in alive]
+    assert len({each.outcome.generation for each in joined}) == 1
+    assert sorted(each.outcome.rank for each in joined) == list(range(count))
+    assert all(each.outcome.plan == joined[0].outcome.plan for each in joined)
 
 
 @hypothesis_settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_any_interleaving_with_deaths_ends_in_one_plan_of_all_that_live(
+def test_any_interleaving_with_deaths_and_losses_ends_in_one_plan_of_all_that_live(
     data: st.DataObject,
 ) -> None:
     least = data.draw(st.integers(1, 4), label="min")
@@ -373,7 +589,8 @@ def test_any_interleaving_with_deaths_ends_in_one_plan_of_all_that_live(
     # Chaos: any order, deaths, time that passes while operations are on their way.
     for _ in range(data.draw(st.integers(0, 60), label="steps")):
         runnable = world.runnable()
-        action = data.draw(st.integers(0, 20), label="action")
+        action = data.draw(st.integers(0, 24), label="action")
+        pending = [n for n in world.nodes.values() if n.alive and n.outcome is None]
         if action == 0 and sum(n.alive for n in world.nodes.values()) > least:
             victim = data.draw(st.sampled_from(sorted(world.nodes)), label="victim")
             world.nodes[victim].alive = False
@@ -382,34 +599,18 @@ def test_any_interleaving_with_deaths_ends_in_one_plan_of_all_that_live(
         elif action == 2:
             joined = [n for n in world.nodes.values() if n.alive and isinstance(n.outcome, Joined)]
             if joined:  # its workers failed: it goes on to the next round
-                world.again(joined[0])
+                world.again(data.draw(st.sampled_from(joined), label="again"))
+        elif action == 3 and pending:
+            unlucky = data.draw(st.sampled_from(pending), label="unlucky")
+            if unlucky.epoch == world.epoch:
+                world.retry(unlucky, took_effect=data.draw(st.booleans(), label="effect"))
+        elif action == 4 and world.epoch < 2:
+            world.lose_store()
+        elif action == 5 and len(world.nodes) < 10:
+            world.add(f"late{len(world.nodes)}", settings)
         else:
             world.act(data.draw(st.sampled_from(runnable), label="who"))
-    # Quiet: nobody dies any more. Members go on until their round has no dead, and all agree.
-    for _ in range(10):
-        world.run(200)
-        alive = [each for each in world.nodes.values() if each.alive]
-        joined = [each for each in alive if isinstance(each.outcome, Joined)]
-        newest = max((each.outcome.generation for each in joined), default=-1)
-        behind = [each for each in joined if each.outcome.generation < newest]
-        members = (
-            world.table.get(f"{newest}/ids/{world.plans[newest]['by']}", {"ids": []})["ids"]
-            if newest >= 0
-            else []
-        )
-        dead = [name for name in members if not world.nodes[name].alive]
-        waiting = [each for each in alive if each.outcome is None]
-        short = newest >= 0 and len(members) < min(most, len(alive))
-        if not behind and not dead and not (short and waiting):
-            break
-        for each in joined if (dead or short) else behind:
-            world.again(each)
+    settle(world)
     alive = [each for each in world.nodes.values() if each.alive]
-    if len(alive) < least:
-        return
-    joined = [each for each in alive if isinstance(each.outcome, Joined)]
-    assert len(joined) == min(most, len(alive)), [(n.name, n.outcome) for n in alive]
-    assert len({each.outcome.generation for each in joined}) == 1
-    assert sorted(each.outcome.rank for each in joined) == list(range(len(joined)))
-    with contextlib.suppress(KeyError):
-        assert world.plans[joined[0].outcome.generation]["order"]
+    if len(alive) >= least:
+        assert_together(world, min(most, len(alive)))

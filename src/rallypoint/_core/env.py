@@ -16,6 +16,7 @@ KNOWN: Mapping[str, str] = {
     "PYTHON_EXEC": "the interpreter for workers; another one than rally's own implies --start-method exec",
     "LOGLEVEL": "level of rally's own log lines (DEBUG, INFO, WARNING …); default WARNING",
     "NO_COLOR": "any value: no colour in the failure report, on terminals too",
+    "RALLY_SECRET": "what all nodes of the job know, as --secret-file; records without it are ignored",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "seconds between SIGTERM and SIGKILL; --shutdown-timeout wins",
     "TORCHELASTIC_ERROR_FILE": "where the root cause is written too, in torchelastic's format",
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "prefix of teed lines; knows ${role_name} ${local_rank} ${rank}",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntFlag, StrEnum
 
 from rallypoint.errors import ConfigError
+from rallypoint.rendezvous.endpoint import Endpoint
 
 from .placement.numa import NumaBinding
 
@@ -20,7 +21,10 @@ from .placement.numa import NumaBinding
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_RENDEZVOUS_PORT = 29400
 DEFAULT_JOIN_TIMEOUT = 600.0
+DEFAULT_LAST_CALL = 30.0
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+# Ours: torchrun notices a silent node after 15 s, and does not act on it.
+DEFAULT_LEASE = 5.0
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
@@ -137,18 +141,31 @@ class RendezvousConfig:
     Args:
         run_id: the job's name; two jobs with the same endpoint and another name do not mix.
         node_rank: this node's rank, or None to have one assigned (torchrun's c10d).
-        host: the host that all nodes know; the node it belongs to serves the control store.
+        host: the host that all nodes know; the node it belongs to serves the job's store.
         port: its port.
+        endpoint: where the store is if it is none of ours (etcd, a folder), or if several hosts may
+            serve it; None: ``host`` and ``port``.
         join_timeout: seconds to wait for all nodes.
-        heartbeat_timeout: seconds of silence after which a node counts as lost.
+        last_call: seconds a round stays open for more nodes once there are enough.
+        lease: seconds of silence after which a node counts as lost.
+        is_host: whether this node serves the store; None: if ``host`` is this machine.
+        label: where this node stands (rack, switch): nodes of one label get neighbouring ranks.
+        secret: what all nodes of the job know; records without it are ignored.
+        split_brain_guard: a minority that is cut off does not go on by itself.
     """
 
     run_id: str
     node_rank: int | None = 0
     host: str = "127.0.0.1"
     port: int = DEFAULT_MASTER_PORT
+    endpoint: Endpoint | None = None
     join_timeout: float = DEFAULT_JOIN_TIMEOUT
-    heartbeat_timeout: float = 15.0
+    last_call: float = DEFAULT_LAST_CALL
+    lease: float = DEFAULT_LEASE
+    is_host: bool | None = None
+    label: str = ""
+    secret: bytes | None = field(default=None, repr=False)
+    split_brain_guard: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +177,8 @@ class LaunchConfig:
         workers_per_node: number of workers this supervisor starts; None: one for each accelerator
             of the machine, counted with torch once the fork server has it.
         accelerator: then the type of accelerator that is wanted ("cuda", "xpu", …), or None for any.
-        num_nodes: number of supervisors the job has.
+        num_nodes: number of supervisors the job has, at most.
+        min_nodes: how many it can go on with; None: all of them.
         max_restarts: how many times the job is started again after a failure.
         master_addr: the host workers find their store at; None: ``localhost`` (one node) or this host.
         master_port: the port of the workers' store; None or 0: any free one.
@@ -186,6 +204,7 @@ class LaunchConfig:
     workers_per_node: int | None = 1
     accelerator: str | None = None
     num_nodes: int = 1
+    min_nodes: int | None = None
     max_restarts: int = 0
     master_addr: str | None = None
     master_port: int | None = None
@@ -218,6 +237,9 @@ class LaunchConfig:
             )
         if self.num_nodes < 1:
             raise ConfigError("--nnodes", str(self.num_nodes), "expected at least 1 node")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.num_nodes:
+            nodes = f"{self.min_nodes}:{self.num_nodes}"
+            raise ConfigError("--nnodes", nodes, "expected MIN:MAX with 1 <= MIN <= MAX")
         if self.max_restarts < 0:
             raise ConfigError("--max-restarts", str(self.max_restarts), "expected 0 or more")
         if self.shutdown_timeout < 0:
@@ -233,3 +255,8 @@ class LaunchConfig:
             )
         if self.master_port is not None and not 0 <= self.master_port < 65536:
             raise ConfigError("--master-port", str(self.master_port), "expected 0 to 65535")
+
+    @property
+    def elastic(self) -> bool:
+        """Whether nodes may come and go: where their ranks are assigned."""
+        return self.num_nodes > 1 and self.rendezvous.node_rank is None

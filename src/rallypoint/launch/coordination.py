@@ -12,6 +12,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .output.failure import WorkerFailure
+from .policy import Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFacts:
+    """What this node brings to a round.
+
+    Args:
+        num_workers: how many it will start.
+        store_addr: where the workers' store would be, if this is node 0.
+        store_port: its port.
+        restarts: how much of the restart budget is used, as far as we know.
+        verdict: what the end of the last generation means for it.
+    """
+
+    num_workers: int
+    store_addr: str = ""
+    store_port: int = 0
+    restarts: int = 0
+    verdict: Verdict = Verdict.NONE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +43,8 @@ class RoundReady:
         workers_of_nodes: number of workers of each node, by node rank.
         master_addr: host of the workers' store.
         master_port: its port.
+        restarts: how much of the restart budget is used, as all nodes count it.
+        serves: the job's own store lives in this process.
     """
 
     generation: int
@@ -30,13 +52,15 @@ class RoundReady:
     workers_of_nodes: tuple[int, ...]
     master_addr: str
     master_port: int
+    restarts: int = 0
+    serves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """``failed``, ``stopped``, ``lost``; ``all_done`` and ``reports`` once every node has told.
+    """``failed``, ``stopped``, ``leaving``, ``lost``, ``waiting`` (a node, to be admitted).
 
-    From a node (its rank), in a generation.
+    From or about a node (its rank), in a generation. ``all_done`` and ``reports`` come once every node has told.
     """
 
     what: str
@@ -70,20 +94,23 @@ class Coordination(Protocol):
     def fileno(self) -> int:
         """Readable when :meth:`take` has something."""
 
-    def join(self, generation: int, num_workers: int, store_addr: str, store_port: int) -> None:
-        """Meet the others; ends in :class:`RoundReady` or :class:`CoordinationFailed`."""
+    def join(self, generation: int, facts: NodeFacts) -> None:
+        """Meet the others; ends in :class:`RoundReady` or :class:`CoordinationFailed`.
+
+        ``generation`` is the one expected; where members come and go the round tells which it is.
+        """
 
     def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
-        """``failed``, ``stopped``, ``done`` or ``report`` (all failures of a generation), to everybody."""
+        """``failed``, ``stopped``, ``leaving``, ``done`` or ``report`` (all failures of a generation)."""
 
     def reports(self) -> tuple[WorkerFailure, ...]:
-        """The failures that nodes have reported (``report``) so far, in the order of the job's store."""
+        """The failures that nodes have reported (``report``), the root cause first."""
 
     def take(self) -> list[CoordinationEvent]:
         """The events that came since the last call."""
 
-    def close(self) -> None:
-        """Leave."""
+    def close(self, ending: str) -> None:
+        """Leave. ``ending``: why there will be no further round, for nodes that wait for one; or empty."""
 
 
 class LoneNode:
@@ -99,14 +126,16 @@ class LoneNode:
     def fileno(self) -> int:
         return self._read
 
-    def join(self, generation: int, num_workers: int, store_addr: str, store_port: int) -> None:
+    def join(self, generation: int, facts: NodeFacts) -> None:
+        charged = facts.verdict is not Verdict.NONE
         self._events.append(
             RoundReady(
                 generation=generation,
                 node_rank=0,
-                workers_of_nodes=(num_workers,),
-                master_addr=store_addr,
-                master_port=store_port,
+                workers_of_nodes=(facts.num_workers,),
+                master_addr=facts.store_addr,
+                master_port=facts.store_port,
+                restarts=facts.restarts + charged,
             )
         )
         os.write(self._write, b"x")
@@ -125,6 +154,6 @@ class LoneNode:
         events, self._events = self._events, []
         return events
 
-    def close(self) -> None:
+    def close(self, ending: str) -> None:
         os.close(self._read)
         os.close(self._write)

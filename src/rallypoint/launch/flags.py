@@ -64,7 +64,13 @@ FLAGS: tuple[Flag, ...] = (
         help="workers on this machine: a number, auto (one per accelerator, or per CPU if there is"
         " none), gpu, cpu, xpu",
     ),
-    Flag(name="--nnodes", metavar="N", default="1:1", group=_SIZE, help="number of nodes"),
+    Flag(
+        name="--nnodes",
+        metavar="N|MIN:MAX",
+        default="1:1",
+        group=_SIZE,
+        help="number of nodes; with MIN:MAX nodes may come and go while the job runs",
+    ),
     Flag(
         name="--standalone",
         group=_SIZE,
@@ -161,14 +167,16 @@ FLAGS: tuple[Flag, ...] = (
         metavar="NAME",
         default="static",
         group=_NODES,
-        help="static (ranks from --node-rank) or c10d (ranks are assigned)",
+        help="static (ranks from --node-rank); c10d, etcd or file (ranks are assigned, nodes are"
+        " replaced). Left out: as --rdzv-endpoint says",
     ),
     Flag(
         name="--rdzv-endpoint",
-        metavar="HOST:PORT",
+        metavar="WHERE",
         default="",
         group=_NODES,
-        help="where nodes meet; port 29400 if left out",
+        help="where nodes meet: HOST[:29400] (one of the nodes serves there; several hosts with"
+        " commas), etcd://HOST:2379, file:///shared/folder",
     ),
     Flag(
         name="--rdzv-id",
@@ -182,7 +190,14 @@ FLAGS: tuple[Flag, ...] = (
         metavar="K=V,…",
         default="",
         group=_NODES,
-        help="join_timeout (600 s), heartbeat_timeout (15 s)",
+        help="join_timeout (600 s), last_call_timeout (30 s: for more than MIN nodes), lease (5 s of"
+        " silence: a node is lost), is_host, label, split_brain_guard",
+    ),
+    Flag(
+        name="--secret-file",
+        metavar="FILE",
+        group=_NODES,
+        help="what all nodes of the job know (else RALLY_SECRET); records without it are ignored",
     ),
     Flag(
         name="--local-addr",

@@ -21,7 +21,7 @@ from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 
 from .config import LaunchConfig, LogConfig, RendezvousConfig, StartMethod, Target, TargetKind
-from .coordination import LoneNode
+from .coordination import LoneNode, NodeFacts
 from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
 from .output.failure import FailureReport
 from .output.logs import Console
@@ -244,8 +244,8 @@ class _StoreElsewhere(LoneNode):
         self._addr = addr
         self._port = port
 
-    def join(self, generation: int, num_workers: int, store_addr: str, store_port: int) -> None:
-        super().join(generation, num_workers, self._addr, self._port)
+    def join(self, generation: int, facts: NodeFacts) -> None:
+        super().join(generation, replace(facts, store_addr=self._addr, store_port=self._port))
 
 
 def _supervise(

@@ -124,6 +124,11 @@ class Generation:
             self._stopped_at = clock.MONOTONIC.now()
         self._signals_sent.add(number)
 
+    def is_echo(self, worker: Worker) -> bool:
+        """Whether a worker's failure says no more than that a peer is gone, or that we have stopped it."""
+        failure = self._failure_of(worker)
+        return failure.stopped_by_us or failure.is_symptom()
+
     def drain(self, timeout: float) -> None:
         """Wait until all output has been passed on, for at most ``timeout`` seconds."""
         deadline = clock.Deadline(timeout)

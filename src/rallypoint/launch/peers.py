@@ -2,37 +2,35 @@
 
 Theory of operation
 -------------------
-The nodes meet in a rendezvous (fixed membership) and then share a *log* in the same store: numbered
-entries that are written once and read by all in the same order. So every node sees the same first
-failure, the same number of nodes done, and comes to the same decision by itself.
+The nodes meet in a rendezvous (:mod:`rallypoint.rendezvous.dynamic`) and then share a journal
+(:mod:`.journal`) in the job's store. So every node sees the same first failure, the same nodes
+come and go, and comes to the same decision by itself.
 
-An entry takes the first free number by an atomic put-if-absent, so the log has no holes, whoever dies
-while writing. Each reader waits for the next number in one blocking wait.
-
-Two threads, each with a connection of its own, so that a blocked wait never delays a heartbeat: one
-carries out requests (join, tell) and in between moves this node's heartbeat counter; the other
-follows the log. The leader watches everybody's counter (:mod:`rallypoint.rendezvous.lease`); that the
-leader itself is gone shows as a broken connection. Clocks of two hosts are never compared.
+Threads, each with a connection of its own, so that a blocked wait never delays anything else: one carries
+out requests (join, tell, find the store again), one follows the journal of the current generation; the
+rendezvous has its pulse, which beats and watches the neighbour. What they learn becomes an event, and
+a byte in a pipe that the supervisor polls. Clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import queue
-import socket
 import threading
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rallypoint._core import addresses
-from rallypoint._core.clock import MONOTONIC, Deadline
-from rallypoint.errors import ConfigError, RallyError, RendezvousConnectionError, RendezvousError
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import (
+    RallyError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
 from rallypoint.rendezvous.api import RendezvousInfo
-from rallypoint.rendezvous.lease import Leases
-from rallypoint.rendezvous.static import StaticRendezvous
-from rallypoint.rendezvous.store import Store
+from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
+from rallypoint.rendezvous.liveness import Loss
+from rallypoint.rendezvous.record_store import RecordStore
 
 from .config import LaunchConfig
 from .coordination import (
@@ -40,17 +38,21 @@ from .coordination import (
     CoordinationEvent,
     CoordinationFailed,
     LoneNode,
+    NodeFacts,
     PeerEvent,
     RoundReady,
 )
-from .output.failure import WorkerFailure, failures_from_json, failures_to_json
+from .journal import Journal
+from .meeting import rendezvous_for
+from .output.failure import (
+    WorkerFailure,
+    failures_from_json,
+    failures_to_json,
+    in_order_of_blame,
+)
 
 
-# Heartbeats in one lease: a few may be late.
-BEATS_PER_LEASE = 5
-# One blocking wait of the log's reader; a longer silence is no news, and it waits again.
-LONG_WAIT = 24 * 3600.0
-# How long leaving may take: for the leader, until the others have read the last entries.
+# How long leaving may take: for the node that serves the store, until the others have read the last entries.
 LEAVE_PATIENCE = 5.0
 # Failures in one entry are cut to this many: a root cause is not the hundredth.
 MAX_FAILURES_TOLD = 64
@@ -74,28 +76,18 @@ class PeerNodes:
     def __init__(self, config: LaunchConfig, say: Say) -> None:
         self._config = config
         self._say = say
-        self._node_id = uuid.uuid4().hex
+        self._lease = config.rendezvous.lease
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._lock = threading.Lock()
         self._events: list[CoordinationEvent] = []
-        self._reports: dict[int, tuple[WorkerFailure, ...]] = {}  # in the order of the log
-        self._changed = threading.Condition(self._lock)
-        self._done: set[int] = set()
-        self._lost: set[int] = set()
-        self._left: set[int] = set()
-        self._generation = 0
-        self._node_rank = -1
+        self._reports: tuple[WorkerFailure, ...] = ()
+        self._round = _NoRound
         self._broken = False
-        self._next_entry = 0
         self._stop = threading.Event()
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listener: socket.socket | None = None
-        self._store: Store | None = None
-        self._handler: StaticRendezvous | None = None
-        self._leader = False
-        self._leases: Leases[int] = Leases(config.rendezvous.heartbeat_timeout)
+        self._rendezvous: DynamicRendezvous | None = None
         self._worker = threading.Thread(target=self._work, name="rally-peers", daemon=True)
-        self._reader: threading.Thread | None = None
+        self._reader: _Reader | None = None
 
     # -- what the supervisor asks ---------------------------------------------------------------
 
@@ -111,20 +103,31 @@ class PeerNodes:
     def fileno(self) -> int:
         return self._read
 
-    def join(self, generation: int, num_workers: int, store_addr: str, store_port: int) -> None:
-        facts = {"workers": num_workers, "addr": store_addr, "port": store_port}
+    def join(self, generation: int, facts: NodeFacts) -> None:
         if not self._worker.is_alive():
-            self._listener = self._listen()  # a port that is in use must be known at once
+            listener = Listener(
+                on_loss=self._heed_loss,
+                on_store_lost=self._heed_store_lost,
+                on_waiting=self._heed_waiting,
+            )
+            # A port that is in use must be known at once.
+            self._rendezvous = rendezvous_for(self._config, self._say, listener)
             self._worker.start()
-        self._requests.put(lambda: self._meet(generation, facts))
+        self._requests.put(lambda: self._meet(facts))
 
     def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
-        text = failures_to_json(failures[:MAX_FAILURES_TOLD])
-        self._requests.put(lambda: self._append(what, generation, text))
+        told = failures_to_json(failures[:MAX_FAILURES_TOLD])
+        match what:
+            case "done":
+                self._requests.put(lambda: self._count_done(generation))
+            case "report":
+                self._requests.put(lambda: self._report(generation, told))
+            case _:
+                self._requests.put(lambda: self._append(what, generation, failures=told))
 
     def reports(self) -> tuple[WorkerFailure, ...]:
         with self._lock:
-            return tuple(failure for part in self._reports.values() for failure in part)
+            return self._reports
 
     def take(self) -> list[CoordinationEvent]:
         try:
@@ -135,69 +138,37 @@ class PeerNodes:
             events, self._events = self._events, []
         return events
 
-    def close(self) -> None:
+    def close(self, ending: str) -> None:
         if self._worker.is_alive():
-            self._stop.set()
-            if self._node_rank >= 0:
-                self._requests.put(lambda: self._append("left", self._generation, "[]"))
+            met = self._round is not _NoRound
+            deadline = Deadline(LEAVE_PATIENCE if met else 0.1)
+            self._requests.put(lambda: self._leave(ending, deadline))
             self._requests.put(None)
-            # A thread that still waits for a round to form cannot be interrupted; it is a daemon.
-            deadline = Deadline(LEAVE_PATIENCE if self._node_rank >= 0 else 0.1)
-            if self._leader and self._node_rank >= 0:
-                with self._changed:
-                    while not self._all_have(self._left) and not self._broken:
-                        if not self._changed.wait(deadline.remaining()):
-                            break
             self._worker.join(deadline.remaining())
-            if self._reader is not None:
-                self._reader.join(deadline.remaining())
-        if self._listener is not None:
-            self._listener.close()
+        self._stop.set()
+        if self._reader is not None:
+            self._reader.end()
+        if self._rendezvous is not None:
+            self._rendezvous.shutdown()
+        if self._worker.is_alive():
+            self._worker.join(LEAVE_PATIENCE)  # its connection is closed: what it waits for ends
         with self._lock:
             os.close(self._read)
             os.close(self._write)
             self._read = self._write = -1
 
-    def _all_have(self, nodes: set[int]) -> bool:
-        return len(nodes | self._lost) >= self._config.num_nodes
-
     # -- the thread of requests -----------------------------------------------------------------
 
-    def _listen(self) -> socket.socket | None:
-        """The control store's socket, if this node is the one to serve it.
-
-        Raises:
-            ConfigError: this node must serve it and the port is in use.
-        """
-        meeting = self._config.rendezvous
-        if meeting.node_rank not in {0, None}:
-            return None
-        if not addresses.is_this_host(meeting.host):
-            if meeting.node_rank is None:
-                return None
-            # An address that is only a NAT's outside, say: node 0 serves, whatever its name here.
-            self._say(f"{meeting.host} is no address of this machine; serving on all of them")
-        try:
-            return addresses.bind_store(None, meeting.port)
-        except ConfigError:
-            if meeting.node_rank is None:
-                return None  # another supervisor on this machine was first
-            raise
-
     def _work(self) -> None:
-        pause = self._config.rendezvous.heartbeat_timeout / BEATS_PER_LEASE
         while True:
-            try:
-                request = self._requests.get(timeout=pause)
-            except queue.Empty:
-                request = self._beat
+            request = self._requests.get()
             if request is None:
                 return
             try:
                 request()
             except RendezvousConnectionError as error:
                 self._store_lost(error)
-                if self._node_rank < 0:  # lost before the first round: nobody to report to
+                if self._broken or self._round is _NoRound:
                     self._post(CoordinationFailed(error))
                     return
             except (RallyError, OSError, ValueError, KeyError) as error:
@@ -205,159 +176,287 @@ class PeerNodes:
                 self._post(CoordinationFailed(wrapped))
                 return
 
-    def _connect(self) -> StaticRendezvous:
-        from rallypoint.rendezvous.backends.tcpstore import TcpStore, wait_until_reachable
-
-        meeting = self._config.rendezvous
-        listener, self._listener = self._listener, None
-        self._leader = listener is not None
-        if listener is None:
-            deadline = Deadline(meeting.join_timeout)
-            wait_until_reachable(meeting.host, meeting.port, deadline, self._stop, self._say)
-        self._store = TcpStore(
-            meeting.host.strip("[]"), meeting.port, listener, meeting.heartbeat_timeout
+    def _meet(self, facts: NodeFacts) -> None:
+        assert self._rendezvous is not None
+        self._rendezvous.bring(
+            {
+                "workers": facts.num_workers,
+                "addr": facts.store_addr,
+                "port": facts.store_port,
+                "restarts": facts.restarts,
+                "verdict": facts.verdict.value,
+            }
         )
-        return StaticRendezvous(
-            self._store,
-            leader=self._leader,
-            run_id=meeting.run_id,
-            num_nodes=self._config.num_nodes,
-            node_rank=meeting.node_rank,
-            host=addresses.hostname(),
-            node_id=self._node_id,
-            join_timeout=meeting.join_timeout,
-            say=self._say,
-        )
-
-    def _meet(self, generation: int, facts: dict[str, Any]) -> None:
-        if self._handler is None:
-            self._handler = self._connect()
+        formed = self._rendezvous.next_rendezvous()
         with self._lock:
-            self._generation = generation
-            self._reports.clear()
-            self._done.clear()
-        self._handler.bring(generation, facts)
-        round_ = self._handler.next_rendezvous()
-        self._node_rank = round_.rank
-        # Nobody's counter moved while all were waiting for each other: leases start anew.
-        self._leases = Leases(self._config.rendezvous.heartbeat_timeout)
-        if self._reader is None:
-            assert self._store is not None
-            store = self._store.clone()
-            self._reader = threading.Thread(
-                target=self._follow_log, args=(store,), name="rally-peers-log", daemon=True
-            )
-            self._reader.start()
-        self._post(self._round_ready(round_))
+            self._round = _Round(formed.generation, formed.rank, formed.world_size)
+            self._reports = ()
+        if self._reader is not None:
+            self._reader.end()
+        self._reader = _Reader(self, self._round, self._clone(), self._lease)
+        self._reader.start()
+        self._post(self._round_ready(formed))
 
-    def _round_ready(self, round_: RendezvousInfo) -> RoundReady:
-        first = round_.members[0].facts
-        addr = str(first["addr"])
-        if addresses.is_loopback(addr) and not self._leader:
+    def _clone(self) -> RecordStore:
+        assert self._rendezvous is not None
+        records = self._rendezvous.records
+        if records is None:
+            raise RendezvousConnectionError("the connection to the job's store is closed")
+        return records.clone()
+
+    def _records(self) -> RecordStore:
+        assert self._rendezvous is not None
+        records = self._rendezvous.records
+        if records is None:
+            raise RendezvousConnectionError("the connection to the job's store is closed")
+        return records
+
+    def _round_ready(self, formed: RendezvousInfo) -> RoundReady:
+        assert self._rendezvous is not None
+        plan = self._rendezvous.plan
+        first = plan["first"]["facts"]
+        addr = str(first.get("addr"))
+        serving_host = self._rendezvous.store_host
+        if addresses.is_loopback(addr) and serving_host is not None and formed.rank != 0:
             # What node 0 calls itself (Kubeflow's master pod: localhost) may mean another host here.
-            addr = self._config.rendezvous.host
+            addr = serving_host
         return RoundReady(
-            generation=round_.generation,
-            node_rank=round_.rank,
-            workers_of_nodes=tuple(int(member.facts["workers"]) for member in round_.members),
+            generation=formed.generation,
+            node_rank=formed.rank,
+            workers_of_nodes=tuple(
+                int(count) for count, nodes in plan["workers"] for _ in range(int(nodes))
+            ),
             master_addr=addr,
             master_port=int(first["port"]),
+            restarts=int(plan.get("restarts", 0)),
+            serves=self._rendezvous.serves,
         )
 
-    def _append(self, what: str, generation: int, failures: str, node: int | None = None) -> None:
-        """Write an entry at the end of the log: about this node, or (``lost``) about another."""
-        if self._store is None:
+    def _append(self, what: str, generation: int, **more: Any) -> None:
+        """Write into the journal; what is about an earlier generation nobody reads any more."""
+        current = self._round
+        if current is _NoRound or generation != current.generation:
             return
-        about = self._node_rank if node is None else node
-        entry = {"what": what, "node": about, "generation": generation, "failures": failures}
-        # The id makes it ours: an equal entry of another writer must not pass for it.
-        data = json.dumps({**entry, "id": uuid.uuid4().hex}).encode()
-        number = self._next_entry
-        while self._store.put_new(self._entry_key(number), data) != data:
-            number += 1
+        entry = {"what": what, "node": current.rank, **more}
+        Journal(self._records(), generation).append(entry)
 
-    def _entry_key(self, number: int) -> str:
-        return f"rally/{self._config.rendezvous.run_id}/log/{number}"
+    def _count_done(self, generation: int) -> None:
+        if self._records().increment(f"{generation}/done") >= self._round.num_nodes:
+            self._append("all_done", generation)
 
-    def _beat(self) -> None:
-        if self._store is None or self._node_rank < 0:
-            return
-        key = f"rally/{self._config.rendezvous.run_id}/beat/"
-        self._store.add(f"{key}{self._node_rank}", 1)
-        if not self._leader:
-            return
-        gone = self._left | self._lost
-        others = [
-            n for n in range(self._config.num_nodes) if n != self._node_rank and n not in gone
-        ]
-        counters = {node: self._store.add(f"{key}{node}", 0) for node in others}
-        for node in self._leases.observe(MONOTONIC.now(), counters):
-            self._append("lost", self._generation, "[]", node)
+    def _report(self, generation: int, told: str) -> None:
+        """Hand in this node's failures; whoever is last puts all of them together."""
+        current = self._round
+        records = self._records()
+        records.write(f"{current.generation}/report/{current.rank}", {"failures": told})
+        current.reported = True
+        if (
+            records.increment(f"{current.generation}/reports") + len(current.gone)
+            >= current.num_nodes
+        ):
+            self._gather_reports(records, current)
 
-    # -- the thread that follows the log --------------------------------------------------------
+    def _gather_reports(self, records: RecordStore, current: _Round) -> None:
+        keys = [f"{current.generation}/report/{rank}" for rank in range(current.num_nodes)]
+        failures: list[WorkerFailure] = []
+        first = None if self._reader is None else self._reader.first_failure
+        bodies = records.look(keys)
+        # The node whose failure the journal has first comes first: between hosts only order tells.
+        order = sorted(range(len(bodies)), key=lambda rank: (rank != first, rank))
+        for rank in order:
+            body = bodies[rank]
+            failures += () if body is None else failures_from_json(body["failures"])
+        told = failures_to_json(in_order_of_blame(failures)[:MAX_FAILURES_TOLD])
+        records.claim(f"{current.generation}/report", {"failures": told})
+        self._append("reports", current.generation)
 
-    def _follow_log(self, store: Store) -> None:
-        while True:
-            try:
-                data = store.get(self._entry_key(self._next_entry), LONG_WAIT)
-            except TimeoutError:
-                continue
-            except RendezvousConnectionError as error:
-                self._store_lost(error)
+    def _leave(self, ending: str, deadline: Deadline) -> None:
+        """The last words of this node in this job."""
+        current, rendezvous = self._round, self._rendezvous
+        assert rendezvous is not None
+        try:
+            if ending:
+                rendezvous.close_rendezvous(ending)
+            if current is _NoRound:
                 return
-            self._next_entry += 1
-            if self._heed(json.loads(data)):
-                return
+            records = self._records()
+            left = records.increment(f"{current.generation}/left")
+            if left + len(current.gone) >= current.num_nodes:
+                records.write(f"{current.generation}/all_left", {})
+            elif rendezvous.serves:
+                records.wait(f"{current.generation}/all_left", deadline.remaining() or 0.0)
+        except RallyError:
+            pass  # the others are gone before us
 
-    def _heed(self, entry: dict[str, Any]) -> bool:
-        """Take one entry in. True if it is our own leave: the last one for us."""
-        what, node, generation = entry["what"], entry["node"], entry["generation"]
-        own = node == self._node_rank
-        event: PeerEvent | None = None
-        with self._changed:
-            if what == "done" and generation == self._generation:
-                self._done.add(node)
-                if len(self._done) >= self._config.num_nodes:
-                    event = PeerEvent("all_done", node, generation)
-            elif what == "report" and generation == self._generation:
-                self._reports[node] = failures_from_json(entry["failures"])
-                if self._all_have(set(self._reports)):
-                    event = PeerEvent("reports", node, generation)
-            elif what == "left":
-                self._left.add(node)
-            elif what == "lost":
-                self._lost.add(node)
-                seconds = self._config.rendezvous.heartbeat_timeout
-                reason = f"node {node} is lost: not heard of for {seconds:g} s"
-                event = PeerEvent("lost", node, generation, reason=reason)
-                if self._reports and self._all_have(set(self._reports)):
-                    self._post_locked(PeerEvent("reports", node, generation))
-            elif what in {"failed", "stopped"} and not own:
-                event = PeerEvent(what, node, generation, failures_from_json(entry["failures"]))
-            self._changed.notify_all()
-        if event is not None:
-            self._post(event)
-        return bool(what == "left" and own)
+    # -- what happens elsewhere -----------------------------------------------------------------
+
+    def _heed_loss(self, loss: Loss) -> None:
+        """The neighbour is gone (the pulse's thread)."""
+        generation = self._round.generation
+        if loss.left:
+            # It said so itself, unless it had ended well before.
+            self._requests.put(lambda: self._note_left(generation, loss))
+            return
+        rank, reason, certain = loss.neighbour.rank, loss.reason, loss.certain
+        self._requests.put(
+            lambda: self._append("lost", generation, about=rank, reason=reason, certain=certain)
+        )
+
+    def _note_left(self, generation: int, loss: Loss) -> None:
+        assert self._rendezvous is not None
+        if generation == self._round.generation:
+            self._rendezvous.note_gone(loss.neighbour.rank, certain=True)
+
+    def _heed_waiting(self, _count: int) -> None:
+        generation = self._round.generation
+        self._requests.put(lambda: self._append("waiting", generation))
+
+    def _heed_store_lost(self, error: RendezvousConnectionError) -> None:
+        self._store_lost(error)
+
+    def _store_lost(self, error: RendezvousConnectionError) -> None:
+        """This generation cannot go on: nobody hears of anybody. Elsewhere there may be a next one."""
+        with self._lock:
+            current = self._round
+            known, current.store_lost = current.store_lost, True
+        if known or current is _NoRound or self._stop.is_set():
+            return
+        host = self._rendezvous.store_host if self._rendezvous is not None else None
+        where = "" if host is None else f" ({host})"
+        reason = f"the node that serves the job's store{where} is lost: {error}"
+        if not self._config.elastic:
+            reason = f"node 0 is lost: {error}"
+            self._broken = True
+        self._post(PeerEvent("lost", 0, current.generation, reason=reason))
+        self._post(PeerEvent("reports", 0, current.generation))  # nobody can report any more
+        if self._config.elastic:
+            self._requests.put(self._find_store)
+
+    def _find_store(self) -> None:
+        assert self._rendezvous is not None
+        self._rendezvous.find_store()
+
+    def heed(self, current: _Round, entry: Mapping[str, Any]) -> None:
+        """Take an entry of the journal in (the reader's thread)."""
+        what, node = str(entry.get("what")), entry.get("node")
+        node = node if isinstance(node, int) else -1
+        own = node == current.rank
+        generation = current.generation
+        match what:
+            case "all_done":
+                self._post(PeerEvent("all_done", node, generation))
+            case "reports":
+                self._take_reports(current)
+                self._post(PeerEvent("reports", node, generation))
+            case "lost":
+                self._heed_lost(current, entry)
+            case "waiting":
+                self._post(PeerEvent("waiting", node, generation))
+            case "leaving" if not own:
+                assert self._rendezvous is not None
+                self._rendezvous.note_gone(node, certain=True)
+                current.gone.add(node)
+                self._post(PeerEvent("leaving", node, generation))
+            case "failed" | "stopped" if not own:
+                failures = failures_from_json(str(entry.get("failures", "[]")))
+                self._post(PeerEvent(what, node, generation, failures))
+
+    def _heed_lost(self, current: _Round, entry: Mapping[str, Any]) -> None:
+        assert self._rendezvous is not None
+        about = entry.get("about")
+        if not isinstance(about, int):
+            return
+        reason = str(entry.get("reason"))
+        if about == current.rank:
+            reason = f"this node counts as lost ({reason}): it stood still, or was cut off"
+        else:
+            self._rendezvous.note_gone(about, certain=entry.get("certain") is True)
+            current.gone.add(about)
+        self._post(PeerEvent("lost", about, current.generation, reason=reason))
+        if current.reported:
+            self._requests.put(lambda: self._gather_if_all_told(current))
+
+    def _gather_if_all_told(self, current: _Round) -> None:
+        records = self._records()
+        if records.count(f"{current.generation}/reports") + len(current.gone) >= current.num_nodes:
+            self._gather_reports(records, current)
+
+    def _take_reports(self, current: _Round) -> None:
+        reader = self._reader
+        body = None if reader is None else reader.look(f"{current.generation}/report")
+        if body is not None:
+            with self._lock:
+                self._reports = failures_from_json(body["failures"])
+
+    def reader_lost(self, error: RendezvousConnectionError) -> None:
+        self._store_lost(error)
 
     # -- events ---------------------------------------------------------------------------------
 
-    def _store_lost(self, error: RendezvousConnectionError) -> None:
-        with self._changed:
-            already, self._broken = self._broken, True
-            self._changed.notify_all()
-        if not already and not self._stop.is_set() and self._node_rank >= 0:
-            reason = f"node 0 is lost: {error}"
-            self._post(PeerEvent("lost", 0, self._generation, reason=reason))
-            self._post(PeerEvent("reports", 0, self._generation))  # nobody can report any more
-
     def _post(self, event: CoordinationEvent) -> None:
         with self._lock:
-            self._post_locked(event)
+            self._events.append(event)
+            if self._write >= 0:
+                try:
+                    os.write(self._write, b"x")
+                except BlockingIOError:
+                    pass  # it is readable already
 
-    def _post_locked(self, event: CoordinationEvent) -> None:
-        self._events.append(event)
-        if self._write >= 0:
-            try:
-                os.write(self._write, b"x")
-            except BlockingIOError:
-                pass  # it is readable already
+
+class _Round:
+    """What this node knows of the round it is in."""
+
+    def __init__(self, generation: int, rank: int, num_nodes: int) -> None:
+        self.generation = generation
+        self.rank = rank
+        self.num_nodes = num_nodes
+        self.gone: set[int] = set()  # ranks that are lost or have left
+        self.store_lost = False
+        self.reported = False
+
+
+_NoRound = _Round(-1, -1, 0)
+
+
+class _Reader:
+    """The thread that follows one generation's journal."""
+
+    def __init__(
+        self, peers: PeerNodes, current: _Round, records: RecordStore, lease: float
+    ) -> None:
+        self._peers = peers
+        self._round = current
+        self._records = records
+        self._ended = threading.Event()
+        self._lease = lease
+        self.first_failure: int | None = None
+        self._thread = threading.Thread(target=self._run, name="rally-journal", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """It ends, even in the middle of a wait."""
+        self._ended.set()
+        self._records.close()
+        self._thread.join(LEAVE_PATIENCE)
+
+    def look(self, key: str) -> dict[str, Any] | None:
+        """A record, over the reader's own connection (from its thread)."""
+        return self._records.look([key])[0]
+
+    def _run(self) -> None:
+        journal = Journal(self._records, self._round.generation)
+        try:
+            while not self._ended.is_set():
+                entry = journal.next(self._lease)
+                if entry is not None and not self._ended.is_set():
+                    if entry.get("what") == "failed" and self.first_failure is None:
+                        node = entry.get("node")
+                        self.first_failure = node if isinstance(node, int) else None
+                    self._peers.heed(self._round, entry)
+        except RendezvousConnectionError as error:
+            if not self._ended.is_set():
+                self._peers.reader_lost(error)
+        except RallyError as error:
+            self._peers.reader_lost(RendezvousConnectionError(str(error)))

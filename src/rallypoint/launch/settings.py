@@ -15,12 +15,17 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from rallypoint.errors import ConfigError
+from rallypoint.rendezvous.endpoint import (
+    BACKEND_ALIASES,
+    Endpoint,
+    canonical_backend,
+    parse_endpoint,
+)
 
 from .config import (
-    DEFAULT_JOIN_TIMEOUT,
     DEFAULT_MASTER_PORT,
     DEFAULT_RENDEZVOUS_PORT,
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -50,6 +55,21 @@ _DEVICE_FILES = (
     "davinci0",
     "davinci_manager",
 )
+
+_TRUTH = {
+    **dict.fromkeys(("true", "1", "t", "yes", "y"), True),
+    **dict.fromkeys(("false", "0", "f", "no", "n"), False),
+}
+# Names in --rdzv-conf that mean the same as ours.
+_CONF_ALIASES = {
+    "timeout": "join_timeout",
+    "last_call_timeout": "last_call",
+    "heartbeat_timeout": "lease",
+}
+_ENDPOINT_EXAMPLES = {
+    "etcd": "--rdzv-endpoint etcd://HOST:2379",
+    "file": "--rdzv-endpoint file:///a/folder/that/all/nodes/share",
+}
 
 # Which flags say where this node stands; with one of them set the cluster is not asked.
 _NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "standalone")
@@ -85,7 +105,7 @@ class _Settings:
         if placement is not None:
             self._remarks.append(placement.describe())
         workers, accelerator = self._workers(placement)
-        num_nodes, rendezvous, addr, port = self._nodes(placement)
+        min_nodes, num_nodes, rendezvous, addr, port = self._nodes(placement)
         several_here = placement is not None and placement.one_worker_per_task
         config = LaunchConfig(
             target=target,
@@ -94,6 +114,7 @@ class _Settings:
             workers_per_node=workers,
             accelerator=accelerator,
             num_nodes=num_nodes,
+            min_nodes=min_nodes,
             max_restarts=self._int("max_restarts", least=0),
             master_addr=addr,
             master_port=port,
@@ -218,7 +239,7 @@ class _Settings:
             raise ConfigError(shown, word, "expected at least 1 worker")
         return number, None
 
-    def _num_nodes(self) -> int:
+    def _num_nodes(self) -> tuple[int, int]:
         text = self._text("nnodes")
         shown = self._shown("nnodes")
         low, colon, high = text.partition(":")
@@ -228,32 +249,21 @@ class _Settings:
             raise ConfigError(shown, text, "expected a number of nodes") from None
         if not 0 < least <= most:
             raise ConfigError(shown, text, "expected at least 1 node, and MIN no larger than MAX")
-        if least != most and not self._switch("standalone"):
-            raise ConfigError(
-                shown,
-                text,
-                "membership is fixed here: a range of nodes is not supported",
-                f"give the number of nodes, such as {shown} {most}",
-            )
-        return most
+        return least, most
 
     def _nodes(
         self, placement: cluster_env.Placement | None
-    ) -> tuple[int, RendezvousConfig, str | None, int | None]:
-        """Number of nodes, how they meet, and MASTER_ADDR and MASTER_PORT as far as they are given."""
-        num_nodes = self._num_nodes()
+    ) -> tuple[int | None, int, RendezvousConfig, str | None, int | None]:
+        """Fewest and most nodes, how they meet, and MASTER_ADDR and MASTER_PORT as far as they are given."""
+        least, num_nodes = self._num_nodes()
         if placement is not None:
-            num_nodes = placement.num_nodes
+            least = num_nodes = placement.num_nodes
         port = None if self._values["master_port"] is None else self._port("master_port")
-        backend = self._text("rdzv_backend")
+        backend = self._backend(least != num_nodes)
         if self._switch("standalone"):
-            num_nodes, backend = 1, "c10d"
-        if backend not in {"static", "c10d"}:
-            raise ConfigError(
-                self._shown("rdzv_backend"), backend, "no such rendezvous (known: c10d, static)"
-            )
+            least, num_nodes, backend = 1, 1, "tcpstore"
         run_id = self._text("rdzv_id")
-        join_timeout, heartbeat_timeout = self._rendezvous_times()
+        options = self._rendezvous_options()
         if num_nodes == 1:
             # As torchrun: with nothing said about a meeting point, a name and a port of its own.
             alone = self._switch("standalone") or (
@@ -262,90 +272,127 @@ class _Settings:
             if alone and (run_id == "none" or self._switch("standalone")):
                 run_id = (placement.run_id if placement else None) or str(uuid.uuid4())
             # Checked even if it has no effect here: the same line is to work with more nodes.
-            endpoint = self._endpoint() if self._text("rdzv_endpoint") else None
+            endpoint = self._endpoint(backend) if self._text("rdzv_endpoint") else None
             addr: str | None = None
             if backend != "static":
                 port = None
             elif endpoint is not None:
-                addr, port = endpoint[0], endpoint[1] or DEFAULT_MASTER_PORT
+                addr, port = endpoint.hosts[0].host, endpoint.hosts[0].port
             elif port is not None:
                 addr = self._text("master_addr")
-            return 1, RendezvousConfig(run_id=run_id), addr, port
+            return None, 1, RendezvousConfig(run_id=run_id), addr, port
         node_rank: int | None = self._int("node_rank", least=0)
         if placement is not None:
             host = placement.master_addr or "127.0.0.1"
             port = port or placement.master_port or DEFAULT_MASTER_PORT
             node_rank = placement.node_rank
             run_id = placement.run_id or run_id if run_id == "none" else run_id
-            return (
-                num_nodes,
-                self._rendezvous(run_id, node_rank, host, port, join_timeout, heartbeat_timeout),
-                host if node_rank == 0 else None,
-                port,
+            rendezvous = RendezvousConfig(
+                run_id=run_id, node_rank=node_rank, host=host, port=port, **options
             )
-        host, port = self._meeting_point(backend, port)
-        if backend == "c10d":
+            return None, num_nodes, rendezvous, host if node_rank == 0 else None, port
+        if backend == "static":
+            if least != num_nodes:
+                raise ConfigError(
+                    self._shown("nnodes"),
+                    self._text("nnodes"),
+                    "with --rdzv-backend static the number of nodes is fixed",
+                    "leave --rdzv-backend out, or give c10d, etcd or file",
+                )
+            if not node_rank and not self._is_set("node_rank"):
+                self._remarks.append("--node-rank is not given: this is node 0")
+        else:
             if self._is_set("node_rank") and node_rank:
                 self._remarks.append(
-                    f"{self._shown('node_rank')} {node_rank} has no effect with --rdzv-backend c10d:"
-                    " ranks are assigned"
+                    f"{self._shown('node_rank')} {node_rank} has no effect with --rdzv-backend"
+                    f" {self._text('rdzv_backend')}: ranks are assigned"
                 )
             node_rank = None
-        elif not node_rank and not self._is_set("node_rank"):
-            self._remarks.append("--node-rank is not given: this is node 0")
-        addr = self._text("master_addr") if self._is_set("master_addr") else host
-        rendezvous = self._rendezvous(
-            run_id, node_rank, host, port, join_timeout, heartbeat_timeout
-        )
-        return num_nodes, rendezvous, addr, port
+        return self._meeting(least, num_nodes, backend, run_id, node_rank, port, options)
 
-    @staticmethod
-    def _rendezvous(
-        run_id: str, node_rank: int | None, host: str, port: int, join: float, heartbeat: float
-    ) -> RendezvousConfig:
-        return RendezvousConfig(
-            run_id=run_id,
-            node_rank=node_rank,
-            host=host,
-            port=port,
-            join_timeout=join,
-            heartbeat_timeout=heartbeat,
-        )
+    def _backend(self, a_range: bool) -> str:
+        """Which rendezvous: as the flag says; else as the endpoint's URL does, or a range of nodes."""
+        if self._is_set("rdzv_backend"):
+            name = self._text("rdzv_backend")
+            known = {*BACKEND_ALIASES, *BACKEND_ALIASES.values(), "static", "file", "rallypoint"}
+            if name not in known:
+                raise ConfigError(
+                    self._shown("rdzv_backend"),
+                    name,
+                    f"no such rendezvous (known: {', '.join(sorted(known))})",
+                )
+            return "tcpstore" if name == "rallypoint" else canonical_backend(name)
+        if "://" in self._text("rdzv_endpoint"):
+            return parse_endpoint(
+                self._text("rdzv_endpoint"), flag=self._shown("rdzv_endpoint")
+            ).backend
+        return "tcpstore" if a_range else "static"
 
-    def _meeting_point(self, backend: str, port: int | None) -> tuple[str, int]:
-        default = DEFAULT_RENDEZVOUS_PORT if backend == "c10d" else DEFAULT_MASTER_PORT
+    def _meeting(
+        self,
+        least: int,
+        num_nodes: int,
+        backend: str,
+        run_id: str,
+        node_rank: int | None,
+        port: int | None,
+        options: dict[str, Any],
+    ) -> tuple[int | None, int, RendezvousConfig, str | None, int | None]:
+        """Where the nodes meet."""
+        default = DEFAULT_MASTER_PORT if backend == "static" else DEFAULT_RENDEZVOUS_PORT
+        min_nodes = None if node_rank is not None else least
         if not self._text("rdzv_endpoint"):
-            if backend == "c10d":
+            if backend != "static":
                 raise ConfigError(
                     "--rdzv-endpoint",
                     None,
-                    "several nodes need a host that all can reach",
-                    "--rdzv-endpoint HOST:29400",
+                    "several nodes need a place that all can reach",
+                    _ENDPOINT_EXAMPLES.get(backend, f"--rdzv-endpoint HOST:{default}"),
                 )
-            return self._text("master_addr"), port or default
-        host, port = self._endpoint()
-        if port == 0:
+            host = self._text("master_addr")
+            rendezvous = RendezvousConfig(
+                run_id=run_id, node_rank=node_rank, host=host, port=port or default, **options
+            )
+            return min_nodes, num_nodes, rendezvous, host, port or default
+        endpoint = self._endpoint(backend)
+        addr = self._text("master_addr") if self._is_set("master_addr") else None
+        if endpoint.backend in {"etcd", "file"}:
+            rendezvous = RendezvousConfig(
+                run_id=run_id, node_rank=node_rank, host="", endpoint=endpoint, **options
+            )
+            return min_nodes, num_nodes, rendezvous, None, port
+        first = endpoint.hosts[0]
+        if any(each.port == 0 for each in endpoint.hosts):
             raise ConfigError(
                 self._shown("rdzv_endpoint"),
                 self._text("rdzv_endpoint"),
                 "several nodes need a port that all know, not 0 (any free one)",
-                f"--rdzv-endpoint {host}:{default}",
+                f"--rdzv-endpoint {first.host}:{default}",
             )
-        return host, port or default
+        rendezvous = RendezvousConfig(
+            run_id=run_id,
+            node_rank=node_rank,
+            host=first.host,
+            port=first.port,
+            endpoint=endpoint,
+            **options,
+        )
+        # Where ranks are assigned any node may be node 0: it tells its own address.
+        return (
+            min_nodes,
+            num_nodes,
+            rendezvous,
+            None if node_rank is None else addr or first.host,
+            first.port,
+        )
 
-    def _endpoint(self) -> tuple[str, int | None]:
-        """Host and port of ``--rdzv-endpoint``; the port is None if it is left out."""
-        endpoint = self._text("rdzv_endpoint").strip()
-        host, colon, tail = endpoint.rpartition(":")
-        if not colon or endpoint.endswith("]"):
-            return endpoint, None
-        if not (host and tail.isascii() and tail.isdigit() and int(tail) < 65536):
-            raise ConfigError(
-                self._shown("rdzv_endpoint"),
-                endpoint,
-                "expected HOST or HOST:PORT, with a port from 0 to 65535",
-            )
-        return host, int(tail)
+    def _endpoint(self, backend: str) -> Endpoint:
+        return parse_endpoint(
+            self._text("rdzv_endpoint").strip(),
+            backend=backend,
+            default_port=DEFAULT_MASTER_PORT if backend == "static" else None,
+            flag=self._shown("rdzv_endpoint"),
+        )
 
     def _port(self, dest: str) -> int:
         port = self._int(dest, least=0)
@@ -353,32 +400,57 @@ class _Settings:
             raise ConfigError(self._shown(dest), str(port), "expected a port from 0 to 65535")
         return port
 
-    def _rendezvous_times(self) -> tuple[float, float]:
-        text = self._text("rdzv_conf")
+    def _rendezvous_options(self) -> dict[str, Any]:
+        """``--rdzv-conf`` and what else a meeting needs, as fields of :class:`RendezvousConfig`."""
         shown = self._shown("rdzv_conf")
-        times = {"join_timeout": DEFAULT_JOIN_TIMEOUT, "heartbeat_timeout": 15.0}
+        found: dict[str, Any] = {}
         without_effect = []
-        for item in filter(None, (part.strip() for part in text.split(","))):
+        for item in filter(None, (part.strip() for part in self._text("rdzv_conf").split(","))):
             name, equals, value = item.partition("=")
             if not equals:
                 raise ConfigError(shown, item, "expected NAME=VALUE,…")
-            if name == "timeout":  # torchrun's static rendezvous calls it so
-                name = "join_timeout"
-            if name not in times:
+            # torchrun's static rendezvous calls it timeout, its dynamic one heartbeat_timeout and so on.
+            name = _CONF_ALIASES.get(name, name)
+            if name in {"join_timeout", "last_call", "lease"}:
+                try:
+                    seconds = float(value)
+                except ValueError:
+                    raise ConfigError(shown, item, "expected a number of seconds") from None
+                if not 0 < seconds < math.inf:
+                    raise ConfigError(shown, item, "expected more than 0 seconds")
+                found[name] = seconds
+            elif name in {"is_host", "split_brain_guard"}:
+                if value.lower() not in _TRUTH:
+                    raise ConfigError(shown, item, f"expected one of {', '.join(_TRUTH)}")
+                found[name] = _TRUTH[value.lower()]
+            elif name == "label":
+                found[name] = value
+            else:
                 without_effect.append(name)
-                continue
-            try:
-                times[name] = float(value)
-            except ValueError:
-                raise ConfigError(shown, item, "expected a number of seconds") from None
-            if not 0 < times[name] < math.inf:
-                raise ConfigError(shown, item, "expected more than 0 seconds")
         if without_effect:
             self._remarks.append(
-                f"{shown}: {', '.join(without_effect)} has no effect here"
-                " (known: join_timeout, heartbeat_timeout)"
+                f"{shown}: {', '.join(without_effect)} has no effect here (known: join_timeout,"
+                " last_call_timeout, lease, is_host, label, split_brain_guard)"
             )
-        return times["join_timeout"], times["heartbeat_timeout"]
+        secret = self._secret()
+        return found if secret is None else {**found, "secret": secret}
+
+    def _secret(self) -> bytes | None:
+        """The job's secret: a file's content, or the variable."""
+        name = self._values["secret_file"]
+        if name is None:
+            text = self._env.get("RALLY_SECRET")
+            return text.encode() if text else None
+        shown = self._shown("secret_file")
+        try:
+            secret = Path(name).read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(shown, name, f"cannot be read: {error.strerror}") from None
+        if not secret:
+            raise ConfigError(
+                shown, name, "the file is empty", "head -c 32 /dev/urandom | base64 > it"
+            )
+        return secret
 
     # -- the rest -----------------------------------------------------------------------------
 

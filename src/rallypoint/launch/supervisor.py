@@ -20,7 +20,7 @@ from rallypoint.errors import ConfigError, LaunchError
 
 from . import policy
 from .config import LaunchConfig, StartMethod, TargetKind
-from .coordination import Coordination, CoordinationFailed, PeerEvent, RoundReady
+from .coordination import Coordination, CoordinationFailed, NodeFacts, PeerEvent, RoundReady
 from .generation import Generation, Worker
 from .output.failure import FailureReport, WorkerFailure, in_order_of_blame
 from .output.logs import Console, Relay, RunFolder, StreamFactory
@@ -105,6 +105,7 @@ class Supervisor:
             max_restarts=config.max_restarts,
             grace=config.shutdown_timeout,
             num_nodes=config.num_nodes,
+            elastic=config.elastic,
         )
         self._num_workers = config.workers_per_node
         self._round: RoundReady | None = None
@@ -225,7 +226,7 @@ class Supervisor:
     def _close(self, received: SignalEvents) -> None:
         # A server that still imports has nothing to end: it need not be waited for.
         self._server.end(SERVER_PATIENCE if self._server_ready else 0.0)
-        self._coordination.close()
+        self._coordination.close(self._why_it_ends())
         if self._store_socket is not None:
             self._store_socket.close()
         if self._probe_fd is not None:
@@ -237,6 +238,22 @@ class Supervisor:
         folder: RunFolder | None = getattr(self, "_folder", None)
         if folder is not None:
             folder.close()
+
+    def _why_it_ends(self) -> str:
+        """What nodes are told that wait for a further round; nothing if there may be one without us."""
+        state = self._state
+        if state.phase is not Phase.ENDED:
+            return ""
+        match state.aim:
+            case Aim.SUCCEED:
+                alone = state.elastic and not state.peers_done
+                return "" if alone else "the job has ended well"
+            case Aim.FAIL:
+                return "the job has failed"
+            case Aim.SIGNALLED if not (state.elastic and state.signal == signal.SIGTERM):
+                return "the job was told to stop"
+            case _:
+                return ""
 
     # -- events -------------------------------------------------------------------------------
 
@@ -306,7 +323,7 @@ class Supervisor:
                 f"torch finds no {wanted} device on this machine",
                 "give a number, or cpu",
             )
-        self._join(self._state.generation)
+        self._join()
 
     def _process_ended(self, name: str, status: int, at: float) -> None:
         worker = self._workers.named(name)
@@ -321,7 +338,9 @@ class Supervisor:
             return
         worker.listen()
         worker.status, worker.ended_at = status, at
-        self._decide(policy.WorkerEnded(self._workers.index(worker), failed=status != 0))
+        symptom = status != 0 and self._workers.is_echo(worker)
+        index = self._workers.index(worker)
+        self._decide(policy.WorkerEnded(index, failed=status != 0, symptom=symptom))
 
     def _server_lost(self) -> None:
         if not self._server.wait(0) or self._finished is not None:
@@ -344,7 +363,14 @@ class Supervisor:
             match event:
                 case RoundReady():
                     self._round = event
-                    self._decide(policy.RoundFormed(event.workers_of_nodes[event.node_rank]))
+                    self._decide(
+                        policy.RoundFormed(
+                            event.workers_of_nodes[event.node_rank],
+                            event.generation,
+                            event.restarts,
+                            event.serves,
+                        )
+                    )
                 case PeerEvent("all_done"):
                     self._decide(policy.PeersDone())
                 case PeerEvent("stopped", node_rank):
@@ -352,12 +378,22 @@ class Supervisor:
                     self._decide(policy.PeersStopped(node_rank))
                 case PeerEvent("reports"):
                     self._gather_until = None
+                case PeerEvent(_, _, generation) if generation < self._state.generation - 1:
+                    pass  # of a generation that is over
                 case PeerEvent("lost", node_rank):
-                    self._lost = event.reason
+                    self._lost = self._lost or event.reason
                     self._decide(policy.PeerLost(node_rank))
-                case PeerEvent(_, node_rank, generation):
-                    self._peer_failures = event.failures
-                    self._decide(policy.PeerFailed(node_rank, generation))
+                case PeerEvent("leaving", node_rank):
+                    self._lost = self._lost or f"node {node_rank} was told to leave"
+                    self._decide(policy.PeerLeaves(node_rank))
+                case PeerEvent("waiting"):
+                    self._decide(policy.NodeWaiting())
+                case PeerEvent(_, node_rank, generation, failures):
+                    self._peer_failures = self._peer_failures or failures
+                    echo = bool(failures) and all(
+                        each.is_symptom() or each.stopped_by_us for each in failures
+                    )
+                    self._decide(policy.PeerFailed(node_rank, generation, echo))
                 case CoordinationFailed(error):
                     raise error
                 case _:
@@ -372,8 +408,8 @@ class Supervisor:
         self._state = decision.state
         for command in decision.commands:
             match command:
-                case policy.Join(generation):
-                    self._join(generation)
+                case policy.Join():
+                    self._join()
                 case policy.StartWorkers():
                     self._start_is_due = True
                     if self._server_ready:
@@ -398,20 +434,35 @@ class Supervisor:
                 case _:
                     assert_never(command)
 
-    def _join(self, generation: int) -> None:
+    def _join(self) -> None:
         if self._num_workers is None:
             return  # the probe's answer comes back here
         addr, port = "", 0
         if self._coordination.serves_store is not False:
             addr, port = self._bind_store()
-        self._coordination.join(generation, self._num_workers, addr, port)
+        facts = NodeFacts(
+            num_workers=self._num_workers,
+            store_addr=addr,
+            store_port=port,
+            restarts=self._state.restarts,
+            verdict=self._state.verdict,
+        )
+        self._coordination.join(self._state.generation, facts)
+
+    def _own_address(self) -> str:
+        """How the other nodes reach this one: as the way to the meeting point tells."""
+        meeting = self._config.rendezvous
+        place = (meeting.host, meeting.port)
+        if meeting.endpoint is not None and meeting.endpoint.backend == "etcd":
+            place = (meeting.endpoint.hosts[0].host, meeting.endpoint.hosts[0].port)
+        return addresses.address_towards(*place) if place[0] else addresses.hostname()
 
     def _bind_store(self) -> tuple[str, int]:
         config = self._config
         alone = config.num_nodes == 1
         addr = config.master_addr or ("localhost" if alone else config.local_addr)
         if addr is None:
-            addr = addresses.address_towards(config.rendezvous.host, config.rendezvous.port)
+            addr = self._own_address()
         host = addr if alone and addresses.is_loopback(addr) else None
         if alone and config.master_addr is not None:
             addresses.check_host(addr)
@@ -437,7 +488,7 @@ class Supervisor:
             master_addr=ready.master_addr,
             master_port=ready.master_port,
             generation=ready.generation,
-            restart_count=ready.generation,
+            restart_count=ready.restarts,
             max_restarts=config.max_restarts,
             run_id=config.rendezvous.run_id,
             role=config.role,

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .store import Store
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
@@ -43,7 +41,8 @@ class RendezvousInfo:
     """One agreed membership. Unpacks as ``(store, rank, world_size)``; ranks count nodes.
 
     Args:
-        store: the job's coordination store.
+        store: the job's coordination store: c10d's with keys of its own in each round, from a handler made by
+            the name of its backend; the backend's own for who makes the handler.
         rank: of this node.
         world_size: number of nodes.
         members: all of them, by rank.
@@ -51,7 +50,7 @@ class RendezvousInfo:
         bootstrap_store_info: where workers meet, if the round settled that; else None.
     """
 
-    store: Store
+    store: Any
     rank: int
     world_size: int
     members: Sequence[Member]

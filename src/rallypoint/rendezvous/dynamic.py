@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, assert_never, overload
+from typing import Any, Protocol, assert_never, overload
 
 from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC, Deadline
@@ -62,6 +62,15 @@ class Listener:
     on_waiting: Callable[[int], None] = _ignore
 
 
+class StoreFor(Protocol):
+    """Makes what ``RendezvousInfo.store`` is of a round; it may then take back the one before."""
+
+    def __call__(self, records: RecordStore, generation: int) -> Any: ...
+
+    def close(self) -> None:
+        """The handler is shut down: take back the last one."""
+
+
 class DynamicRendezvous(RendezvousHandler):
     """One node of a job whose members may come, go and fail.
 
@@ -79,6 +88,7 @@ class DynamicRendezvous(RendezvousHandler):
         given_rank: this node's rank, where ranks are fixed beforehand.
         say: prints a line for the person at the terminal.
         listener: see :class:`Listener`.
+        store_for: makes the store that users of a round are given; None for the job's own connection.
     """
 
     def __init__(
@@ -97,6 +107,7 @@ class DynamicRendezvous(RendezvousHandler):
         given_rank: int | None = None,
         say: Say = _log.info,
         listener: Listener | None = None,
+        store_for: StoreFor | None = None,
     ) -> None:
         self._home = home
         self._backend = backend
@@ -107,6 +118,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._guard = split_brain_guard
         self._say = say
         self._listener = listener or Listener()
+        self._store_for = store_for
         self._codec = Codec(run_id, secret)
         self._node = Node(
             node_id=uuid.uuid4().hex[:16], host=host, label=label, given_rank=given_rank
@@ -122,7 +134,8 @@ class DynamicRendezvous(RendezvousHandler):
         self._lock = threading.Lock()
         self._gone: set[str] = set()  # lost, by any sign
         self._dead: set[str] = set()  # known to have ended
-        self._lost_here = False
+        self._lost_here: set[str] = set()  # since the last round, by this node's own pulse
+        self._store_lost = False  # to the pulse, which has ended then
         self._moved = False
 
     # -- torchelastic's interface ---------------------------------------------------------------
@@ -139,20 +152,25 @@ class DynamicRendezvous(RendezvousHandler):
             try:
                 records = self._connected(deadline)
                 outcome: protocol.Outcome = self._play(records)
+                if isinstance(outcome, Joined):
+                    return self._joined(records, outcome)
             except RendezvousConnectionError as error:
                 if self._stop.is_set() or self._records is None:
                     raise
                 self._recover(error, deadline)
                 continue
             match outcome:
-                case Joined():
-                    return self._joined(records, outcome)
-                case TimedOut(_, arrived, reason):
+                case TimedOut(_, arrived, reason, given):
                     least, most = self._settings.min_nodes, self._settings.max_nodes
+                    missing: tuple[int, ...] = ()
+                    if given:
+                        missing = tuple(rank for rank in range(least) if rank not in given)
+                        arrived = tuple(
+                            f"node {rank} ({host})"
+                            for rank, host in zip(given, arrived, strict=False)
+                        )
                     why = reason if len(arrived) >= least else ""
-                    raise RendezvousTimeout(
-                        self._timing.join, least, arrived, at_most=most, reason=why
-                    )
+                    raise RendezvousTimeout(self._timing.join, least, arrived, missing, most, why)
                 case Closed(reason):
                     raise RendezvousClosedError(
                         f"the rendezvous {self._run_id!r} is closed: {reason}"
@@ -193,12 +211,18 @@ class DynamicRendezvous(RendezvousHandler):
         if self._node.generation is None or self._records is None:
             return 0
         following = self._node.generation + 1
+        with self._lock:
+            lost = sorted(self._lost_here)
         try:
-            (call,) = self._records.look([f"{following}/call"])
+            call, *beats = self._records.look([f"{following}/call", *(f"beat/{i}" for i in lost)])
             waiting = self._records.count(f"{following}/waiting")
         except RendezvousConnectionError:
             return 1  # the store's host is gone: the next round will tell
-        changed = self._lost_here or (call is not None and "closed" not in call)
+        # A member that has left in good order has finished: that is no reason to begin anew. (Its
+        # process may be seen to end before its last beat is read, so the loss itself does not tell.)
+        missed = any(beat is None or beat.get("left") is not True for beat in beats)
+        called = call is not None and "closed" not in call
+        changed = missed or called or self._store_lost
         if changed:
             return max(1, waiting)
         return waiting if self._node.num_nodes < self._settings.max_nodes else 0
@@ -206,6 +230,8 @@ class DynamicRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self._stop.set()
         self._disconnect(leaving=True)
+        if self._store_for is not None:
+            self._store_for.close()
         self._home.close()
         if self._post is not None:
             self._post.close()
@@ -220,6 +246,16 @@ class DynamicRendezvous(RendezvousHandler):
         return self._home.serves
 
     @property
+    def store_host(self) -> str | None:
+        """The host that serves the job's store, as this node reaches it; None if that is no node of the job."""
+        return self._home.host
+
+    @property
+    def lease(self) -> float:
+        """Seconds of silence after which a node is lost."""
+        return self._timing.lease
+
+    @property
     def plan(self) -> Mapping[str, Any]:
         """The plan of the round this node is a member of."""
         return self._plan
@@ -232,6 +268,16 @@ class DynamicRendezvous(RendezvousHandler):
     def bring(self, facts: Mapping[str, Any]) -> None:
         """Set what this node tells the others in its next round (JSON values)."""
         self._facts = facts
+
+    def leave(self, *, finished: bool) -> None:
+        """Take part no more, and go on serving what is served here until :meth:`shutdown`.
+
+        Args:
+            finished: the others are told that this node has left in good order; else it is lost to them.
+        """
+        pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.stop(leaving=finished, timeout=LEAVE_PATIENCE)
 
     def find_store(self) -> None:
         """Look for the store again, now, after it was lost: others may wait for this node to serve it.
@@ -263,11 +309,16 @@ class DynamicRendezvous(RendezvousHandler):
             self._records = RecordStore(self._home.connect(deadline, self._stop), self._codec)
         if self._post is None:
             self._post = WatchPost()
+        if self._pulse is not None and self._store_lost:
+            # Its connection broke and this one did not: it has ended, and the others miss our beat.
+            self._pulse.stop(leaving=False, timeout=LEAVE_PATIENCE)
+            self._pulse = None
         if self._pulse is None:
             self._start_pulse(self._records)
         return self._records
 
     def _start_pulse(self, records: RecordStore) -> None:
+        self._store_lost = False
         self._pulse = Pulse(
             records.clone, self._node.node_id, self._timing.lease, self._heed_loss, self._heed_store
         )
@@ -283,6 +334,16 @@ class DynamicRendezvous(RendezvousHandler):
 
     def _recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
         """A connection again, here or elsewhere; or raises."""
+        while True:
+            try:
+                self._try_recover(error, deadline)
+                return
+            except RendezvousConnectionError as again:
+                if self._stop.is_set() or self._records is None or deadline.expired():
+                    raise
+                error = again  # found, and lost again at once
+
+    def _try_recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
         _log.info("%s; looking for it", error)
         self._disconnect(leaving=False)
         generation = self._node.generation
@@ -300,9 +361,10 @@ class DynamicRendezvous(RendezvousHandler):
         self._moved = self._moved or recovery.moved
         if generation is not None and recovery.moved:
             # The new place is empty: what the next round needs to know of the last one is put there.
+            plan = protocol.seeded(self._plan)
             if self._ids:
-                records.write(protocol.ids_key(generation, self._plan), {"ids": list(self._ids)})
-            records.claim(f"{generation}/plan", self._plan)
+                records.write(protocol.ids_key(generation, plan), {"ids": list(self._ids)})
+            records.claim(f"{generation}/plan", plan)
             (head,) = records.look(["head"])
             if head is None or head.get("generation", 0) <= generation:
                 records.write("head", {"generation": generation + 1})
@@ -373,7 +435,11 @@ class DynamicRendezvous(RendezvousHandler):
 
     def _address(self) -> str:
         towards = self._home.towards()
-        return addresses.hostname() if towards is None else addresses.address_towards(*towards)
+        if towards is None:
+            return addresses.hostname()
+        addr = addresses.address_towards(*towards)
+        # Many machines have their own name at 127.0.1.1; the name itself is what the others reach.
+        return towards[0] if addresses.is_loopback(addr) else addr
 
     def _survivors_needed(self) -> int:
         """How many of the last round's members make it safe to go on.
@@ -406,7 +472,7 @@ class DynamicRendezvous(RendezvousHandler):
         with self._lock:
             self._gone.clear()
             self._dead.clear()
-            self._lost_here = False
+            self._lost_here.clear()
             self._ids = ()
         if joined.rank < protocol.NUM_STANDBYS:
             # Who may have to serve the store, or to lead, knows all members by their ids.
@@ -415,7 +481,9 @@ class DynamicRendezvous(RendezvousHandler):
                 self._ids = protocol.ids_in(record)
         self._watch(records, generation, joined.rank, order)
         members = Members(records, generation, order)
-        return RendezvousInfo(records.store, joined.rank, len(order), members, generation)
+        store = records.store
+        made = store if self._store_for is None else self._store_for(records, generation)
+        return RendezvousInfo(made, joined.rank, len(order), members, generation)
 
     def _watch(
         self, records: RecordStore, generation: int, rank: int, order: Sequence[int]
@@ -460,13 +528,13 @@ class DynamicRendezvous(RendezvousHandler):
     def _heed_loss(self, loss: Loss) -> None:
         with self._lock:
             self._gone.add(loss.neighbour.node_id)
-            self._lost_here = True
+            self._lost_here.add(loss.neighbour.node_id)
             if loss.certain:
                 self._dead.add(loss.neighbour.node_id)
         self._listener.on_loss(loss)
 
     def _heed_store(self, error: RendezvousConnectionError) -> None:
-        self._lost_here = True
+        self._store_lost = True
         self._listener.on_store_lost(error)
 
 

@@ -51,6 +51,10 @@ class Home(Protocol):
     """Calls block until ``deadline``, or until ``stop`` is set; both end in ``RendezvousConnectionError``."""
 
     @property
+    def host(self) -> str | None:
+        """The node's host that serves the store; None if no node does."""
+
+    @property
     def serves(self) -> bool:
         """Whether the store lives in this process: it ends with it."""
 
@@ -89,6 +93,7 @@ class FixedHome:
     """
 
     serves = False
+    host: str | None = None
 
     def __init__(
         self,

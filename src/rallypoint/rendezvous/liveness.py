@@ -36,7 +36,8 @@ BEATS = 10
 # that stands still for so many beats it is.
 BEATS_AFTER_REFUSAL = 4
 
-Say = Callable[[str], None]
+# How a loss is told.
+ENDED = "has ended without a word (its process is gone)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +210,7 @@ class Pulse:
                 next_beat = MONOTONIC.now() + self._interval
             line.poll(self._read, max(0.0, next_beat - MONOTONIC.now()))
             if line.ended and nearest is not None:
-                self._lose(Loss(nearest, True, f"{_called(nearest)} has ended"))
+                self._heed_end(nearest)
 
     def _beat(self, *, left: bool = False) -> None:
         self._number += 1
@@ -235,15 +236,21 @@ class Pulse:
             numbers[each] = number if isinstance(number, int) else -1
             if body is not None and body.get("left") is True:
                 neighbour = watched[each]
-                self._lose(Loss(neighbour, True, f"{_called(neighbour)} has left", left=True))
+                self._lose(Loss(neighbour, True, _lost(neighbour, "has left"), left=True))
         now = MONOTONIC.now()
         for each in leases.observe(now, numbers):
-            seconds = f"not heard of for {self._lease:g} s"
-            self._lose(Loss(watched[each], False, f"{_called(watched[each])} is lost: {seconds}"))
+            seconds = f"was not heard of for {self._lease:g} s"
+            self._lose(Loss(watched[each], False, _lost(watched[each], seconds)))
         suspect = line.refused_by
         doubtful = {} if suspect not in numbers else {suspect: numbers[suspect]}
         for each in refused.observe(now, doubtful):
-            self._lose(Loss(watched[each], True, f"{_called(watched[each])} has ended"))
+            self._lose(Loss(watched[each], True, _lost(watched[each], ENDED)))
+
+    def _heed_end(self, neighbour: Neighbour) -> None:
+        """Its process has ended: killed, or after it had said in its last beat that it leaves?"""
+        (body,) = self._records.look([f"beat/{neighbour.node_id}"])
+        left = body is not None and body.get("left") is True
+        self._lose(Loss(neighbour, True, _lost(neighbour, "has left" if left else ENDED), left))
 
     def _lose(self, loss: Loss) -> None:
         with self._lock:
@@ -341,5 +348,6 @@ class _Line:
         self._to = None
 
 
-def _called(neighbour: Neighbour) -> str:
-    return f"node {neighbour.rank} ({neighbour.host})"
+def _lost(neighbour: Neighbour, how: str) -> str:
+    host = f" on {neighbour.host}" if neighbour.host else ""
+    return f"node {neighbour.rank} is lost: it{host} {how}"

@@ -5,7 +5,7 @@ Theory of operation
 Every round has a generation ``g`` and keys below ``g/`` in the job's store:
 
 - ``g/call``: the first node that is entitled to opens the round by an atomic put-if-absent; it is the leader;
-- ``g/arrivals``: a counter; adding 1 gives a node its slot. ``g/node/SLOT``: the record it writes there;
+- ``g/arrivals``: a counter; adding 1 gives a node its slot. ``g/node/SLOT``: the record it puts there;
 - ``g/plan``: the leader's answer, by put-if-absent: slots in rank order. There is never a second one,
   whoever else believes to be the leader;
 - ``g/leader/TERM``: who takes over when the leader of the term before fell silent, by put-if-absent;
@@ -15,6 +15,11 @@ Entitled to open are members of round ``g-1``, and anybody for round 0. Others (
 blocking wait for ``g/call``; they open the round themselves only if the last round's rank 0 is silent and nobody
 else has done so. A record is written after the call, so it is itself a proof of life: a node that
 died while it waited is in no plan.
+
+An answer can be lost though the operation took effect; then the node starts the round anew and takes another
+slot. If the plan has it under an earlier one, it finds itself by its id. When the store is lost and an
+empty one takes its place, survivors put the last plan there (:func:`seeded`); its slots are the old store's,
+so there, too, ids tell. What somebody else destroys (a record, a counter) those that wait put back.
 
 A node that joins needs five operations (call, slot, record, plan, and deleting its record of the last
 round), however many nodes there are; the leader reads every record once, hundreds in one operation.
@@ -163,6 +168,7 @@ class TimedOut:
     generation: int
     arrived: tuple[str, ...]
     reason: str
+    given_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +202,8 @@ NUM_STANDBYS = 16
 NUM_DEPUTIES = 3
 # Rank 0 is silent for so many leases before one that waits opens a round by itself.
 LEASES_TO_OPEN = 3
+# Host names and labels are cut to this.
+MAX_NAME = 255
 
 
 def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
@@ -204,7 +212,9 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
     entitled = True  # a member of the round before may open the next
     while True:
         if generation is None:
-            generation, entitled = yield from _find_round()
+            generation, entitled, joined = yield from _find_round(node)
+            if joined is not None:
+                return joined
         if not entitled:
             ended = yield from _wait_for_call(node, generation, timing)
             if ended is not None:
@@ -215,6 +225,9 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
                 # Too late, or too many: from now on it waits for the round after.
                 node = replace(node, generation=None, survivors_needed=0)
                 generation, entitled = next_generation, False
+            case _Over():
+                node = replace(node, generation=None, survivors_needed=0)
+                generation = None
             case _Void(next_generation):
                 generation, entitled = next_generation, True
             case _:
@@ -231,23 +244,36 @@ class _Void:
     next_generation: int
 
 
-def _find_round() -> Steps:
-    """The first generation without a plan, and whether a stranger may take part right away."""
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """The round was long ago."""
+
+
+def _find_round(node: Node) -> Steps:
+    """The first generation without a plan, and whether a stranger may take part right away.
+
+    Or, third, that this node is a member of the running round and did not hear of it.
+    """
     (_, (head,)) = yield Look(("head",))
-    generation = 0 if head is None else _number(head.get("generation"))
+    generation = _generation(head)
     while True:
         keys = (f"{generation}/plan", f"{generation}/call")
         (_, (plan, call)) = yield Look(keys)
         if plan is None:
-            return generation, generation == 0 or call is not None
+            break
         generation += 1
+    joined = None
+    if generation > 0 and node.slot < 0:  # only a node that knows of no round may have missed one
+        (_, (plan,)) = yield Look((f"{generation - 1}/plan",))
+        joined = yield from _by_id(node, generation - 1, plan or {})
+    return generation, generation == 0 or call is not None, joined
 
 
 def _wait_for_call(node: Node, generation: int, timing: Timing) -> Steps:
     """Wait until the round is opened. Returns an outcome, or None: take part."""
     yield Increment(f"{generation}/waiting")
     (now, (plan,)) = yield Look((f"{generation - 1}/plan",))
-    first = str(_first(plan).get("id"))
+    first = _id(_first(plan).get("id"))
     leases: Leases[int] = Leases(timing.lease * LEASES_TO_OPEN)
     while True:
         (now, call) = yield Await(f"{generation}/call", timing.lease)
@@ -256,8 +282,8 @@ def _wait_for_call(node: Node, generation: int, timing: Timing) -> Steps:
         (now, (beat, closed, moved)) = yield Look((f"beat/{first}", "closed", "moved"))
         if closed is not None:
             return Closed(str(closed.get("closed")))
-        if moved is not None:
-            return Moved(str(moved.get("addr")), _number(moved.get("port")))
+        if (place := _moved(moved)) is not None:
+            return place
         if leases.observe(now, {0: _beat_number(beat)}):
             yield Tell("no node of the running round is heard of: opening the next one")
             return None
@@ -273,8 +299,6 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
         (_, held) = yield Claim(f"{generation}/rank/{node.given_rank}", owner)
         if held.get("id") != node.node_id:
             return RankTaken(node.given_rank, str(held.get("host")))
-    (now, slot) = yield Increment(f"{generation}/arrivals")
-    slot -= 1
     survivor = node.generation is not None and node.generation == generation - 1
     record = {
         "id": node.node_id,
@@ -284,13 +308,13 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
         "given_rank": node.given_rank,
         "facts": node.facts,
     }
-    (now, _) = yield Write(f"{generation}/node/{slot}", record)
-    term, leader = 0, str(call.get("leader"))
+    slot = yield from _arrive(generation, record)
+    term, leader = 0, _id(call.get("leader"))
     while True:
         if leader == node.node_id:
-            plan = yield from _lead(node, generation, settings, timing, give_up)
+            plan = yield from _lead(node, generation, slot, record, settings, timing, give_up)
         else:
-            plan = yield from _follow(generation, slot, term, leader, timing, give_up)
+            plan = yield from _follow(generation, slot, record, term, leader, timing, give_up)
         match plan:
             case TimedOut():
                 return (yield from _leave_round(node, generation, slot, plan))
@@ -298,34 +322,69 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
                 (now, held) = yield Claim(
                     f"{generation}/leader/{term + 1}", {"leader": node.node_id}
                 )
-                term, leader = term + 1, str(held.get("leader"))
+                term, leader = term + 1, _id(held.get("leader"))
             case _:
                 break
     if node.generation is not None and node.slot >= 0 and "closed" not in plan:
         yield Delete(f"{node.generation}/node/{node.slot}")
-    return _place(node, generation, slot, plan)
+    return (yield from _place(node, generation, slot, plan))
 
 
-def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> Any:
+def _arrive(generation: int, record: Mapping[str, Any]) -> Steps:
+    """Put the record where nobody else has put one; its slot."""
+    while True:
+        (_, filled) = yield Increment(f"{generation}/arrivals")
+        (_, held) = yield Claim(f"{generation}/node/{filled - 1}", record)
+        if held.get("id") == record["id"]:
+            return filled - 1
+        # Taken, so somebody has set the counter back: on to the next.
+
+
+def _stay(generation: int, slot: int, record: Mapping[str, Any]) -> Steps:
+    """See to it that the leader can find our record, whatever somebody does to it or to the counter."""
+    (_, (held,)) = yield Look((f"{generation}/node/{slot}",))
+    if held is None:
+        yield Claim(f"{generation}/node/{slot}", record)
+    (_, filled) = yield Count(f"{generation}/arrivals")
+    while filled <= slot:
+        (_, filled) = yield Increment(f"{generation}/arrivals")
+
+
+def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> Steps:
     """What a plan means for the node in ``slot``."""
     if "closed" in plan:
         return Closed(str(plan["closed"]))
-    moved = plan.get("moved")
-    if isinstance(moved, dict):
-        return Moved(str(moved.get("addr")), _number(moved.get("port")))
+    if (moved := _moved(plan.get("moved"))) is not None:
+        return moved
     if "void" in plan:
         return _Void(max(generation + 1, _number(plan["void"])))
-    order = plan.get("order", ())
-    if slot not in order:
-        return _Excluded(generation + 1)
-    return Joined(generation=generation, rank=order.index(slot), slot=slot, plan=plan)
+    if "over" in plan:
+        return _Over()
+    order = _order(plan)
+    if slot in order and "seeded" not in plan:
+        return Joined(generation=generation, rank=order.index(slot), slot=slot, plan=plan)
+    joined = yield from _by_id(node, generation, plan)
+    return _Excluded(generation + 1) if joined is None else joined
+
+
+def _by_id(node: Node, generation: int, plan: Mapping[str, Any]) -> Steps:
+    """This node's place in a plan that was made from an earlier record of it, or in another store."""
+    order = _order(plan)
+    if not order:
+        return None
+    (_, (record,)) = yield Look((ids_key(generation, plan),))
+    ids = ids_in(record)
+    if node.node_id not in ids or len(ids) != len(order):
+        return None
+    rank = ids.index(node.node_id)
+    return Joined(generation=generation, rank=rank, slot=order[rank], plan=plan)
 
 
 def _leave_round(node: Node, generation: int, slot: int, failed: TimedOut) -> Steps:
     """Give up: take the record back, unless a plan was made in this very moment."""
     yield Delete(f"{generation}/node/{slot}")
     (_, (plan,)) = yield Look((f"{generation}/plan",))
-    return failed if plan is None else _place(node, generation, slot, plan)
+    return failed if plan is None else (yield from _place(node, generation, slot, plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +393,13 @@ class _NextTerm:
 
 
 def _follow(
-    generation: int, slot: int, term: int, leader: str, timing: Timing, give_up: float
+    generation: int,
+    slot: int,
+    record: Mapping[str, Any],
+    term: int,
+    leader: str,
+    timing: Timing,
+    give_up: float,
 ) -> Steps:
     """Wait for the plan, with an eye on the leader."""
     leases: Leases[int] = Leases(timing.lease)
@@ -344,7 +409,13 @@ def _follow(
         (now, plan) = yield Await(f"{generation}/plan", pause)
         if plan is not None:
             return plan
-        (now, (beat, successor)) = yield Look((f"beat/{leader}", f"{generation}/leader/{term + 1}"))
+        keys = (f"beat/{leader}", f"{generation}/leader/{term + 1}", "head")
+        (now, (beat, successor, head)) = yield Look(keys)
+        if _generation(head) > generation:
+            # The plan stands before the head goes on: so it is there by now, or somebody destroyed it.
+            (_, plan) = yield Claim(f"{generation}/plan", {"void": _generation(head)})
+            return plan
+        yield from _stay(generation, slot, record)
         (now, gone) = yield Gone()
         # The leader makes out when time is over; a little later each node does by itself.
         if now > give_up + timing.lease:
@@ -355,7 +426,15 @@ def _follow(
             return _NextTerm()
 
 
-def _lead(node: Node, generation: int, settings: Settings, timing: Timing, give_up: float) -> Steps:
+def _lead(
+    node: Node,
+    generation: int,
+    slot: int,
+    record: Mapping[str, Any],
+    settings: Settings,
+    timing: Timing,
+    give_up: float,
+) -> Steps:
     """Gather the arrivals, close the round, publish the plan. Returns a plan or :class:`TimedOut`."""
     arrivals: dict[int, Arrival] = {}
     records: dict[int, Mapping[str, Any]] = {}
@@ -365,27 +444,34 @@ def _lead(node: Node, generation: int, settings: Settings, timing: Timing, give_
     enough_since: float | None = None
     said = ""
     started: float | None = None
+    known = slot + 1  # slots that are filled, whatever the counter says: somebody may set it back
     while True:
         (now, filled) = yield Count(f"{generation}/arrivals")
+        filled = max(filled, known)
         started = now if started is None else started
         fresh = tuple(slot for slot in range(filled) if slot not in records)
         keys = tuple(f"{generation}/node/{slot}" for slot in fresh)
-        (now, found) = yield Look(("head", "closed", "moved", *keys))
-        head, closed, moved, found = found[0], found[1], found[2], found[3:]
-        if moved is not None:
+        (now, found) = yield Look((f"{generation}/plan", "head", "closed", "moved", *keys))
+        (plan, head, closed, moved), found = found[:4], found[4:]
+        if plan is not None:
+            return plan  # another leader's, or our own and the answer was lost
+        if _moved(moved) is not None:
             (_, plan) = yield Claim(f"{generation}/plan", {"moved": moved})
             return plan
         if closed is not None:
             (_, plan) = yield Claim(f"{generation}/plan", {"closed": closed.get("closed")})
             return plan
-        if head is not None and _number(head.get("generation")) > generation:
-            void = {"void": _number(head.get("generation"))}
-            (_, plan) = yield Claim(f"{generation}/plan", void)
+        if _generation(head) > generation:
+            (_, plan) = yield Claim(f"{generation}/plan", {"void": _generation(head)})
             return plan
-        for slot, record in zip(fresh, found, strict=True):
-            arrival = None if record is None else _arrival(slot, record)
-            if record is not None and arrival is not None:
-                records[slot], arrivals[slot] = record, arrival
+        for each, body in zip(fresh, found, strict=True):
+            if body is not None:
+                records[each] = body
+                if (arrival := _arrival(each, body)) is not None:
+                    arrivals[each] = arrival
+        if slot not in records:
+            yield from _stay(generation, slot, record)
+            continue
         here = {arrival.node_id for arrival in arrivals.values()}
         missing = sorted(members - here)
         if missing:
@@ -414,8 +500,9 @@ def _lead(node: Node, generation: int, settings: Settings, timing: Timing, give_
         match decide(now, settings, standing):
             case Close(order, spares, _reason):
                 ids = [arrivals[slot].node_id for slot in order]
-                yield Write(f"{generation}/ids/{node.node_id}", {"ids": ids})
-                plan = _plan(node.node_id, generation, order, spares, records)
+                # A slot is taken once: no second attempt of this node writes under the same name.
+                plan = _plan(f"{node.node_id}.{slot}", generation, order, spares, records)
+                yield Write(ids_key(generation, plan), {"ids": ids})
                 plan["restarts"] = _restarts(
                     [records[slot] for slot in order], whole=not members - here
                 )
@@ -425,18 +512,24 @@ def _lead(node: Node, generation: int, settings: Settings, timing: Timing, give_
                 return held
             case NotYet() as not_yet:
                 if now >= give_up:
+                    given = tuple(
+                        a.given_rank for a in arrivals.values() if a.given_rank is not None
+                    )
                     hosts = tuple(arrival.host for arrival in arrivals.values())
-                    return TimedOut(generation, hosts, not_yet.reason)
+                    return TimedOut(generation, hosts, not_yet.reason, given)
                 if enough_since is None and not_yet.enough:
                     enough_since = now
                 if not_yet.reason != said and now - started > SILENCE:
                     said = not_yet.reason
                     yield Tell(f"{said}; waiting for up to {give_up - now:.0f} s")
                 # A slot that was taken and not yet filled comes first; else the one that may decide.
-                hole = next((slot for slot in range(filled) if slot not in records), None)
-                slot = max(filled, not_yet.slots - 1) if hole is None else hole
+                hole = next((each for each in range(filled) if each not in records), None)
+                awaited = max(filled, not_yet.slots - 1) if hole is None else hole
                 until = min(give_up, now + timing.lease / 5, not_yet.look_at or give_up)
-                yield Await(f"{generation}/node/{slot}", max(0.001, until - now))
+                key = f"{generation}/node/{awaited}"
+                (_, arrived) = yield Await(key, max(0.001, until - now))
+                if arrived is not None:
+                    known = max(known, awaited + 1)
 
 
 # How long a leader waits before it says for whom.
@@ -471,7 +564,12 @@ def ids_key(generation: int, plan: Mapping[str, Any]) -> str:
 
 def ids_in(record: Mapping[str, Any] | None) -> tuple[str, ...]:
     ids = [] if record is None else record.get("ids")
-    return tuple(str(each) for each in ids) if isinstance(ids, list) else ()
+    return tuple(_id(each) for each in ids) if isinstance(ids, list) else ()
+
+
+def seeded(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A plan as it is put into an empty store: whoever reads it there looks for its own id, not its slot."""
+    return plan if "seeded" in plan else {**plan, "by": f"{plan.get('by')}+", "seeded": True}
 
 
 def _clear(generation: int) -> Steps:
@@ -496,22 +594,22 @@ def _hosts(generation: int) -> Steps:
 
 def _arrival(slot: int, record: Mapping[str, Any]) -> Arrival | None:
     """A record as an arrival; None if it makes no sense."""
-    node_id, host = record.get("id"), record.get("host")
+    node_id, host = _id(record.get("id")), record.get("host")
     last_rank, given_rank = record.get("last_rank"), record.get("given_rank")
-    if not isinstance(node_id, str) or not node_id:
+    if not node_id:
         return None
     return Arrival(
         slot=slot,
         node_id=node_id,
-        host=str(host),
-        label=str(record.get("label", "")),
+        host=str(host)[:MAX_NAME],
+        label=str(record.get("label", ""))[:MAX_NAME],
         last_rank=last_rank if isinstance(last_rank, int) else None,
         given_rank=given_rank if isinstance(given_rank, int) else None,
     )
 
 
 def _plan(
-    leader: str,
+    by: str,
     generation: int,
     order: Sequence[int],
     spares: Sequence[int],
@@ -521,7 +619,7 @@ def _plan(
     facts = [_facts(records[slot]) for slot in order]
     workers = [_number(each.get("workers", 1)) for each in facts]
     return {
-        "by": leader,
+        "by": by,
         "generation": generation,
         "order": list(order),
         "spares": list(spares),
@@ -552,6 +650,30 @@ def _standby(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: object) -> int:
     return value if isinstance(value, int) and 0 <= value < 2**62 else 0
+
+
+def _id(value: object) -> str:
+    """A node's id, empty if it is none: it becomes part of a key."""
+    good = isinstance(value, str) and value.isascii() and value.isalnum() and len(value) <= MAX_NAME
+    return str(value) if good else ""
+
+
+def _order(plan: Mapping[str, Any]) -> list[int]:
+    order = plan.get("order")
+    return order if isinstance(order, list) else []
+
+
+def _generation(head: Mapping[str, Any] | None) -> int:
+    return 0 if head is None else _number(head.get("generation"))
+
+
+def _moved(note: object) -> Moved | None:
+    """Where the store is now; None if the note does not say."""
+    if not isinstance(note, dict):
+        return None
+    addr, port = note.get("addr"), _number(note.get("port"))
+    good = isinstance(addr, str) and addr and 0 < port < 65536
+    return Moved(str(addr), port) if good else None
 
 
 def _beat_number(beat: Mapping[str, Any] | None) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from typing import Any, Final
 RECORD_VERSION: Final = 1
 # A plan of 4096 nodes takes some 60 KB.
 MAX_RECORD: Final = 1024 * 1024
+# What is read is written again, as part of a plan: nesting has to stay far from Python's own limit.
+MAX_DEPTH: Final = 32
 
 Body = Mapping[str, Any]
 
@@ -50,8 +53,10 @@ class Codec:
         """The bytes of ``body`` under ``key``.
 
         Raises:
-            ValueError: they are more than ``MAX_RECORD``, or not JSON.
+            ValueError: they are more than ``MAX_RECORD``, nested deeper than ``MAX_DEPTH``, or not JSON.
         """
+        if _is_deep(body):
+            raise ValueError(f"a record nested deeper than {MAX_DEPTH} levels")
         envelope = {"v": RECORD_VERSION, "body": body}
         line = json.dumps(envelope, separators=(",", ":"), allow_nan=False).encode()
         if self._key is not None:
@@ -76,7 +81,10 @@ class Codec:
         elif mac:
             raise BadRecord("it carries a secret, and this node has none (--secret-file)")
         try:
-            envelope = json.loads(line)
+            envelope = json.loads(line, parse_constant=_refuse, parse_float=_finite)
+            if b"\\" in line:
+                # Half a surrogate pair: text that no key and no terminal takes.
+                json.dumps(envelope, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             raise BadRecord("not JSON") from None
         if not isinstance(envelope, dict) or not isinstance(envelope.get("body"), dict):
@@ -87,7 +95,35 @@ class Codec:
                 " version of rallypoint on all nodes"
             )
         body: dict[str, Any] = envelope["body"]
+        if _is_deep(body):
+            raise BadRecord(f"nested deeper than {MAX_DEPTH} levels")
         return body
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large")
+    return number
+
+
+def _is_deep(body: Body) -> bool:
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+        if not inner:
+            return False
+        level = inner
+    return True
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:

@@ -9,10 +9,26 @@ connect before we serve wait in the socket's backlog.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+from collections.abc import Iterator
 from datetime import timedelta
 
 from rallypoint._core.resolver import without_name_servers
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    held = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(held, 2)
+        os.close(held)
+        os.close(null)
 
 
 def serve(listen_fd: int, port: int) -> None:
@@ -20,7 +36,8 @@ def serve(listen_fd: int, port: int) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
 
     # A TCPStore server also makes itself a client: "localhost" is this very process.
-    with without_name_servers():
+    # Without name servers c10d cannot tell whom it serves, and warns of that: nobody needs to know.
+    with without_name_servers(), _without_stderr():
         _store = TCPStore(
             "localhost",
             port,

@@ -90,6 +90,10 @@ class TcpHome:
         self._closed = threading.Event()
 
     @property
+    def host(self) -> str | None:
+        return self._current.addr
+
+    @property
     def serves(self) -> bool:
         return self._server is not None
 

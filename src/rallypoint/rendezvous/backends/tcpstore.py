@@ -57,12 +57,12 @@ class TcpStore:
         # Who serves must not wait for those of this process that wait to be served.
         turn = contextlib.nullcontext() if serving else _connecting
         address = "localhost" if serving else resolver.numeric(host, port)
+        tcp_store = _import_tcp_store()
         with (
             turn,
             _as_connection_error(host, port, connecting=True),
             resolver.without_name_servers(),
         ):
-            tcp_store = _import_tcp_store()
             sockets = _NewSockets(all_of_them=serving)
             self._store: Any = tcp_store(
                 address,
@@ -74,8 +74,8 @@ class TcpStore:
                 master_listen_fd=None if listener is None else listener.detach(),
             )
             self._store.set_timeout(timedelta(seconds=REPLY_TIMEOUT))
+            self._socket = sockets.to(port)
             if silence is not None:
-                self._socket = sockets.to(port)
                 _break_on_silence(self._socket, silence)
 
     @contextmanager
@@ -139,17 +139,37 @@ class TcpStore:
     def clone(self) -> TcpStore:
         return TcpStore(self._host, self._port, silence=self._silence)
 
+    def native(self, timeout: float) -> Any:
+        """c10d's own client over a connection of its own, for c10d's own users.
+
+        The kernel breaks it when the other host falls silent; nobody looks after a process that stands still.
+
+        Args:
+            timeout: seconds that its ``get`` and ``wait`` wait for a key.
+        """
+        client = self.clone()
+        native = client._store  # noqa: SLF001  # our own class; close() drops its references only
+        client.close()
+        native.set_timeout(timedelta(seconds=timeout))
+        return native
+
     def close(self) -> None:
-        """Give the connection back; the serving node's first one ends the server with it."""
+        """Give the connection back; the serving node's first one ends the server with it.
+
+        A call of another thread that is blocked in this connection fails at once.
+        """
         self._store = None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            with contextlib.suppress(OSError):  # broken already
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
 
 
 def _import_tcp_store() -> Any:
     # c10d warns in C++ of each wait that ends without its key; we say what is the matter ourselves.
     level = environment.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # It reads the variable once, when it is loaded: that must be here.
     with environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
     return TCPStore
@@ -213,11 +233,17 @@ def _descriptors() -> set[tuple[int, int]]:
 
 def _connection_to(fd: int, port: int) -> socket.socket | None:
     try:
-        sock = socket.socket(fileno=os.dup(fd))
+        own = os.dup(fd)
     except OSError:
-        return None  # no socket, or closed again
+        return None  # closed again
     try:
-        if sock.getpeername()[1] == port:
+        sock = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)  # no socket
+        return None
+    try:
+        # Other threads open sockets of other kinds, whose peers are no pair of host and port.
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
             return sock
     except OSError:
         pass  # a listener

@@ -1,0 +1,60 @@
+"""The rendezvous a launch asks for: from a :class:`~rallypoint.launch.config.LaunchConfig` to a handler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rallypoint._core import addresses
+from rallypoint.rendezvous.create import home_for
+from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
+from rallypoint.rendezvous.endpoint import Endpoint, HostPort
+from rallypoint.rendezvous.protocol import Timing
+from rallypoint.rendezvous.quorum import Settings
+
+from .config import LaunchConfig
+
+
+def rendezvous_for(
+    config: LaunchConfig, say: Callable[[str], None], listener: Listener
+) -> DynamicRendezvous:
+    """This node's way into the job's rounds. Nothing is connected to yet.
+
+    Raises:
+        ConfigError: an option cannot be, a folder cannot be used, or a library is missing.
+    """
+    meeting = config.rendezvous
+    endpoint = meeting.endpoint or Endpoint(
+        scheme="tcp", backend="tcpstore", hosts=(HostPort(meeting.host, meeting.port),)
+    )
+    # With ranks given beforehand node 0 serves, whatever its name on this machine is.
+    is_host = meeting.is_host if meeting.node_rank is None else meeting.node_rank == 0
+    home = home_for(
+        endpoint,
+        run_id=meeting.run_id,
+        lease=meeting.lease,
+        secret=meeting.secret,
+        is_host=is_host,
+        say=say,
+    )
+    least = config.num_nodes if config.min_nodes is None else config.min_nodes
+    return DynamicRendezvous(
+        home,
+        backend=endpoint.backend,
+        run_id=meeting.run_id,
+        settings=Settings(
+            min_nodes=least,
+            max_nodes=config.num_nodes,
+            last_call=meeting.last_call,
+            straggler=meeting.lease,
+            by_label=bool(meeting.label),
+        ),
+        timing=Timing(join=meeting.join_timeout, lease=meeting.lease),
+        host=addresses.hostname(),
+        label=meeting.label,
+        local_addr=config.local_addr,
+        secret=meeting.secret,
+        split_brain_guard=meeting.split_brain_guard,
+        given_rank=meeting.node_rank,
+        say=say,
+        listener=listener,
+    )

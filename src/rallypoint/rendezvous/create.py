@@ -1,0 +1,465 @@
+"""The built-in backends' creators: from parameters (ours, or torch's object) to a handler.
+
+The registry imports this when such a backend is asked for. Options are torchelastic's where it has them;
+unknown ones are ignored, as there: torchrun adds some of its own.
+
+``join_timeout`` (600 s), ``last_call_timeout`` (30 s), ``lease`` (5 s; also as ``keep_alive_interval`` times
+``keep_alive_max_attempt``), ``read_timeout`` (60 s, of ``RendezvousInfo.store``), ``is_host``, ``label``, ``secret`` or
+``secret_file``, ``split_brain_guard`` (true); for etcd, here or behind the endpoint's ``?``: ``ca``, ``cert``, ``key``,
+``user``, ``password``, ``prefix``, ``ttl``; for static: ``node_rank``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import threading
+import uuid
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rallypoint._core import addresses
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import ConfigError
+
+from .api import RendezvousHandler, RendezvousInfo
+from .backends.memory import MemoryStore
+from .dynamic import DynamicRendezvous, Listener, Say
+from .endpoint import Endpoint, HostPort, parse_endpoint
+from .home import FixedHome, Home
+from .parameters import RendezvousParameters
+from .protocol import Timing
+from .quorum import Settings
+from .record_store import RecordStore
+from .records import Codec
+from .static import StaticRendezvous
+from .store import Store
+
+
+_log = logging.getLogger(__name__)
+
+# torchelastic's times, and ours for a node that falls silent (seconds).
+JOIN_TIMEOUT, LAST_CALL_TIMEOUT, READ_TIMEOUT = 600.0, 30.0, 60.0
+LEASE = 5.0
+# torchelastic's, if only one of the two is given.
+KEEP_ALIVE_INTERVAL, KEEP_ALIVE_MAX_ATTEMPT = 5.0, 3
+# A job's keys stay in etcd for so long after its last node was seen (seconds); an outage may last as long.
+ETCD_TTL = 60
+ETCD_PREFIX = "rally"
+# What each of etcd's options may be called; the first is the name in the URL, others are torch's.
+ETCD_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "ca": ("ca", "ca_cert"),
+    "cert": ("cert", "ssl_cert"),
+    "key": ("key", "ssl_cert_key"),
+    "user": ("user",),
+    "password": ("password",),
+    "prefix": ("prefix",),
+    "ttl": ("ttl",),
+}
+
+# A name means the same store to all handlers of this process, for as long as one of them lives.
+_memory_stores: weakref.WeakValueDictionary[str, MemoryStore] = weakref.WeakValueDictionary()
+_memory_lock = threading.Lock()
+
+
+# -- the creators: named in registry.BUILT_IN -----------------------------------------------------
+
+
+def tcpstore(params: RendezvousParameters) -> RendezvousHandler:
+    """Nodes meet at a store that one of them serves; another one does when that node is lost."""
+    return dynamic(params, "tcpstore")
+
+
+def etcd(params: RendezvousParameters) -> RendezvousHandler:
+    """Nodes meet in an etcd cluster."""
+    return dynamic(params, "etcd")
+
+
+def file(params: RendezvousParameters) -> RendezvousHandler:
+    """Nodes meet in a folder they share."""
+    return dynamic(params, "file")
+
+
+def memory(params: RendezvousParameters) -> RendezvousHandler:
+    """Threads of one process meet, for tests."""
+    return dynamic(params, "memory")
+
+
+def static(params: RendezvousParameters) -> RendezvousHandler:
+    """A fixed number of nodes, with ranks given (``node_rank``) or by order of names."""
+    params = _ours(params)
+    if params.min_nodes != params.max_nodes:
+        raise ConfigError(
+            "--nnodes",
+            f"{params.min_nodes}:{params.max_nodes}",
+            "backend static has a fixed number of nodes",
+            "give one number, or another --rdzv-backend",
+        )
+    rank = params.get_as_int("node_rank", params.get_as_int("rank"))
+    if rank is not None and not -1 <= rank < params.max_nodes:
+        raise ConfigError("--node-rank", rank, f"expected 0 to {params.max_nodes - 1}")
+    rank = None if rank == -1 else rank  # torchrun's way to say "none given"
+    endpoint = parse_endpoint(params.endpoint, backend="static")
+    is_host = params.get_as_bool("is_host") if rank is None else rank == 0
+    lease = _lease(params)
+    home = home_for(endpoint, run_id=params.run_id, lease=lease, is_host=is_host)
+    join = params.get_as_seconds("join_timeout", JOIN_TIMEOUT)
+    return StaticHandler(
+        home,
+        run_id=params.run_id,
+        num_nodes=params.max_nodes,
+        node_rank=rank,
+        host=params.local_addr or addresses.hostname(),
+        join_timeout=join,
+        stores=GenerationStores(params.get_as_seconds("read_timeout", READ_TIMEOUT)),
+    )
+
+
+def dynamic(
+    params: RendezvousParameters,
+    backend: str | None = None,
+    *,
+    name: str | None = None,
+    say: Say = _log.info,
+    listener: Listener | None = None,
+) -> DynamicRendezvous:
+    """A handler for members that come and go; ``RendezvousInfo.store`` is c10d's, new in each round.
+
+    Args:
+        params: ours or torch's.
+        backend: a built-in one; None: the endpoint's URL decides.
+        name: what ``get_backend`` returns; None for the backend's.
+        say: prints a line for the person at the terminal.
+        listener: whom to tell what happens between rounds.
+
+    Raises:
+        ConfigError: an option or the endpoint cannot work; says which.
+    """
+    params = _ours(params)
+    text = params.endpoint
+    if not text.strip() and params.max_nodes == 1 and backend in (None, "tcpstore"):
+        text = "localhost:0"  # one node need not be found by anybody
+    endpoint = parse_endpoint(text, backend=backend)
+    timing = Timing(join=params.get_as_seconds("join_timeout", JOIN_TIMEOUT), lease=_lease(params))
+    secret, label = _secret(params), str(params.get("label", ""))
+    home = home_for(
+        endpoint,
+        run_id=params.run_id,
+        lease=timing.lease,
+        secret=secret,
+        is_host=params.get_as_bool("is_host"),
+        options=params.config,
+        say=say,
+    )
+    guard = params.get_as_bool("split_brain_guard", True)
+    return DynamicRendezvous(
+        home,
+        backend=name or endpoint.backend,
+        run_id=params.run_id,
+        settings=Settings(
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            last_call=_last_call(params),
+            by_label=bool(label),
+        ),
+        timing=timing,
+        host=params.local_addr or addresses.hostname(),
+        label=label,
+        local_addr=params.local_addr,
+        secret=secret,
+        split_brain_guard=guard is not False,
+        say=say,
+        listener=listener,
+        store_for=GenerationStores(params.get_as_seconds("read_timeout", READ_TIMEOUT)),
+    )
+
+
+# -- where the store is ---------------------------------------------------------------------------
+
+
+def home_for(
+    endpoint: Endpoint,
+    *,
+    run_id: str,
+    lease: float,
+    secret: bytes | None = None,
+    is_host: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    say: Say = _log.info,
+) -> Home:
+    """The home of a job's store at an endpoint. Nothing is connected to yet.
+
+    Args:
+        endpoint: from :func:`.parse_endpoint`.
+        run_id: the job's name.
+        lease: seconds of silence after which a node, or a connection, is lost.
+        secret: what all nodes of the job know.
+        is_host: whether this node serves the store, where a node does; None finds out.
+        options: of the backend (``--rdzv-conf``); they win over the endpoint's own.
+        say: prints a line for the person at the terminal.
+
+    Raises:
+        ConfigError: an option cannot work, a file or folder cannot be used, or a library is missing.
+    """
+    known = ETCD_OPTIONS if endpoint.backend == "etcd" else {}
+    for name in endpoint.options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                "--rdzv-endpoint",
+                str(endpoint),
+                f"{endpoint.scheme} has no option {name!r} (known: {', '.join(known) or 'none'})",
+                f"did you mean {near[0]}?" if near else "",
+            )
+    match endpoint.backend:
+        case "etcd":
+            return _etcd_home(endpoint, run_id, lease, options or {})
+        case "file":
+            from .backends.file import FileStore
+
+            FileStore(endpoint.path).close()  # an unusable folder is told now
+            return FixedHome(partial(FileStore, endpoint.path), patience=lease)
+        case "memory":
+            with _memory_lock:
+                store = _memory_stores.setdefault(endpoint.path, MemoryStore())
+            return FixedHome(lambda: store, patience=lease)
+        case _:
+            return _tcp_home(endpoint.hosts, run_id, lease, secret, is_host, say)
+
+
+def _tcp_home(
+    hosts: tuple[HostPort, ...],
+    run_id: str,
+    lease: float,
+    secret: bytes | None,
+    is_host: bool | None,
+    say: Say,
+) -> Home:
+    from .backends.tcp_home import TcpHome
+
+    home = TcpHome(
+        [(each.host, each.port) for each in hosts], silence=lease, is_host=is_host, say=say
+    )
+    codec = Codec(run_id, secret)
+
+    def leave_note(store: Store, addr: str, port: int) -> None:
+        RecordStore(store, codec).claim("moved", {"addr": addr, "port": port})
+
+    home.forward_with(leave_note)
+    return home
+
+
+def _etcd_home(endpoint: Endpoint, run_id: str, lease: float, options: Mapping[str, Any]) -> Home:
+    from .backends.etcd import EtcdStore
+
+    given: dict[str, str] = {}
+    for name, spellings in ETCD_OPTIONS.items():
+        values = [options[each] for each in spellings if options.get(each) is not None]
+        values += [endpoint.options[name]] if name in endpoint.options else []
+        if values:
+            given[name] = str(values[0])
+    tls = endpoint.tls or options.get("protocol") == "https"
+    try:
+        ttl = int(given.get("ttl", max(ETCD_TTL, math.ceil(3 * lease))))
+    except ValueError:
+        raise ConfigError("--rdzv-conf ttl", given["ttl"], "expected whole seconds") from None
+    store = partial(
+        EtcdStore,
+        endpoints=[f"https://{each}" if tls else str(each) for each in endpoint.hosts],
+        # One name, whatever is in it: the keys of "a" must not hold those of "a/b".
+        prefix=f"{given.get('prefix', ETCD_PREFIX).strip('/')}/{quote(run_id, safe='')}",
+        ca_cert=given.get("ca"),
+        cert=given.get("cert"),
+        key=given.get("key"),
+        user=given.get("user", endpoint.user),
+        password=given.get("password", endpoint.password),
+        ttl=ttl,
+    )
+    store().close()  # connects to nothing; settings that cannot work are told now
+    first = endpoint.hosts[0]
+    return FixedHome(store, patience=lease, towards=(first.host, first.port))
+
+
+# -- c10d's stores for users of a round -----------------------------------------------------------
+
+
+class GenerationStores:
+    """c10d stores whose keys are new in each generation; torch is imported with the first.
+
+    Args:
+        timeout: seconds that a ``get`` or ``wait`` waits for its key.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._held: Any = None
+
+    def __call__(self, records: RecordStore, generation: int) -> Any:
+        """The store of a round, over a connection of its own; the one before is given back."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # re-exported by *
+
+        from .backends.tcpstore import TcpStore
+        from .c10d import c10d_store
+
+        self.close()
+        store = records.store
+        if isinstance(store, TcpStore):
+            client = store.native(self._timeout)
+        else:
+            client = self._held = c10d_store(store.clone(), self._timeout)
+        return PrefixStore(records.full(f"{generation}/user"), client)
+
+    def close(self) -> None:
+        # c10d's own client goes when nobody refers to it any more; ours holds a connection until told.
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
+
+
+# -- fixed membership -----------------------------------------------------------------------------
+
+
+class StaticHandler(RendezvousHandler):
+    """:class:`StaticRendezvous` for users of the registry: it connects by itself, and counts the rounds.
+
+    Args:
+        home: where the store is.
+        run_id: the job's name.
+        num_nodes: how many nodes there are.
+        node_rank: this node's rank, or None to have one assigned.
+        host: this node's name, for people.
+        join_timeout: seconds to wait for the others, in each round.
+        stores: makes ``RendezvousInfo.store``.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        *,
+        run_id: str,
+        num_nodes: int,
+        node_rank: int | None,
+        host: str,
+        join_timeout: float,
+        stores: GenerationStores,
+    ) -> None:
+        self._home = home
+        self._run_id = run_id
+        self._num_nodes = num_nodes
+        self._node_rank = node_rank
+        self._host = host
+        self._join_timeout = join_timeout
+        self._stores = stores
+        self._generation = 0
+        self._stop = threading.Event()
+        self._store: Store | None = None
+        self._rounds: StaticRendezvous | None = None
+
+    def get_backend(self) -> str:
+        return "static"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None or self._rounds is None:
+            self._store = self._home.connect(Deadline(self._join_timeout), self._stop)
+            self._rounds = StaticRendezvous(
+                self._store,
+                leader=self._home.serves,
+                run_id=self._run_id,
+                num_nodes=self._num_nodes,
+                node_rank=self._node_rank,
+                host=self._host,
+                node_id=uuid.uuid4().hex,
+                join_timeout=self._join_timeout,
+                say=_log.info,
+            )
+        self._rounds.bring(self._generation, {})
+        round_ = self._rounds.next_rendezvous()
+        self._generation += 1
+        records = RecordStore(self._store, Codec(self._run_id))
+        return replace(round_, store=self._stores(records, round_.generation))
+
+    def is_closed(self) -> bool:
+        return self._rounds is not None and self._rounds.is_closed()
+
+    def set_closed(self) -> None:
+        if self._rounds is not None:
+            self._rounds.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        self._stop.set()
+        self._stores.close()
+        if self._store is not None:
+            self._store.close()
+        self._home.close()
+        return True
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+def _ours(params: Any) -> RendezvousParameters:
+    """torch's object has the same attributes, and fewer methods."""
+    if isinstance(params, RendezvousParameters):
+        return params
+    return RendezvousParameters(
+        params.backend,
+        params.endpoint or "",
+        params.run_id,
+        params.min_nodes,
+        params.max_nodes,
+        params.local_addr,
+        **params.config,
+    )
+
+
+def _lease(params: RendezvousParameters) -> float:
+    if params.get("lease") is None and (
+        params.get("keep_alive_interval") is not None
+        or params.get("keep_alive_max_attempt") is not None
+    ):
+        interval = params.get_as_seconds("keep_alive_interval", KEEP_ALIVE_INTERVAL)
+        return interval * params.get_as_seconds("keep_alive_max_attempt", KEEP_ALIVE_MAX_ATTEMPT)
+    return params.get_as_seconds("lease", LEASE)
+
+
+def _last_call(params: RendezvousParameters) -> float:
+    """May be 0: close as soon as the fewest nodes are there."""
+    value = params.get("last_call_timeout")
+    try:
+        if value is not None and not isinstance(value, bool) and float(value) == 0:
+            return 0.0
+    except (TypeError, ValueError):
+        pass  # told below
+    return params.get_as_seconds("last_call_timeout", LAST_CALL_TIMEOUT)
+
+
+def _secret(params: RendezvousParameters) -> bytes | None:
+    secret, path = params.get("secret"), params.get("secret_file")
+    if path is not None and secret is not None:
+        raise ConfigError("--rdzv-conf secret_file", path, "there is a secret already; give one")
+    if path is not None:
+        try:
+            secret = Path(str(path)).read_bytes().strip()
+        except OSError as error:
+            why = f"cannot be read: {error.strerror}"
+            raise ConfigError("--rdzv-conf secret_file", path, why) from None
+    if secret is None:
+        return None
+    if isinstance(secret, str):
+        secret = secret.encode()
+    if not isinstance(secret, bytes) or not secret:
+        # Never shown: not even a wrong one.
+        raise ConfigError("--rdzv-conf secret", None, "expected text or bytes that are not empty")
+    return secret

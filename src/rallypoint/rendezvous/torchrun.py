@@ -1,0 +1,297 @@
+"""Stock torchrun with our rendezvous: ``torchrun --rdzv-backend rallypoint --rdzv-endpoint …``.
+
+torchrun asks every installed entry point of the group ``torchrun.handlers`` for a creator, and the creator of the
+backend it was told for a handler. :class:`Rounds` is that handler without torch's types; the class around it
+subclasses torch's, so it is made when it is first asked for.
+
+[Note: A store for each generation]
+torchrun's workers are clients of a store that their agents serve (``use_agent_store``). Here each agent binds a
+free port before a round and tells it to the others; the one that becomes rank 0 serves a new store there.
+So nothing that workers of an earlier generation wrote can be read, and wherever rank 0 goes, all learn the new
+address with the plan of the round. The store before ends when the next round is formed, not sooner: workers
+that are being stopped elsewhere still talk to it.
+
+[Note: How an agent leaves]
+torchrun calls ``shutdown()`` at each end but a signal's, without saying which; the exception that is being
+handled tells. All workers succeeded: the node has finished, and others that still work are not disturbed.
+Workers failed for good: the job has, so the rendezvous is closed, and the others end too. Anything else
+(it came too late, say) is the end of this node only: to the others it is lost.
+
+[Note: Stopping together]
+An agent that sees nodes wait stops its workers; with Gloo, those of the others then fail at once, and an agent
+that finds failed workers before it has seen why spends one of its restarts, or ends the job where none is left.
+So the first agents to see it wait, shortly, for the others to have seen it too.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from rallypoint._core import addresses
+from rallypoint._core.clock import MONOTONIC, Deadline
+from rallypoint.errors import (
+    RallyError,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeout,
+)
+
+from . import protocol
+from .api import RendezvousInfo
+from .dynamic import Listener
+from .lease import Leases
+
+
+_log = logging.getLogger(__name__)
+
+# torchrun asks ten times a second whether nodes wait; the store is looked at this often (seconds). A node
+# that is lost is known without asking.
+LOOK_EVERY = 1.0
+# How long agents wait for each other before they stop their workers (seconds): some look, and a little more.
+TOGETHER = 2.5 * LOOK_EVERY
+# A node whose beat stands still for so many leases is gone: nobody waits for it to finish.
+LEASES_TO_FINISH = 3.0
+# How long a node that serves a store stays after it has failed, for others to hear that the job has (seconds).
+STAY_AFTER_FAILURE = 60.0
+
+
+def handlers() -> Callable[[Any], Any]:
+    """The entry point: torchrun calls it without arguments, and what it returns with the parameters."""
+    return create_handler
+
+
+def create_handler(params: Any) -> Any:
+    """torch's kind of handler; the endpoint's URL decides between tcp, etcd and file.
+
+    Args:
+        params: torch's ``RendezvousParameters``.
+
+    Raises:
+        ConfigError: an option or the endpoint cannot work; says which.
+    """
+    return _handler_class()(Rounds(params))
+
+
+class Rounds:
+    """What torchrun's agent asks for, in our types. Not thread-safe, as the agent is not.
+
+    Args:
+        params: torch's ``RendezvousParameters``.
+    """
+
+    def __init__(self, params: Any) -> None:
+        from .create import dynamic  # its backends are for those who come here
+
+        self._news = threading.Event()
+        self.handler = dynamic(
+            params,
+            name=params.backend,
+            # torchrun shows warnings only, and whom it waits for is worth a line.
+            say=lambda text: _log.warning("%s", text),
+            listener=Listener(
+                on_loss=lambda _: self._news.set(), on_store_lost=lambda _: self._news.set()
+            ),
+        )
+        self._size = 0
+        self._server: Any = None
+        self._rank = -1
+        self._next_look = 0.0
+
+    def next_round(self) -> tuple[RendezvousInfo, str, int]:
+        """The next round, and the address of its workers' store. Errors are those of our handler."""
+        from .backends.tcpstore import TcpStore
+
+        listener = addresses.bind_store(None, 0)
+        try:
+            port = int(listener.getsockname()[1])
+            self.handler.bring({"workers_store": port})
+            round_ = self.handler.next_rendezvous()
+            addr, first_port = self._workers_store()
+        except BaseException:
+            listener.close()
+            raise
+        previous, self._server = self._server, None
+        self._rank, self._size = round_.rank, round_.world_size
+        if round_.rank == 0:
+            self._server = TcpStore("localhost", port, listener)
+        else:
+            listener.close()
+        if previous is not None:
+            previous.close()
+        self._news.clear()
+        return round_, addr, first_port
+
+    def _workers_store(self) -> tuple[str, int]:
+        """What rank 0 told: see [Note: A store for each generation]."""
+        first = self.handler.plan.get("first")
+        facts = first.get("facts") if isinstance(first, dict) else None
+        match facts:
+            case {"watch": [str() as addr, *_], "workers_store": int() as port}:
+                return addr, port
+            case _:
+                raise RendezvousStateError(
+                    "rank 0 of the round serves no store for the workers: it was not started by"
+                    " torchrun with this backend"
+                )
+
+    def num_nodes_waiting(self) -> int:
+        """Above 0 if the agent has to go into the next round, for whatever reason."""
+        now = MONOTONIC.now()
+        lost = self._news.is_set()
+        if now < self._next_look and not lost:
+            return 0
+        self._news.clear()
+        self._next_look = now + LOOK_EVERY
+        waiting = self.handler.num_nodes_waiting()
+        try:
+            if self.handler.is_closed():
+                return 1  # the agent learns why when it comes to the next round
+            if waiting and not lost:
+                self._stop_together()
+        except RendezvousConnectionError:
+            return 1
+        return waiting
+
+    def _stop_together(self) -> None:
+        """See [Note: Stopping together]."""
+        records, generation = self.handler.records, self.handler.plan.get("generation")
+        if records is None or not isinstance(generation, int):
+            return
+        (call,) = records.look([f"{generation + 1}/call"])
+        if call is not None:
+            return  # somebody is on the way already
+        if records.increment(f"{generation}/stopping") >= self._size:
+            records.write(f"{generation}/stop", {})
+        records.wait(f"{generation}/stop", TOGETHER)
+
+    def leave(self, *, finished: bool, failure: str = "") -> None:
+        """See [Note: How an agent leaves]."""
+        if failure and self._rank >= 0:
+            try:
+                self.handler.close_rendezvous(
+                    f"the workers of node {self._rank} ({addresses.hostname()}) {failure}"
+                )
+            except RallyError as error:
+                _log.info("the others cannot be told: %s", error)
+        self.handler.leave(finished=finished)
+        serves = self.handler.serves or self._server is not None
+        if serves and self._rank >= 0 and (finished or failure):
+            try:
+                self._stay(None if finished else STAY_AFTER_FAILURE)
+            except RallyError as error:
+                _log.info("stopped waiting for the others: %s", error)
+        self.handler.shutdown()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _stay(self, seconds: float | None) -> None:
+        """Serve until the others have left, too, or are gone."""
+        records, plan = self.handler.records, self.handler.plan
+        if records is None:
+            return
+        generation = plan.get("generation")
+        if not isinstance(generation, int):
+            return
+        (record,) = records.look([protocol.ids_key(generation, plan)])
+        here = [each for rank, each in enumerate(protocol.ids_in(record)) if rank != self._rank]
+        leases: Leases[str] = Leases(LEASES_TO_FINISH * self.handler.lease)
+        deadline, pause, said = Deadline(seconds), 0.02, Deadline(self.handler.lease)
+        told = False
+        while here and not deadline.expired():
+            bodies = dict(zip(here, records.look([f"beat/{each}" for each in here]), strict=True))
+            here = [each for each, body in bodies.items() if not (body or {}).get("left")]
+            beats = {each: (bodies[each] or {}).get("beat") for each in here}
+            numbers = {each: beat if isinstance(beat, int) else -1 for each, beat in beats.items()}
+            gone = leases.observe(MONOTONIC.now(), numbers)
+            here = [each for each in here if each not in gone]
+            if here and said.expired() and not told:
+                told = True
+                _log.warning(
+                    "this node serves the job's store: it stays until the other %d nodes have ended,"
+                    " too",
+                    len(here),
+                )
+            threading.Event().wait(pause)
+            pause = min(2 * pause, 0.5)
+
+
+@cache
+def _handler_class() -> Callable[[Rounds], Any]:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import api
+
+    # By our type; the first that fits.
+    errors = (
+        (RendezvousTimeout, api.RendezvousTimeoutError),
+        (RendezvousConnectionError, api.RendezvousConnectionError),
+        (RendezvousClosedError, api.RendezvousClosedError),
+        (RendezvousStateError, api.RendezvousStateError),
+        (RendezvousGracefulExitError, api.RendezvousGracefulExitError),
+        (RendezvousError, api.RendezvousError),
+    )
+
+    @contextmanager
+    def as_torch() -> Iterator[None]:
+        """torchrun tells rendezvous errors by torch's types."""
+        try:
+            yield
+        except RendezvousError as error:
+            theirs = next(theirs for ours, theirs in errors if isinstance(error, ours))
+            raise theirs(str(error)) from error
+
+    class TorchrunHandler(api.RendezvousHandler):
+        """torch's interface over :class:`Rounds`."""
+
+        def __init__(self, rounds: Rounds) -> None:
+            self._rounds = rounds
+
+        @property
+        def use_agent_store(self) -> bool:
+            """Workers are clients of the store at ``MASTER_ADDR``: rank 0's agent serves it."""
+            return True
+
+        def get_backend(self) -> str:
+            return self._rounds.handler.get_backend()
+
+        def get_run_id(self) -> str:
+            return self._rounds.handler.get_run_id()
+
+        def next_rendezvous(self) -> api.RendezvousInfo:
+            with as_torch():
+                round_, addr, port = self._rounds.next_round()
+            return api.RendezvousInfo(
+                round_.store,
+                round_.rank,
+                round_.world_size,
+                api.RendezvousStoreInfo(master_addr=addr, master_port=port),
+            )
+
+        def is_closed(self) -> bool:
+            with as_torch():
+                return self._rounds.handler.is_closed()
+
+        def set_closed(self) -> None:
+            with as_torch():
+                self._rounds.handler.set_closed()
+
+        def num_nodes_waiting(self) -> int:
+            with as_torch():
+                return self._rounds.num_nodes_waiting()
+
+        def shutdown(self) -> bool:
+            error = sys.exc_info()[1]
+            failed = isinstance(error, ChildFailedError)
+            self._rounds.leave(finished=error is None, failure="failed for good" if failed else "")
+            return True
+
+    return TorchrunHandler
