@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -425,6 +426,10 @@ def _described(error: Exception) -> str:
 def crowd(pipe: Connection, spec: Spec, numbers: range) -> None:
     raise_limits()
     threading.stack_size(STACK)
+    # What torch's import has made is shared with the process that forked us: looking through it all for
+    # garbage would copy it, in the middle of the measurement.
+    gc.collect()
+    gc.freeze()
     with contextlib.suppress(EOFError, OSError):
         Crowd(pipe, spec, numbers).run()
     os._exit(0)  # thousands of threads are not waited for

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousParameters,
@@ -320,8 +320,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[api.RendezvousHandler]
     made = [handler(request.node.name) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         rounds = list(pool.map(lambda each: each.next_rendezvous(), made))
-    yield [each for _, each in sorted(zip(rounds, made, strict=True), key=lambda p: p[0].rank)]
-    for each in made:
+    by_rank = [each for _, each in sorted(zip(rounds, made, strict=True), key=lambda p: p[0].rank)]
+    yield by_rank
+    for each in reversed(by_rank):  # rank 0 stays until the others have left
         each.shutdown()
 
 
@@ -388,7 +389,7 @@ def test_the_node_that_serves_the_workers_stays_until_the_others_have_finished(
 
 def test_a_job_that_failed_ends_everywhere(pair: list[api.RendezvousHandler]) -> None:
     try:
-        raise ChildFailedError("worker.py", {})
+        raise ChildFailedError("worker.py", {1: ProcessFailure(0, 1, 1, "")})
     except ChildFailedError:
         pair[1].shutdown()
     assert waits(pair[0], 5)

@@ -122,6 +122,8 @@ class PeerNodes:
                 self._requests.put(lambda: self._count_done(generation))
             case "report":
                 self._requests.put(lambda: self._report(generation, told))
+            case "leaving":
+                self._requests.put(lambda: self._say_farewell(generation))
             case _:
                 self._requests.put(lambda: self._append(what, generation, failures=told))
 
@@ -240,6 +242,10 @@ class PeerNodes:
         entry = {"what": what, "node": current.rank, **more}
         Journal(self._records(), generation).append(entry)
 
+    def _say_farewell(self, generation: int) -> None:
+        assert self._rendezvous is not None
+        self._append("leaving", generation, serves=self._rendezvous.serves)
+
     def _count_done(self, generation: int) -> None:
         if self._records().increment(f"{generation}/done") >= self._round.num_nodes:
             self._append("all_done", generation)
@@ -283,7 +289,7 @@ class PeerNodes:
             left = records.increment(f"{current.generation}/left")
             if left + len(current.gone) >= current.num_nodes:
                 records.write(f"{current.generation}/all_left", {})
-            elif rendezvous.serves:
+            elif rendezvous.serves and ending:
                 records.wait(f"{current.generation}/all_left", deadline.remaining() or 0.0)
         except RallyError:
             pass  # the others are gone before us
@@ -323,7 +329,7 @@ class PeerNodes:
             return
         host = self._rendezvous.store_host if self._rendezvous is not None else None
         where = "" if host is None else f" ({host})"
-        reason = f"the node that serves the job's store{where} is lost: {error}"
+        reason = f"the node that serves the job's store{where} is lost"
         if not self._config.elastic:
             reason = f"node 0 is lost: {error}"
             self._broken = True
@@ -356,6 +362,10 @@ class PeerNodes:
                 assert self._rendezvous is not None
                 self._rendezvous.note_gone(node, certain=True)
                 current.gone.add(node)
+                if entry.get("serves") is True:
+                    # Its store goes with it: the next round meets at another place already.
+                    current.store_lost = True
+                    self._requests.put(self._rendezvous.abandon_store)
                 self._post(PeerEvent("leaving", node, generation))
             case "failed" | "stopped" if not own:
                 failures = failures_from_json(str(entry.get("failures", "[]")))

@@ -387,6 +387,7 @@ class Supervisor:
                     self._lost = self._lost or f"node {node_rank} was told to leave"
                     self._decide(policy.PeerLeaves(node_rank))
                 case PeerEvent("waiting"):
+                    self._lost = self._lost or "a node wants to join"
                     self._decide(policy.NodeWaiting())
                 case PeerEvent(_, node_rank, generation, failures):
                     self._peer_failures = self._peer_failures or failures
@@ -607,8 +608,16 @@ class Supervisor:
         return write_report(folder, report)
 
     def _report_restart(self) -> None:
-        generation = self._state.generation  # the new one
-        budget = self._config.max_restarts + 1
+        state = self._state  # of the new generation, with the old one's verdict
+        if state.verdict is policy.Verdict.CHANGED:
+            self._say(
+                f"{self._lost or 'the nodes of the job have changed'}; restarting all workers"
+            )
+            return
+        attempt, budget = state.restarts + 2, state.max_restarts + 1
+        again = f"attempt {attempt} of {budget}"
+        if state.verdict is policy.Verdict.SUSPECT:
+            again = "no attempt is used if a node is lost"
         why = "another node failed"
         # Where a peer told first, its failure is the cause of ours.
         failures = in_order_of_blame((*self._peer_failures, *self._failures))
@@ -619,7 +628,7 @@ class Supervisor:
                 why += f": {clean(root.raised.message.splitlines()[0])[:120]}"
         if self._store_failure or self._lost:
             why = self._store_failure or self._lost
-        self._say(f"{why}; restarting all workers (attempt {generation + 1} of {budget})")
+        self._say(f"{why}; restarting all workers ({again})")
 
     def _finish(self, aim: Aim) -> None:
         """The policy has ended; with several nodes, their failures are waited for a while."""

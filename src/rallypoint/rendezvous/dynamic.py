@@ -294,6 +294,20 @@ class DynamicRendezvous(RendezvousHandler):
             self._recover(error, deadline)
             self._connected(deadline)
 
+    def abandon_store(self) -> None:
+        """The node that serves the store is about to leave: go where the store will be next.
+
+        Raises:
+            RendezvousConnectionError: nobody serves it within the time to join.
+        """
+        if self._records is None or self._home.serves or not self._plan.get("store"):
+            return
+        with self._lock:
+            self._dead.add(str(self._plan["store"]))
+        deadline = Deadline(self._timing.join)
+        self._recover(RendezvousConnectionError("the node that serves the store leaves"), deadline)
+        self._connected(deadline)
+
     def note_gone(self, rank: int, *, certain: bool) -> None:
         """A member of the round is known to be gone: the next round need not wait for it."""
         with self._lock:
@@ -430,6 +444,7 @@ class DynamicRendezvous(RendezvousHandler):
         return {
             **self._facts,
             "watch": [addr, self._post.port],
+            "serves": self._home.serves,
             "standby": {**standby, "watch": self._post.port} if standby else {},
         }
 

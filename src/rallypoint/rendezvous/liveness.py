@@ -4,8 +4,8 @@ Two signs of death, and each is enough:
 
 - *The beat stands still.* Every node writes a number under its own key ten times in a lease. Whoever watches
   it notes, on its own clock, when the number last changed (:mod:`.lease`). This finds a silent host.
-- *The process ended.* Each node listens on a port and never accepts: the kernel completes the connection
-  of a watcher, and resets it in the moment the process ends. If a second attempt is then refused, there
+- *The process ended.* Each node listens on a port and says nothing there: the kernel ends the connection
+  of a watcher in the moment the process ends. If a second attempt is then refused, there
   is nobody. This finds a killed process on a living host within milliseconds.
 
 Each node watches its predecessor in rank order (rank 0 the last), and the next one before it when that is
@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC
 from rallypoint.errors import RallyError, RendezvousConnectionError
 
@@ -68,7 +69,13 @@ class Loss:
 
 
 class WatchPost:
-    """The port by which others see that this process lives. Nothing is ever read from it."""
+    """The port by which others see that this process lives. Nothing is ever read from it.
+
+    A thread takes the connections: one that its watcher has given up would stay in the kernel's queue,
+    and once that is full nobody can see any more that we live.
+    """
+
+    PAUSE = 0.1
 
     def __init__(self) -> None:
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -76,7 +83,11 @@ class WatchPost:
         if family == socket.AF_INET6:
             self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self._socket.bind(("", 0))
-        self._socket.listen(64)
+        self._socket.listen(addresses.BACKLOG)
+        self._socket.setblocking(False)
+        self._stop_read, self._stop_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="rally-watch-post", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
@@ -84,7 +95,38 @@ class WatchPost:
         return port
 
     def close(self) -> None:
+        """A second call does nothing."""
+        if self._stop_write < 0:
+            return
+        os.close(self._stop_write)
+        self._stop_write = -1
+        self._thread.join()
+        os.close(self._stop_read)
         self._socket.close()
+
+    def _run(self) -> None:
+        lines: dict[int, socket.socket] = {}
+        poller = select.poll()
+        poller.register(self._stop_read, 0)  # its other end is closed
+        poller.register(self._socket, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd == self._stop_read:
+                    for line in lines.values():
+                        line.close()
+                    return
+                if fd == self._socket.fileno():
+                    try:
+                        line = self._socket.accept()[0]
+                    except OSError:
+                        # Gone again; or there are no descriptors left, then those that wait stay in the queue.
+                        select.select([self._stop_read], [], [], self.PAUSE)
+                        continue
+                    lines[line.fileno()] = line
+                    poller.register(line, select.POLLIN)
+                else:  # it says something, which nobody should, or it ends
+                    poller.unregister(fd)
+                    lines.pop(fd).close()
 
 
 class Pulse:
@@ -167,8 +209,12 @@ class Pulse:
         except RendezvousConnectionError as error:
             if not self._stopping:
                 self._on_store_lost(error)
-        except RallyError as error:
-            self._on_store_lost(RendezvousConnectionError(str(error)))
+        except (
+            RallyError,
+            TimeoutError,
+        ) as error:  # an answer that did not come, or makes no sense
+            if not self._stopping:
+                self._on_store_lost(RendezvousConnectionError(str(error)))
         finally:
             line.close()
             if records is not None:
@@ -248,7 +294,11 @@ class Pulse:
 
     def _heed_end(self, neighbour: Neighbour) -> None:
         """Its process has ended: killed, or after it had said in its last beat that it leaves?"""
-        (body,) = self._records.look([f"beat/{neighbour.node_id}"])
+        try:
+            (body,) = self._records.look([f"beat/{neighbour.node_id}"])
+        except RendezvousConnectionError:  # it served the store, too
+            self._lose(Loss(neighbour, True, _lost(neighbour, ENDED)))
+            raise
         left = body is not None and body.get("left") is True
         self._lose(Loss(neighbour, True, _lost(neighbour, "has left" if left else ENDED), left))
 

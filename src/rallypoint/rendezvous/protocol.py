@@ -623,6 +623,14 @@ def _plan(
         "generation": generation,
         "order": list(order),
         "spares": list(spares),
+        "store": next(
+            (
+                _id(each.get("id"))
+                for each in records.values()
+                if _facts(each).get("serves") is True
+            ),
+            "",
+        ),
         "first": {key: records[order[0]].get(key) for key in ("id", "host", "facts")},
         "workers": [[count, len(list(run))] for count, run in itertools.groupby(workers)],
         "standbys": [

@@ -135,7 +135,9 @@ def decide(now: float, settings: Settings, standing: Standing) -> Close | NotYet
         if not standing.missing and now >= since + settings.straggler:
             return _close(present, settings, f"{late} waiting nodes did not come")
         if standing.missing:
-            reason = f"{len(standing.missing)} nodes of the last round are alive and not here yet"
+            reason = (
+                f"nodes of the last round that are alive and not here yet: {len(standing.missing)}"
+            )
             return NotYet(reason, None, filled + 1, enough=True)
         reason = f"{late} waiting nodes are not here yet"
         return NotYet(reason, since + settings.straggler, filled + late, enough=True)

@@ -30,6 +30,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -62,6 +63,15 @@ TOGETHER = 2.5 * LOOK_EVERY
 LEASES_TO_FINISH = 3.0
 # How long a node that serves a store stays after it has failed, for others to hear that the job has (seconds).
 STAY_AFTER_FAILURE = 60.0
+
+
+class Ending(Enum):
+    """How an agent ended."""
+
+    FINISHED = "all its workers succeeded"
+    FAILED = "its workers failed, and no restart is left"
+    CLOSED = "it was told that the rendezvous is closed"
+    OTHER = "anything else"
 
 
 def handlers() -> Callable[[Any], Any]:
@@ -173,26 +183,33 @@ class Rounds:
             records.write(f"{generation}/stop", {})
         records.wait(f"{generation}/stop", TOGETHER)
 
-    def leave(self, *, finished: bool, failure: str = "") -> None:
+    def leave(self, ending: Ending) -> None:
         """See [Note: How an agent leaves]."""
-        if failure and self._rank >= 0:
-            try:
-                self.handler.close_rendezvous(
-                    f"the workers of node {self._rank} ({addresses.hostname()}) {failure}"
-                )
-            except RallyError as error:
-                _log.info("the others cannot be told: %s", error)
+        finished = ending is Ending.FINISHED or ending is Ending.CLOSED
+        if ending is Ending.FAILED and self._rank >= 0:
+            finished = self._close()  # where that is told, leaving need not be
         self.handler.leave(finished=finished)
         serves = self.handler.serves or self._server is not None
-        if serves and self._rank >= 0 and (finished or failure):
+        if finished and serves and self._rank >= 0:
             try:
-                self._stay(None if finished else STAY_AFTER_FAILURE)
+                self._stay(None if ending is Ending.FINISHED else STAY_AFTER_FAILURE)
             except RallyError as error:
                 _log.info("stopped waiting for the others: %s", error)
         self.handler.shutdown()
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    def _close(self) -> bool:
+        """End the job everywhere; False if nobody can be told."""
+        try:
+            self.handler.close_rendezvous(
+                f"the workers of node {self._rank} ({addresses.hostname()}) failed for good"
+            )
+        except RallyError as error:
+            _log.info("the others cannot be told: %s", error)
+            return False
+        return True
 
     def _stay(self, seconds: float | None) -> None:
         """Serve until the others have left, too, or are gone."""
@@ -289,9 +306,16 @@ def _handler_class() -> Callable[[Rounds], Any]:
                 return self._rounds.num_nodes_waiting()
 
         def shutdown(self) -> bool:
-            error = sys.exc_info()[1]
-            failed = isinstance(error, ChildFailedError)
-            self._rounds.leave(finished=error is None, failure="failed for good" if failed else "")
+            match sys.exc_info()[1]:
+                case None:
+                    ending = Ending.FINISHED
+                case ChildFailedError():
+                    ending = Ending.FAILED
+                case api.RendezvousClosedError():
+                    ending = Ending.CLOSED
+                case _:
+                    ending = Ending.OTHER
+            self._rounds.leave(ending)
             return True
 
     return TorchrunHandler

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from rallypoint.errors import ConfigError, RendezvousConnectionError
 from rallypoint.rendezvous.home import LastRound, Recovery
 from rallypoint.rendezvous.store import Store
 
-from .tcpstore import TcpStore
+from .tcpstore import TcpStore, connect
 
 
 _log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class TcpHome:
         if listener is not None:
             # Of several endpoints one may be served already: this node has come back.
             for host, port in self._hosts[1:]:
-                if _probe(host, port) is _Answer.SERVES:
+                if _probe_store(host, port) is _Answer.SERVES:
                     listener.close()
                     self._current = _Place(host, port)
                     return self._client(self._current)
@@ -154,6 +155,9 @@ class TcpHome:
                 except OSError as error:
                     why = why or error.strerror or str(error)
                     continue
+                if _probe_store(host, port, timeout) is not _Answer.SERVES:
+                    why = why or "somebody listens there and does not answer"
+                    continue
                 self._current = _Place(host, port)
                 return self._client(self._current)
             if deadline.expired() or stop.is_set():
@@ -176,7 +180,7 @@ class TcpHome:
         return self._server.clone()
 
     def _client(self, place: _Place) -> TcpStore:
-        return TcpStore(place.addr.strip("[]"), place.port, silence=self._silence)
+        return connect(place.addr, place.port, silence=self._silence)
 
     # -- when it is lost ------------------------------------------------------------------------
 
@@ -207,9 +211,9 @@ class TcpHome:
         places = [old, *_standbys(last)]
         own = "" if last is None else last.node_id
         dead: set[str] = set() if last is None else set(last.dead)
-        host_id = next(
-            (p.node_id for p in places[1:] if (p.addr, p.port) == (old.addr, old.port)), ""
-        )
+        host_id = "" if last is None else str(last.plan.get("store", ""))
+        # Not even asked: a node that is about to leave serves until it has left.
+        given_up = frozenset(dead)
         silent_since: dict[_Place, float] = {}
         pause = FIRST_PAUSE
         while True:
@@ -222,6 +226,8 @@ class TcpHome:
                         return self._take_over(place, last, frozenset(dead))
                     place = serving or place
                     answer = _Answer.SERVES if serving is not None else _Answer.ALIVE
+                elif (host_id if place is old else place.node_id) in given_up:
+                    answer = _Answer.DEAD
                 else:
                     answer = self._ask(place)
                 if answer is _Answer.SERVES:
@@ -233,7 +239,7 @@ class TcpHome:
                     answer = _Answer.SILENT
                 now = MONOTONIC.now()
                 if answer is _Answer.DEAD:
-                    dead.add(place.node_id or host_id)
+                    dead.add(host_id if place is old else place.node_id)
                 elif place is not old:
                     # Whoever lives will serve, and whoever is silent may be slow: for a lease.
                     since = silent_since.setdefault(place, now)
@@ -248,7 +254,7 @@ class TcpHome:
             pause = min(2 * pause, 0.25)
 
     def _ask(self, place: _Place) -> _Answer:
-        answer = _probe(place.addr, place.port)
+        answer = _probe_store(place.addr, place.port)
         if answer is not _Answer.DEAD or not place.watch:
             return answer
         alive = _probe(place.addr, place.watch)
@@ -282,7 +288,7 @@ class TcpHome:
                     port == here.port and addresses.is_this_host(host)
                 ):
                     continue
-                if _probe(host, port) is not _Answer.SERVES:
+                if _probe_store(host, port) is not _Answer.SERVES:
                     continue
                 with contextlib.suppress(RendezvousConnectionError, TimeoutError):
                     store = self._client(_Place(host, port))
@@ -320,10 +326,35 @@ def _standbys(last: LastRound | None) -> list[_Place]:
 
 
 def _probe(host: str, port: int) -> _Answer:
+    """Whether somebody listens there."""
     try:
         socket.create_connection((host.strip("[]"), port), timeout=ATTEMPT).close()
     except ConnectionRefusedError:
         return _Answer.DEAD
+    except OSError:
+        return _Answer.SILENT
+    return _Answer.SERVES
+
+
+# What c10d's client says first: its magic number, and a number to be sent back. A server that does not know
+# this hangs up, which is an answer too.
+_GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 0x52414C4C)
+
+
+def _probe_store(host: str, port: int, timeout: float = ATTEMPT) -> _Answer:
+    """Whether a store answers there.
+
+    A process that stands still accepts connections, since its kernel does; and c10d's client would wait for its
+    first answer without limit, and keep others of this process from connecting elsewhere.
+    """
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
+            sock.sendall(_GREETING)
+            sock.recv(1)
+    except ConnectionRefusedError:
+        return _Answer.DEAD
+    except ConnectionResetError:
+        return _Answer.SERVES
     except OSError:
         return _Answer.SILENT
     return _Answer.SERVES

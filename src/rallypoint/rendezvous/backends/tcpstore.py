@@ -24,6 +24,8 @@ from rallypoint.errors import RendezvousConnectionError
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 # A reply of the store itself (not a wait for a key) that takes longer means that it is gone.
 REPLY_TIMEOUT = 15.0
+# The time that c10d's client gets for its first attempt at another connection.
+FIRST_PATIENCE = 0.5
 # Keys read in one round trip.
 CHUNK = 512
 # While an answer is due the watchdog looks this often (seconds).
@@ -137,21 +139,7 @@ class TcpStore:
             return bool(store.delete_key(key))
 
     def clone(self) -> TcpStore:
-        return TcpStore(self._host, self._port, silence=self._silence)
-
-    def native(self, timeout: float) -> Any:
-        """c10d's own client over a connection of its own, for c10d's own users.
-
-        The kernel breaks it when the other host falls silent; nobody looks after a process that stands still.
-
-        Args:
-            timeout: seconds that its ``get`` and ``wait`` wait for a key.
-        """
-        client = self.clone()
-        native = client._store  # noqa: SLF001  # our own class; close() drops its references only
-        client.close()
-        native.set_timeout(timedelta(seconds=timeout))
-        return native
+        return connect(self._host, self._port, silence=self._silence)
 
     def close(self) -> None:
         """Give the connection back; the serving node's first one ends the server with it.
@@ -164,6 +152,34 @@ class TcpStore:
             with contextlib.suppress(OSError):  # broken already
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+
+
+def connect(
+    host: str, port: int, *, silence: float | None, timeout: float = REPLY_TIMEOUT
+) -> TcpStore:
+    """A connection to a store that somebody serves, within ``timeout`` seconds.
+
+    c10d's client tries a place that refuses it again and again, for all of its timeout, while others of
+    this process wait for their turn. So it gets little time at first, and a place that refuses none.
+
+    Raises:
+        RendezvousConnectionError: nobody serves there, or no answer came.
+    """
+    deadline = Deadline(timeout)
+    patience = FIRST_PATIENCE
+    while True:
+        left = deadline.remaining() or 0.001
+        try:
+            socket.create_connection((host.strip("[]"), port), timeout=left).close()
+        except OSError as error:
+            raise _gone(host, port, error) from None
+        try:
+            name = host.strip("[]")
+            return TcpStore(name, port, silence=silence, connect_timeout=min(patience, left))
+        except RendezvousConnectionError:
+            if deadline.expired():
+                raise
+        patience *= 2
 
 
 def _import_tcp_store() -> Any:
