@@ -116,7 +116,7 @@ class Nodes:
                 if len({each["generation"] for each in found}) == 1:
                     ranks = {n.name: r["rank"] for n, r in zip(wanted, found, strict=True)}
                     assert sorted(ranks.values()) == list(range(len(wanted))), ranks
-                    assert sum(each["serves"] for each in found) <= 1
+                    assert sum(each["serves"] for each in found) <= 1, "one job, one store"
                     return ranks
             time.sleep(0.01)
         seen = {node.name: node.notes()[-6:] for node in self.all}
@@ -229,6 +229,34 @@ def test_a_newcomer_at_the_old_endpoint_is_led_to_the_new_one(nodes: Nodes) -> N
     nodes.together(timeout=30)
     print(f"newcomer at the old endpoint, in a round of 4 after {nodes.formed() - started:.2f} s")
     assert any("going there" in each["text"] for each in newcomer.notes("says"))
+
+
+def test_who_was_led_on_from_its_own_store_goes_on_when_the_next_one_is_lost(nodes: Nodes) -> None:
+    """The store it still serves at the old endpoint is not the job's."""
+    four(nodes)
+    nodes.host().signal(signal.SIGKILL)
+    nodes.together(timeout=LEASE + 8)
+    newcomer = nodes.start()
+    nodes.together(timeout=30)
+    assert nodes.host() is not newcomer
+    killed = nodes.host().signal(signal.SIGKILL)
+    nodes.together(timeout=LEASE + 8)
+    assert nodes.formed() - killed <= LEASE + 2
+
+
+def test_the_second_host_sleeps_and_comes_back(nodes: Nodes) -> None:
+    """Nobody has its place for an endpoint: those who left it have to tell it where they went."""
+    four(nodes)
+    nodes.host().signal(signal.SIGKILL)
+    nodes.together(timeout=LEASE + 8)
+    nodes.start(hosts=[nodes.place()])
+    nodes.together()
+    second = nodes.host()
+    second.signal(signal.SIGSTOP)
+    nodes.together(timeout=4 * LEASE + 12)
+    second.signal(signal.SIGCONT)
+    second.alive = True
+    nodes.together(timeout=30)
 
 
 def test_a_half_that_is_cut_off_does_not_go_on_without_the_other(nodes: Nodes) -> None:

@@ -1,5 +1,6 @@
 """Handlers by the name of their backend: which options there are, and what wrong ones are told."""
 
+import gc
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,8 @@ def test_nodes_of_a_round_share_the_store_of_a_memory_endpoint_by_its_name() -> 
     assert other.store.get("key") == b"value"
     end(nodes)
     # Nobody refers to it any more: the next job of the name finds nothing.
+    del nodes, one, other
+    gc.collect()
     again = made("memory", "shared")
     assert again.next_rendezvous().generation == 0
     end([again])

@@ -84,6 +84,7 @@ class TcpHome:
         self._is_host = is_host
         self._say = say
         self._server: TcpStore | None = None
+        self._left: list[TcpStore] = []  # served here, and empty but for a note of where the job is
         self._standby: socket.socket | None = None
         self._current: _Place = _Place(*self._hosts[0])
         self._forward: Callable[[Store, str, int], None] | None = None
@@ -274,16 +275,19 @@ class TcpHome:
         store = self._serve(listener, place.port)
         if self._forward is not None:
             self._forwarder = threading.Thread(
-                target=self._keep_forwarding, args=(place,), name="rally-forwarder", daemon=True
+                target=self._keep_forwarding,
+                args=(place, (old.addr, old.port)),
+                name="rally-forwarder",
+                daemon=True,
             )
             self._forwarder.start()
         return Recovery(store, True, dead)
 
-    def _keep_forwarding(self, here: _Place) -> None:
-        """Lead those who still go to the endpoint that the user gave to where the job is now."""
+    def _keep_forwarding(self, here: _Place, before: tuple[str, int]) -> None:
+        """Lead those who still go to where the store was (a host may wake up) to where the job is now."""
         assert self._forward is not None
-        while not self._closed.wait(FORWARD_EVERY):
-            for host, port in self._hosts:
+        while not self._closed.wait(FORWARD_EVERY) and self._server is not None:
+            for host, port in dict.fromkeys((*self._hosts, before)):
                 if (host, port) == (here.addr, here.port) or (
                     port == here.port and addresses.is_this_host(host)
                 ):
@@ -297,7 +301,10 @@ class TcpHome:
 
     def follow(self, addr: str, port: int) -> None:
         self._current = _Place(addr, port)
-        # A store we serve here is where others are led on from: it stays.
+        if self._server is not None:
+            # Where others are led on from: it stays. But it is not the job's.
+            self._left.append(self._server)
+            self._server = None
 
     def close(self) -> None:
         self._closed.set()
@@ -307,8 +314,10 @@ class TcpHome:
         if self._forwarder is not None:
             self._forwarder.join(ATTEMPT + 0.5)
         if self._server is not None:
-            self._server.close()
+            self._left.append(self._server)
             self._server = None
+        while self._left:
+            self._left.pop().close()
 
 
 def _standbys(last: LastRound | None) -> list[_Place]:

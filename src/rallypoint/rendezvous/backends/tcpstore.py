@@ -141,6 +141,25 @@ class TcpStore:
     def clone(self) -> TcpStore:
         return connect(self._host, self._port, silence=self._silence)
 
+    def native(self, timeout: float) -> Any:
+        """c10d's own client over a connection of its own, for c10d's own users.
+
+        The kernel breaks it when the other host falls silent; nobody looks after a process that stands still.
+
+        Args:
+            timeout: seconds that its ``get`` and ``wait`` wait for a key.
+        """
+        return self.clone().release(timeout)
+
+    def release(self, timeout: float) -> Any:
+        """c10d's client, with that timeout, which is not ours any more: closing this object does not end it."""
+        native, self._store = self._store, None
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.close()  # only our own descriptor of it
+        native.set_timeout(timedelta(seconds=timeout))
+        return native
+
     def close(self) -> None:
         """Give the connection back; the serving node's first one ends the server with it.
 
@@ -152,6 +171,11 @@ class TcpStore:
             with contextlib.suppress(OSError):  # broken already
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+
+    def __del__(self) -> None:
+        sock = getattr(self, "_socket", None)
+        if sock is not None:
+            sock.close()  # the connection itself ends with c10d's client
 
 
 def connect(
