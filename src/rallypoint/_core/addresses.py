@@ -124,7 +124,9 @@ def bind_only(port: int) -> socket.socket:
     """
     sock = _dual_stack()
     try:
-        # Not SO_REUSEADDR: with it two sockets that do not listen could hold one port.
+        # Connections of a server that was killed here would keep the port for a minute. Two sockets that do not
+        # listen may hold one port this way; the first to listen has it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("", port))
     except OSError:
         sock.close()

@@ -70,6 +70,15 @@ class PeerEvent:
     reason: str = ""
 
 
+# What nodes that still wait for a round are told when no further one is needed.
+ENDED_WELL = "the job has ended well"
+
+
+@dataclass(frozen=True, slots=True)
+class NotNeeded:
+    """The job has ended well while this node waited to take part."""
+
+
 @dataclass(frozen=True, slots=True)
 class CoordinationFailed:
     """No round can be formed any more; ``error`` says why."""
@@ -77,7 +86,7 @@ class CoordinationFailed:
     error: Exception
 
 
-CoordinationEvent = RoundReady | PeerEvent | CoordinationFailed
+CoordinationEvent = RoundReady | PeerEvent | NotNeeded | CoordinationFailed
 
 
 class Coordination(Protocol):
@@ -95,7 +104,7 @@ class Coordination(Protocol):
         """Readable when :meth:`take` has something."""
 
     def join(self, generation: int, facts: NodeFacts) -> None:
-        """Meet the others; ends in :class:`RoundReady` or :class:`CoordinationFailed`.
+        """Meet the others; ends in :class:`RoundReady`, :class:`NotNeeded` or :class:`CoordinationFailed`.
 
         ``generation`` is the one expected; where members come and go the round tells which it is.
         """

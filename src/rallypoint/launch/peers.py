@@ -21,24 +21,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rallypoint._core import addresses
-from rallypoint._core.clock import Deadline
+from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import (
     RallyError,
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
 )
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
+from rallypoint.rendezvous.lease import Leases
 from rallypoint.rendezvous.liveness import Loss
+from rallypoint.rendezvous.protocol import ids_in, ids_key
 from rallypoint.rendezvous.record_store import RecordStore
 
 from .config import LaunchConfig
 from .coordination import (
+    ENDED_WELL,
     Coordination,
     CoordinationEvent,
     CoordinationFailed,
     LoneNode,
     NodeFacts,
+    NotNeeded,
     PeerEvent,
     RoundReady,
 )
@@ -56,6 +61,10 @@ from .output.failure import (
 LEAVE_PATIENCE = 5.0
 # Failures in one entry are cut to this many: a root cause is not the hundredth.
 MAX_FAILURES_TOLD = 64
+# A node that keeps the store for others believes after so many leases of silence that nobody is left.
+LEASES_TO_GIVE_UP = 3
+# How long the store stays for spare nodes to read that they are not needed, and how often that is asked.
+SPARES_PATIENCE, SPARES_PAUSE = 2.0, 0.05
 
 Say = Callable[[str], None]
 
@@ -83,6 +92,7 @@ class PeerNodes:
         self._reports: tuple[WorkerFailure, ...] = ()
         self._round = _NoRound
         self._broken = False
+        self._ending = ""  # what nodes that wait are told, where it is not the supervisor's to say
         self._stop = threading.Event()
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rendezvous: DynamicRendezvous | None = None
@@ -159,6 +169,13 @@ class PeerNodes:
             os.close(self._write)
             self._read = self._write = -1
 
+    # -- what the journal's thread asks -----------------------------------------------------------
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        assert self._rendezvous is not None
+        return self._rendezvous.plan
+
     # -- the thread of requests -----------------------------------------------------------------
 
     def _work(self) -> None:
@@ -189,7 +206,13 @@ class PeerNodes:
                 "verdict": facts.verdict.value,
             }
         )
-        formed = self._rendezvous.next_rendezvous()
+        try:
+            formed = self._rendezvous.next_rendezvous()
+        except RendezvousClosedError:
+            if self._close_is_heard() == ENDED_WELL:
+                self._post(NotNeeded())
+                return
+            raise
         with self._lock:
             self._round = _Round(formed.generation, formed.rank, formed.world_size)
             self._reports = ()
@@ -198,6 +221,16 @@ class PeerNodes:
         self._reader = _Reader(self, self._round, self._clone(), self._lease)
         self._reader.start()
         self._post(self._round_ready(formed))
+
+    def _close_is_heard(self) -> str:
+        """Why there is no further round; who serves the store waits for us to have read that."""
+        try:
+            records = self._records()
+            (closed,) = records.look(["closed"])
+            records.increment("closed/heard")
+        except RallyError:
+            return ""
+        return "" if closed is None else str(closed.get("closed"))
 
     def _clone(self) -> RecordStore:
         assert self._rendezvous is not None
@@ -244,11 +277,46 @@ class PeerNodes:
 
     def _say_farewell(self, generation: int) -> None:
         assert self._rendezvous is not None
-        self._append("leaving", generation, serves=self._rendezvous.serves)
+        current = self._round
+        if current.kept_for == generation:
+            self._append("leaving", generation, serves=self._rendezvous.serves)
+            return
+        # The others have gone on without us, but with our store.
+        entry = {"what": "leaving", "node": -1, "serves": self._rendezvous.serves}
+        Journal(self._records(), current.kept_for).append(entry)
 
     def _count_done(self, generation: int) -> None:
-        if self._records().increment(f"{generation}/done") >= self._round.num_nodes:
+        assert self._rendezvous is not None
+        current, records = self._round, self._records()
+        records.write(f"{generation}/done/{current.rank}", {})
+        records.increment(f"{generation}/done")
+        if self._num_through(records, current) >= current.num_nodes:
+            if self._config.elastic:
+                self._rendezvous.close_rendezvous(ENDED_WELL)
             self._append("all_done", generation)
+            return
+        if self._config.elastic:
+            self._gather_if_all_told(current)
+            if self._rendezvous.serves:
+                # The others need not wait for us, should they meet once more.
+                self._rendezvous.leave(finished=True)
+                current.keeps = True
+
+    def _num_through(self, records: RecordStore, current: _Round) -> int:
+        """How many members of the round are through with it: ended well or, where that is no failure, gone."""
+        ended_well = records.count(f"{current.generation}/done")
+        gone = sorted(current.gone)
+        if not self._config.elastic or not gone:
+            return ended_well
+        # Who is gone may have ended well before.
+        marks = records.look([f"{current.generation}/done/{rank}" for rank in gone])
+        return ended_well + sum(mark is None for mark in marks)
+
+    def _num_told(self, records: RecordStore, current: _Round) -> int:
+        """How many members have reported their failures, or never will."""
+        elastic = self._config.elastic
+        silent = self._num_through(records, current) if elastic else len(current.gone)
+        return records.count(f"{current.generation}/reports") + silent
 
     def _report(self, generation: int, told: str) -> None:
         """Hand in this node's failures; whoever is last puts all of them together."""
@@ -256,11 +324,8 @@ class PeerNodes:
         records = self._records()
         records.write(f"{current.generation}/report/{current.rank}", {"failures": told})
         current.reported = True
-        if (
-            records.increment(f"{current.generation}/reports") + len(current.gone)
-            >= current.num_nodes
-        ):
-            self._gather_reports(records, current)
+        records.increment(f"{current.generation}/reports")
+        self._gather_if_all_told(current)
 
     def _gather_reports(self, records: RecordStore, current: _Round) -> None:
         keys = [f"{current.generation}/report/{rank}" for rank in range(current.num_nodes)]
@@ -280,19 +345,29 @@ class PeerNodes:
         """The last words of this node in this job."""
         current, rendezvous = self._round, self._rendezvous
         assert rendezvous is not None
+        ending = self._ending or ending
         try:
             if ending:
                 rendezvous.close_rendezvous(ending)
             if current is _NoRound:
                 return
             records = self._records()
-            left = records.increment(f"{current.generation}/left")
-            if left + len(current.gone) >= current.num_nodes:
-                records.write(f"{current.generation}/all_left", {})
-            elif rendezvous.serves and ending:
-                records.wait(f"{current.generation}/all_left", deadline.remaining() or 0.0)
+            kept_for = current.kept_for
+            if kept_for == current.generation:
+                left = records.increment(f"{kept_for}/left")
+                if left + len(current.gone) >= current.num_nodes:
+                    records.write(f"{kept_for}/all_left", {})
+            if rendezvous.serves and ending:
+                records.wait(f"{kept_for}/all_left", deadline.remaining() or 0.0)
+                self._wait_for_spares(records, kept_for + 1)
         except RallyError:
             pass  # the others are gone before us
+
+    def _wait_for_spares(self, records: RecordStore, generation: int) -> None:
+        deadline = Deadline(SPARES_PATIENCE)
+        waiting = records.count(f"{generation}/waiting")
+        while records.count("closed/heard") < waiting and not deadline.expired():
+            self._stop.wait(SPARES_PAUSE)
 
     # -- what happens elsewhere -----------------------------------------------------------------
 
@@ -388,7 +463,9 @@ class PeerNodes:
 
     def _gather_if_all_told(self, current: _Round) -> None:
         records = self._records()
-        if records.count(f"{current.generation}/reports") + len(current.gone) >= current.num_nodes:
+        if not records.count(f"{current.generation}/reports"):
+            return
+        if self._num_told(records, current) >= current.num_nodes:
             self._gather_reports(records, current)
 
     def _take_reports(self, current: _Round) -> None:
@@ -397,6 +474,18 @@ class PeerNodes:
         if body is not None:
             with self._lock:
                 self._reports = failures_from_json(body["failures"])
+
+    def heed_as_keeper(self, current: _Round, entry: Mapping[str, Any]) -> None:
+        """An entry of a later round, which goes on without us (the reader's thread)."""
+        what, node = str(entry.get("what")), entry.get("node")
+        if what in {"all_done", "stopped"}:
+            rank = node if isinstance(node, int) else -1
+            self._post(PeerEvent(what, rank, current.generation))
+
+    def nobody_is_left(self, current: _Round) -> None:
+        """The members for whom we keep the store are gone, and did not end well (the reader's thread)."""
+        self._ending = "its other nodes are gone"
+        self._post(PeerEvent("all_done", -1, current.generation))
 
     def reader_lost(self, error: RendezvousConnectionError) -> None:
         self._store_lost(error)
@@ -421,6 +510,8 @@ class _Round:
         self.rank = rank
         self.num_nodes = num_nodes
         self.gone: set[int] = set()  # ranks that are lost or have left
+        self.keeps = False  # our workers have ended well; we stay because we serve the store
+        self.kept_for = generation  # then: the others' round
         self.store_lost = False
         self.reported = False
 
@@ -458,15 +549,61 @@ class _Reader:
     def _run(self) -> None:
         journal = Journal(self._records, self._round.generation)
         try:
-            while not self._ended.is_set():
-                entry = journal.next(self._lease)
-                if entry is not None and not self._ended.is_set():
-                    if entry.get("what") == "failed" and self.first_failure is None:
-                        node = entry.get("node")
-                        self.first_failure = node if isinstance(node, int) else None
-                    self._peers.heed(self._round, entry)
+            while not self._ended.is_set() and not self._round.keeps:
+                self._heed(journal.next(self._lease))
+            self._keep(journal)
         except RendezvousConnectionError as error:
             if not self._ended.is_set():
                 self._peers.reader_lost(error)
         except RallyError as error:
             self._peers.reader_lost(RendezvousConnectionError(str(error)))
+
+    def _heed(self, entry: Mapping[str, Any] | None) -> None:
+        if entry is None or self._ended.is_set():
+            return
+        if entry.get("what") == "failed" and self.first_failure is None:
+            node = entry.get("node")
+            self.first_failure = node if isinstance(node, int) else None
+        self._peers.heed(self._round, entry)
+
+    def _keep(self, journal: Journal) -> None:
+        """Our workers are done, and the others need our store: follow them through whatever rounds they need."""
+        current = self._round
+        members = self._ids(current.generation, self._peers.plan)
+        others = [each for rank, each in enumerate(members) if rank != current.rank]
+        leases: Leases[str] = Leases(self._lease * LEASES_TO_GIVE_UP)
+        pause = self._lease / 2
+        while not self._ended.is_set():
+            entry = journal.next(pause)
+            if entry is not None and current.kept_for == current.generation:
+                self._heed(entry)
+            elif entry is not None:
+                self._peers.heed_as_keeper(current, entry)
+            plan = self.look(f"{current.kept_for + 1}/plan")
+            if plan is not None and "closed" not in plan:
+                current.kept_for += 1
+                journal = Journal(self._records, current.kept_for)
+                others = list(self._ids(current.kept_for, plan)) or others
+                pause = self._lease / 2
+                continue
+            if entry is not None or not others:
+                continue
+            bodies = self._records.look([f"beat/{each}" for each in others])
+            beats = {
+                each: number
+                for each, body in zip(others, bodies, strict=True)
+                if body is not None
+                and body.get("left") is not True
+                and isinstance(number := body.get("beat"), int)
+            }
+            if len(leases.observe(MONOTONIC.now(), beats)) < len(beats):
+                continue
+            if pause:  # what they have said before they went comes first
+                pause = 0.0
+                continue
+            self._peers.nobody_is_left(current)
+            return
+
+    def _ids(self, generation: int, plan: Mapping[str, Any]) -> tuple[str, ...]:
+        """Who is in a round."""
+        return ids_in(self.look(ids_key(generation, plan)))

@@ -22,7 +22,7 @@ Rules:
    no more than that a peer is gone (*symptom*) is charged only if the next round finds nobody missing.
 4. A generation is over only when ``swept``: nothing of it is left when the next one starts.
 5. An elastic node whose workers have ended well leaves at once, but the one that serves the job's store
-   (``serves``) stays until all others are done.
+   (``serves``) stays until all others are done, whatever rounds they need for it.
 6. The channel to workers has room for a third answer beside stop and restart (tell the survivors the
    new generation): it would be another ``Aim`` here and another command there.
 """
@@ -179,6 +179,11 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True)
+class NotNeeded:
+    """The job has ended well while this node waited for a round."""
+
+
+@dataclass(frozen=True, slots=True)
 class Broken:
     """The job cannot go on here: fork server lost, rendezvous impossible."""
 
@@ -197,6 +202,7 @@ Event = (
     | SignalReceived
     | GraceOver
     | Swept
+    | NotNeeded
     | Broken
 )
 
@@ -278,9 +284,14 @@ def decide(now: float, state: State, event: Event) -> Decision:
         case NodeWaiting():
             return _membership_changed(now, state, "a node waits to join", fatal=False)
         case PeersDone():
+            state = replace(state, peers_done=True)
             if state.phase is Phase.WAITING:
                 return _end(state, "every node has ended well")
-            return Decision(replace(state, peers_done=True), (), "every node has ended well")
+            return Decision(state, (), "every node has ended well")
+        case NotNeeded():
+            if state.phase is not Phase.JOINING:
+                return Decision(state, (), f"not needed while {state.phase}")
+            return _end(replace(state, aim=Aim.SUCCEED, peers_done=True), "not needed any more")
         case PeersStopped(node_rank):
             if state.phase is Phase.WAITING:
                 return _end(replace(state, aim=Aim.SIGNALLED), f"node {node_rank} was stopped")

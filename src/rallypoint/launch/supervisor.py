@@ -20,7 +20,15 @@ from rallypoint.errors import ConfigError, LaunchError
 
 from . import policy
 from .config import LaunchConfig, StartMethod, TargetKind
-from .coordination import Coordination, CoordinationFailed, NodeFacts, PeerEvent, RoundReady
+from .coordination import (
+    ENDED_WELL,
+    Coordination,
+    CoordinationFailed,
+    NodeFacts,
+    NotNeeded,
+    PeerEvent,
+    RoundReady,
+)
 from .generation import Generation, Worker
 from .output.failure import FailureReport, WorkerFailure, in_order_of_blame
 from .output.logs import Console, Relay, RunFolder, StreamFactory
@@ -247,7 +255,7 @@ class Supervisor:
         match state.aim:
             case Aim.SUCCEED:
                 alone = state.elastic and not state.peers_done
-                return "" if alone else "the job has ended well"
+                return "" if alone else ENDED_WELL
             case Aim.FAIL:
                 return "the job has failed"
             case Aim.SIGNALLED if not (state.elastic and state.signal == signal.SIGTERM):
@@ -395,6 +403,9 @@ class Supervisor:
                         each.is_symptom() or each.stopped_by_us for each in failures
                     )
                     self._decide(policy.PeerFailed(node_rank, generation, echo))
+                case NotNeeded():
+                    self._say(f"{ENDED_WELL}: this node was not needed")
+                    self._decide(policy.NotNeeded())
                 case CoordinationFailed(error):
                     raise error
                 case _:

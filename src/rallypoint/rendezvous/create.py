@@ -248,11 +248,23 @@ def _tcp_home(
     )
     codec = Codec(run_id, secret)
 
-    def leave_note(store: Store, addr: str, port: int) -> None:
-        RecordStore(store, codec).claim("moved", {"addr": addr, "port": port})
+    def leave_note(own: Store, there: Store, addr: str, port: int) -> None:
+        # Who has seen more rounds is right: two places must not lead to each other.
+        ours, theirs = _head(RecordStore(own, codec)), _head(RecordStore(there, codec))
+        if ours > theirs:
+            # Over an older note, which may lead to a place that is gone.
+            note = {"addr": addr, "port": port, "generation": ours}
+            RecordStore(there, codec).write("moved", note)
 
     home.forward_with(leave_note)
     return home
+
+
+def _head(records: RecordStore) -> int:
+    """The generation a store's next round will have."""
+    (head,) = records.look(["head"])
+    generation = 0 if head is None else head.get("generation")
+    return generation if isinstance(generation, int) else 0
 
 
 def _etcd_home(endpoint: Endpoint, run_id: str, lease: float, options: Mapping[str, Any]) -> Home:

@@ -279,10 +279,12 @@ def _wait_for_call(node: Node, generation: int, timing: Timing) -> Steps:
         (now, call) = yield Await(f"{generation}/call", timing.lease)
         if call is not None:
             return Closed(str(call["closed"])) if "closed" in call else None
-        (now, (beat, closed, moved)) = yield Look((f"beat/{first}", "closed", "moved"))
+        (now, (beat, closed, moved, head)) = yield Look(
+            (f"beat/{first}", "closed", "moved", "head")
+        )
         if closed is not None:
             return Closed(str(closed.get("closed")))
-        if (place := _moved(moved)) is not None:
+        if (place := _moved(moved, _generation(head))) is not None:
             return place
         if leases.observe(now, {0: _beat_number(beat)}):
             yield Tell("no node of the running round is heard of: opening the next one")
@@ -312,9 +314,10 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
     term, leader = 0, _id(call.get("leader"))
     while True:
         if leader == node.node_id:
-            plan = yield from _lead(node, generation, slot, record, settings, timing, give_up)
+            steps = _lead(node, generation, slot, record, settings, timing, give_up)
         else:
-            plan = yield from _follow(generation, slot, record, term, leader, timing, give_up)
+            steps = _follow(generation, slot, record, term, leader, timing, give_up)
+        plan, slot = yield from steps
         match plan:
             case TimedOut():
                 return (yield from _leave_round(node, generation, slot, plan))
@@ -341,20 +344,24 @@ def _arrive(generation: int, record: Mapping[str, Any]) -> Steps:
 
 
 def _stay(generation: int, slot: int, record: Mapping[str, Any]) -> Steps:
-    """See to it that the leader can find our record, whatever somebody does to it or to the counter."""
+    """See to it that the leader can find our record, whatever somebody does to it or to the counter; our slot."""
     (_, (held,)) = yield Look((f"{generation}/node/{slot}",))
     if held is None:
-        yield Claim(f"{generation}/node/{slot}", record)
+        (_, held) = yield Claim(f"{generation}/node/{slot}", record)
+    if held.get("id") != record["id"]:
+        # Ours was destroyed, the counter set back, and another has come to stand there.
+        return (yield from _arrive(generation, record))
     (_, filled) = yield Count(f"{generation}/arrivals")
     while filled <= slot:
         (_, filled) = yield Increment(f"{generation}/arrivals")
+    return slot
 
 
 def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> Steps:
     """What a plan means for the node in ``slot``."""
     if "closed" in plan:
         return Closed(str(plan["closed"]))
-    if (moved := _moved(plan.get("moved"))) is not None:
+    if (moved := _moved(plan.get("moved"), -1)) is not None:
         return moved
     if "void" in plan:
         return _Void(max(generation + 1, _number(plan["void"])))
@@ -401,29 +408,29 @@ def _follow(
     timing: Timing,
     give_up: float,
 ) -> Steps:
-    """Wait for the plan, with an eye on the leader."""
+    """Wait for the plan, with an eye on the leader. Returns what :func:`_lead` does."""
     leases: Leases[int] = Leases(timing.lease)
     pause = timing.lease / 5 if slot <= NUM_DEPUTIES else timing.lease
     beat: Any = None
     while True:
         (now, plan) = yield Await(f"{generation}/plan", pause)
         if plan is not None:
-            return plan
+            return plan, slot
         keys = (f"beat/{leader}", f"{generation}/leader/{term + 1}", "head")
         (now, (beat, successor, head)) = yield Look(keys)
         if _generation(head) > generation:
             # The plan stands before the head goes on: so it is there by now, or somebody destroyed it.
             (_, plan) = yield Claim(f"{generation}/plan", {"void": _generation(head)})
-            return plan
-        yield from _stay(generation, slot, record)
+            return plan, slot
+        slot = yield from _stay(generation, slot, record)
         (now, gone) = yield Gone()
         # The leader makes out when time is over; a little later each node does by itself.
         if now > give_up + timing.lease:
             arrived = yield from _hosts(generation)
-            return TimedOut(generation, arrived, "no plan was made")
+            return TimedOut(generation, arrived, "no plan was made"), slot
         lost = leases.observe(now, {0: _beat_number(beat)})
         if lost or successor is not None or leader in gone or _has_left(beat):
-            return _NextTerm()
+            return _NextTerm(), slot
 
 
 def _lead(
@@ -435,7 +442,7 @@ def _lead(
     timing: Timing,
     give_up: float,
 ) -> Steps:
-    """Gather the arrivals, close the round, publish the plan. Returns a plan or :class:`TimedOut`."""
+    """Gather the arrivals, close the round, publish the plan. Returns a plan, or why there is none; and the slot."""
     arrivals: dict[int, Arrival] = {}
     records: dict[int, Mapping[str, Any]] = {}
     members = yield from _members_of_last_round(generation)
@@ -444,33 +451,40 @@ def _lead(
     enough_since: float | None = None
     said = ""
     started: float | None = None
+    read_again = give_up - timing.join + timing.lease
     known = slot + 1  # slots that are filled, whatever the counter says: somebody may set it back
     while True:
         (now, filled) = yield Count(f"{generation}/arrivals")
         filled = max(filled, known)
         started = now if started is None else started
-        fresh = tuple(slot for slot in range(filled) if slot not in records)
-        keys = tuple(f"{generation}/node/{slot}" for slot in fresh)
+        if now >= read_again:
+            # A record that was destroyed may have made room for another's.
+            read_again = now + timing.lease
+            records.clear()
+            arrivals.clear()
+        fresh = tuple(each for each in range(filled) if each not in records)
+        keys = tuple(f"{generation}/node/{each}" for each in fresh)
         (now, found) = yield Look((f"{generation}/plan", "head", "closed", "moved", *keys))
         (plan, head, closed, moved), found = found[:4], found[4:]
         if plan is not None:
-            return plan  # another leader's, or our own and the answer was lost
-        if _moved(moved) is not None:
+            return plan, slot  # another leader's, or our own and the answer was lost
+        if _moved(moved, _generation(head)) is not None:
             (_, plan) = yield Claim(f"{generation}/plan", {"moved": moved})
-            return plan
+            return plan, slot
         if closed is not None:
             (_, plan) = yield Claim(f"{generation}/plan", {"closed": closed.get("closed")})
-            return plan
+            return plan, slot
         if _generation(head) > generation:
             (_, plan) = yield Claim(f"{generation}/plan", {"void": _generation(head)})
-            return plan
+            return plan, slot
         for each, body in zip(fresh, found, strict=True):
             if body is not None:
                 records[each] = body
                 if (arrival := _arrival(each, body)) is not None:
                     arrivals[each] = arrival
-        if slot not in records:
-            yield from _stay(generation, slot, record)
+        if slot not in arrivals or arrivals[slot].node_id != node.node_id:
+            slot = yield from _stay(generation, slot, record)
+            known = max(known, slot + 1)
             continue
         here = {arrival.node_id for arrival in arrivals.values()}
         missing = sorted(members - here)
@@ -509,14 +523,14 @@ def _lead(
                 (_, held) = yield Claim(f"{generation}/plan", plan)
                 yield Write("head", {"generation": generation + 1})
                 yield from _clear(generation - 2)
-                return held
+                return held, slot
             case NotYet() as not_yet:
                 if now >= give_up:
                     given = tuple(
                         a.given_rank for a in arrivals.values() if a.given_rank is not None
                     )
                     hosts = tuple(arrival.host for arrival in arrivals.values())
-                    return TimedOut(generation, hosts, not_yet.reason, given)
+                    return TimedOut(generation, hosts, not_yet.reason, given), slot
                 if enough_since is None and not_yet.enough:
                     enough_since = now
                 if not_yet.reason != said and now - started > SILENCE:
@@ -675,9 +689,13 @@ def _generation(head: Mapping[str, Any] | None) -> int:
     return 0 if head is None else _number(head.get("generation"))
 
 
-def _moved(note: object) -> Moved | None:
-    """Where the store is now; None if the note does not say."""
-    if not isinstance(note, dict):
+def _moved(note: object, head: int) -> Moved | None:
+    """Where the store is now; None if the note does not say, or says less than this store knows itself.
+
+    Two places may lead to each other for a while, when a broken network heals. The one that has seen more
+    rounds is right.
+    """
+    if not isinstance(note, dict) or _number(note.get("generation")) <= head:
         return None
     addr, port = note.get("addr"), _number(note.get("port"))
     good = isinstance(addr, str) and addr and 0 < port < 65536

@@ -87,7 +87,7 @@ class TcpHome:
         self._left: list[TcpStore] = []  # served here, and empty but for a note of where the job is
         self._standby: socket.socket | None = None
         self._current: _Place = _Place(*self._hosts[0])
-        self._forward: Callable[[Store, str, int], None] | None = None
+        self._forward: Callable[[Store, Store, str, int], None] | None = None
         self._forwarder: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -102,15 +102,21 @@ class TcpHome:
     def towards(self) -> tuple[str, int] | None:
         return self._hosts[0]
 
-    def forward_with(self, leave_note: Callable[[Store, str, int], None]) -> None:
-        """How to leave a note in an empty store at the old place: where the job is now."""
+    def forward_with(self, leave_note: Callable[[Store, Store, str, int], None]) -> None:
+        """How to leave a note in a store at an old place: where the job is now, as our own store knows it."""
         self._forward = leave_note
 
     # -- the first connection -------------------------------------------------------------------
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
         if self._current != _Place(*self._hosts[0]):
-            return self._client(self._current)  # led here by a note
+            try:
+                return self._client(self._current)  # led here by a note
+            except RendezvousConnectionError:
+                # The note was old. Whoever serves now will leave another.
+                self._current = _Place(*self._hosts[0])
+                if stop.wait(LONGEST_PAUSE) or deadline.expired():
+                    raise
         listener = self._listener_if_host()
         if listener is not None:
             # Of several endpoints one may be served already: this node has come back.
@@ -210,6 +216,8 @@ class TcpHome:
             return Recovery(self._server.clone(), moved=False)
         old = self._current
         places = [old, *_standbys(last)]
+        if last is None:
+            places += [each for host in self._hosts if (each := _Place(*host)) != old]
         own = "" if last is None else last.node_id
         dead: set[str] = set() if last is None else set(last.dead)
         host_id = "" if last is None else str(last.plan.get("store", ""))
@@ -223,10 +231,11 @@ class TcpHome:
                 if place.node_id and place.node_id == own:
                     later = places[places.index(place) + 1 :]
                     serving = next((p for p in later if self._ask(p) is _Answer.SERVES), None)
-                    if serving is None and not taken:
-                        return self._take_over(place, last, frozenset(dead))
+                    if serving is None and not taken and self._standby is not None:
+                        with contextlib.suppress(RendezvousConnectionError):
+                            return self._take_over(place, frozenset(dead))
                     place = serving or place
-                    answer = _Answer.SERVES if serving is not None else _Answer.ALIVE
+                    answer = self._ask(place)
                 elif (host_id if place is old else place.node_id) in given_up:
                     answer = _Answer.DEAD
                 else:
@@ -261,13 +270,18 @@ class TcpHome:
         alive = _probe(place.addr, place.watch)
         return _Answer.ALIVE if alive is _Answer.SERVES else alive
 
-    def _take_over(self, place: _Place, last: LastRound | None, dead: frozenset[str]) -> Recovery:
+    def _take_over(self, place: _Place, dead: frozenset[str]) -> Recovery:
         listener, self._standby = self._standby, None
         if listener is None:
             raise RendezvousConnectionError(
                 "this node cannot serve the store: it has no port for it"
             )
-        listener.listen(addresses.BACKLOG)
+        try:
+            listener.listen(addresses.BACKLOG)
+        except OSError:
+            # Another supervisor on this machine held the same port, and was first.
+            listener.close()
+            raise RendezvousConnectionError("another node of this machine serves already") from None
         old = self._current
         self._say(
             f"the job's store at {old.addr}:{old.port} is lost; serving it here, port {place.port}"
@@ -295,9 +309,10 @@ class TcpHome:
                 if _probe_store(host, port) is not _Answer.SERVES:
                     continue
                 with contextlib.suppress(RendezvousConnectionError, TimeoutError):
-                    store = self._client(_Place(host, port))
-                    self._forward(store, here.addr, here.port)
-                    store.close()
+                    there, own = self._client(_Place(host, port)), self._server.clone()
+                    self._forward(own, there, here.addr, here.port)
+                    own.close()
+                    there.close()
 
     def follow(self, addr: str, port: int) -> None:
         self._current = _Place(addr, port)

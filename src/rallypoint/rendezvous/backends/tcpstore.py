@@ -104,10 +104,17 @@ class TcpStore:
 
     def get(self, key: str, timeout: float) -> bytes:
         with self._asking(timeout) as store:
-            # One call that waits and reads is one round trip less than a wait and a read.
-            store.set_timeout(timedelta(seconds=max(timeout, 0.001)))
+            deadline = Deadline(timeout)
             try:
-                return bytes(store.get(key))
+                while True:
+                    # One call that waits and reads is one round trip less than a wait and a read.
+                    left = deadline.remaining() or 0.0
+                    store.set_timeout(timedelta(seconds=max(left, 0.001)))
+                    value = bytes(store.get(key))
+                    # The server also wakes those who wait when another's compare-and-set of a key that is
+                    # not there fails; what they read then is nothing.
+                    if value or store.check([key]):
+                        return value
             finally:
                 store.set_timeout(timedelta(seconds=REPLY_TIMEOUT))
 
@@ -216,7 +223,8 @@ def _import_tcp_store() -> Any:
 
 
 def _get_chunk(store: Any, keys: list[str]) -> list[bytes | None]:
-    # c10d reads many keys at once only where all exist; else halves are tried.
+    # c10d reads many keys at once only where all exist; else halves are tried. (A compare-and-set whose
+    # condition cannot hold would read one key in one round trip, but wakes all who wait for the key.)
     if store.check(keys):
         return [bytes(value) for value in store.multi_get(keys)]
     if len(keys) == 1:
@@ -248,17 +256,36 @@ class _NewSockets:
 
     def to(self, port: int) -> socket.socket | None:
         """The new connection to ``port``, as a descriptor of its own; None if it cannot be told."""
-        found = None
+        # Other threads may have opened something in between: then ours is one of the next, or anywhere.
         if self._next >= 0:
-            found = _connection_to(self._next, port)
-        if found is None:
-            before = self._before or set()
-            fresh = sorted(fd for fd, inode in _descriptors() - before)
-            connections = [each for fd in reversed(fresh) if (each := _connection_to(fd, port))]
-            found = connections[0] if connections else None
-            for other in connections[1:]:
-                other.close()
-        return found
+            for fd in range(self._next, self._next + NEARBY):
+                found = _unclaimed_connection(fd, port)
+                if found is not None:
+                    return found
+        fresh = _descriptors() - (self._before or set())
+        for fd, inode in sorted(fresh, reverse=True):
+            found = None if inode in _claimed else _unclaimed_connection(fd, port)
+            if found is not None:
+                return found
+        return None
+
+
+# Descriptors from the expected one on that are looked at before all others.
+NEARBY = 16
+# Inodes of connections that have been told: each belongs to one store. The kernel does not use them again.
+_claimed: set[int] = set()
+
+
+def _unclaimed_connection(fd: int, port: int) -> socket.socket | None:
+    found = _connection_to(fd, port)
+    if found is None:
+        return None
+    inode = os.fstat(found.fileno()).st_ino
+    if inode in _claimed:
+        found.close()
+        return None
+    _claimed.add(inode)
+    return found
 
 
 def _descriptors() -> set[tuple[int, int]]:

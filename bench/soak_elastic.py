@@ -1,0 +1,433 @@
+"""Random faults in a row on one elastic job of four hosts; prints JSON.
+
+    python bench/soak_elastic.py --faults 20
+    python bench/soak_elastic.py --faults 200 --output bench/results/soak_elastic.json --seed 7
+
+Four hosts (network namespaces, so root and iproute2 are needed), each with one supervisor, train a small model
+with DDP and checkpoint every step. Faults strike one after another: a worker, a supervisor, a store's host
+killed; a host's processes stopped for longer than the lease; a cable cut and mended; a node preempted. What is
+killed is started again on the same host. After each fault the job must go on with all four hosts, and the step it
+resumes at must not be below the last one that all ranks had committed. At the end no process of the job may be
+left. The exit code is 1 if anything failed. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+from jobs import RALLY, Progress, machine, spread
+
+
+HOSTS = 4
+LEASE = 2.0
+PORT = 29400
+# The job must be training again with all hosts this long after a fault was mended.
+RECOVERY_TIMEOUT = 60.0
+MARK = "RALLY_SOAK_JOB"
+
+TRAIN = """
+import json, os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+folder = sys.argv[1]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+generation = int(os.environ["RALLY_GENERATION"])
+
+def note(**what):  # one write: all ranks share the file
+    line = json.dumps({"generation": generation, "rank": rank, "at": time.monotonic(), **what}) + "\\n"
+    fd = os.open(f"{folder}/notes.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, line.encode())
+    os.close(fd)
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+steps = sorted(int(name[5:-3]) for name in os.listdir(folder) if name.startswith("step-"))
+step = 0
+if steps:
+    saved = torch.load(f"{folder}/step-{steps[-1]}.pt")
+    step = saved["step"]
+    model.load_state_dict(saved["model"])
+resumed = torch.tensor([step])
+dist.all_reduce(resumed, dist.ReduceOp.MIN)
+step = int(resumed)  # the newest that all of us see
+if steps and step != steps[-1]:
+    model.load_state_dict(torch.load(f"{folder}/step-{step}.pt")["model"])
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+note(resumed=step, world=world)
+while True:
+    x = torch.randn(16, 8)
+    optimizer.zero_grad()
+    ((ddp(x) - x.sum(1, keepdim=True)) ** 2).mean().backward()
+    optimizer.step()
+    step += 1
+    if rank == 0:
+        new = f"{folder}/new-{generation}-{step}"
+        torch.save({"step": step, "model": model.state_dict()}, new)
+        os.rename(new, f"{folder}/step-{step}.pt")
+        old = f"{folder}/step-{step - 50}.pt"
+        if os.path.exists(old):
+            os.unlink(old)
+    dist.barrier()  # it is there: from now on nobody may fall behind this step
+    note(committed=step)
+    time.sleep(0.02)
+"""
+
+
+class Network:
+    """Four hosts on one switch, all in network namespaces of their own."""
+
+    def __init__(self) -> None:
+        self._tag = str(os.getpid())[-5:]
+        self.switch = f"rs{self._tag}"
+        self.hosts = [f"rh{self._tag}-{index}" for index in range(HOSTS)]
+
+    def __enter__(self) -> Self:
+        self._ip("netns", "add", self.switch)
+        self._ip("-n", self.switch, "link", "add", "sw", "type", "bridge")
+        self._ip("-n", self.switch, "link", "set", "sw", "up")
+        for index, host in enumerate(self.hosts):
+            self._ip("netns", "add", host)
+            port = f"p{index}"
+            peer = ("peer", "name", "eth0", "netns", host)
+            self._ip("-n", self.switch, "link", "add", port, "type", "veth", *peer)
+            self._ip("-n", self.switch, "link", "set", port, "master", "sw", "up")
+            self._ip("-n", host, "addr", "add", f"{address(index)}/24", "dev", "eth0")
+            self._ip("-n", host, "link", "set", "eth0", "up")
+            self._ip("-n", host, "link", "set", "lo", "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in (*self.hosts, self.switch):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self._ip("netns", "del", name)
+
+    def cable(self, index: int, state: str) -> None:
+        self._ip("-n", self.switch, "link", "set", f"p{index}", state)
+
+    @staticmethod
+    def _ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+def address(index: int) -> str:
+    return f"10.78.0.{index + 1}"
+
+
+@dataclass
+class Notes:
+    """What the workers wrote, read as it grows."""
+
+    path: Path
+    position: int = 0
+    resumed: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    worlds: dict[int, int] = field(default_factory=dict)
+    committed: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    first_commit: dict[int, float] = field(default_factory=dict)
+    below: list[str] = field(default_factory=list)
+    all_committed: int = 0
+
+    def read(self) -> None:
+        if not self.path.exists():
+            return
+        with self.path.open() as file:
+            file.seek(self.position)
+            while line := file.readline():
+                if not line.endswith("\n"):
+                    break
+                self.position = file.tell()
+                self._take(json.loads(line))
+
+    def _take(self, note: dict[str, Any]) -> None:
+        generation, rank = note["generation"], note["rank"]
+        if "resumed" in note:
+            self.resumed[generation][rank] = note["resumed"]
+            self.worlds[generation] = note["world"]
+            if note["resumed"] < self.all_committed:
+                self.below.append(
+                    f"generation {generation} resumed at {note['resumed']}, all had committed"
+                    f" {self.all_committed}"
+                )
+            return
+        ranks = self.committed[generation]
+        ranks[rank] = note["committed"]
+        if len(ranks) == self.worlds.get(generation):
+            self.all_committed = max(self.all_committed, min(ranks.values()))
+            self.first_commit.setdefault(generation, note["at"])
+
+    def whole(self) -> int:
+        """The newest generation that trains with all hosts, or -1."""
+        good = [g for g in self.first_commit if self.worlds[g] == HOSTS]
+        return max(good, default=-1)
+
+
+class Host:
+    """One host's supervisor."""
+
+    def __init__(self, index: int, network: Network, folder: Path, mark: str) -> None:
+        self.index = index
+        self._network = network
+        self._folder = folder
+        self._env = {
+            **os.environ,
+            MARK: mark,
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "TMPDIR": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        endpoint = ",".join(f"{address(i)}:{PORT}" for i in range(HOSTS))
+        conf = f"lease={LEASE},last_call_timeout=2,join_timeout=120"
+        words = [
+            *RALLY,
+            *("--nnodes", f"1:{HOSTS}", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf),
+            *("--max-restarts", "100000", "--shutdown-timeout", "2"),
+            *(str(self._folder / "train.py"), str(self._folder)),
+        ]
+        with (self._folder / f"host{self.index}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                ["ip", "netns", "exec", self._network.hosts[self.index], *words],
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+            )
+
+    def tree(self) -> list[psutil.Process]:
+        assert self.process is not None
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def worker(self) -> psutil.Process | None:
+        """A process that runs the training script."""
+        workers = [p for p in self.tree() if " ".join(_words(p)[1:2]).endswith("train.py")]
+        return random.choice(workers) if workers else None
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+def kill_worker(host: Host, network: Network) -> None:
+    worker = host.worker()
+    assert worker is not None, [_words(process) for process in host.tree()]
+    worker.send_signal(signal.SIGKILL)
+
+
+def kill_supervisor(host: Host, network: Network) -> None:
+    assert host.process is not None
+    host.process.send_signal(signal.SIGKILL)
+    host.process.wait(20)
+    host.start()
+
+
+def preempt(host: Host, network: Network) -> None:
+    assert host.process is not None
+    host.process.send_signal(signal.SIGTERM)
+    host.process.wait(30)
+    host.start()
+
+
+def stop_and_continue(host: Host, network: Network) -> None:
+    stopped = []
+    for process in host.tree():
+        with contextlib.suppress(psutil.Error):
+            process.suspend()
+            stopped.append(process)
+    time.sleep(LEASE * 1.6)
+    for process in stopped:
+        with contextlib.suppress(psutil.Error):
+            process.resume()
+
+
+def stop_supervisor_only(host: Host, network: Network) -> None:
+    assert host.process is not None
+    host.process.send_signal(signal.SIGSTOP)
+    time.sleep(LEASE * 1.6)
+    host.process.send_signal(signal.SIGCONT)
+
+
+def cut_cable(host: Host, network: Network) -> None:
+    network.cable(host.index, "down")
+    time.sleep(LEASE * 1.6)
+    network.cable(host.index, "up")
+
+
+def blink(host: Host, network: Network) -> None:
+    """Shorter than the lease: nobody is lost."""
+    network.cable(host.index, "down")
+    time.sleep(LEASE * 0.3)
+    network.cable(host.index, "up")
+
+
+FAULTS = {
+    "kill a worker": kill_worker,
+    "kill a supervisor": kill_supervisor,
+    "preempt a node": preempt,
+    "stop a host": stop_and_continue,
+    "stop a supervisor": stop_supervisor_only,
+    "cut a cable": cut_cable,
+    "a cable blinks": blink,
+}
+# After these the job need not restart.
+HARMLESS = {"a cable blinks", "stop a supervisor"}
+
+
+def soak(faults: int, seed: int, progress: Progress) -> dict[str, Any]:
+    rng = random.Random(seed)
+    random.seed(seed)
+    folder = Path(tempfile.mkdtemp(prefix="rally-soak-"))
+    (folder / "train.py").write_text(TRAIN)
+    notes = Notes(folder / "notes.jsonl")
+    mark = f"soak-{os.getpid()}"
+    hangs: list[str] = []
+    times: dict[str, list[float]] = defaultdict(list)
+    struck: Counter[str] = Counter()
+    with Network() as network:
+        hosts = [Host(index, network, folder, mark) for index in range(HOSTS)]
+        try:
+            for host in hosts:
+                host.start()
+            if not _wait_until_whole(notes, -1, hosts):
+                raise SystemExit(f"the job did not start: see {folder}")
+            for number in range(faults):
+                name = rng.choice(list(FAULTS))
+                host = rng.choice(hosts)
+                time.sleep(rng.uniform(0.0, 0.5))
+                notes.read()
+                before, committed = notes.whole(), notes.all_committed
+                FAULTS[name](host, network)
+                mended = time.monotonic()
+                struck[name] += 1
+                again = _wait_until_whole(
+                    notes, before, hosts, steps_beyond=committed if name in HARMLESS else None
+                )
+                if not again:
+                    hangs.append(f"fault {number}: {name} on host {host.index}")
+                    break
+                times[name].append(time.monotonic() - mended)
+                ended = [each.index for each in hosts if not each.alive()]
+                if ended:
+                    hangs.append(f"fault {number}: {name}: supervisors of hosts {ended} have ended")
+                    break
+                progress.step(f"{name} on host {host.index}")
+            for host in hosts:
+                if host.alive():
+                    assert host.process is not None
+                    host.process.send_signal(signal.SIGINT)
+            for host in hosts:
+                assert host.process is not None
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    host.process.wait(30)
+            time.sleep(2)
+        finally:
+            left = _left(mark)
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+    good = not hangs and not notes.below and not left
+    if good:
+        shutil.rmtree(folder)
+    return {
+        "faults": sum(struck.values()),
+        "kinds": dict(struck),
+        "hangs": hangs,
+        "resumes_below_a_committed_step": notes.below,
+        "processes_left": len(left),
+        "generations": max(notes.first_commit, default=-1) + 1,
+        "steps_committed": notes.all_committed,
+        "seconds_until_all_hosts_train_again": {k: spread(v) for k, v in sorted(times.items())},
+        "folder": None if good else str(folder),
+        "passed": good,
+    }
+
+
+def _wait_until_whole(
+    notes: Notes, after: int, hosts: list[Host], steps_beyond: int | None = None
+) -> bool:
+    """Until a generation after ``after`` trains with all hosts (or the same goes on, where that may be)."""
+    deadline = time.monotonic() + RECOVERY_TIMEOUT
+    quiet_since = time.monotonic()
+    while time.monotonic() < deadline:
+        notes.read()
+        if notes.whole() > after:
+            newest = max(notes.resumed, default=-1)
+            if newest == notes.whole():
+                return True
+        elif (
+            steps_beyond is not None
+            and notes.all_committed > steps_beyond + 5
+            and max(notes.resumed) == after
+            and time.monotonic() - quiet_since > 2 * LEASE
+        ):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _left(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        print("needs root and iproute2 for network namespaces", file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    progress = Progress(args.faults)
+    result = soak(args.faults, args.seed, progress)
+    progress.close()
+    document = {
+        "machine": machine(),
+        "seed": args.seed,
+        "lease_seconds": LEASE,
+        "seconds": round(time.monotonic() - started, 1),
+        **result,
+    }
+    text = json.dumps(document, indent=2)
+    print(text)
+    if args.output is not None:
+        args.output.write_text(text + "\n")
+    return 0 if result["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
