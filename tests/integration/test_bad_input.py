@@ -153,7 +153,24 @@ MISTAKES = [
     _mistake("--nnodes 2: train.py", "--nnodes '2:'", "number of nodes"),
     _mistake("--nnodes 0 train.py", "--nnodes '0'", "at least 1 node"),
     _mistake("--nnodes 3:2 train.py", "--nnodes '3:2'", "MIN no larger than MAX"),
-    _mistake("--nnodes 2:4 train.py", "--nnodes '2:4'", "--nnodes 4"),
+    _mistake("--nnodes 2:4 train.py", "--rdzv-endpoint", "--rdzv-endpoint HOST:29400"),
+    _mistake(
+        "--nnodes 2:4 --rdzv-backend static train.py", "--nnodes '2:4'", "leave --rdzv-backend out"
+    ),
+    _mistake(
+        "--nnodes 2:4 --rdzv-backend etcd train.py", "--rdzv-endpoint", "--rdzv-endpoint etcd://"
+    ),
+    _mistake("--nnodes 2:4 --rdzv-endpoint etc://h train.py", "--rdzv-endpoint 'etc://h'", "etcd"),
+    _mistake(
+        "--nnodes 2:4 --rdzv-endpoint h --secret-file nowhere train.py",
+        "--secret-file 'nowhere'",
+        "cannot be read",
+    ),
+    _mistake(
+        "--nnodes 2:4 --rdzv-endpoint h --rdzv-conf is_host=maybe train.py",
+        "'is_host=maybe'",
+        "true, 1",
+    ),
     _mistake("--nnodes 2 --node-rank 2 train.py", "--node-rank '2'", "0 to 1"),
     _mistake("--nnodes 2 --node-rank x train.py", "--node-rank 'x'", "whole number"),
     # meeting point
@@ -165,9 +182,9 @@ MISTAKES = [
         "--master-addr 'no.such.host.invalid'",
         "give an IP address",
     ),
-    _mistake("--rdzv-backend zookeeper train.py", "'zookeeper'", "known: c10d, static"),
-    _mistake("--rdzv-endpoint host:port train.py", "--rdzv-endpoint 'host:port'", "HOST:PORT"),
-    _mistake("--rdzv-endpoint :29400 train.py", "--rdzv-endpoint ':29400'", "HOST:PORT"),
+    _mistake("--rdzv-backend zookeeper train.py", "'zookeeper'", "known: c10d, etcd"),
+    _mistake("--rdzv-endpoint host:port train.py", "--rdzv-endpoint 'host:port'", "a port from 0"),
+    _mistake("--rdzv-endpoint :29400 train.py", "--rdzv-endpoint ':29400'", "tcp://node0"),
     _mistake(
         "--nnodes 2 --rdzv-backend c10d train.py", "--rdzv-endpoint", "--rdzv-endpoint HOST:29400"
     ),

@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,8 +75,9 @@ def test_static_nodes_have_the_ranks_they_were_given_round_after_round() -> None
     # A free port is known to the host alone: the other is told where it is.
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(host.next_rendezvous)
-        while not host._home.serves:
-            pass
+        until = time.monotonic() + 20
+        while not host._home.serves and time.monotonic() < until:
+            time.sleep(0.01)
         port = host._home._current.port
         # torchrun's name for the option, and its values are text.
         other = made("static", f"localhost:{port}", (2, 2), rank="1")

@@ -116,7 +116,7 @@ def test_gpus_are_refused_at_once_where_there_are_none():
         ("--master-port 1234 x.py", "127.0.0.1", 1234),
         ("--master-addr node0 --master-port 1234 x.py", "node0", 1234),
         ("--rdzv-endpoint node0:1234 x.py", "node0", 1234),
-        ("--rdzv-endpoint [::1]:1234 x.py", "[::1]", 1234),
+        ("--rdzv-endpoint [::1]:1234 x.py", "::1", 1234),
         ("--rdzv-endpoint node0 x.py", "node0", 29500),
         ("--rdzv-backend c10d --rdzv-endpoint node0:1234 x.py", None, None),
         ("--rdzv-backend c10d --master-port 1234 x.py", None, None),
@@ -137,7 +137,7 @@ def test_where_workers_of_one_node_meet(line, addr, port):
         ("--nnodes 2 --node-rank 1 --master-addr node0 x.py", 1, "node0", 29500),
         ("--nnodes 2 --node_rank=1 --master_addr=n --master_port=7 x.py", 1, "n", 7),
         ("--nnodes 2 --rdzv-endpoint n:8 x.py", 0, "n", 8),
-        ("--nnodes 2 --rdzv-endpoint [fe80::1] x.py", 0, "[fe80::1]", 29500),
+        ("--nnodes 2 --rdzv-endpoint [fe80::1] x.py", 0, "fe80::1", 29500),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint n x.py", None, "n", 29400),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint n:9 --node-rank 1 x.py", None, "n", 9),
     ],
@@ -169,20 +169,59 @@ def test_a_job_without_a_name_gets_one_where_torchrun_gives_one(line, run_id):
 
 
 @pytest.mark.parametrize(
-    ("conf", "join", "heartbeat", "without_effect"),
+    ("conf", "join", "lease", "without_effect"),
     [
-        ("", 600, 15, None),
-        ("join_timeout=5", 5, 15, None),
+        ("", 600, 5, None),
+        ("join_timeout=5", 5, 5, None),
         ("timeout=7.5,heartbeat_timeout=3", 7.5, 3, None),
-        (" join_timeout=5 , read_timeout=60,is_host=1", 5, 15, "read_timeout, is_host"),
+        ("lease=2.5", 600, 2.5, None),
+        (" join_timeout=5 , read_timeout=60,use_libuv=1", 5, 5, "read_timeout, use_libuv"),
     ],
 )
-def test_settings_of_the_rendezvous(conf, join, heartbeat, without_effect):
+def test_settings_of_the_rendezvous(conf, join, lease, without_effect):
     taken = take_apart(["--nnodes", "2", "--node-rank", "0", "--rdzv-conf", conf, "x.py"])
     made, remarks = config_from(taken, {})
     assert made.rendezvous.join_timeout == join
-    assert made.rendezvous.heartbeat_timeout == heartbeat
+    assert made.rendezvous.lease == lease
     assert [r for r in remarks if without_effect and without_effect in r] == remarks
+
+
+def test_more_settings_of_the_rendezvous():
+    conf = "last_call_timeout=3,is_host=true,label=rack-7,split_brain_guard=no"
+    made = config(f"--nnodes 2:4 --rdzv-endpoint n --rdzv-conf {conf} x.py").rendezvous
+    assert (made.last_call, made.is_host, made.label) == (3, True, "rack-7")
+    assert not made.split_brain_guard
+
+
+@pytest.mark.parametrize(
+    ("line", "least", "most", "backend"),
+    [
+        ("--nnodes 2:4 --rdzv-endpoint n x.py", 2, 4, "tcpstore"),
+        ("--nnodes 2:4 --rdzv-endpoint tcp://a,b:1,c x.py", 2, 4, "tcpstore"),
+        ("--nnodes 3 --rdzv-backend c10d --rdzv-endpoint n x.py", 3, 3, "tcpstore"),
+        ("--nnodes 3 --rdzv-backend rallypoint --rdzv-endpoint n x.py", 3, 3, "tcpstore"),
+        ("--nnodes 1:8 --rdzv-endpoint etcd://a:2379,b x.py", 1, 8, "etcd"),
+        ("--nnodes 1:8 --rdzv-backend etcd-v2 --rdzv-endpoint a x.py", 1, 8, "etcd"),
+        ("--nnodes 2 --rdzv-endpoint file:///shared/x x.py", 2, 2, "file"),
+    ],
+)
+def test_nodes_that_come_and_go(line, least, most, backend):
+    made = config(line)
+    assert (made.min_nodes, made.num_nodes, made.elastic) == (least, most, True)
+    assert made.rendezvous.endpoint.backend == backend
+    assert made.master_addr is None, "any node may be node 0: it tells its own address"
+
+
+def test_the_secret_is_read_from_a_file_or_the_variable(tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("from a file\n")
+    line = "--nnodes 2:4 --rdzv-endpoint n"
+    assert config(f"{line} x.py").rendezvous.secret is None
+    made, _ = configure(f"{line} x.py", RALLY_SECRET="of the environment")
+    assert made.rendezvous.secret == b"of the environment"
+    made, _ = configure(f"{line} --secret-file {file} x.py", RALLY_SECRET="of the environment")
+    assert made.rendezvous.secret == b"from a file"
+    assert "from a file" not in repr(made)
 
 
 def test_a_flag_about_nodes_silences_the_cluster():
