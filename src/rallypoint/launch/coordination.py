@@ -118,8 +118,13 @@ class Coordination(Protocol):
     def take(self) -> list[CoordinationEvent]:
         """The events that came since the last call."""
 
-    def close(self, ending: str) -> None:
-        """Leave. ``ending``: why there will be no further round, for nodes that wait for one; or empty."""
+    def close(self, ending: str, if_last: str = "") -> None:
+        """Leave.
+
+        Args:
+            ending: why there will be no further round, for nodes that wait for one; empty if there may be.
+            if_last: the same, if all other nodes have left already.
+        """
 
 
 class LoneNode:
@@ -163,6 +168,6 @@ class LoneNode:
         events, self._events = self._events, []
         return events
 
-    def close(self, ending: str) -> None:
+    def close(self, ending: str, if_last: str = "") -> None:
         os.close(self._read)
         os.close(self._write)

@@ -150,11 +150,11 @@ class PeerNodes:
             events, self._events = self._events, []
         return events
 
-    def close(self, ending: str) -> None:
+    def close(self, ending: str, if_last: str = "") -> None:
         if self._worker.is_alive():
             met = self._round is not _NoRound
             deadline = Deadline(LEAVE_PATIENCE if met else 0.1)
-            self._requests.put(lambda: self._leave(ending, deadline))
+            self._requests.put(lambda: self._leave(ending, if_last, deadline))
             self._requests.put(None)
             self._worker.join(deadline.remaining())
         self._stop.set()
@@ -341,7 +341,7 @@ class PeerNodes:
         records.claim(f"{current.generation}/report", {"failures": told})
         self._append("reports", current.generation)
 
-    def _leave(self, ending: str, deadline: Deadline) -> None:
+    def _leave(self, ending: str, if_last: str, deadline: Deadline) -> None:
         """The last words of this node in this job."""
         current, rendezvous = self._round, self._rendezvous
         assert rendezvous is not None
@@ -357,6 +357,10 @@ class PeerNodes:
                 left = records.increment(f"{kept_for}/left")
                 if left + len(current.gone) >= current.num_nodes:
                     records.write(f"{kept_for}/all_left", {})
+                    if (ending or if_last) and not rendezvous.serves:
+                        rendezvous.close_rendezvous(ending or if_last)
+                        self._wait_for_spares(records, kept_for + 1)
+                        rendezvous.clear()
             if rendezvous.serves and ending:
                 records.wait(f"{kept_for}/all_left", deadline.remaining() or 0.0)
                 self._wait_for_spares(records, kept_for + 1)

@@ -234,7 +234,8 @@ class Supervisor:
     def _close(self, received: SignalEvents) -> None:
         # A server that still imports has nothing to end: it need not be waited for.
         self._server.end(SERVER_PATIENCE if self._server_ready else 0.0)
-        self._coordination.close(self._why_it_ends())
+        done = self._state.phase is Phase.ENDED and self._state.aim is Aim.SUCCEED
+        self._coordination.close(self._why_it_ends(), if_last=ENDED_WELL if done else "")
         if self._store_socket is not None:
             self._store_socket.close()
         if self._probe_fd is not None:

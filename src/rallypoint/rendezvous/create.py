@@ -223,8 +223,10 @@ def home_for(
         case "file":
             from .backends.file import FileStore
 
-            FileStore(endpoint.path).close()  # an unusable folder is told now
-            return FixedHome(partial(FileStore, endpoint.path), patience=lease)
+            # A folder for each job: the last one to leave removes it.
+            folder = f"{endpoint.path.rstrip('/')}/rally-{quote(run_id, safe='')}"
+            FileStore(folder).close()  # an unusable one is told now
+            return FixedHome(partial(FileStore, folder), patience=lease, clear=FileStore.remove)
         case "memory":
             with _memory_lock:
                 store = _memory_stores.setdefault(endpoint.path, MemoryStore())
@@ -295,7 +297,12 @@ def _etcd_home(endpoint: Endpoint, run_id: str, lease: float, options: Mapping[s
     )
     store().close()  # connects to nothing; settings that cannot work are told now
     first = endpoint.hosts[0]
-    return FixedHome(store, patience=lease, towards=(first.host, first.port))
+    return FixedHome(
+        store,
+        patience=lease,
+        towards=(first.host, first.port),
+        clear=lambda store: store.delete_prefix(),
+    )
 
 
 # -- c10d's stores for users of a round -----------------------------------------------------------

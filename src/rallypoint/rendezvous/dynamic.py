@@ -207,6 +207,11 @@ class DynamicRendezvous(RendezvousHandler):
             # Who waits for the next round waits for its call.
             records.claim(f"{self._node.generation + 1}/call", {"closed": reason})
 
+    def clear(self) -> None:
+        """The job is over and this was its last node: what it has left in the store is removed."""
+        if self._records is not None:
+            self._home.clear(self._records.store)
+
     def num_nodes_waiting(self) -> int:
         if self._node.generation is None or self._records is None:
             return 0

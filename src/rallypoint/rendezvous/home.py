@@ -79,6 +79,9 @@ class Home(Protocol):
     def towards(self) -> tuple[str, int] | None:
         """A host that all nodes reach: our address on the way there is the one to tell others."""
 
+    def clear(self, store: Store) -> None:
+        """The job is over and this is its last node: remove what it has left in a store that outlives it."""
+
     def close(self) -> None:
         """Let go of everything; a store served here ends."""
 
@@ -90,6 +93,7 @@ class FixedHome:
         open_store: makes a connection.
         patience: seconds to try again once it was lost; longer than that and others count us as lost.
         towards: a host and port that all nodes reach, or None.
+        clear: removes all that the job has left, over a connection.
     """
 
     serves = False
@@ -101,8 +105,10 @@ class FixedHome:
         *,
         patience: float,
         towards: tuple[str, int] | None = None,
+        clear: Callable[[Any], None] | None = None,
     ) -> None:
         self._open = open_store
+        self._clear = clear
         self._patience = patience
         self._towards = towards
 
@@ -136,6 +142,10 @@ class FixedHome:
 
     def towards(self) -> tuple[str, int] | None:
         return self._towards
+
+    def clear(self, store: Store) -> None:
+        if self._clear is not None:
+            self._clear(store)
 
     def close(self) -> None:
         pass

@@ -179,6 +179,10 @@ class TcpHome:
                 self._say(f"waiting for the rendezvous at {names} ({why}){until}")
             stop.wait(min(pause, deadline.remaining() or pause))
             pause = min(pause * 2, LONGEST_PAUSE)
+            # Who had the port and did not serve there (any connection may be given it) may be gone.
+            listener = self._listener_if_host()
+            if listener is not None:
+                return self._serve(listener, self._hosts[0][1])
 
     def _serve(self, listener: socket.socket, port: int) -> Store:
         port = listener.getsockname()[1] or port
@@ -251,9 +255,16 @@ class TcpHome:
                 if answer is _Answer.DEAD:
                     dead.add(host_id if place is old else place.node_id)
                 elif place is not old:
-                    # Whoever lives will serve, and whoever is silent may be slow: for a lease.
+                    # Whoever lives will serve, and whoever is silent may be slow: for a lease. One after
+                    # the other: the second in line waits for the first from when the first stops waiting.
+                    if taken:
+                        silent_since[place] = now
                     since = silent_since.setdefault(place, now)
-                    patience = self._silence if answer is _Answer.ALIVE else 2 * ATTEMPT
+                    patience = 2 * ATTEMPT
+                    if answer is _Answer.ALIVE:
+                        patience = (
+                            max(self._silence, patience) + ATTEMPT
+                        )  # its turns take as long as ours
                     if now - since < patience:
                         taken = True
             if stop.is_set() or deadline.expired():
@@ -320,6 +331,9 @@ class TcpHome:
             # Where others are led on from: it stays. But it is not the job's.
             self._left.append(self._server)
             self._server = None
+
+    def clear(self, store: Store) -> None:
+        pass  # it ends with its node
 
     def close(self) -> None:
         self._closed.set()

@@ -146,7 +146,7 @@ class TcpStore:
             return bool(store.delete_key(key))
 
     def clone(self) -> TcpStore:
-        return connect(self._host, self._port, silence=self._silence)
+        return connect(self._host, self._port, silence=self._silence, probe=False)
 
     def native(self, timeout: float) -> Any:
         """c10d's own client over a connection of its own, for c10d's own users.
@@ -186,12 +186,21 @@ class TcpStore:
 
 
 def connect(
-    host: str, port: int, *, silence: float | None, timeout: float = REPLY_TIMEOUT
+    host: str,
+    port: int,
+    *,
+    silence: float | None,
+    timeout: float = REPLY_TIMEOUT,
+    probe: bool = True,
 ) -> TcpStore:
     """A connection to a store that somebody serves, within ``timeout`` seconds.
 
     c10d's client tries a place that refuses it again and again, for all of its timeout, while others of
     this process wait for their turn. So it gets little time at first, and a place that refuses none.
+
+    Args:
+        probe: ask first; else only before a second try. Thousands of nodes that come at once overflow the queue of
+            the server's kernel, and each that asks first comes twice.
 
     Raises:
         RendezvousConnectionError: nobody serves there, or no answer came.
@@ -201,9 +210,11 @@ def connect(
     while True:
         left = deadline.remaining() or 0.001
         try:
-            socket.create_connection((host.strip("[]"), port), timeout=left).close()
+            if probe:
+                socket.create_connection((host.strip("[]"), port), timeout=left).close()
         except OSError as error:
             raise _gone(host, port, error) from None
+        probe = True
         try:
             name = host.strip("[]")
             return TcpStore(name, port, silence=silence, connect_timeout=min(patience, left))
