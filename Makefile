@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-all check format soak bench clean
+.PHONY: help demo test test-all check format soak bench bench-rendezvous clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ format: $(STAMP) ## put the code into the house format
 
 bench: $(STAMP)  ## launch speed and memory beside torchrun; writes bench/results/launch.json
 	$(BIN)/python bench/launch.py --output bench/results/launch.json
+
+bench-rendezvous: $(STAMP) ## 16 to 4096 nodes meet, beside torch's rendezvous; writes bench/results/rendezvous.json
+	$(BIN)/python bench/rendezvous.py --output bench/results/rendezvous.json --plot bench/results/rendezvous.png
 
 soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind; writes bench/results/soak.json
 	$(BIN)/python bench/soak.py --output bench/results/soak.json

@@ -249,8 +249,6 @@ def test_the_second_host_sleeps_and_comes_back(nodes: Nodes) -> None:
     four(nodes)
     nodes.host().signal(signal.SIGKILL)
     nodes.together(timeout=LEASE + 8)
-    nodes.start(hosts=[nodes.place()])
-    nodes.together()
     second = nodes.host()
     second.signal(signal.SIGSTOP)
     nodes.together(timeout=4 * LEASE + 12)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousClosedError, RendezvousTimeout
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.backends.etcd import EtcdStore
@@ -40,6 +41,17 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 LEASE = 1.5
 JOIN = 20.0
 _numbers = itertools.count()
+
+
+def free_port() -> int:
+    """Below those that the kernel gives to connections: nobody takes it before it is bound."""
+    while True:
+        port = random.randrange(20000, 32000)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+            return port
+        except OSError:
+            continue
 
 
 class Backend:
@@ -66,8 +78,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
                 "memory", lambda: FixedHome(lambda: shared, patience=LEASE), lambda: shared
             )
         case "tcpstore":
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = probe.getsockname()[1]
+            port = free_port()
             return Backend(
                 "c10d",
                 lambda: TcpHome([("127.0.0.1", port)], silence=LEASE, say=lambda _: None),
@@ -99,7 +110,7 @@ class Job:
 
     def node(self, least: int, most: int, **more: Any) -> DynamicRendezvous:
         settings = Settings(
-            min_nodes=least, max_nodes=most, last_call=more.pop("last_call", 0.5), straggler=1.0
+            min_nodes=least, max_nodes=most, last_call=more.pop("last_call", 0.5), straggler=10.0
         )
         handler = DynamicRendezvous(
             self.backend.home(),
@@ -346,15 +357,30 @@ def test_junk_written_all_the_while_holds_up_nobody(job: Job, seed: int) -> None
     assert sorted(ranks(infos)) == [0, 1, 2]
 
 
+def test_a_port_that_somebody_holds_for_a_moment_is_served_later() -> None:
+    """A connection may have been given the endpoint's port: it is refused, and cannot be bound either."""
+    port = free_port()
+    home = TcpHome([("127.0.0.1", port)], silence=LEASE, say=lambda _: None)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", port))
+        connecting = ThreadPoolExecutor(1).submit(home.connect, Deadline(10.0), threading.Event())
+        time.sleep(0.3)
+        assert not connecting.done()
+    store = connecting.result(10)
+    store.set("k", b"v")
+    store.close()
+    home.close()
+
+
 # -- nothing is left ------------------------------------------------------------------------------
 
 
 def test_nothing_is_left_after_shutdown(backend: Backend) -> None:
     def once() -> None:
-        job = Job(backend)
-        nodes = [job.node(2, 3) for _ in range(2)]
+        job, run_id = Job(backend), f"job{next(_numbers)}"
+        nodes = [job.node(2, 3, run_id=run_id) for _ in range(2)]
         job.meet(*nodes)
-        (waiting,) = job.join(job.node(2, 3))
+        (waiting,) = job.join(job.node(2, 3, run_id=run_id))
         until(lambda: nodes[0].num_nodes_waiting() == 1)
         job.meet(*nodes)
         waiting.result(10)

@@ -98,6 +98,8 @@ class PeerNodes:
         self._rendezvous: DynamicRendezvous | None = None
         self._worker = threading.Thread(target=self._work, name="rally-peers", daemon=True)
         self._reader: _Reader | None = None
+        self._joining = False
+        self._aside = threading.local()  # the connection of a thread that does one request
 
     # -- what the supervisor asks ---------------------------------------------------------------
 
@@ -123,6 +125,7 @@ class PeerNodes:
             # A port that is in use must be known at once.
             self._rendezvous = rendezvous_for(self._config, self._say, listener)
             self._worker.start()
+        self._joining = True
         self._requests.put(lambda: self._meet(facts))
 
     def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
@@ -131,7 +134,7 @@ class PeerNodes:
             case "done":
                 self._requests.put(lambda: self._count_done(generation))
             case "report":
-                self._requests.put(lambda: self._report(generation, told))
+                self._ask(lambda: self._report(generation, told))
             case "leaving":
                 self._requests.put(lambda: self._say_farewell(generation))
             case _:
@@ -154,9 +157,9 @@ class PeerNodes:
         if self._worker.is_alive():
             met = self._round is not _NoRound
             deadline = Deadline(LEAVE_PATIENCE if met else 0.1)
-            self._requests.put(lambda: self._leave(ending, if_last, deadline))
+            asked = self._ask(lambda: self._leave(ending, if_last, deadline))
             self._requests.put(None)
-            self._worker.join(deadline.remaining())
+            asked.join(deadline.remaining())
         self._stop.set()
         if self._reader is not None:
             self._reader.end()
@@ -195,7 +198,36 @@ class PeerNodes:
                 self._post(CoordinationFailed(wrapped))
                 return
 
+    def _ask(self, request: Callable[[], None]) -> threading.Thread:
+        """Have it done, even while the thread of requests waits in a round; the thread that does it."""
+        if not self._joining or self._round is _NoRound:
+            self._requests.put(request)
+            return self._worker
+        thread = threading.Thread(
+            target=self._do_aside, args=(request,), name="rally-aside", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _do_aside(self, request: Callable[[], None]) -> None:
+        try:
+            self._aside.records = records = self._clone()
+        except RallyError:
+            return  # the store is gone, and the round that waits for it finds that out
+        try:
+            request()
+        except (RallyError, OSError, ValueError, KeyError):
+            pass  # the same
+        finally:
+            records.close()
+
     def _meet(self, facts: NodeFacts) -> None:
+        try:
+            self._meet_others(facts)
+        finally:
+            self._joining = False
+
+    def _meet_others(self, facts: NodeFacts) -> None:
         assert self._rendezvous is not None
         self._rendezvous.bring(
             {
@@ -213,6 +245,10 @@ class PeerNodes:
                 self._post(NotNeeded())
                 return
             raise
+        except RendezvousConnectionError as error:
+            # It has looked for the store for as long as a round may take: there is none.
+            self._post(CoordinationFailed(error))
+            return
         with self._lock:
             self._round = _Round(formed.generation, formed.rank, formed.world_size)
             self._reports = ()
@@ -241,7 +277,7 @@ class PeerNodes:
 
     def _records(self) -> RecordStore:
         assert self._rendezvous is not None
-        records = self._rendezvous.records
+        records = getattr(self._aside, "records", None) or self._rendezvous.records
         if records is None:
             raise RendezvousConnectionError("the connection to the job's store is closed")
         return records
@@ -407,8 +443,9 @@ class PeerNodes:
         if known or current is _NoRound or self._stop.is_set():
             return
         host = self._rendezvous.store_host if self._rendezvous is not None else None
-        where = "" if host is None else f" ({host})"
-        reason = f"the node that serves the job's store{where} is lost"
+        reason = f"the node that serves the job's store ({host}) is lost"
+        if host is None:  # no node does
+            reason = f"the job's store cannot be used: {error}"
         if not self._config.elastic:
             reason = f"node 0 is lost: {error}"
             self._broken = True

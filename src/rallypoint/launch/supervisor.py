@@ -656,7 +656,9 @@ class Supervisor:
         if aim is Aim.FAIL:
             failures = self._failures
             if self._config.num_nodes > 1:
-                failures = in_order_of_blame(self._coordination.reports() or failures)
+                # Without everybody's report: what a peer has told, which may be the cause of ours.
+                known = (*self._peer_failures, *failures)
+                failures = in_order_of_blame(self._coordination.reports() or known)
             # Workers that only saw their peers vanish, or were stopped, are not to blame.
             blameless = all(each.stopped_by_us or each.is_symptom() for each in failures)
             reason = self._store_failure or (self._lost if blameless else "")

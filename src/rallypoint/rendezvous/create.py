@@ -250,13 +250,16 @@ def _tcp_home(
     )
     codec = Codec(run_id, secret)
 
-    def leave_note(own: Store, there: Store, addr: str, port: int) -> None:
+    def leave_note(own: Store, there: Store, here: tuple[str, int], old: tuple[str, int]) -> None:
         # Who has seen more rounds is right: two places must not lead to each other.
         ours, theirs = _head(RecordStore(own, codec)), _head(RecordStore(there, codec))
-        if ours > theirs:
-            # Over an older note, which may lead to a place that is gone.
-            note = {"addr": addr, "port": port, "generation": ours}
-            RecordStore(there, codec).write("moved", note)
+        if ours == theirs:
+            return
+        # We may be the few who were cut off, and gathered here while the others went on there.
+        wrong, right = (there, here) if ours > theirs else (own, old)
+        # Over an older note, which may lead to a place that is gone.
+        note = {"addr": right[0], "port": right[1], "generation": max(ours, theirs)}
+        RecordStore(wrong, codec).write("moved", note)
 
     home.forward_with(leave_note)
     return home

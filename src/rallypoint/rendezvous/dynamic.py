@@ -378,13 +378,15 @@ class DynamicRendezvous(RendezvousHandler):
             self._dead |= recovery.dead
             self._gone |= recovery.dead
         self._moved = self._moved or recovery.moved
-        if generation is not None and recovery.moved:
-            # The new place is empty: what the next round needs to know of the last one is put there.
+        if generation is None:
+            return
+        (head,) = records.look(["head"])
+        if recovery.moved or head is None:
+            # The place is empty: what the next round needs to know of the last one is put there.
             plan = protocol.seeded(self._plan)
             if self._ids:
                 records.write(protocol.ids_key(generation, plan), {"ids": list(self._ids)})
             records.claim(f"{generation}/plan", plan)
-            (head,) = records.look(["head"])
             if head is None or head.get("generation", 0) <= generation:
                 records.write("head", {"generation": generation + 1})
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sorts ``node2`` before ``node10``."""
     parts = re.findall(r"\d+|\D+", name)
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts)
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def assign_node_ranks(hosts: Sequence[str], leader: int) -> tuple[int, ...]:

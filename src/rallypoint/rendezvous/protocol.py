@@ -563,11 +563,13 @@ def _restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
     """How much of the job's restart budget is used, with this round.
 
     A failure is charged; a node that came or went is not. A failure that may be no more than the echo of
-    a lost node is charged if all of the last round are here (``whole``): then nobody was lost.
+    a lost node is charged if all of the last round are here (``whole``): then nobody was lost. Who was no
+    member of the last round knows nothing of its end: what befell it in an earlier one is settled.
     """
-    facts = [_facts(record) for record in records]
-    used = max((_number(each.get("restarts", 0)) for each in facts), default=0)
-    verdicts = {each.get("verdict") for each in facts}
+    used = max((_number(_facts(each).get("restarts", 0)) for each in records), default=0)
+    verdicts = {
+        _facts(each).get("verdict") for each in records if isinstance(each.get("last_rank"), int)
+    }
     return used + int("failed" in verdicts or ("suspect" in verdicts and whole))
 
 

@@ -19,13 +19,11 @@ from typing import Any
 
 from torch.distributed import TCPStore  # noqa: F401  # loaded once, for all of them
 
-from rallypoint.rendezvous.backends.tcp_home import TcpHome
+from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
+from rallypoint.rendezvous.endpoint import Endpoint, HostPort
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
-from rallypoint.rendezvous.record_store import RecordStore
-from rallypoint.rendezvous.records import Codec
-from rallypoint.rendezvous.store import Store
 
 
 def run(order: dict[str, Any]) -> None:
@@ -36,17 +34,14 @@ def run(order: dict[str, Any]) -> None:
         with lock, out.open("a") as file:
             file.write(json.dumps({"what": what, "at": time.monotonic(), **more}) + "\n")
 
-    home = TcpHome(
-        [tuple(each) for each in order["hosts"]],
-        silence=order["lease"],
+    hosts = tuple(HostPort(host, port) for host, port in order["hosts"])
+    home = home_for(
+        Endpoint(scheme="tcp", backend="tcpstore", hosts=hosts),
+        run_id="job",
+        lease=order["lease"],
         is_host=order.get("is_host"),
         say=lambda text: tell("says", text=text),
     )
-
-    def leave_note(store: Store, addr: str, port: int) -> None:
-        RecordStore(store, Codec("job")).claim("moved", {"addr": addr, "port": port})
-
-    home.forward_with(leave_note)
     changed = threading.Event()
 
     def on_loss(loss: Any) -> None:

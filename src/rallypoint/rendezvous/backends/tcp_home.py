@@ -35,6 +35,7 @@ from .tcpstore import TcpStore, connect
 _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
+LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int]], None]
 
 # Attempts to connect while a place is looked for: seconds between them, and for each.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
@@ -87,7 +88,7 @@ class TcpHome:
         self._left: list[TcpStore] = []  # served here, and empty but for a note of where the job is
         self._standby: socket.socket | None = None
         self._current: _Place = _Place(*self._hosts[0])
-        self._forward: Callable[[Store, Store, str, int], None] | None = None
+        self._forward: LeaveNote | None = None
         self._forwarder: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -102,8 +103,11 @@ class TcpHome:
     def towards(self) -> tuple[str, int] | None:
         return self._hosts[0]
 
-    def forward_with(self, leave_note: Callable[[Store, Store, str, int], None]) -> None:
-        """How to leave a note in a store at an old place: where the job is now, as our own store knows it."""
+    def forward_with(self, leave_note: LeaveNote) -> None:
+        """How to leave a note where the job is now: in the store at an old place, or in ours if that is wrong.
+
+        Takes our own store and the other one, and where other nodes find each of them.
+        """
         self._forward = leave_note
 
     # -- the first connection -------------------------------------------------------------------
@@ -219,12 +223,14 @@ class TcpHome:
             # Served by this very process: only the connection broke.
             return Recovery(self._server.clone(), moved=False)
         old = self._current
-        places = [old, *_standbys(last)]
-        if last is None:
-            places += [each for host in self._hosts if (each := _Place(*host)) != old]
         own = "" if last is None else last.node_id
         dead: set[str] = set() if last is None else set(last.dead)
         host_id = "" if last is None else str(last.plan.get("store", ""))
+        # The node that has served until now answers at the old place, or not at all.
+        standbys = [p for p in _standbys(last) if p.node_id == own or p.node_id != host_id]
+        places = [old, *standbys]
+        if last is None:
+            places += [each for host in self._hosts if (each := _Place(*host)) != old]
         # Not even asked: a node that is about to leave serves until it has left.
         given_up = frozenset(dead)
         silent_since: dict[_Place, float] = {}
@@ -262,9 +268,8 @@ class TcpHome:
                     since = silent_since.setdefault(place, now)
                     patience = 2 * ATTEMPT
                     if answer is _Answer.ALIVE:
-                        patience = (
-                            max(self._silence, patience) + ATTEMPT
-                        )  # its turns take as long as ours
+                        # A turn of its own may take longer than one of ours.
+                        patience = max(self._silence, patience) + ATTEMPT
                     if now - since < patience:
                         taken = True
             if stop.is_set() or deadline.expired():
@@ -276,9 +281,12 @@ class TcpHome:
 
     def _ask(self, place: _Place) -> _Answer:
         answer = _probe_store(place.addr, place.port)
-        if answer is not _Answer.DEAD or not place.watch:
+        if not place.watch or answer is _Answer.SILENT:
             return answer
         alive = _probe(place.addr, place.watch)
+        if answer is _Answer.SERVES:
+            # Its process is gone, and another of that machine has its port: no store of ours.
+            return _Answer.DEAD if alive is _Answer.DEAD else answer
         return _Answer.ALIVE if alive is _Answer.SERVES else alive
 
     def _take_over(self, place: _Place, dead: frozenset[str]) -> Recovery:
@@ -321,7 +329,7 @@ class TcpHome:
                     continue
                 with contextlib.suppress(RendezvousConnectionError, TimeoutError):
                     there, own = self._client(_Place(host, port)), self._server.clone()
-                    self._forward(own, there, here.addr, here.port)
+                    self._forward(own, there, (here.addr, here.port), (host, port))
                     own.close()
                     there.close()
 

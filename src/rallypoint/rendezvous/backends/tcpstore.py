@@ -261,7 +261,7 @@ class _NewSockets:
 
     def __init__(self, *, all_of_them: bool) -> None:
         self._before = _descriptors() if all_of_them else None
-        self._next = os.dup(0) if not all_of_them else -1
+        self._next = -1 if all_of_them else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         if self._next >= 0:
             os.close(self._next)
 
