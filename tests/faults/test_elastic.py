@@ -208,7 +208,8 @@ def test_workers_deaths_are_known_everywhere_at_once(cluster: Cluster) -> None:
     assert told - at < LEASE
     at = cluster.nodes[0].signal(signal.SIGINT)
     codes = [node.wait() for node in cluster.nodes if not node.killed]
-    assert sorted(codes) == [130, 143, 143], cluster
+    # Who waited for the next round is told that there is none; who still stopped, is stopped.
+    assert codes[0] == 130 and set(codes[1:]) <= {1, 143}, cluster
     assert time.monotonic() - at < 10
 
 
@@ -462,13 +463,27 @@ def listens(node: Node, endpoint: str) -> bool:
     return any(c.laddr and c.laddr.port == port and c.status == "LISTEN" for c in found)
 
 
+def wait_connected(node: Node, endpoint: str) -> None:
+    """Until it waits for a round: its connections to the store are there."""
+    import psutil
+
+    port = int(endpoint.rpartition(":")[2])
+
+    def connected() -> bool:
+        found = psutil.Process(node.pid).net_connections()
+        return len([c for c in found if c.raddr and c.raddr.port == port]) >= 2
+
+    wait_until(connected, f"{node.name} is connected to {endpoint}")
+    time.sleep(1)  # and has said so there
+
+
 def test_a_spare_steps_in_and_ends_with_the_job(local: Cluster) -> None:
     flags = words("2:2")
     endpoint = start_local(local, 2, *flags)
     first = local.formed(2)
     local.goes_on(first)
-    local.start("spare", *flags, "--rdzv-endpoint", endpoint)
-    time.sleep(4)  # it is there, and waits
+    spare = local.start("spare", *flags, "--rdzv-endpoint", endpoint)
+    wait_connected(spare, endpoint)
     assert not [e for e in local.notes("generation") if e["generation"] > first.generation]
     server = next(node for node in local.nodes if listens(node, endpoint))
     victim = next(node for node in local.nodes[:2] if node is not server)
@@ -480,7 +495,8 @@ def test_a_spare_steps_in_and_ends_with_the_job(local: Cluster) -> None:
     local.goes_on(second)
     extra = local.start("extra", *flags, "--rdzv-endpoint", endpoint)
     told = local.start("told", *flags, "--rdzv-endpoint", endpoint)
-    time.sleep(4)
+    for each in (extra, told):
+        wait_connected(each, endpoint)
     at = told.signal(signal.SIGTERM)
     assert told.wait(10) == 143
     local.measure("a spare is gone after SIGTERM", time.monotonic() - at)
@@ -497,7 +513,7 @@ def test_a_spare_of_a_job_that_fails_fails_too(local: Cluster) -> None:
     first = local.formed(2)
     local.goes_on(first)
     spare = local.start("spare", *flags, "--rdzv-endpoint", endpoint)
-    time.sleep(4)
+    wait_connected(spare, endpoint)
     local.order("fail-n1")
     assert [local.node(name).wait() for name in ("n0", "n1")] == [1, 1]
     assert spare.wait(10) == 1
@@ -505,7 +521,7 @@ def test_a_spare_of_a_job_that_fails_fails_too(local: Cluster) -> None:
 
 
 def test_too_few_wait_for_a_replacement_and_say_who_is_there(local: Cluster) -> None:
-    conf = ("--rdzv-conf", f"lease={LEASE},last_call_timeout=1,join_timeout=6")
+    conf = ("--rdzv-conf", f"lease={LEASE},last_call_timeout=1,join_timeout=12")
     flags = ("--nnodes", "2:2", "--rdzv-backend", "c10d", *conf, "--shutdown-timeout", "2")
     endpoint = start_local(local, 2, *flags)
     first = local.formed(2)
@@ -522,9 +538,9 @@ def test_too_few_wait_for_a_replacement_and_say_who_is_there(local: Cluster) -> 
     assert second.names.index("new") == first.names.index(victim.name)
     local.goes_on(second)
     at = local.node("new").signal(signal.SIGKILL)
-    assert survivor.wait(6 + LEASE + 10) == 1
-    local.measure("no replacement: the end (join_timeout=6)", time.monotonic() - at)
-    assert "1 of 2 nodes arrived within 6 s" in survivor.says()
+    assert survivor.wait(12 + LEASE + 10) == 1
+    local.measure("no replacement: the end (join_timeout=12)", time.monotonic() - at)
+    assert "1 of 2 nodes arrived within 12 s" in survivor.says()
     assert socket.gethostname() in survivor.says().splitlines()[-1]
     assert "Traceback" not in survivor.says().split("1 of 2 nodes")[1]
 
@@ -549,7 +565,10 @@ def kill_one_and_scale_up(local: Cluster, endpoint: str) -> None:
     assert third.restarts == 0
     local.goes_on(third)
     spare = local.start("spare", *flags)
-    time.sleep(4)
+    if backend == "etcd":
+        wait_connected(spare, endpoint)
+    else:
+        time.sleep(6)  # a folder does not show who waits
     finish(local, *third.names)
     assert spare.wait(3 * LEASE + 5) == 0, local
 

@@ -111,15 +111,18 @@ def _finite(text: str) -> float:
     return number
 
 
+_CONTAINERS = frozenset({dict, list})
+
+
 def _is_deep(body: Body) -> bool:
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for each in level:
-            if isinstance(each, dict):
-                inner += each.values()
-            elif isinstance(each, list):
-                inner += each
+            values = each.values() if isinstance(each, dict) else each
+            # Most lists are thousands of numbers (a plan's): their types are looked at all at once.
+            if not _CONTAINERS.isdisjoint(map(type, values)):
+                inner += [value for value in values if isinstance(value, dict | list)]
         if not inner:
             return False
         level = inner

@@ -160,14 +160,10 @@ class TcpHome:
             why = ""
             for host, port in self._hosts:
                 left = deadline.remaining()
-                try:
-                    timeout = min(5.0, 5.0 if left is None else max(left, 0.001))
-                    socket.create_connection((host.strip("[]"), port), timeout=timeout).close()
-                except OSError as error:
-                    why = why or error.strerror or str(error)
-                    continue
-                if _probe_store(host, port, timeout) is not _Answer.SERVES:
-                    why = why or "somebody listens there and does not answer"
+                timeout = min(5.0, 5.0 if left is None else max(left, 0.001))
+                answer, said_why = _greet(host, port, timeout)
+                if answer is not _Answer.SERVES:
+                    why = why or said_why
                     continue
                 self._current = _Place(host, port)
                 return self._client(self._current)
@@ -195,7 +191,7 @@ class TcpHome:
         return self._server.clone()
 
     def _client(self, place: _Place) -> TcpStore:
-        return connect(place.addr, place.port, silence=self._silence)
+        return connect(place.addr, place.port, silence=self._silence, probe=False)
 
     # -- when it is lost ------------------------------------------------------------------------
 
@@ -388,19 +384,27 @@ _GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 0x52414C4C)
 
 
 def _probe_store(host: str, port: int, timeout: float = ATTEMPT) -> _Answer:
-    """Whether a store answers there.
+    """Whether a store answers there."""
+    return _greet(host, port, timeout)[0]
+
+
+def _greet(host: str, port: int, timeout: float) -> tuple[_Answer, str]:
+    """Whether a store answers there, and why not.
 
     A process that stands still accepts connections, since its kernel does; and c10d's client would wait for its
     first answer without limit, and keep others of this process from connecting elsewhere.
     """
     try:
         with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
-            sock.sendall(_GREETING)
-            sock.recv(1)
-    except ConnectionRefusedError:
-        return _Answer.DEAD
-    except ConnectionResetError:
-        return _Answer.SERVES
-    except OSError:
-        return _Answer.SILENT
-    return _Answer.SERVES
+            try:
+                sock.sendall(_GREETING)
+                sock.recv(1)
+            except ConnectionResetError:
+                pass  # an answer too
+            except OSError:
+                return _Answer.SILENT, "somebody listens there and does not answer"
+    except ConnectionRefusedError as error:
+        return _Answer.DEAD, error.strerror or str(error)
+    except OSError as error:
+        return _Answer.SILENT, error.strerror or str(error)
+    return _Answer.SERVES, ""
