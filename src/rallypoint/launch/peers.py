@@ -197,6 +197,11 @@ class PeerNodes:
                 wrapped = error if isinstance(error, RallyError) else RendezvousError(str(error))
                 self._post(CoordinationFailed(wrapped))
                 return
+            except (
+                BaseException
+            ) as error:  # a mistake of ours must not leave the supervisor waiting
+                self._post(CoordinationFailed(RendezvousError(f"internal error: {error!r}")))
+                raise
 
     def _ask(self, request: Callable[[], None]) -> threading.Thread:
         """Have it done, even while the thread of requests waits in a round; the thread that does it."""

@@ -29,7 +29,7 @@ from rallypoint.errors import ConfigError, RendezvousConnectionError
 from rallypoint.rendezvous.home import LastRound, Recovery
 from rallypoint.rendezvous.store import Store
 
-from .tcpstore import TcpStore, connect
+from .tcpstore import FIRST_PATIENCE, TcpStore, connect
 
 
 _log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int]], None]
 # Attempts to connect while a place is looked for: seconds between them, and for each.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 ATTEMPT = 1.0
+# The first connection of all.
+FIRST_TURN = 10.0
 # The new host looks this often whether somebody serves an empty store at the old place.
 FORWARD_EVERY = 2.0
 
@@ -166,7 +168,8 @@ class TcpHome:
                     why = why or said_why
                     continue
                 self._current = _Place(host, port)
-                return self._client(self._current)
+                # Thousands may come at once: their turn may take a while.
+                return self._client(self._current, FIRST_TURN)
             if deadline.expired() or stop.is_set():
                 raise RendezvousConnectionError(
                     f"cannot reach the rendezvous at {names}: {why}; is `rally run` started there, is"
@@ -190,8 +193,10 @@ class TcpHome:
         self._current = _Place("localhost", port)
         return self._server.clone()
 
-    def _client(self, place: _Place) -> TcpStore:
-        return connect(place.addr, place.port, silence=self._silence, probe=False)
+    def _client(self, place: _Place, patience: float = FIRST_PATIENCE) -> TcpStore:
+        return connect(
+            place.addr, place.port, silence=self._silence, probe=False, patience=patience
+        )
 
     # -- when it is lost ------------------------------------------------------------------------
 

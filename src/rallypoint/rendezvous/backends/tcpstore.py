@@ -192,6 +192,7 @@ def connect(
     silence: float | None,
     timeout: float = REPLY_TIMEOUT,
     probe: bool = True,
+    patience: float = FIRST_PATIENCE,
 ) -> TcpStore:
     """A connection to a store that somebody serves, within ``timeout`` seconds.
 
@@ -199,6 +200,7 @@ def connect(
     this process wait for their turn. So it gets little time at first, and a place that refuses none.
 
     Args:
+        patience: seconds for the first attempt; each further one gets twice as long.
         probe: ask first; else only before a second try. Thousands of nodes that come at once overflow the queue of
             the server's kernel, and each that asks first comes twice.
 
@@ -206,7 +208,6 @@ def connect(
         RendezvousConnectionError: nobody serves there, or no answer came.
     """
     deadline = Deadline(timeout)
-    patience = FIRST_PATIENCE
     while True:
         left = deadline.remaining() or 0.001
         try:
