@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-all check format soak bench bench-rendezvous clean
+.PHONY: help demo test test-all check format soak bench bench-rendezvous soak-elastic clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ bench-rendezvous: $(STAMP) ## 16 to 4096 nodes meet, beside torch's rendezvous; 
 
 soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind; writes bench/results/soak.json
 	$(BIN)/python bench/soak.py --output bench/results/soak.json
+
+soak-elastic: $(STAMP) ## 200 random faults on one elastic job of four hosts (root); writes bench/results/soak_elastic.json
+	$(BIN)/python bench/soak_elastic.py --faults 200 --output bench/results/soak_elastic.json
 
 clean:           ## remove the virtual environment and what the tools cached
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output

@@ -314,6 +314,24 @@ def test_the_stores_host_is_cut_off_and_comes_back(cluster: Cluster, hosts: Host
     finish(cluster, *third.names)
 
 
+@pytest.mark.netns
+def test_hosts_that_were_all_cut_off_from_all_meet_again(cluster: Cluster, hosts: Hosts) -> None:
+    """A switch that reboots: each host gathers around a store of its own, and nobody has gone on."""
+    start_hosts(cluster, 3, "2:3")
+    first = cluster.formed(3)
+    cluster.goes_on(first)
+    at = time.monotonic()
+    for index in range(3):
+        hosts.cut(index)
+    time.sleep(5 * LEASE)
+    assert not list(cluster.notes("generation", since=at))
+    for index in range(3):
+        hosts.mend(index)
+    second = cluster.formed(3, after=first.generation)
+    cluster.goes_on(second)
+    finish(cluster, *second.names)
+
+
 # -- one host -------------------------------------------------------------------------------------
 
 

@@ -97,8 +97,10 @@ if end == "on signal":
 seen = {"argv": sys.argv, "name": __name__, "file": __file__, "cwd": os.getcwd()}
 seen |= {"path0": sys.path[0], "package": __package__, "env": dict(os.environ)}
 note(f"{attempt}.{rank}.json", json.dumps(seen))
-print(f"out of rank {rank}: apple")
-print(f"out of rank {rank}: pear", flush=True)
+# A line is one write: under torchrun (python -u) print would make two, and lines of two ranks could mix.
+sys.stdout.write(f"out of rank {rank}: apple\\n")
+sys.stdout.write(f"out of rank {rank}: pear\\n")
+sys.stdout.flush()
 print(f"err of rank {rank}: orange, pear", file=sys.stderr, flush=True)
 if end == "well" or (end == "fails at first" and attempt != "0"):
     sys.exit(0)
@@ -494,13 +496,13 @@ def test_every_variable_of_torchrun_is_honoured_and_no_other(parser: Any) -> Non
 def test_our_own_flags_listen_to_no_variable_of_torchruns_name(parser: Any) -> None:
     known = {option.dest for option in _options(parser)}
     own = {flag.dest for flag in FLAGS} - known
-    assert own == {"preload", "unbuffered"}
+    assert own == {"preload", "secret_file", "unbuffered"}
 
 
 _SPELLINGS = [
     spelling
     for flag in FLAGS
-    if flag.dest not in {"preload", "unbuffered"}
+    if flag.dest not in {"preload", "secret_file", "unbuffered"}
     for spelling in (flag.name, flag.name[:2] + flag.name[2:].replace("-", "_"), flag.short)
     if spelling
 ]

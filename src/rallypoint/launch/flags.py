@@ -197,6 +197,7 @@ FLAGS: tuple[Flag, ...] = (
         name="--secret-file",
         metavar="FILE",
         group=_NODES,
+        env=False,
         help="what all nodes of the job know (else RALLY_SECRET); records without it are ignored",
     ),
     Flag(

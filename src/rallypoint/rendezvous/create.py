@@ -253,12 +253,13 @@ def _tcp_home(
     def leave_note(own: Store, there: Store, here: tuple[str, int], old: tuple[str, int]) -> None:
         # Who has seen more rounds is right: two places must not lead to each other.
         ours, theirs = _head(RecordStore(own, codec)), _head(RecordStore(there, codec))
-        if ours == theirs:
-            return
-        # We may be the few who were cut off, and gathered here while the others went on there.
-        wrong, right = (there, here) if ours > theirs else (own, old)
+        # We may be the few who were cut off, and gathered here while the others went on there. If all were cut
+        # off from all, nobody has gone on: any place will do, as long as it is the same for everybody.
+        stay = ours > theirs if ours != theirs else here < old
+        wrong, right = (there, here) if stay else (own, old)
         # Over an older note, which may lead to a place that is gone.
-        note = {"addr": right[0], "port": right[1], "generation": max(ours, theirs)}
+        generation = max(ours, theirs) + (ours == theirs)
+        note = {"addr": right[0], "port": right[1], "generation": generation}
         RecordStore(wrong, codec).write("moved", note)
 
     home.forward_with(leave_note)

@@ -137,6 +137,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._lost_here: set[str] = set()  # since the last round, by this node's own pulse
         self._store_lost = False  # to the pulse, which has ended then
         self._moved = False
+        self._elsewhere = False  # led to another store, which need not know our last round
 
     # -- torchelastic's interface ---------------------------------------------------------------
 
@@ -151,6 +152,7 @@ class DynamicRendezvous(RendezvousHandler):
         while True:
             try:
                 records = self._connected(deadline)
+                self._check_membership(records)
                 outcome: protocol.Outcome = self._play(records)
                 if isinstance(outcome, Joined):
                     return self._joined(records, outcome)
@@ -179,7 +181,7 @@ class DynamicRendezvous(RendezvousHandler):
                     self._say(f"the job's store is at {addr}:{port} now: going there")
                     self._home.follow(addr, port)
                     self._disconnect(leaving=False)
-                    self._node = replace(self._node, generation=None, survivors_needed=0)
+                    self._elsewhere = True
                 case RankTaken(rank, taken_by):
                     raise ConfigError(
                         "--node-rank",
@@ -443,6 +445,18 @@ class DynamicRendezvous(RendezvousHandler):
         """A spare, too, must know where the store may go."""
         if body is not None and key.endswith("/plan") and "standbys" in body:
             self._latest = body
+
+    def _check_membership(self, records: RecordStore) -> None:
+        """In a store we were led to we are a member only if its last round is ours."""
+        generation = self._node.generation
+        if not self._elsewhere or generation is None:
+            return
+        self._elsewhere = False
+        (plan,) = records.look([f"{generation}/plan"])
+        # A plan that was put into an empty store has a mark behind its author's name.
+        theirs, ours = (str(each.get("by")).rstrip("+") for each in (plan or {}, self._plan))
+        if theirs != ours:
+            self._node = replace(self._node, generation=None, survivors_needed=0)
 
     def _all_facts(self) -> Mapping[str, Any]:
         assert self._post is not None
