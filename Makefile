@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-all check format soak bench bench-rendezvous soak-elastic clean
+.PHONY: help demo test test-long check format soak bench bench-rendezvous soak-elastic clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ demo: $(STAMP)   ## train a real model on two processes, with plots, in under a 
 
 test: $(STAMP)   ## the whole test suite
 	$(BIN)/python -m pytest -q
+
+test-long: $(STAMP) ## the tests that take their time: slow lines, long silences
+	$(BIN)/python -m pytest -q -m long
 
 check: $(STAMP)  ## ruff, mypy (strict) and the layering rule
 	$(BIN)/ruff check .

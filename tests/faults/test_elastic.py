@@ -315,6 +315,7 @@ def test_the_stores_host_is_cut_off_and_comes_back(cluster: Cluster, hosts: Host
 
 
 @pytest.mark.netns
+@pytest.mark.long
 def test_hosts_that_were_all_cut_off_from_all_meet_again(cluster: Cluster, hosts: Hosts) -> None:
     """A switch that reboots: each host gathers around a store of its own, and nobody has gone on."""
     start_hosts(cluster, 3, "2:3")
@@ -342,6 +343,7 @@ def start_local(local: Cluster, count: int, *flags: str) -> str:
     return endpoint
 
 
+@pytest.mark.long
 def test_a_slow_line_is_no_death_and_a_stalled_one_is(local: Cluster) -> None:
     # The default lease: it must bear a third of a second in each direction.
     flags = words("2:3", lease=5.0, last_call=15.0)
@@ -465,6 +467,7 @@ def test_who_is_done_early_leaves_but_the_stores_host_stays_for_the_others(local
     assert "is lost" not in str(local)
 
 
+@pytest.mark.long
 def test_the_stores_host_does_not_stay_for_the_dead(local: Cluster) -> None:
     flags = words("1:2", last_call=3.0)
     endpoint = f"127.0.0.1:{free_port()}"
@@ -635,6 +638,7 @@ def fill(path: Path) -> None:
             ballast.write(bytes(4096))
 
 
+@pytest.mark.long
 def test_a_folder_on_a_disk_that_is_full_is_an_error_not_a_hang(
     local: Cluster, small_disk: Path
 ) -> None:
