@@ -57,7 +57,7 @@ def _for_host(host: str, port: int) -> socket.socket:
     return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
 
 
-def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
+def _resolve(host: str, port: int, flag: str = "--master-addr") -> tuple[int, tuple[str, int]]:
     """The first address of ``host``: clients try it first too."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -65,7 +65,7 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
         )[0]
     except OSError:
         raise ConfigError(
-            "--master-addr", host, "no such host", "check the name, or give an IP address"
+            flag, host, "no such host", "check the name, or give an IP address"
         ) from None
     return family, address  # type: ignore[return-value]  # IPv6 addresses have two more fields; bind takes them
 
@@ -105,9 +105,9 @@ def hostname() -> str:
     return socket.gethostname()
 
 
-def address_towards(host: str, port: int) -> str:
+def address_towards(host: str, port: int, flag: str = "--master-addr") -> str:
     """The address of this machine that ``host`` sees us by: the route's source address. Sends nothing."""
-    family, address = _resolve(host, port or 1)
+    family, address = _resolve(host, port or 1, flag)
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(address)

@@ -468,7 +468,10 @@ class Supervisor:
         place = (meeting.host, meeting.port)
         if meeting.endpoint is not None and meeting.endpoint.backend == "etcd":
             place = (meeting.endpoint.hosts[0].host, meeting.endpoint.hosts[0].port)
-        return addresses.address_towards(*place) if place[0] else addresses.hostname()
+        if not place[0]:
+            return addresses.hostname()  # a shared folder
+        flag = "--master-addr" if meeting.endpoint is None else "--rdzv-endpoint"
+        return addresses.address_towards(*place, flag)
 
     def _bind_store(self) -> tuple[str, int]:
         config = self._config

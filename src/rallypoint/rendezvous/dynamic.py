@@ -473,7 +473,7 @@ class DynamicRendezvous(RendezvousHandler):
         towards = self._home.towards()
         if towards is None:
             return addresses.hostname()
-        addr = addresses.address_towards(*towards)
+        addr = addresses.address_towards(*towards, "--rdzv-endpoint")
         # Many machines have their own name at 127.0.1.1; the name itself is what the others reach.
         return towards[0] if addresses.is_loopback(addr) else addr
 

@@ -383,9 +383,9 @@ def _probe(host: str, port: int) -> _Answer:
     return _Answer.SERVES
 
 
-# What c10d's client says first: its magic number, and a number to be sent back. A server that does not know
-# this hangs up, which is an answer too.
+# What c10d's client says first: its magic number, and a number that a store sends back.
 _GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 0x52414C4C)
+_ECHO = struct.pack("=I", 0x52414C4C)
 
 
 def _probe_store(host: str, port: int, timeout: float = ATTEMPT) -> _Answer:
@@ -403,11 +403,11 @@ def _greet(host: str, port: int, timeout: float) -> tuple[_Answer, str]:
         with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
             try:
                 sock.sendall(_GREETING)
-                sock.recv(1)
-            except ConnectionResetError:
-                pass  # an answer too
+                echo = sock.recv(len(_ECHO), socket.MSG_WAITALL)
             except OSError:
                 return _Answer.SILENT, "somebody listens there and does not answer"
+            if echo != _ECHO:
+                return _Answer.SILENT, "another program answers there, or the store just ended"
     except ConnectionRefusedError as error:
         return _Answer.DEAD, error.strerror or str(error)
     except OSError as error:

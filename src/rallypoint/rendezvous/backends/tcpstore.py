@@ -10,7 +10,7 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,8 +20,6 @@ from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import RendezvousConnectionError
 
 
-# Between two attempts to connect: node 0 may be started minutes after the others.
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 # A reply of the store itself (not a wait for a key) that takes longer means that it is gone.
 REPLY_TIMEOUT = 15.0
 # The time that c10d's client gets for its first attempt at another connection.
@@ -411,34 +409,3 @@ def _as_connection_error(host: str, port: int, *, connecting: bool = False) -> I
 def _gone(host: str, port: int, error: Exception) -> RendezvousConnectionError:
     why = (str(error).splitlines() or [type(error).__name__])[0]
     return RendezvousConnectionError(f"the job's store at {host}:{port} is gone: {why[:200]}")
-
-
-def wait_until_reachable(
-    host: str, port: int, deadline: Deadline, stop: threading.Event, say: Callable[[str], None]
-) -> None:
-    """Wait until somebody listens there. Says once what is being waited for.
-
-    Raises:
-        RendezvousConnectionError: nobody did before the deadline, or ``stop`` was set; says why not.
-    """
-    pause, said = FIRST_PAUSE, False
-    while True:
-        left = deadline.remaining()
-        try:
-            socket.create_connection(
-                (host.strip("[]"), port), timeout=min(5.0, left or 5.0)
-            ).close()
-            return
-        except OSError as error:
-            why = error.strerror or str(error)
-        if deadline.expired() or stop.is_set():
-            raise RendezvousConnectionError(
-                f"cannot reach node 0 at {host}:{port}: {why}; is `rally run` started there, is"
-                " --master-addr (or --rdzv-endpoint) right, and is the port open?"
-            )
-        if not said and pause > 4 * FIRST_PAUSE:
-            said = True
-            until = "" if left is None else f", for up to {left:.0f} s"
-            say(f"waiting for node 0 at {host}:{port} ({why}){until}")
-        stop.wait(min(pause, deadline.remaining() or pause))
-        pause = min(pause * 2, LONGEST_PAUSE)
