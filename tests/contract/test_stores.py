@@ -113,6 +113,17 @@ def test_exists(store: Store) -> None:
     assert store.exists("k")
 
 
+def test_peek_tells_what_is_there_and_changes_nothing(store: Store) -> None:
+    assert store.peek("k") is None
+    assert not store.exists("k")
+    store.set("k", b"v")
+    assert store.peek("k") == b"v"
+    store.add("n", 3)
+    assert store.peek("n") == b"3"
+    assert store.add("n", 1) == 4
+    assert store.get("k", 1.0) == b"v"
+
+
 def test_get_many_tells_what_is_there_and_what_is_not(store: Store) -> None:
     for i in range(0, 700, 3):
         store.set(f"k/{i}", b"%d" % i)

@@ -33,6 +33,7 @@ class Participant:
     blocked_until: float | None = None
     outcome: Any = None
     alive: bool = True
+    beats: bool = False
     epoch: int = 0  # of the store it is connected to
     plan: Any = None  # of the round it is a member of
     ids: tuple[str, ...] = ()
@@ -157,6 +158,8 @@ class World:
                 return table.get(key, 0)
             case protocol.Delete(key):
                 table.pop(key, None)
+            case protocol.Beat():
+                participant.beats = True
             case protocol.Gone():
                 return frozenset()
             case protocol.Tell(text):
@@ -176,6 +179,7 @@ class World:
             assert len(set(order)) == len(order)
             assert not set(order) & set(outcome.plan["spares"])
             participant.plan = outcome.plan
+            participant.beats = True
             ids = self.table.get(protocol.ids_key(outcome.generation, outcome.plan))
             participant.ids = protocol.ids_in(ids)
             assert participant.ids[outcome.rank] == participant.name
@@ -190,7 +194,7 @@ class World:
         until = max(self.now, min(waits, default=self.now))
         self.now = min(until, self.now + BEAT) if until > self.now else until
         for each in self.nodes.values():
-            if each.alive and each.epoch == self.epoch:
+            if each.alive and each.beats and each.epoch == self.epoch:
                 number = self.table.get(f"beat/{each.name}", {"beat": 0})["beat"]
                 self.table[f"beat/{each.name}"] = {"beat": number + 1}
 

@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 # How many nodes before its own a node looks up, to have one to watch when they are lost together.
 NUM_NEIGHBOURS = 4
+# Nodes begin to beat one after the other, so many seconds apart: each opens a connection for it.
+BETWEEN_FIRST_BEATS = 0.00025
 # How long leaving may take.
 LEAVE_PATIENCE = 2.0
 
@@ -334,16 +336,24 @@ class DynamicRendezvous(RendezvousHandler):
             # Its connection broke and this one did not: it has ended, and the others miss our beat.
             self._pulse.stop(leaving=False, timeout=LEAVE_PATIENCE)
             self._pulse = None
-        if self._pulse is None:
-            self._start_pulse(self._records)
+        if self._node.generation is not None:
+            self._start_pulse(self._records)  # the others of the last round watch us
         return self._records
 
-    def _start_pulse(self, records: RecordStore) -> None:
-        self._store_lost = False
-        self._pulse = Pulse(
-            records.clone, self._node.node_id, self._timing.lease, self._heed_loss, self._heed_store
-        )
-        self._pulse.start()
+    def _start_pulse(self, records: RecordStore, delay: float = 0.0) -> Pulse:
+        """Beat, if we do not yet."""
+        if self._pulse is None:
+            self._store_lost = False
+            self._pulse = Pulse(
+                records.clone,
+                self._node.node_id,
+                self._timing.lease,
+                self._heed_loss,
+                self._heed_store,
+                delay,
+            )
+            self._pulse.start()
+        return self._pulse
 
     def _disconnect(self, *, leaving: bool) -> None:
         pulse, self._pulse = self._pulse, None
@@ -436,6 +446,9 @@ class DynamicRendezvous(RendezvousHandler):
             case protocol.Gone():
                 with self._lock:
                     return frozenset(self._gone)
+            case protocol.Beat():
+                self._start_pulse(records)
+                return None
             case protocol.Tell(text):
                 return self._say(text)
             case _:
@@ -524,8 +537,8 @@ class DynamicRendezvous(RendezvousHandler):
     def _watch(
         self, records: RecordStore, generation: int, rank: int, order: Sequence[int]
     ) -> None:
-        assert self._pulse is not None
         count = len(order)
+        pulse = self._start_pulse(records, min(rank * BETWEEN_FIRST_BEATS, self._timing.lease / 5))
         ranks = [(rank - back) % count for back in range(1, min(NUM_NEIGHBOURS, count - 1) + 1)]
         found = records.look([f"{generation}/node/{order[each]}" for each in ranks])
         nearest = [
@@ -543,7 +556,7 @@ class DynamicRendezvous(RendezvousHandler):
                 if each != rank
             ]
         room = count < self._settings.max_nodes
-        self._pulse.watch(
+        pulse.watch(
             nearest,
             everybody,
             self._look_for_waiting(generation + 1) if rank == 0 and room else None,

@@ -133,11 +133,12 @@ class Pulse:
     """One thread that beats and watches.
 
     Args:
-        connect: opens a connection of its own, when the thread starts.
+        connect: opens a connection of its own, when it is first needed.
         node_id: this node's.
         lease: seconds of silence after which a node is lost.
         on_loss: called from this thread for each node that is lost.
         on_store_lost: called from this thread, once, when the store is gone; the thread ends.
+        delay: seconds before the first beat, so that not all of thousands begin in the same moment.
     """
 
     def __init__(
@@ -147,8 +148,11 @@ class Pulse:
         lease: float,
         on_loss: Callable[[Loss], None],
         on_store_lost: Callable[[RendezvousConnectionError], None],
+        delay: float = 0.0,
     ) -> None:
         self._connect = connect
+        self._records: RecordStore | None = None
+        self._delay = delay
         self._node_id = node_id
         self._interval = lease / BEATS
         self._lease = lease
@@ -202,9 +206,7 @@ class Pulse:
 
     def _run(self) -> None:
         line = _Line()
-        records = None
         try:
-            records = self._records = self._connect()
             self._loop(line)
         except RendezvousConnectionError as error:
             if not self._stopping:
@@ -217,8 +219,8 @@ class Pulse:
                 self._on_store_lost(RendezvousConnectionError(str(error)))
         finally:
             line.close()
-            if records is not None:
-                records.close()
+            if self._records is not None:
+                self._records.close()
             with self._lock:
                 os.close(self._read)
                 os.close(self._write)
@@ -229,7 +231,7 @@ class Pulse:
         # A lease is over when a whole one has passed since the last move, seen at the next beat.
         leases: Leases[str] = Leases(self._lease - self._interval)
         refused: Leases[str] = Leases(self._interval * BEATS_AFTER_REFUSAL)
-        next_beat = MONOTONIC.now()
+        next_beat = MONOTONIC.now() + self._delay
         while True:
             with self._lock:
                 stopping, leaving, round_ = self._stopping, self._leaving, self._round
@@ -252,18 +254,23 @@ class Pulse:
                 watched = {each.node_id: each for each in (*everybody, *order[:1])}
                 self._look(watched, leases, refused, line)
                 if at_each_beat is not None:
-                    at_each_beat(self._records)
+                    at_each_beat(self._connected())
                 next_beat = MONOTONIC.now() + self._interval
             line.poll(self._read, max(0.0, next_beat - MONOTONIC.now()))
             if line.ended and nearest is not None:
                 self._heed_end(nearest)
+
+    def _connected(self) -> RecordStore:
+        if self._records is None:
+            self._records = self._connect()
+        return self._records
 
     def _beat(self, *, left: bool = False) -> None:
         self._number += 1
         body: dict[str, Any] = {"beat": self._number}
         if left:
             body["left"] = True
-        self._records.write(f"beat/{self._node_id}", body)
+        self._connected().write(f"beat/{self._node_id}", body)
 
     def _look(
         self,
@@ -275,7 +282,9 @@ class Pulse:
         if not watched:
             return
         ids = list(watched)
-        bodies = self._records.look([f"beat/{each}" for each in ids])
+        keys = [f"beat/{each}" for each in ids]
+        records = self._connected()
+        bodies = [records.peek(keys[0])] if len(keys) == 1 else records.look(keys)
         numbers = {}
         for each, body in zip(ids, bodies, strict=True):
             number = None if body is None else body.get("beat")
@@ -295,7 +304,7 @@ class Pulse:
     def _heed_end(self, neighbour: Neighbour) -> None:
         """Its process has ended: killed, or after it had said in its last beat that it leaves?"""
         try:
-            (body,) = self._records.look([f"beat/{neighbour.node_id}"])
+            body = self._connected().peek(f"beat/{neighbour.node_id}")
         except RendezvousConnectionError:  # it served the store, too
             self._lose(Loss(neighbour, True, _lost(neighbour, ENDED)))
             raise

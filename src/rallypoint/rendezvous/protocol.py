@@ -14,7 +14,7 @@ Every round has a generation ``g`` and keys below ``g/`` in the job's store:
 Entitled to open are members of round ``g-1``, and anybody for round 0. Others (late, or spare) wait in one
 blocking wait for ``g/call``; they open the round themselves only if the last round's rank 0 is silent and nobody
 else has done so. A record is written after the call, so it is itself a proof of life: a node that
-died while it waited is in no plan.
+died while it waited is in no plan. So only the leader and the members of a round beat (:mod:`.liveness`).
 
 An answer can be lost though the operation took effect; then the node starts the round anew and takes another
 slot. If the plan has it under an earlier one, it finds itself by its id. When the store is lost and an
@@ -96,13 +96,18 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """Others rely on this node from now on: it beats (:mod:`.liveness`), if it does not yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Tell the person at the terminal."""
 
     text: str
 
 
-Operation = Claim | Increment | Write | Await | Look | Count | Delete | Gone | Tell
+Operation = Claim | Increment | Write | Await | Look | Count | Delete | Gone | Beat | Tell
 Steps = Generator[Operation, tuple[float, Any], Any]
 
 
@@ -443,6 +448,7 @@ def _lead(
     give_up: float,
 ) -> Steps:
     """Gather the arrivals, close the round, publish the plan. Returns a plan, or why there is none; and the slot."""
+    yield Beat()
     arrivals: dict[int, Arrival] = {}
     records: dict[int, Mapping[str, Any]] = {}
     members = yield from _members_of_last_round(generation)

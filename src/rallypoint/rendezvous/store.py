@@ -30,6 +30,12 @@ class Store(Protocol):
         A constant number of round trips for each few hundred keys.
         """
 
+    def peek(self, key: str) -> bytes | None:
+        """What one key holds now, in one round trip.
+
+        For keys that nobody waits for: those who do may be kept busy by it.
+        """
+
     def add(self, key: str, amount: int) -> int:
         """Add to a counter (0 if new) and return the sum.
 

@@ -156,6 +156,9 @@ class EtcdStore:
                 found.append(_value(name, _items(one)))
         return found
 
+    def peek(self, key: str) -> bytes | None:
+        return self.get_many([key])[0]
+
     def add(self, key: str, amount: int) -> int:
         if abs(amount) >= 2**DIGITS:
             raise ValueError(f"cannot add {amount}: more than 64 bits")

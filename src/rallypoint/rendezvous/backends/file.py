@@ -124,6 +124,9 @@ class FileStore:
             self._until_settled("read", self._refresh)
         return [self._until_settled(f"read {key!r}", partial(self._look, key)) for key in keys]
 
+    def peek(self, key: str) -> bytes | None:
+        return self.get_many([key])[0]
+
     def add(self, key: str, amount: int) -> int:
         def next_entry(held: bytes | None) -> _Entry:
             return _Entry(str(int(held or b"0") + amount).encode())

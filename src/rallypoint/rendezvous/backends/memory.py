@@ -28,6 +28,9 @@ class MemoryStore:
         with self._changed:
             return [self._values.get(key) for key in keys]
 
+    def peek(self, key: str) -> bytes | None:
+        return self.get_many([key])[0]
+
     def add(self, key: str, amount: int) -> int:
         with self._changed:
             total = int(self._values.get(key, b"0")) + amount

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import socket
 import threading
@@ -26,6 +27,8 @@ REPLY_TIMEOUT = 15.0
 FIRST_PATIENCE = 0.5
 # Keys read in one round trip.
 CHUNK = 512
+# No key ever holds this.
+NEVER = b"\x00rally: never\x00"
 # While an answer is due the watchdog looks this often (seconds).
 WATCH_EVERY = 0.25
 
@@ -122,6 +125,13 @@ class TcpStore:
             with self._asking() as store:
                 found += _get_chunk(store, list(keys[start : start + CHUNK]))
         return found
+
+    def peek(self, key: str) -> bytes | None:
+        # c10d's own reads ask first whether the key is there. A compare-and-set whose condition cannot hold
+        # answers at once with what is there; where there is no key, with the condition.
+        with self._asking() as store:
+            value = bytes(store.compare_set(key, NEVER, NEVER))
+        return None if value == NEVER else value
 
     def add(self, key: str, amount: int) -> int:
         with self._asking() as store:
@@ -233,8 +243,8 @@ def _import_tcp_store() -> Any:
 
 
 def _get_chunk(store: Any, keys: list[str]) -> list[bytes | None]:
-    # c10d reads many keys at once only where all exist; else halves are tried. (A compare-and-set whose
-    # condition cannot hold would read one key in one round trip, but wakes all who wait for the key.)
+    # c10d reads many keys at once only where all exist; else halves are tried. (To peek at one key wakes all
+    # who wait for it.)
     if store.check(keys):
         return [bytes(value) for value in store.multi_get(keys)]
     if len(keys) == 1:
@@ -345,7 +355,11 @@ def _break_on_silence(sock: socket.socket | None, seconds: float) -> None:
 
 
 class _Watchdog:
-    """Breaks connections whose answer is overdue: a process that stands still keeps its kernel answering."""
+    """Breaks connections whose answer is overdue: a process that stands still keeps its kernel answering.
+
+    An answer may be late because this very process is: stopped for a while, or starved of the processor. Then
+    the watchdog's own turn is late, too, and as much is granted to all (Lifeguard, arXiv:1707.00788).
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -373,9 +387,14 @@ class _Watchdog:
             self._expected.pop(number, None)
 
     def _run(self) -> None:
+        turn = math.inf
         while True:
             with self._changed:
                 now = MONOTONIC.now()
+                late = now - turn
+                if late > WATCH_EVERY:
+                    for number, (due, sock) in self._expected.items():
+                        self._expected[number] = (due + late, sock)
                 overdue = [n for n, (due, _) in self._expected.items() if due <= now]
                 for number in overdue:
                     _, sock = self._expected.pop(number)
@@ -385,6 +404,7 @@ class _Watchdog:
                         pass  # it is broken already
                 # Most answers come at once: looking now and then is cheaper than being woken for each.
                 self._idle = not self._expected
+                turn = math.inf if self._idle else now + WATCH_EVERY
                 self._changed.wait(None if self._idle else WATCH_EVERY)
 
 
