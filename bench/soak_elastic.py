@@ -27,9 +27,10 @@ import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
+from hosts import Network, address, available, processes_with
 from jobs import RALLY, Progress, machine, spread
 
 
@@ -89,46 +90,6 @@ while True:
     note(committed=step)
     time.sleep(0.02)
 """
-
-
-class Network:
-    """Four hosts on one switch, all in network namespaces of their own."""
-
-    def __init__(self) -> None:
-        self._tag = str(os.getpid())[-5:]
-        self.switch = f"rs{self._tag}"
-        self.hosts = [f"rh{self._tag}-{index}" for index in range(HOSTS)]
-
-    def __enter__(self) -> Self:
-        self._ip("netns", "add", self.switch)
-        self._ip("-n", self.switch, "link", "add", "sw", "type", "bridge")
-        self._ip("-n", self.switch, "link", "set", "sw", "up")
-        for index, host in enumerate(self.hosts):
-            self._ip("netns", "add", host)
-            port = f"p{index}"
-            peer = ("peer", "name", "eth0", "netns", host)
-            self._ip("-n", self.switch, "link", "add", port, "type", "veth", *peer)
-            self._ip("-n", self.switch, "link", "set", port, "master", "sw", "up")
-            self._ip("-n", host, "addr", "add", f"{address(index)}/24", "dev", "eth0")
-            self._ip("-n", host, "link", "set", "eth0", "up")
-            self._ip("-n", host, "link", "set", "lo", "up")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in (*self.hosts, self.switch):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self._ip("netns", "del", name)
-
-    def cable(self, index: int, state: str) -> None:
-        self._ip("-n", self.switch, "link", "set", f"p{index}", state)
-
-    @staticmethod
-    def _ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-
-def address(index: int) -> str:
-    return f"10.78.0.{index + 1}"
 
 
 @dataclass
@@ -205,7 +166,7 @@ class Host:
         ]
         with (self._folder / f"host{self.index}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                ["ip", "netns", "exec", self._network.hosts[self.index], *words],
+                self._network.command(self.index, words),
                 stdout=log,
                 stderr=log,
                 env=self._env,
@@ -311,7 +272,7 @@ def soak(faults: int, seed: int, progress: Progress) -> dict[str, Any]:
     hangs: list[str] = []
     times: dict[str, list[float]] = defaultdict(list)
     struck: Counter[str] = Counter()
-    with Network() as network:
+    with Network(HOSTS) as network:
         hosts = [Host(index, network, folder, mark) for index in range(HOSTS)]
         try:
             for host in hosts:
@@ -349,7 +310,7 @@ def soak(faults: int, seed: int, progress: Progress) -> dict[str, Any]:
                     host.process.wait(30)
             time.sleep(2)
         finally:
-            left = _left(mark)
+            left = processes_with(MARK, mark)
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
@@ -393,22 +354,13 @@ def _wait_until_whole(
     return False
 
 
-def _left(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    if os.geteuid() != 0 or shutil.which("ip") is None:
+    if not available():
         print("needs root and iproute2 for network namespaces", file=sys.stderr)
         return 2
     started = time.monotonic()

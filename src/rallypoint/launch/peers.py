@@ -311,7 +311,7 @@ class PeerNodes:
     def _append(self, what: str, generation: int, **more: Any) -> None:
         """Write into the journal; what is about an earlier generation nobody reads any more."""
         current = self._round
-        if current is _NoRound or generation != current.generation:
+        if current is _NoRound or generation != current.generation or current.unheard:
             return
         entry = {"what": what, "node": current.rank, **more}
         Journal(self._records(), generation).append(entry)
@@ -445,6 +445,7 @@ class PeerNodes:
         with self._lock:
             current = self._round
             known, current.store_lost = current.store_lost, True
+            current.unheard = True
         if known or current is _NoRound or self._stop.is_set():
             return
         host = self._rendezvous.store_host if self._rendezvous is not None else None
@@ -559,6 +560,7 @@ class _Round:
         self.keeps = False  # our workers have ended well; we stay because we serve the store
         self.kept_for = generation  # then: the others' round
         self.store_lost = False
+        self.unheard = False  # lost without a word: what we write nobody reads
         self.reported = False
 
 

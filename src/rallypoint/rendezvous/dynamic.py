@@ -389,6 +389,9 @@ class DynamicRendezvous(RendezvousHandler):
         with self._lock:
             self._dead |= recovery.dead
             self._gone |= recovery.dead
+            if recovery.moved and last is not None:
+                # Silent for as long as a store may be: if it lives, it comes, and else nobody waits for it.
+                self._gone.add(str(last.plan.get("store", "")))
         self._moved = self._moved or recovery.moved
         if generation is None:
             return
@@ -584,6 +587,8 @@ class DynamicRendezvous(RendezvousHandler):
 
     def _heed_store(self, error: RendezvousConnectionError) -> None:
         self._store_lost = True
+        if (records := self._records) is not None:
+            records.close()  # whoever waits for an answer there need not
         self._listener.on_store_lost(error)
 
 

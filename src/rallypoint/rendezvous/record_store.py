@@ -16,7 +16,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousConnectionError, RendezvousStateError
 
 from .records import BadRecord, Codec
-from .store import Store
+from .store import Store, StoreSilent
 
 
 _log = logging.getLogger(__name__)
@@ -123,6 +123,8 @@ class RecordStore:
             self.operations += 1
             try:
                 count = self._store.add(full, 1)
+            except StoreSilent:
+                raise
             except (RendezvousConnectionError, ValueError):
                 # c10d's server hangs up on whoever adds to a key that holds no number.
                 again = self._store.clone()

@@ -11,6 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from rallypoint.errors import RendezvousConnectionError
+
+
+class StoreSilent(RendezvousConnectionError):
+    """No answer came for as long as a store may take, or we hung up ourselves: it need not be asked again."""
+
 
 MAX_KEY = 512
 MAX_VALUE = 1024 * 1024

@@ -3,10 +3,9 @@
 Which node serves at first is decided by binding: the endpoint's address can be bound on one machine only, so
 no name is compared with another. Of several nodes on that machine the first one wins the port.
 
-When the store is lost, the members of the last round try, in this order: the old place (perhaps only a
-connection broke), then each *standby* of the plan by rank. A standby has bound its port beforehand and does not
-listen there before it serves, so an attempt is refused at once; its watch port tells whether its process
-lives and so will serve. A standby serves itself once all before it are dead or silent. Where a
+When the store is lost, the members of the last round ask the old place and each *standby* of the plan, and
+:mod:`.places` chooses. A standby has bound its port beforehand and does not listen there before it serves, so
+an attempt is refused at once; its watch port tells whether its process lives and so will serve. Where a
 newcomer meanwhile serves an empty store at the endpoint of old, the new host leaves a note there that
 leads to the new place.
 """
@@ -19,8 +18,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from rallypoint._core import addresses
@@ -29,6 +27,7 @@ from rallypoint.errors import ConfigError, RendezvousConnectionError
 from rallypoint.rendezvous.home import LastRound, Recovery
 from rallypoint.rendezvous.store import Store
 
+from .places import Answer, Place, Search
 from .tcpstore import FIRST_PATIENCE, TcpStore, connect
 
 
@@ -44,23 +43,6 @@ ATTEMPT = 1.0
 FIRST_TURN = 10.0
 # The new host looks this often whether somebody serves an empty store at the old place.
 FORWARD_EVERY = 2.0
-
-
-class _Answer(Enum):
-    SERVES = "serves"
-    ALIVE = "alive"  # its process lives, and does not serve (yet)
-    DEAD = "dead"
-    SILENT = "silent"
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the store may be: ``node_id`` is empty for an endpoint the user gave."""
-
-    addr: str
-    port: int
-    node_id: str = ""
-    watch: int = 0
 
 
 class TcpHome:
@@ -89,7 +71,7 @@ class TcpHome:
         self._server: TcpStore | None = None
         self._left: list[TcpStore] = []  # served here, and empty but for a note of where the job is
         self._standby: socket.socket | None = None
-        self._current: _Place = _Place(*self._hosts[0])
+        self._current: Place = Place(*self._hosts[0])
         self._forward: LeaveNote | None = None
         self._forwarder: threading.Thread | None = None
         self._closed = threading.Event()
@@ -115,21 +97,21 @@ class TcpHome:
     # -- the first connection -------------------------------------------------------------------
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
-        if self._current != _Place(*self._hosts[0]):
+        if self._current != Place(*self._hosts[0]):
             try:
                 return self._client(self._current)  # led here by a note
             except RendezvousConnectionError:
                 # The note was old. Whoever serves now will leave another.
-                self._current = _Place(*self._hosts[0])
+                self._current = Place(*self._hosts[0])
                 if stop.wait(LONGEST_PAUSE) or deadline.expired():
                     raise
         listener = self._listener_if_host()
         if listener is not None:
             # Of several endpoints one may be served already: this node has come back.
             for host, port in self._hosts[1:]:
-                if _probe_store(host, port) is _Answer.SERVES:
+                if _probe_store(host, port) is Answer.SERVES:
                     listener.close()
-                    self._current = _Place(host, port)
+                    self._current = Place(host, port)
                     return self._client(self._current)
             return self._serve(listener, self._hosts[0][1])
         return self._wait_for_host(deadline, stop)
@@ -164,10 +146,10 @@ class TcpHome:
                 left = deadline.remaining()
                 timeout = min(5.0, 5.0 if left is None else max(left, 0.001))
                 answer, said_why = _greet(host, port, timeout)
-                if answer is not _Answer.SERVES:
+                if answer is not Answer.SERVES:
                     why = why or said_why
                     continue
-                self._current = _Place(host, port)
+                self._current = Place(host, port)
                 # Thousands may come at once: their turn may take a while.
                 return self._client(self._current, FIRST_TURN)
             if deadline.expired() or stop.is_set():
@@ -190,10 +172,10 @@ class TcpHome:
     def _serve(self, listener: socket.socket, port: int) -> Store:
         port = listener.getsockname()[1] or port
         self._server = TcpStore("localhost", port, listener, self._silence)
-        self._current = _Place("localhost", port)
+        self._current = Place("localhost", port)
         return self._server.clone()
 
-    def _client(self, place: _Place, patience: float = FIRST_PATIENCE) -> TcpStore:
+    def _client(self, place: Place, patience: float = FIRST_PATIENCE) -> TcpStore:
         return connect(
             place.addr, place.port, silence=self._silence, probe=False, patience=patience
         )
@@ -223,74 +205,71 @@ class TcpHome:
         if self._server is not None:
             # Served by this very process: only the connection broke.
             return Recovery(self._server.clone(), moved=False)
+        search = self._search(last)
+        pause = FIRST_PAUSE
+        answers: dict[Place, Answer] = {}
+        asked: dict[Place, Future[Answer]] = {}
+        # All at once, and again who has answered: a silent place must not keep us from another.
+        pool = ThreadPoolExecutor(len(search), thread_name_prefix="rally-ask")
+        try:
+            while True:
+                for place in search.to_ask():
+                    if place not in asked:
+                        asked[place] = pool.submit(self._ask, place)
+                wait(asked.values(), pause)
+                for place in [place for place, future in asked.items() if future.done()]:
+                    answers[place] = asked.pop(place).result()
+                while (choice := search.choose(MONOTONIC.now(), answers)) is not None:
+                    with contextlib.suppress(RendezvousConnectionError):
+                        return self._go_to(choice, search)
+                    answers[choice] = Answer.SILENT
+                if stop.is_set() or deadline.expired():
+                    raise RendezvousConnectionError(
+                        f"{error}; no other node serves it either ({len(search)} places tried)"
+                    )
+                stop.wait(min(pause, deadline.remaining() or pause))
+                pause = min(2 * pause, LONGEST_PAUSE / 4)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _search(self, last: LastRound | None) -> Search:
         old = self._current
         own = "" if last is None else last.node_id
-        dead: set[str] = set() if last is None else set(last.dead)
         host_id = "" if last is None else str(last.plan.get("store", ""))
         # The node that has served until now answers at the old place, or not at all.
-        standbys = [p for p in _standbys(last) if p.node_id == own or p.node_id != host_id]
-        places = [old, *standbys]
+        others = [p for p in _standbys(last) if p.node_id == own or p.node_id != host_id]
         if last is None:
-            places += [each for host in self._hosts if (each := _Place(*host)) != old]
-        # Not even asked: a node that is about to leave serves until it has left.
-        given_up = frozenset(dead)
-        silent_since: dict[_Place, float] = {}
-        pause = FIRST_PAUSE
-        while True:
-            taken = False
-            for place in places:
-                if place.node_id and place.node_id == own:
-                    later = places[places.index(place) + 1 :]
-                    serving = next((p for p in later if self._ask(p) is _Answer.SERVES), None)
-                    if serving is None and not taken and self._standby is not None:
-                        with contextlib.suppress(RendezvousConnectionError):
-                            return self._take_over(place, frozenset(dead))
-                    place = serving or place
-                    answer = self._ask(place)
-                elif (host_id if place is old else place.node_id) in given_up:
-                    answer = _Answer.DEAD
-                else:
-                    answer = self._ask(place)
-                if answer is _Answer.SERVES:
-                    with contextlib.suppress(RendezvousConnectionError):
-                        store = self._client(place)
-                        store.exists("probe")
-                        self._current = place
-                        return Recovery(store, place is not old, frozenset(dead))
-                    answer = _Answer.SILENT
-                now = MONOTONIC.now()
-                if answer is _Answer.DEAD:
-                    dead.add(host_id if place is old else place.node_id)
-                elif place is not old:
-                    # Whoever lives will serve, and whoever is silent may be slow: for a lease. One after
-                    # the other: the second in line waits for the first from when the first stops waiting.
-                    if taken:
-                        silent_since[place] = now
-                    since = silent_since.setdefault(place, now)
-                    patience = 2 * ATTEMPT
-                    if answer is _Answer.ALIVE:
-                        # A turn of its own may take longer than one of ours.
-                        patience = max(self._silence, patience) + ATTEMPT
-                    if now - since < patience:
-                        taken = True
-            if stop.is_set() or deadline.expired():
-                raise RendezvousConnectionError(
-                    f"{error}; no other node serves it either ({len(places)} places tried)"
-                )
-            stop.wait(min(pause, deadline.remaining() or pause))
-            pause = min(2 * pause, 0.25)
+            others = [each for host in self._hosts if (each := Place(*host)) != old]
+        return Search(
+            old,
+            host_id,
+            others,
+            own=own,
+            dead=() if last is None else last.dead,
+            # A turn of its own may take longer than one of ours.
+            alive_patience=max(self._silence, 2 * ATTEMPT) + ATTEMPT,
+            silent_patience=2 * ATTEMPT,
+        )
 
-    def _ask(self, place: _Place) -> _Answer:
+    def _go_to(self, place: Place, search: Search) -> Recovery:
+        if search.is_own(place):
+            return self._take_over(place, frozenset(search.dead))
+        store = self._client(place)
+        store.exists("probe")
+        moved, self._current = place is not self._current, place
+        return Recovery(store, moved, frozenset(search.dead))
+
+    def _ask(self, place: Place) -> Answer:
         answer = _probe_store(place.addr, place.port)
-        if not place.watch or answer is _Answer.SILENT:
+        if not place.watch or answer is Answer.SILENT:
             return answer
         alive = _probe(place.addr, place.watch)
-        if answer is _Answer.SERVES:
+        if answer is Answer.SERVES:
             # Its process is gone, and another of that machine has its port: no store of ours.
-            return _Answer.DEAD if alive is _Answer.DEAD else answer
-        return _Answer.ALIVE if alive is _Answer.SERVES else alive
+            return Answer.DEAD if alive is Answer.DEAD else answer
+        return Answer.ALIVE if alive is Answer.SERVES else alive
 
-    def _take_over(self, place: _Place, dead: frozenset[str]) -> Recovery:
+    def _take_over(self, place: Place, dead: frozenset[str]) -> Recovery:
         listener, self._standby = self._standby, None
         if listener is None:
             raise RendezvousConnectionError(
@@ -317,7 +296,7 @@ class TcpHome:
             self._forwarder.start()
         return Recovery(store, True, dead)
 
-    def _keep_forwarding(self, here: _Place, before: tuple[str, int]) -> None:
+    def _keep_forwarding(self, here: Place, before: tuple[str, int]) -> None:
         """Lead those who still go to where the store was (a host may wake up) to where the job is now."""
         assert self._forward is not None
         while not self._closed.wait(FORWARD_EVERY) and self._server is not None:
@@ -326,16 +305,16 @@ class TcpHome:
                     port == here.port and addresses.is_this_host(host)
                 ):
                     continue
-                if _probe_store(host, port) is not _Answer.SERVES:
+                if _probe_store(host, port) is not Answer.SERVES:
                     continue
                 with contextlib.suppress(RendezvousConnectionError, TimeoutError):
-                    there, own = self._client(_Place(host, port)), self._server.clone()
+                    there, own = self._client(Place(host, port)), self._server.clone()
                     self._forward(own, there, (here.addr, here.port), (host, port))
                     own.close()
                     there.close()
 
     def follow(self, addr: str, port: int) -> None:
-        self._current = _Place(addr, port)
+        self._current = Place(addr, port)
         if self._server is not None:
             # Where others are led on from: it stays. But it is not the job's.
             self._left.append(self._server)
@@ -358,7 +337,7 @@ class TcpHome:
             self._left.pop().close()
 
 
-def _standbys(last: LastRound | None) -> list[_Place]:
+def _standbys(last: LastRound | None) -> list[Place]:
     found = []
     listed = None if last is None else last.plan.get("standbys")
     for each in listed if isinstance(listed, list) else ():
@@ -367,20 +346,20 @@ def _standbys(last: LastRound | None) -> list[_Place]:
         addr, port, watch = each.get("addr"), each.get("port"), each.get("watch")
         if isinstance(addr, str) and isinstance(port, int):
             found.append(
-                _Place(addr, port, str(each.get("id")), watch if isinstance(watch, int) else 0)
+                Place(addr, port, str(each.get("id")), watch if isinstance(watch, int) else 0)
             )
     return found
 
 
-def _probe(host: str, port: int) -> _Answer:
+def _probe(host: str, port: int) -> Answer:
     """Whether somebody listens there."""
     try:
         socket.create_connection((host.strip("[]"), port), timeout=ATTEMPT).close()
     except ConnectionRefusedError:
-        return _Answer.DEAD
+        return Answer.DEAD
     except OSError:
-        return _Answer.SILENT
-    return _Answer.SERVES
+        return Answer.SILENT
+    return Answer.SERVES
 
 
 # What c10d's client says first: its magic number, and a number that a store sends back.
@@ -388,12 +367,12 @@ _GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 0x52414C4C)
 _ECHO = struct.pack("=I", 0x52414C4C)
 
 
-def _probe_store(host: str, port: int, timeout: float = ATTEMPT) -> _Answer:
+def _probe_store(host: str, port: int, timeout: float = ATTEMPT) -> Answer:
     """Whether a store answers there."""
     return _greet(host, port, timeout)[0]
 
 
-def _greet(host: str, port: int, timeout: float) -> tuple[_Answer, str]:
+def _greet(host: str, port: int, timeout: float) -> tuple[Answer, str]:
     """Whether a store answers there, and why not.
 
     A process that stands still accepts connections, since its kernel does; and c10d's client would wait for its
@@ -405,11 +384,11 @@ def _greet(host: str, port: int, timeout: float) -> tuple[_Answer, str]:
                 sock.sendall(_GREETING)
                 echo = sock.recv(len(_ECHO), socket.MSG_WAITALL)
             except OSError:
-                return _Answer.SILENT, "somebody listens there and does not answer"
+                return Answer.SILENT, "somebody listens there and does not answer"
             if echo != _ECHO:
-                return _Answer.SILENT, "another program answers there, or the store just ended"
+                return Answer.SILENT, "another program answers there, or the store just ended"
     except ConnectionRefusedError as error:
-        return _Answer.DEAD, error.strerror or str(error)
+        return Answer.DEAD, error.strerror or str(error)
     except OSError as error:
-        return _Answer.SILENT, error.strerror or str(error)
-    return _Answer.SERVES, ""
+        return Answer.SILENT, error.strerror or str(error)
+    return Answer.SERVES, ""

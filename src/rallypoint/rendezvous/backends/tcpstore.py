@@ -6,12 +6,13 @@ The one module of this package that imports torch, and only when a job has sever
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,12 +20,19 @@ from typing import Any
 from rallypoint._core import env as environment, resolver
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import RendezvousConnectionError
+from rallypoint.rendezvous.store import StoreSilent
 
 
 # A reply of the store itself (not a wait for a key) that takes longer means that it is gone.
 REPLY_TIMEOUT = 15.0
 # The time that c10d's client gets for its first attempt at another connection.
 FIRST_PATIENCE = 0.5
+# Seconds for the first answer on a new connection.
+GREETING = 5.0
+# How the kernel says that nothing has come back.
+NO_ANSWER = tuple(
+    os.strerror(code) for code in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+)
 # Keys read in one round trip.
 CHUNK = 512
 # No key ever holds this.
@@ -67,15 +75,20 @@ class TcpStore:
             resolver.without_name_servers(),
         ):
             sockets = _NewSockets(all_of_them=serving)
-            self._store: Any = tcp_store(
-                address,
-                port,
-                None,
-                is_master=serving,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=None if listener is None else listener.detach(),
-            )
+            # Connected is not served: c10d waits for the first answer without limit.
+            watch = _watchdog.expect(lambda: sockets.to(port), timeout.total_seconds() + GREETING)
+            try:
+                self._store: Any = tcp_store(
+                    address,
+                    port,
+                    None,
+                    is_master=serving,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    master_listen_fd=None if listener is None else listener.detach(),
+                )
+            finally:
+                _watchdog.done(watch)
             self._store.set_timeout(timedelta(seconds=REPLY_TIMEOUT))
             self._socket = sockets.to(port)
             if silence is not None:
@@ -86,18 +99,28 @@ class TcpStore:
         """c10d's store for one call, which the watchdog breaks off if the answer is overdue."""
         store = self._store
         if store is None:
-            raise RendezvousConnectionError(
-                f"the connection to {self._host}:{self._port} is closed"
-            )
-        with _as_connection_error(self._host, self._port):
-            if self._socket is None or self._silence is None:
+            raise self._closed()
+        sock, silence = self._socket, self._silence
+        if sock is None or silence is None:
+            with _as_connection_error(self._host, self._port):
                 yield store
-                return
-            watch = _watchdog.expect(self._socket, wait + self._silence)
-            try:
+            return
+        began = MONOTONIC.now()
+        watch = _watchdog.expect(lambda: sock, wait + silence)
+        try:
+            with _as_connection_error(self._host, self._port):
                 yield store
-            finally:
-                _watchdog.done(watch)
+        except RendezvousConnectionError as error:
+            # Broken by the watchdog, by the kernel, or closed here; a server that hangs up does so at once.
+            late = MONOTONIC.now() - began > silence / 2
+            if late or self._store is None or any(word in str(error) for word in NO_ANSWER):
+                raise StoreSilent(str(error)) from None
+            raise
+        finally:
+            _watchdog.done(watch)
+
+    def _closed(self) -> StoreSilent:
+        return StoreSilent(f"the connection to {self._host}:{self._port} is closed")
 
     def set(self, key: str, value: bytes) -> None:
         with self._asking() as store:
@@ -154,7 +177,10 @@ class TcpStore:
             return bool(store.delete_key(key))
 
     def clone(self) -> TcpStore:
-        return connect(self._host, self._port, silence=self._silence, probe=False)
+        if self._store is None:
+            raise self._closed()
+        patience = REPLY_TIMEOUT if self._silence is None else max(self._silence, GREETING)
+        return connect(self._host, self._port, silence=self._silence, timeout=patience, probe=False)
 
     def native(self, timeout: float) -> Any:
         """c10d's own client over a connection of its own, for c10d's own users.
@@ -234,8 +260,9 @@ def connect(
 
 
 def _import_tcp_store() -> Any:
-    # c10d warns in C++ of each wait that ends without its key; we say what is the matter ourselves.
-    level = environment.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # c10d warns in C++ of each wait that ends without its key, and prints its stack where a connection
+    # fails; we say what is the matter ourselves.
+    level = environment.get("TORCH_CPP_LOG_LEVEL", "FATAL")
     # It reads the variable once, when it is loaded: that must be here.
     with environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
@@ -354,6 +381,9 @@ def _break_on_silence(sock: socket.socket | None, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 900))
 
 
+FindSocket = Callable[[], "socket.socket | None"]
+
+
 class _Watchdog:
     """Breaks connections whose answer is overdue: a process that stands still keeps its kernel answering.
 
@@ -363,16 +393,16 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._expected: dict[int, tuple[float, socket.socket]] = {}
+        self._expected: dict[int, tuple[float, FindSocket]] = {}
         self._ids = itertools.count()
         self._thread: threading.Thread | None = None
         self._idle = False
 
-    def expect(self, sock: socket.socket, seconds: float) -> int:
-        """An answer on ``sock`` is due within ``seconds``."""
+    def expect(self, find: FindSocket, seconds: float) -> int:
+        """An answer is due within ``seconds`` on the socket that can be found then."""
         number = next(self._ids)
         with self._changed:
-            self._expected[number] = (MONOTONIC.now() + seconds, sock)
+            self._expected[number] = (MONOTONIC.now() + seconds, find)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._run, name="rally-watchdog", daemon=True
@@ -393,15 +423,14 @@ class _Watchdog:
                 now = MONOTONIC.now()
                 late = now - turn
                 if late > WATCH_EVERY:
-                    for number, (due, sock) in self._expected.items():
-                        self._expected[number] = (due + late, sock)
+                    for number, (due, find) in self._expected.items():
+                        self._expected[number] = (due + late, find)
                 overdue = [n for n, (due, _) in self._expected.items() if due <= now]
                 for number in overdue:
-                    _, sock = self._expected.pop(number)
-                    try:
-                        sock.shutdown(socket.SHUT_RDWR)
-                    except OSError:
-                        pass  # it is broken already
+                    _, find = self._expected.pop(number)
+                    with contextlib.suppress(OSError):  # it is broken already
+                        if (sock := find()) is not None:
+                            sock.shutdown(socket.SHUT_RDWR)
                 # Most answers come at once: looking now and then is cheaper than being woken for each.
                 self._idle = not self._expected
                 turn = math.inf if self._idle else now + WATCH_EVERY

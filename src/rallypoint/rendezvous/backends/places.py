@@ -1,0 +1,123 @@
+"""Where the nodes go whose store is lost: pure, from what each place answers.
+
+The places are, in this order, the old one (perhaps only a connection broke) and each *standby* of the last plan
+by rank. Whoever lives and comes first will serve, and gets the time to; whoever is dead is passed over. So
+all come to the same place, one after the other, without a word between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Answer(Enum):
+    SERVES = "serves"
+    ALIVE = "alive"  # its process lives, and does not serve (yet)
+    DEAD = "dead"
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the store may be: ``node_id`` is empty for an endpoint the user gave.
+
+    Args:
+        addr: its host.
+        port: of the store.
+        node_id: the node that would serve there.
+        watch: the port by which that node's process can be seen to live; 0 if there is none.
+    """
+
+    addr: str
+    port: int
+    node_id: str = ""
+    watch: int = 0
+
+
+class Search:
+    """One node's search, over several times of asking.
+
+    Args:
+        old: where the store was.
+        host_id: the node that served it; empty if that is not known.
+        others: where it may be now, the first choice first.
+        own: this node's id.
+        dead: ids of nodes that are known to have ended.
+        alive_patience: seconds that a living node gets to begin to serve.
+        silent_patience: the same of one that does not answer.
+    """
+
+    def __init__(
+        self,
+        old: Place,
+        host_id: str,
+        others: Sequence[Place],
+        *,
+        own: str,
+        dead: Iterable[str],
+        alive_patience: float,
+        silent_patience: float,
+    ) -> None:
+        self._old, self._host_id = old, host_id
+        self._places = (old, *others)
+        self._own = own
+        self.dead = set(dead)
+        # Not even asked: a node that is about to leave serves until it has left.
+        self._given_up = frozenset(self.dead)
+        self._patience = {Answer.ALIVE: alive_patience, Answer.SILENT: silent_patience}
+        self._since: dict[Place, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def is_own(self, place: Place) -> bool:
+        return bool(place.node_id) and place.node_id == self._own
+
+    def to_ask(self) -> tuple[Place, ...]:
+        return tuple(
+            place
+            for place in self._places
+            if not self.is_own(place) and self._node_at(place) not in self._given_up
+        )
+
+    def choose(self, now: float, answers: Mapping[Place, Answer]) -> Place | None:
+        """Where to go: to a store that is served, or to our own place, to serve; None: ask again.
+
+        Args:
+            now: on this node's clock.
+            answers: of those that have answered so far. A place that turned out to be of no use is
+                ``SILENT``, ours too.
+        """
+        taken = False  # somebody before us may still come to serve
+        for index, place in enumerate(self._places):
+            if self.is_own(place):
+                later = self._places[index + 1 :]
+                serving = next((p for p in later if answers.get(p) is Answer.SERVES), None)
+                if serving is not None:
+                    return serving
+                if not taken and place not in answers:
+                    return place
+                continue
+            gone = self._node_at(place) in self._given_up
+            answer = Answer.DEAD if gone else answers.get(place)
+            if answer is None:
+                taken = True  # it may be about to say that it serves
+            elif answer is Answer.SERVES:
+                return place
+            elif answer is Answer.DEAD:
+                self.dead.add(self._node_at(place))
+            elif place is not self._old:
+                taken = self._awaits(place, answer, now, taken) or taken
+        return None
+
+    def _awaits(self, place: Place, answer: Answer, now: float, taken: bool) -> bool:
+        # One after the other: the second in line waits for the first from when the first stops waiting.
+        if taken:
+            self._since[place] = now
+        since = self._since.setdefault(place, now)
+        return now - since < self._patience[answer]
+
+    def _node_at(self, place: Place) -> str:
+        return self._host_id if place is self._old else place.node_id
