@@ -40,19 +40,35 @@ PORT = 29400
 # A job that does not train again within this time never will.
 GIVE_UP = 60.0
 MARK = "RALLY_BENCH_ELASTIC"
+# How lines of our supervisor begin; torchrun does not say when it knows.
+LAUNCHER = "rally: "
 
 TRAIN = """
-import json, os, sys, time
+import json, os, signal, socket, sys, threading, time
 import torch, torch.distributed as dist
+
+def note(**what):
+    line = json.dumps({"at": time.monotonic(), "host": int(os.environ["BENCH_HOST"]), **what})
+    fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, line.encode() + b"\\n")  # one write: all ranks share the file
+    os.close(fd)
+
+def listen():
+    ours.recv(1)
+    note(signal=True)  # even while the main thread is inside a collective
+    os._exit(143)
+
+ours, theirs = socket.socketpair()
+theirs.setblocking(False)
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+threading.Thread(target=listen, daemon=True).start()
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 x = torch.ones(1)
 dist.all_reduce(x)
-line = json.dumps({"at": time.monotonic(), "rank": rank, "world": world, "pid": os.getpid()})
-fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-os.write(fd, line.encode() + b"\\n")  # one write: all ranks share the file
-os.close(fd)
+note(rank=rank, world=world, pid=os.getpid())
 while True:
     dist.all_reduce(x.fill_(1))
     time.sleep(0.01)
@@ -83,8 +99,11 @@ class Host:
         for line in self.process.stderr:
             self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip()))
 
-    def first_line_after(self, at: float) -> float | None:
-        return next((moment for moment, _ in list(self.lines) if moment > at), None)
+    def first_word_after(self, at: float) -> float | None:
+        """When the launcher itself (not a worker) said something."""
+        return next(
+            (when for when, line in list(self.lines) if when > at and LAUNCHER in line), None
+        )
 
     def said(self, text: str) -> float | None:
         """When it said that last."""
@@ -125,20 +144,24 @@ class ElasticJob:
         env = {
             **os.environ,
             MARK: self._mark,
+            "BENCH_HOST": str(index),
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self._folder),
         }
         self.hosts[index] = Host(self._network.command(index, words), env)
 
+    def _read_notes(self) -> list[dict[str, Any]]:
+        if not self._notes.exists():
+            return []
+        return [json.loads(line) for line in self._notes.read_text().splitlines()]
+
     def training_since(self, at: float, hosts: int) -> tuple[float, list[int]] | None:
         """When the last of all workers of ``hosts`` hosts had its first all-reduce after ``at``; their pids by rank."""
         firsts: dict[int, tuple[float, int]] = {}
         world = hosts * WORKERS
-        lines = self._notes.read_text().splitlines() if self._notes.exists() else []
-        for line in lines:
-            note = json.loads(line)
-            if note["at"] <= at:
+        for note in self._read_notes():
+            if note["at"] <= at or "rank" not in note:
                 continue
             if note["world"] != world:
                 firsts.clear()
@@ -164,9 +187,19 @@ class ElasticJob:
         return max(said, key=lambda index: said[index], default=0)
 
     def known_after(self, at: float, but: int | None = None) -> list[float]:
-        """Seconds until each host (but one) said that something has happened."""
-        hosts = [host for index, host in self.hosts.items() if index != but]
-        return [said - at for host in hosts if (said := host.first_line_after(at)) is not None]
+        """Seconds until each host (but one) knew that something has happened.
+
+        Its launcher says so, or ends its workers, whichever we see first.
+        """
+        signs: dict[int, float] = {}
+        for note in self._read_notes():
+            if note["at"] > at and "signal" in note:
+                signs.setdefault(note["host"], note["at"])
+        for index, host in self.hosts.items():
+            said = host.first_word_after(at)
+            if said is not None:
+                signs[index] = min(said, signs.get(index, said))
+        return [moment - at for index, moment in signs.items() if index != but]
 
     def said_by_all(self) -> str:
         return "\n".join(
@@ -370,8 +403,8 @@ STRIKES: dict[str, tuple[Strike, int]] = {
     "store's host: all processes stopped": (stop_store_host, 5),
 }
 SCALE_UP, SCALE_UPS = "scale-up 2 to 3 to 4", 20
-# torchrun is asked three times for what it can hardly do: each failure takes a minute.
-TORCH_TRIALS = 3
+# torchrun is asked twice for what it can hardly do: each failure takes a minute.
+TORCH_TRIALS = 2
 TORCH_STRIKES = ("worker killed", "supervisor killed", "store's host: supervisor killed")
 
 

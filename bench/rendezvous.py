@@ -639,7 +639,7 @@ def plan(args: argparse.Namespace) -> list[Step]:
     steps = []
     for backend, sizes in args.sizes.items():
         for nodes in sizes:
-            repeats = args.repeats or (1 if args.quick else 5 if nodes <= 512 else 3)
+            repeats = args.repeats or (1 if args.quick else 3)
             for repeat in range(repeats):
                 for kind in ("rally", "torch") if backend == "tcpstore" else ("rally",):
                     last = repeat == repeats - 1
@@ -763,7 +763,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few nodes, once: does it work at all")
     parser.add_argument("--nodes", help="numbers of nodes over c10d's store, as 16,64,256")
     parser.add_argument("--backends", default="tcpstore,etcd,file", help="which stores")
-    parser.add_argument("--repeats", type=int, help="of each (default 5, beyond 512 nodes 3)")
+    parser.add_argument("--repeats", type=int, help="of each (default 3)")
     args = parser.parse_args()
     sizes = {"tcpstore": SIZES, "etcd": ETCD_SIZES, "file": FILE_SIZES}
     if args.quick:

@@ -493,27 +493,13 @@ def listens(node: Node, endpoint: str) -> bool:
     return any(c.laddr and c.laddr.port == port and c.status == "LISTEN" for c in found)
 
 
-def wait_connected(node: Node, endpoint: str) -> None:
-    """Until it waits for a round: its connections to the store are there."""
-    import psutil
-
-    port = int(endpoint.rpartition(":")[2])
-
-    def connected() -> bool:
-        found = psutil.Process(node.pid).net_connections()
-        return len([c for c in found if c.raddr and c.raddr.port == port]) >= 2
-
-    wait_until(connected, f"{node.name} is connected to {endpoint}")
-    time.sleep(1)  # and has said so there
-
-
 def test_a_spare_steps_in_and_ends_with_the_job(local: Cluster) -> None:
     flags = words("2:2")
     endpoint = start_local(local, 2, *flags)
     first = local.formed(2)
     local.goes_on(first)
     spare = local.start("spare", *flags, "--rdzv-endpoint", endpoint)
-    wait_connected(spare, endpoint)
+    spare.wait_said("the job is running with 2 nodes; waiting as a spare until one is lost")
     assert not [e for e in local.notes("generation") if e["generation"] > first.generation]
     server = next(node for node in local.nodes if listens(node, endpoint))
     victim = next(node for node in local.nodes[:2] if node is not server)
@@ -526,7 +512,7 @@ def test_a_spare_steps_in_and_ends_with_the_job(local: Cluster) -> None:
     extra = local.start("extra", *flags, "--rdzv-endpoint", endpoint)
     told = local.start("told", *flags, "--rdzv-endpoint", endpoint)
     for each in (extra, told):
-        wait_connected(each, endpoint)
+        each.wait_said("waiting as a spare")
     at = told.signal(signal.SIGTERM)
     assert told.wait(10) == 143
     local.measure("a spare is gone after SIGTERM", time.monotonic() - at)
@@ -543,7 +529,7 @@ def test_a_spare_of_a_job_that_fails_fails_too(local: Cluster) -> None:
     first = local.formed(2)
     local.goes_on(first)
     spare = local.start("spare", *flags, "--rdzv-endpoint", endpoint)
-    wait_connected(spare, endpoint)
+    spare.wait_said("waiting as a spare")
     local.order("fail-n1")
     assert [local.node(name).wait() for name in ("n0", "n1")] == [1, 1]
     assert spare.wait(10) == 1
@@ -595,10 +581,7 @@ def kill_one_and_scale_up(local: Cluster, endpoint: str) -> None:
     assert third.restarts == 0
     local.goes_on(third)
     spare = local.start("spare", *flags)
-    if backend == "etcd":
-        wait_connected(spare, endpoint)
-    else:
-        time.sleep(6)  # a folder does not show who waits
+    spare.wait_said("waiting as a spare")
     finish(local, *third.names)
     assert spare.wait(3 * LEASE + 5) == 0, local
 

@@ -221,7 +221,7 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
             if joined is not None:
                 return joined
         if not entitled:
-            ended = yield from _wait_for_call(node, generation, timing)
+            ended = yield from _wait_for_call(generation, settings, timing)
             if ended is not None:
                 return ended
         outcome = yield from _take_part(node, generation, settings, timing)
@@ -274,11 +274,15 @@ def _find_round(node: Node) -> Steps:
     return generation, generation == 0 or call is not None, joined
 
 
-def _wait_for_call(node: Node, generation: int, timing: Timing) -> Steps:
+def _wait_for_call(generation: int, settings: Settings, timing: Timing) -> Steps:
     """Wait until the round is opened. Returns an outcome, or None: take part."""
     yield Increment(f"{generation}/waiting")
     (now, (plan,)) = yield Look((f"{generation - 1}/plan",))
     first = _id(_first(plan).get("id"))
+    if count := len(_order(plan or {})):
+        full = count >= settings.max_nodes
+        why = "as a spare until one is lost" if full else "to be admitted"
+        yield Tell(f"the job is running with {count} nodes; waiting {why}")
     leases: Leases[int] = Leases(timing.lease * LEASES_TO_OPEN)
     while True:
         (now, call) = yield Await(f"{generation}/call", timing.lease)
