@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from rallypoint._core import env as environment, resolver
@@ -76,7 +77,8 @@ class TcpStore:
         ):
             sockets = _NewSockets(all_of_them=serving)
             # Connected is not served: c10d waits for the first answer without limit.
-            watch = _watchdog.expect(lambda: sockets.to(port), timeout.total_seconds() + GREETING)
+            patience = timeout.total_seconds() + GREETING
+            watch = _watchdog.expect(partial(_break_off_new, sockets, port), patience)
             try:
                 self._store: Any = tcp_store(
                     address,
@@ -106,7 +108,7 @@ class TcpStore:
                 yield store
             return
         began = MONOTONIC.now()
-        watch = _watchdog.expect(lambda: sock, wait + silence)
+        watch = _watchdog.expect(partial(sock.shutdown, socket.SHUT_RDWR), wait + silence)
         try:
             with _as_connection_error(self._host, self._port):
                 yield store
@@ -317,6 +319,12 @@ class _NewSockets:
         return None
 
 
+def _break_off_new(sockets: _NewSockets, port: int) -> None:
+    if (sock := sockets.to(port)) is not None:
+        with sock:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
 # Descriptors from the expected one on that are looked at before all others.
 NEARBY = 16
 # Inodes of connections that have been told: each belongs to one store. The kernel does not use them again.
@@ -381,7 +389,7 @@ def _break_on_silence(sock: socket.socket | None, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 900))
 
 
-FindSocket = Callable[[], "socket.socket | None"]
+BreakOff = Callable[[], None]
 
 
 class _Watchdog:
@@ -393,16 +401,16 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._expected: dict[int, tuple[float, FindSocket]] = {}
+        self._expected: dict[int, tuple[float, BreakOff]] = {}
         self._ids = itertools.count()
         self._thread: threading.Thread | None = None
         self._idle = False
 
-    def expect(self, find: FindSocket, seconds: float) -> int:
-        """An answer is due within ``seconds`` on the socket that can be found then."""
+    def expect(self, break_off: BreakOff, seconds: float) -> int:
+        """An answer is due within ``seconds``; else ``break_off`` is called."""
         number = next(self._ids)
         with self._changed:
-            self._expected[number] = (MONOTONIC.now() + seconds, find)
+            self._expected[number] = (MONOTONIC.now() + seconds, break_off)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._run, name="rally-watchdog", daemon=True
@@ -423,14 +431,13 @@ class _Watchdog:
                 now = MONOTONIC.now()
                 late = now - turn
                 if late > WATCH_EVERY:
-                    for number, (due, find) in self._expected.items():
-                        self._expected[number] = (due + late, find)
+                    for number, (due, break_off) in self._expected.items():
+                        self._expected[number] = (due + late, break_off)
                 overdue = [n for n, (due, _) in self._expected.items() if due <= now]
                 for number in overdue:
-                    _, find = self._expected.pop(number)
+                    _, break_off = self._expected.pop(number)
                     with contextlib.suppress(OSError):  # it is broken already
-                        if (sock := find()) is not None:
-                            sock.shutdown(socket.SHUT_RDWR)
+                        break_off()
                 # Most answers come at once: looking now and then is cheaper than being woken for each.
                 self._idle = not self._expected
                 turn = math.inf if self._idle else now + WATCH_EVERY
