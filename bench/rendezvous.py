@@ -219,9 +219,8 @@ class OurNode:
                 lambda: CountedStore(
                     EtcdStore(endpoints=[spec.endpoint], prefix=spec.run_id), tallies
                 ),
-                patience=LEASE,
             )
-        return FixedHome(lambda: CountedStore(FileStore(spec.endpoint), tallies), patience=LEASE)
+        return FixedHome(lambda: CountedStore(FileStore(spec.endpoint), tallies))
 
     def _lost(self, loss: Loss) -> None:
         if self.on_loss is not None:

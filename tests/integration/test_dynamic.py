@@ -74,9 +74,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     match request.param:
         case "memory":
             shared = MemoryStore()
-            return Backend(
-                "memory", lambda: FixedHome(lambda: shared, patience=LEASE), lambda: shared
-            )
+            return Backend("memory", lambda: FixedHome(lambda: shared), lambda: shared)
         case "tcpstore":
             port = free_port()
             return Backend(
@@ -89,7 +87,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
             def opened() -> Store:
                 return FileStore(tmp_path / "store", shared=False)
 
-            return Backend("file", lambda: FixedHome(opened, patience=LEASE), opened)
+            return Backend("file", lambda: FixedHome(opened), opened)
         case _:
             endpoints = request.getfixturevalue("etcd_cluster").endpoints
             prefix = f"dynamic/{next(_numbers)}"
@@ -97,7 +95,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
             def connected() -> Store:
                 return EtcdStore(endpoints=endpoints, prefix=prefix)
 
-            return Backend("etcd", lambda: FixedHome(connected, patience=LEASE), connected)
+            return Backend("etcd", lambda: FixedHome(connected), connected)
 
 
 class Job:

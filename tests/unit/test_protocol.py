@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from rallypoint.rendezvous import protocol
-from rallypoint.rendezvous.protocol import Closed, Joined, Moved, Node, TimedOut, Timing
+from rallypoint.rendezvous import operations, plan as plans, protocol
+from rallypoint.rendezvous.fields import Moved
+from rallypoint.rendezvous.protocol import Closed, Joined, Node, TimedOut, Timing
 from rallypoint.rendezvous.quorum import Settings
 
 
@@ -84,7 +85,7 @@ class World:
 
     def retry(self, participant: Participant, *, took_effect: bool) -> None:
         """Its connection breaks in the middle of an operation: it starts the round anew."""
-        if took_effect and not isinstance(participant.operation, protocol.Await):
+        if took_effect and not isinstance(participant.operation, operations.Await):
             self._apply(participant, participant.operation)
         self.start(participant)
 
@@ -101,9 +102,9 @@ class World:
         generation = participant.node.generation
         if generation is None:
             return
-        plan = protocol.seeded(participant.plan)
+        plan = plans.seeded(participant.plan)
         if participant.ids:
-            self.table[protocol.ids_key(generation, plan)] = {"ids": list(participant.ids)}
+            self.table[plans.ids_key(generation, plan)] = {"ids": list(participant.ids)}
         self.table.setdefault(f"{generation}/plan", plan)
         if self.table.get("head", {"generation": 0})["generation"] <= generation:
             self.table["head"] = {"generation": generation + 1}
@@ -119,7 +120,7 @@ class World:
         if participant.epoch != self.epoch:
             return True
         operation = participant.operation
-        if isinstance(operation, protocol.Await) and operation.key not in self.table:
+        if isinstance(operation, operations.Await) and operation.key not in self.table:
             if participant.blocked_until is None:
                 participant.blocked_until = self.now + operation.timeout
             return self.now >= participant.blocked_until
@@ -143,26 +144,26 @@ class World:
     def _apply(self, participant: Participant, operation: Any) -> Any:
         table = self.table
         match operation:
-            case protocol.Claim(key, body):
+            case operations.Claim(key, body):
                 return table.setdefault(key, body)
-            case protocol.Increment(key):
+            case operations.Increment(key):
                 table[key] = table.get(key, 0) + 1
                 return table[key]
-            case protocol.Write(key, body):
+            case operations.Write(key, body):
                 table[key] = body
-            case protocol.Await(key):
+            case operations.Await(key):
                 return table.get(key)
-            case protocol.Look(keys):
+            case operations.Look(keys):
                 return [table.get(key) for key in keys]
-            case protocol.Count(key):
+            case operations.Count(key):
                 return table.get(key, 0)
-            case protocol.Delete(key):
+            case operations.Delete(key):
                 table.pop(key, None)
-            case protocol.Beat():
+            case operations.Beat():
                 participant.beats = True
-            case protocol.Gone():
+            case operations.Gone():
                 return frozenset()
-            case protocol.Tell(text):
+            case operations.Tell(text):
                 participant.reasons.append(text)
         return None
 
@@ -180,8 +181,8 @@ class World:
             assert not set(order) & set(outcome.plan["spares"])
             participant.plan = outcome.plan
             participant.beats = True
-            ids = self.table.get(protocol.ids_key(outcome.generation, outcome.plan))
-            participant.ids = protocol.ids_in(ids)
+            ids = self.table.get(plans.ids_key(outcome.generation, outcome.plan))
+            participant.ids = plans.ids_in(ids)
             assert participant.ids[outcome.rank] == participant.name
 
     def pass_time(self) -> None:
@@ -464,7 +465,7 @@ def test_slots_of_a_lost_store_mean_nothing_in_the_next() -> None:
             world.act(each)
         if not able:
             world.pass_time()
-        late_read = late.operation if isinstance(late.operation, protocol.Await) else None
+        late_read = late.operation if isinstance(late.operation, operations.Await) else None
     assert late.outcome is None
     world.lose_store()
     for name in "ab":

@@ -21,18 +21,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rallypoint._core import addresses
-from rallypoint._core.clock import MONOTONIC, Deadline
+from rallypoint._core.clock import Deadline
 from rallypoint.errors import (
     RallyError,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
 )
+from rallypoint.rendezvous import fields
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
-from rallypoint.rendezvous.lease import Leases
 from rallypoint.rendezvous.liveness import Loss
-from rallypoint.rendezvous.protocol import ids_in, ids_key
 from rallypoint.rendezvous.record_store import RecordStore
 
 from .config import LaunchConfig
@@ -48,6 +47,7 @@ from .coordination import (
     RoundReady,
 )
 from .journal import Journal
+from .journal_reader import NO_ROUND, JournalReader, Round
 from .meeting import rendezvous_for
 from .output.failure import (
     WorkerFailure,
@@ -61,10 +61,8 @@ from .output.failure import (
 LEAVE_PATIENCE = 5.0
 # Failures in one entry are cut to this many: a root cause is not the hundredth.
 MAX_FAILURES_TOLD = 64
-# A node that keeps the store for others believes after so many leases of silence that nobody is left.
-LEASES_TO_GIVE_UP = 3
-# How long the store stays for spare nodes to read that they are not needed, and how often that is asked.
-SPARES_PATIENCE, SPARES_PAUSE = 2.0, 0.05
+# How long the store stays for spare nodes to read that they are not needed.
+SPARES_PATIENCE = 2.0
 
 Say = Callable[[str], None]
 
@@ -90,14 +88,14 @@ class PeerNodes:
         self._lock = threading.Lock()
         self._events: list[CoordinationEvent] = []
         self._reports: tuple[WorkerFailure, ...] = ()
-        self._round = _NoRound
+        self._round = NO_ROUND
         self._broken = False
         self._ending = ""  # what nodes that wait are told, where it is not the supervisor's to say
         self._stop = threading.Event()
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rendezvous: DynamicRendezvous | None = None
         self._worker = threading.Thread(target=self._work, name="rally-peers", daemon=True)
-        self._reader: _Reader | None = None
+        self._reader: JournalReader | None = None
         self._joining = False
         self._aside = threading.local()  # the connection of a thread that does one request
 
@@ -155,7 +153,7 @@ class PeerNodes:
 
     def close(self, ending: str, if_last: str = "") -> None:
         if self._worker.is_alive():
-            met = self._round is not _NoRound
+            met = self._round is not NO_ROUND
             deadline = Deadline(LEAVE_PATIENCE if met else 0.1)
             asked = self._ask(lambda: self._leave(ending, if_last, deadline))
             self._requests.put(None)
@@ -190,7 +188,7 @@ class PeerNodes:
                 request()
             except RendezvousConnectionError as error:
                 self._store_lost(error)
-                if self._broken or self._round is _NoRound:
+                if self._broken or self._round is NO_ROUND:
                     self._post(CoordinationFailed(error))
                     return
             except (RallyError, OSError, ValueError, KeyError) as error:
@@ -205,7 +203,7 @@ class PeerNodes:
 
     def _ask(self, request: Callable[[], None]) -> threading.Thread:
         """Have it done, even while the thread of requests waits in a round; the thread that does it."""
-        if not self._joining or self._round is _NoRound:
+        if not self._joining or self._round is NO_ROUND:
             self._requests.put(request)
             return self._worker
         thread = threading.Thread(
@@ -255,11 +253,11 @@ class PeerNodes:
             self._post(CoordinationFailed(error))
             return
         with self._lock:
-            self._round = _Round(formed.generation, formed.rank, formed.world_size)
+            self._round = Round(formed.generation, formed.rank, formed.world_size)
             self._reports = ()
         if self._reader is not None:
             self._reader.end()
-        self._reader = _Reader(self, self._round, self._clone(), self._lease)
+        self._reader = JournalReader(self, self._round, self._clone(), self._lease)
         self._reader.start()
         self._post(self._round_ready(formed))
 
@@ -267,8 +265,10 @@ class PeerNodes:
         """Why there is no further round; who serves the store waits for us to have read that."""
         try:
             records = self._records()
-            (closed,) = records.look(["closed"])
-            records.increment("closed/heard")
+            closed, head = records.look(["closed", "head"])
+            waiting = records.count(f"{fields.generation(head)}/waiting")
+            if records.increment("closed/heard") >= waiting:
+                records.write("closed/all_heard", {})
         except RallyError:
             return ""
         return "" if closed is None else str(closed.get("closed"))
@@ -311,7 +311,7 @@ class PeerNodes:
     def _append(self, what: str, generation: int, **more: Any) -> None:
         """Write into the journal; what is about an earlier generation nobody reads any more."""
         current = self._round
-        if current is _NoRound or generation != current.generation or current.unheard:
+        if current is NO_ROUND or generation != current.generation or current.unheard:
             return
         entry = {"what": what, "node": current.rank, **more}
         Journal(self._records(), generation).append(entry)
@@ -343,7 +343,7 @@ class PeerNodes:
                 self._rendezvous.leave(finished=True)
                 current.keeps = True
 
-    def _num_through(self, records: RecordStore, current: _Round) -> int:
+    def _num_through(self, records: RecordStore, current: Round) -> int:
         """How many members of the round are through with it: ended well or, where that is no failure, gone."""
         ended_well = records.count(f"{current.generation}/done")
         gone = sorted(current.gone)
@@ -353,7 +353,7 @@ class PeerNodes:
         marks = records.look([f"{current.generation}/done/{rank}" for rank in gone])
         return ended_well + sum(mark is None for mark in marks)
 
-    def _num_told(self, records: RecordStore, current: _Round) -> int:
+    def _num_told(self, records: RecordStore, current: Round) -> int:
         """How many members have reported their failures, or never will."""
         elastic = self._config.elastic
         silent = self._num_through(records, current) if elastic else len(current.gone)
@@ -368,7 +368,7 @@ class PeerNodes:
         records.increment(f"{current.generation}/reports")
         self._gather_if_all_told(current)
 
-    def _gather_reports(self, records: RecordStore, current: _Round) -> None:
+    def _gather_reports(self, records: RecordStore, current: Round) -> None:
         keys = [f"{current.generation}/report/{rank}" for rank in range(current.num_nodes)]
         failures: list[WorkerFailure] = []
         first = None if self._reader is None else self._reader.first_failure
@@ -390,7 +390,7 @@ class PeerNodes:
         try:
             if ending:
                 rendezvous.close_rendezvous(ending)
-            if current is _NoRound:
+            if current is NO_ROUND:
                 return
             records = self._records()
             kept_for = current.kept_for
@@ -409,10 +409,8 @@ class PeerNodes:
             pass  # the others are gone before us
 
     def _wait_for_spares(self, records: RecordStore, generation: int) -> None:
-        deadline = Deadline(SPARES_PATIENCE)
-        waiting = records.count(f"{generation}/waiting")
-        while records.count("closed/heard") < waiting and not deadline.expired():
-            self._stop.wait(SPARES_PAUSE)
+        if records.count(f"{generation}/waiting"):
+            records.wait("closed/all_heard", SPARES_PATIENCE)
 
     # -- what happens elsewhere -----------------------------------------------------------------
 
@@ -446,7 +444,7 @@ class PeerNodes:
             current = self._round
             known, current.store_lost = current.store_lost, True
             current.unheard = True
-        if known or current is _NoRound or self._stop.is_set():
+        if known or current is NO_ROUND or self._stop.is_set():
             return
         host = self._rendezvous.store_host if self._rendezvous is not None else None
         reason = f"the node that serves the job's store ({host}) is lost"
@@ -464,7 +462,7 @@ class PeerNodes:
         assert self._rendezvous is not None
         self._rendezvous.find_store()
 
-    def heed(self, current: _Round, entry: Mapping[str, Any]) -> None:
+    def heed(self, current: Round, entry: Mapping[str, Any]) -> None:
         """Take an entry of the journal in (the reader's thread)."""
         what, node = str(entry.get("what")), entry.get("node")
         node = node if isinstance(node, int) else -1
@@ -493,7 +491,7 @@ class PeerNodes:
                 failures = failures_from_json(str(entry.get("failures", "[]")))
                 self._post(PeerEvent(what, node, generation, failures))
 
-    def _heed_lost(self, current: _Round, entry: Mapping[str, Any]) -> None:
+    def _heed_lost(self, current: Round, entry: Mapping[str, Any]) -> None:
         assert self._rendezvous is not None
         about = entry.get("about")
         if not isinstance(about, int):
@@ -508,28 +506,28 @@ class PeerNodes:
         if current.reported:
             self._requests.put(lambda: self._gather_if_all_told(current))
 
-    def _gather_if_all_told(self, current: _Round) -> None:
+    def _gather_if_all_told(self, current: Round) -> None:
         records = self._records()
         if not records.count(f"{current.generation}/reports"):
             return
         if self._num_told(records, current) >= current.num_nodes:
             self._gather_reports(records, current)
 
-    def _take_reports(self, current: _Round) -> None:
+    def _take_reports(self, current: Round) -> None:
         reader = self._reader
         body = None if reader is None else reader.look(f"{current.generation}/report")
         if body is not None:
             with self._lock:
                 self._reports = failures_from_json(body["failures"])
 
-    def heed_as_keeper(self, current: _Round, entry: Mapping[str, Any]) -> None:
+    def heed_as_keeper(self, current: Round, entry: Mapping[str, Any]) -> None:
         """An entry of a later round, which goes on without us (the reader's thread)."""
         what, node = str(entry.get("what")), entry.get("node")
         if what in {"all_done", "stopped"}:
             rank = node if isinstance(node, int) else -1
             self._post(PeerEvent(what, rank, current.generation))
 
-    def nobody_is_left(self, current: _Round) -> None:
+    def nobody_is_left(self, current: Round) -> None:
         """The members for whom we keep the store are gone, and did not end well (the reader's thread)."""
         self._ending = "its other nodes are gone"
         self._post(PeerEvent("all_done", -1, current.generation))
@@ -547,111 +545,3 @@ class PeerNodes:
                     os.write(self._write, b"x")
                 except BlockingIOError:
                     pass  # it is readable already
-
-
-class _Round:
-    """What this node knows of the round it is in."""
-
-    def __init__(self, generation: int, rank: int, num_nodes: int) -> None:
-        self.generation = generation
-        self.rank = rank
-        self.num_nodes = num_nodes
-        self.gone: set[int] = set()  # ranks that are lost or have left
-        self.keeps = False  # our workers have ended well; we stay because we serve the store
-        self.kept_for = generation  # then: the others' round
-        self.store_lost = False
-        self.unheard = False  # lost without a word: what we write nobody reads
-        self.reported = False
-
-
-_NoRound = _Round(-1, -1, 0)
-
-
-class _Reader:
-    """The thread that follows one generation's journal."""
-
-    def __init__(
-        self, peers: PeerNodes, current: _Round, records: RecordStore, lease: float
-    ) -> None:
-        self._peers = peers
-        self._round = current
-        self._records = records
-        self._ended = threading.Event()
-        self._lease = lease
-        self.first_failure: int | None = None
-        self._thread = threading.Thread(target=self._run, name="rally-journal", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def end(self) -> None:
-        """It ends, even in the middle of a wait."""
-        self._ended.set()
-        self._records.close()
-        self._thread.join(LEAVE_PATIENCE)
-
-    def look(self, key: str) -> dict[str, Any] | None:
-        """A record, over the reader's own connection (from its thread)."""
-        return self._records.look([key])[0]
-
-    def _run(self) -> None:
-        journal = Journal(self._records, self._round.generation)
-        try:
-            while not self._ended.is_set() and not self._round.keeps:
-                self._heed(journal.next(self._lease))
-            self._keep(journal)
-        except RendezvousConnectionError as error:
-            if not self._ended.is_set():
-                self._peers.reader_lost(error)
-        except RallyError as error:
-            self._peers.reader_lost(RendezvousConnectionError(str(error)))
-
-    def _heed(self, entry: Mapping[str, Any] | None) -> None:
-        if entry is None or self._ended.is_set():
-            return
-        if entry.get("what") == "failed" and self.first_failure is None:
-            node = entry.get("node")
-            self.first_failure = node if isinstance(node, int) else None
-        self._peers.heed(self._round, entry)
-
-    def _keep(self, journal: Journal) -> None:
-        """Our workers are done, and the others need our store: follow them through whatever rounds they need."""
-        current = self._round
-        members = self._ids(current.generation, self._peers.plan)
-        others = [each for rank, each in enumerate(members) if rank != current.rank]
-        leases: Leases[str] = Leases(self._lease * LEASES_TO_GIVE_UP)
-        pause = self._lease / 2
-        while not self._ended.is_set():
-            entry = journal.next(pause)
-            if entry is not None and current.kept_for == current.generation:
-                self._heed(entry)
-            elif entry is not None:
-                self._peers.heed_as_keeper(current, entry)
-            plan = self.look(f"{current.kept_for + 1}/plan")
-            if plan is not None and "closed" not in plan:
-                current.kept_for += 1
-                journal = Journal(self._records, current.kept_for)
-                others = list(self._ids(current.kept_for, plan)) or others
-                pause = self._lease / 2
-                continue
-            if entry is not None or not others:
-                continue
-            bodies = self._records.look([f"beat/{each}" for each in others])
-            beats = {
-                each: number
-                for each, body in zip(others, bodies, strict=True)
-                if body is not None
-                and body.get("left") is not True
-                and isinstance(number := body.get("beat"), int)
-            }
-            if len(leases.observe(MONOTONIC.now(), beats)) < len(beats):
-                continue
-            if pause:  # what they have said before they went comes first
-                pause = 0.0
-                continue
-            self._peers.nobody_is_left(current)
-            return
-
-    def _ids(self, generation: int, plan: Mapping[str, Any]) -> tuple[str, ...]:
-        """Who is in a round."""
-        return ids_in(self.look(ids_key(generation, plan)))

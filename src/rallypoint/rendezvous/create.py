@@ -226,11 +226,11 @@ def home_for(
             # A folder for each job: the last one to leave removes it.
             folder = f"{endpoint.path.rstrip('/')}/rally-{quote(run_id, safe='')}"
             FileStore(folder).close()  # an unusable one is told now
-            return FixedHome(partial(FileStore, folder), patience=lease, clear=FileStore.remove)
+            return FixedHome(partial(FileStore, folder), clear=FileStore.remove)
         case "memory":
             with _memory_lock:
                 store = _memory_stores.setdefault(endpoint.path, MemoryStore())
-            return FixedHome(lambda: store, patience=lease)
+            return FixedHome(lambda: store)
         case _:
             return _tcp_home(endpoint.hosts, run_id, lease, secret, is_host, say)
 
@@ -303,7 +303,6 @@ def _etcd_home(endpoint: Endpoint, run_id: str, lease: float, options: Mapping[s
     first = endpoint.hosts[0]
     return FixedHome(
         store,
-        patience=lease,
         towards=(first.host, first.port),
         clear=lambda store: store.delete_prefix(),
     )

@@ -23,11 +23,12 @@ from rallypoint.errors import (
     RendezvousTimeout,
 )
 
-from . import protocol
+from . import operations, plan as plans, protocol
 from .api import Member, RendezvousHandler, RendezvousInfo
+from .fields import Moved
 from .home import Home, LastRound
 from .liveness import Loss, Neighbour, Pulse, WatchPost
-from .protocol import Closed, Joined, Moved, Node, RankTaken, TimedOut, Timing
+from .protocol import Closed, Joined, Node, RankTaken, TimedOut, Timing
 from .quorum import Settings
 from .record_store import RecordStore
 from .records import Codec
@@ -398,9 +399,9 @@ class DynamicRendezvous(RendezvousHandler):
         (head,) = records.look(["head"])
         if recovery.moved or head is None:
             # The place is empty: what the next round needs to know of the last one is put there.
-            plan = protocol.seeded(self._plan)
+            plan = plans.seeded(self._plan)
             if self._ids:
-                records.write(protocol.ids_key(generation, plan), {"ids": list(self._ids)})
+                records.write(plans.ids_key(generation, plan), {"ids": list(self._ids)})
             records.claim(f"{generation}/plan", plan)
             if head is None or head.get("generation", 0) <= generation:
                 records.write("head", {"generation": generation + 1})
@@ -425,34 +426,34 @@ class DynamicRendezvous(RendezvousHandler):
             result = self._carry_out(records, operation)
             answer = (MONOTONIC.now(), result)
 
-    def _carry_out(self, records: RecordStore, operation: protocol.Operation) -> Any:
+    def _carry_out(self, records: RecordStore, operation: operations.Operation) -> Any:
         match operation:
-            case protocol.Claim(key, body):
+            case operations.Claim(key, body):
                 return records.claim(key, body)
-            case protocol.Increment(key):
+            case operations.Increment(key):
                 return records.increment(key)
-            case protocol.Write(key, body):
+            case operations.Write(key, body):
                 return records.write(key, body)
-            case protocol.Await(key, timeout):
+            case operations.Await(key, timeout):
                 answer = records.wait(key, timeout)
                 self._note_plan(key, answer)
                 return answer
-            case protocol.Look(keys):
+            case operations.Look(keys):
                 bodies = records.look(keys)
                 for name, found in zip(keys, bodies, strict=True):
                     self._note_plan(name, found)
                 return bodies
-            case protocol.Count(key):
+            case operations.Count(key):
                 return records.count(key)
-            case protocol.Delete(key):
+            case operations.Delete(key):
                 return records.delete(key)
-            case protocol.Gone():
+            case operations.Gone():
                 with self._lock:
                     return frozenset(self._gone)
-            case protocol.Beat():
+            case operations.Beat():
                 self._start_pulse(records)
                 return None
-            case protocol.Tell(text):
+            case operations.Tell(text):
                 return self._say(text)
             case _:
                 assert_never(operation)
@@ -526,11 +527,11 @@ class DynamicRendezvous(RendezvousHandler):
             self._dead.clear()
             self._lost_here.clear()
             self._ids = ()
-        if joined.rank < protocol.NUM_STANDBYS:
+        if joined.rank < plans.NUM_STANDBYS:
             # Who may have to serve the store, or to lead, knows all members by their ids.
-            (record,) = records.look([protocol.ids_key(generation, plan)])
+            (record,) = records.look([plans.ids_key(generation, plan)])
             with self._lock:
-                self._ids = protocol.ids_in(record)
+                self._ids = plans.ids_in(record)
         self._watch(records, generation, joined.rank, order)
         members = Members(records, generation, order)
         store = records.store

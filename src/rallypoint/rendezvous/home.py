@@ -91,7 +91,6 @@ class FixedHome:
 
     Args:
         open_store: makes a connection.
-        patience: seconds to try again once it was lost; longer than that and others count us as lost.
         towards: a host and port that all nodes reach, or None.
         clear: removes all that the job has left, over a connection.
     """
@@ -103,13 +102,11 @@ class FixedHome:
         self,
         open_store: Callable[[], Store],
         *,
-        patience: float,
         towards: tuple[str, int] | None = None,
         clear: Callable[[Any], None] | None = None,
     ) -> None:
         self._open = open_store
         self._clear = clear
-        self._patience = patience
         self._towards = towards
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:

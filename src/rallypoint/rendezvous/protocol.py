@@ -18,7 +18,7 @@ died while it waited is in no plan. So only the leader and the members of a roun
 
 An answer can be lost though the operation took effect; then the node starts the round anew and takes another
 slot. If the plan has it under an earlier one, it finds itself by its id. When the store is lost and an
-empty one takes its place, survivors put the last plan there (:func:`seeded`); its slots are the old store's,
+empty one takes its place, survivors put the last plan there (:func:`.plan.seeded`); its slots are the old store's,
 so there, too, ids tell. What somebody else destroys (a record, a counter) those that wait put back.
 
 A node that joins needs five operations (call, slot, record, plan, and deleting its record of the last
@@ -30,85 +30,27 @@ operations out is :mod:`rallypoint.rendezvous.dynamic`; the tests interleave man
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from . import fields, plan as plans
+from .fields import Moved
 from .lease import Leases
+from .operations import (
+    Await,
+    Beat,
+    Claim,
+    Count,
+    Delete,
+    Gone,
+    Increment,
+    Look,
+    Steps,
+    Tell,
+    Write,
+)
 from .quorum import Arrival, Close, NotYet, Settings, Standing, decide
-
-
-# -- operations: what the shell is asked to do ----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Put a record if there is none; the result is the body that stands there now."""
-
-    key: str
-    body: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Increment:
-    """Add 1 to a counter; the result is the sum."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    key: str
-    body: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """Wait for a record; the result is its body, or None after ``timeout`` seconds."""
-
-    key: str
-    timeout: float
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The bodies of several records as they are now, None where there is none (or none that counts)."""
-
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A counter's value, 0 if there is none."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The ids of nodes that this node knows to be lost or to have left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """Others rely on this node from now on: it beats (:mod:`.liveness`), if it does not yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Tell the person at the terminal."""
-
-    text: str
-
-
-Operation = Claim | Increment | Write | Await | Look | Count | Delete | Gone | Beat | Tell
-Steps = Generator[Operation, tuple[float, Any], Any]
 
 
 # -- what a node knows, and what comes out --------------------------------------------------------
@@ -184,14 +126,6 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """The job's store is elsewhere now: the others meet there."""
-
-    addr: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
 class RankTaken:
     """Another node was given the same rank."""
 
@@ -201,14 +135,10 @@ class RankTaken:
 
 Outcome = Joined | TimedOut | Closed | Moved | RankTaken
 
-# How many nodes at the head of a plan say where they could serve the store.
-NUM_STANDBYS = 16
 # How many of the first arrivals look after the leader closely; the others at each lease.
 NUM_DEPUTIES = 3
 # Rank 0 is silent for so many leases before one that waits opens a round by itself.
 LEASES_TO_OPEN = 3
-# Host names and labels are cut to this.
-MAX_NAME = 255
 
 
 def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
@@ -260,7 +190,7 @@ def _find_round(node: Node) -> Steps:
     Or, third, that this node is a member of the running round and did not hear of it.
     """
     (_, (head,)) = yield Look(("head",))
-    generation = _generation(head)
+    generation = fields.generation(head)
     while True:
         keys = (f"{generation}/plan", f"{generation}/call")
         (_, (plan, call)) = yield Look(keys)
@@ -278,8 +208,8 @@ def _wait_for_call(generation: int, settings: Settings, timing: Timing) -> Steps
     """Wait until the round is opened. Returns an outcome, or None: take part."""
     yield Increment(f"{generation}/waiting")
     (now, (plan,)) = yield Look((f"{generation - 1}/plan",))
-    first = _id(_first(plan).get("id"))
-    if count := len(_order(plan or {})):
+    first = fields.node_id(plans.first(plan).get("id"))
+    if count := len(plans.order(plan or {})):
         full = count >= settings.max_nodes
         why = "as a spare until one is lost" if full else "to be admitted"
         yield Tell(f"the job is running with {count} nodes; waiting {why}")
@@ -293,9 +223,9 @@ def _wait_for_call(generation: int, settings: Settings, timing: Timing) -> Steps
         )
         if closed is not None:
             return Closed(str(closed.get("closed")))
-        if (place := _moved(moved, _generation(head))) is not None:
+        if (place := fields.moved(moved, fields.generation(head))) is not None:
             return place
-        if leases.observe(now, {0: _beat_number(beat)}):
+        if leases.observe(now, {0: fields.beat_number(beat)}):
             yield Tell("no node of the running round is heard of: opening the next one")
             return None
 
@@ -320,7 +250,7 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
         "facts": node.facts,
     }
     slot = yield from _arrive(generation, record)
-    term, leader = 0, _id(call.get("leader"))
+    term, leader = 0, fields.node_id(call.get("leader"))
     while True:
         if leader == node.node_id:
             steps = _lead(node, generation, slot, record, settings, timing, give_up)
@@ -334,7 +264,7 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
                 (now, held) = yield Claim(
                     f"{generation}/leader/{term + 1}", {"leader": node.node_id}
                 )
-                term, leader = term + 1, _id(held.get("leader"))
+                term, leader = term + 1, fields.node_id(held.get("leader"))
             case _:
                 break
     if node.generation is not None and node.slot >= 0 and "closed" not in plan:
@@ -370,13 +300,13 @@ def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> S
     """What a plan means for the node in ``slot``."""
     if "closed" in plan:
         return Closed(str(plan["closed"]))
-    if (moved := _moved(plan.get("moved"), -1)) is not None:
+    if (moved := fields.moved(plan.get("moved"), -1)) is not None:
         return moved
     if "void" in plan:
-        return _Void(max(generation + 1, _number(plan["void"])))
+        return _Void(max(generation + 1, fields.number(plan["void"])))
     if "over" in plan:
         return _Over()
-    order = _order(plan)
+    order = plans.order(plan)
     if slot in order and "seeded" not in plan:
         return Joined(generation=generation, rank=order.index(slot), slot=slot, plan=plan)
     joined = yield from _by_id(node, generation, plan)
@@ -385,11 +315,11 @@ def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> S
 
 def _by_id(node: Node, generation: int, plan: Mapping[str, Any]) -> Steps:
     """This node's place in a plan that was made from an earlier record of it, or in another store."""
-    order = _order(plan)
+    order = plans.order(plan)
     if not order:
         return None
-    (_, (record,)) = yield Look((ids_key(generation, plan),))
-    ids = ids_in(record)
+    (_, (record,)) = yield Look((plans.ids_key(generation, plan),))
+    ids = plans.ids_in(record)
     if node.node_id not in ids or len(ids) != len(order):
         return None
     rank = ids.index(node.node_id)
@@ -427,9 +357,9 @@ def _follow(
             return plan, slot
         keys = (f"beat/{leader}", f"{generation}/leader/{term + 1}", "head")
         (now, (beat, successor, head)) = yield Look(keys)
-        if _generation(head) > generation:
+        if fields.generation(head) > generation:
             # The plan stands before the head goes on: so it is there by now, or somebody destroyed it.
-            (_, plan) = yield Claim(f"{generation}/plan", {"void": _generation(head)})
+            (_, plan) = yield Claim(f"{generation}/plan", {"void": fields.generation(head)})
             return plan, slot
         slot = yield from _stay(generation, slot, record)
         (now, gone) = yield Gone()
@@ -437,8 +367,8 @@ def _follow(
         if now > give_up + timing.lease:
             arrived = yield from _hosts(generation)
             return TimedOut(generation, arrived, "no plan was made"), slot
-        lost = leases.observe(now, {0: _beat_number(beat)})
-        if lost or successor is not None or leader in gone or _has_left(beat):
+        lost = leases.observe(now, {0: fields.beat_number(beat)})
+        if lost or successor is not None or leader in gone or fields.has_left(beat):
             return _NextTerm(), slot
 
 
@@ -478,19 +408,19 @@ def _lead(
         (plan, head, closed, moved), found = found[:4], found[4:]
         if plan is not None:
             return plan, slot  # another leader's, or our own and the answer was lost
-        if _moved(moved, _generation(head)) is not None:
+        if fields.moved(moved, fields.generation(head)) is not None:
             (_, plan) = yield Claim(f"{generation}/plan", {"moved": moved})
             return plan, slot
         if closed is not None:
             (_, plan) = yield Claim(f"{generation}/plan", {"closed": closed.get("closed")})
             return plan, slot
-        if _generation(head) > generation:
-            (_, plan) = yield Claim(f"{generation}/plan", {"void": _generation(head)})
+        if fields.generation(head) > generation:
+            (_, plan) = yield Claim(f"{generation}/plan", {"void": fields.generation(head)})
             return plan, slot
         for each, body in zip(fresh, found, strict=True):
             if body is not None:
                 records[each] = body
-                if (arrival := _arrival(each, body)) is not None:
+                if (arrival := plans.arrival(each, body)) is not None:
                     arrivals[each] = arrival
         if slot not in arrivals or arrivals[slot].node_id != node.node_id:
             slot = yield from _stay(generation, slot, record)
@@ -500,12 +430,12 @@ def _lead(
         missing = sorted(members - here)
         if missing:
             (now, beats) = yield Look(tuple(f"beat/{each}" for each in missing))
-            numbers = {index: _beat_number(beat) for index, beat in enumerate(beats)}
+            numbers = {index: fields.beat_number(beat) for index, beat in enumerate(beats)}
             watched = dict(zip(missing, numbers.items(), strict=True))
             lost = leases.observe(now, {each: number for each, (_, number) in watched.items()})
             silent.update(lost)
             silent.update(
-                each for each, beat in zip(missing, beats, strict=True) if _has_left(beat)
+                each for each, beat in zip(missing, beats, strict=True) if fields.has_left(beat)
             )
         (now, gone) = yield Gone()
         # Who has arrived is not gone, whatever was thought of it: its record is younger than the call.
@@ -525,9 +455,9 @@ def _lead(
             case Close(order, spares, _reason):
                 ids = [arrivals[slot].node_id for slot in order]
                 # A slot is taken once: no second attempt of this node writes under the same name.
-                plan = _plan(f"{node.node_id}.{slot}", generation, order, spares, records)
-                yield Write(ids_key(generation, plan), {"ids": ids})
-                plan["restarts"] = _restarts(
+                plan = plans.make(f"{node.node_id}.{slot}", generation, order, spares, records)
+                yield Write(plans.ids_key(generation, plan), {"ids": ids})
+                plan["restarts"] = plans.restarts(
                     [records[slot] for slot in order], whole=not members - here
                 )
                 (_, held) = yield Claim(f"{generation}/plan", plan)
@@ -565,37 +495,8 @@ def _members_of_last_round(generation: int) -> Steps:
     (_, (plan,)) = yield Look((f"{generation - 1}/plan",))
     if plan is None or "by" not in plan:
         return frozenset()
-    (_, (record,)) = yield Look((ids_key(generation - 1, plan),))
-    return frozenset(ids_in(record))
-
-
-def _restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
-    """How much of the job's restart budget is used, with this round.
-
-    A failure is charged; a node that came or went is not. A failure that may be no more than the echo of
-    a lost node is charged if all of the last round are here (``whole``): then nobody was lost. Who was no
-    member of the last round knows nothing of its end: what befell it in an earlier one is settled.
-    """
-    used = max((_number(_facts(each).get("restarts", 0)) for each in records), default=0)
-    verdicts = {
-        _facts(each).get("verdict") for each in records if isinstance(each.get("last_rank"), int)
-    }
-    return used + int("failed" in verdicts or ("suspect" in verdicts and whole))
-
-
-def ids_key(generation: int, plan: Mapping[str, Any]) -> str:
-    """Where the ids of a plan's members stand, by rank: few need them, so they are no part of the plan."""
-    return f"{generation}/ids/{plan.get('by')}"
-
-
-def ids_in(record: Mapping[str, Any] | None) -> tuple[str, ...]:
-    ids = [] if record is None else record.get("ids")
-    return tuple(_id(each) for each in ids) if isinstance(ids, list) else ()
-
-
-def seeded(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A plan as it is put into an empty store: whoever reads it there looks for its own id, not its slot."""
-    return plan if "seeded" in plan else {**plan, "by": f"{plan.get('by')}+", "seeded": True}
+    (_, (record,)) = yield Look((plans.ids_key(generation - 1, plan),))
+    return frozenset(plans.ids_in(record))
 
 
 def _clear(generation: int) -> Steps:
@@ -605,7 +506,7 @@ def _clear(generation: int) -> Steps:
     (_, (plan,)) = yield Look((f"{generation}/plan",))
     if plan is None or "over" in plan:
         return
-    yield Delete(ids_key(generation, plan))
+    yield Delete(plans.ids_key(generation, plan))
     for name in ("call", "arrivals", "waiting"):
         yield Delete(f"{generation}/{name}")
     yield Write(f"{generation}/plan", {"over": True})
@@ -616,107 +517,3 @@ def _hosts(generation: int) -> Steps:
     (_, filled) = yield Count(f"{generation}/arrivals")
     (_, found) = yield Look(tuple(f"{generation}/node/{slot}" for slot in range(min(filled, 4096))))
     return tuple(str(record.get("host")) for record in found if record is not None)
-
-
-def _arrival(slot: int, record: Mapping[str, Any]) -> Arrival | None:
-    """A record as an arrival; None if it makes no sense."""
-    node_id, host = _id(record.get("id")), record.get("host")
-    last_rank, given_rank = record.get("last_rank"), record.get("given_rank")
-    if not node_id:
-        return None
-    return Arrival(
-        slot=slot,
-        node_id=node_id,
-        host=str(host)[:MAX_NAME],
-        label=str(record.get("label", ""))[:MAX_NAME],
-        last_rank=last_rank if isinstance(last_rank, int) else None,
-        given_rank=given_rank if isinstance(given_rank, int) else None,
-    )
-
-
-def _plan(
-    by: str,
-    generation: int,
-    order: Sequence[int],
-    spares: Sequence[int],
-    records: Mapping[int, Mapping[str, Any]],
-) -> dict[str, Any]:
-    """What everybody is told. Small: every node reads it."""
-    facts = [_facts(records[slot]) for slot in order]
-    workers = [_number(each.get("workers", 1)) for each in facts]
-    return {
-        "by": by,
-        "generation": generation,
-        "order": list(order),
-        "spares": list(spares),
-        "store": next(
-            (
-                _id(each.get("id"))
-                for each in records.values()
-                if _facts(each).get("serves") is True
-            ),
-            "",
-        ),
-        "first": {key: records[order[0]].get(key) for key in ("id", "host", "facts")},
-        "workers": [[count, len(list(run))] for count, run in itertools.groupby(workers)],
-        "standbys": [
-            {"rank": rank, "id": records[slot].get("id"), **_standby(records[slot])}
-            for rank, slot in enumerate(order[:NUM_STANDBYS])
-        ],
-    }
-
-
-def _first(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What a plan tells about its rank 0."""
-    first = None if plan is None else plan.get("first")
-    return first if isinstance(first, dict) else {}
-
-
-def _facts(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    facts = record.get("facts")
-    return facts if isinstance(facts, dict) else {}
-
-
-def _standby(record: Mapping[str, Any]) -> dict[str, Any]:
-    standby = _facts(record).get("standby")
-    return standby if isinstance(standby, dict) else {}
-
-
-def _number(value: object) -> int:
-    return value if isinstance(value, int) and 0 <= value < 2**62 else 0
-
-
-def _id(value: object) -> str:
-    """A node's id, empty if it is none: it becomes part of a key."""
-    good = isinstance(value, str) and value.isascii() and value.isalnum() and len(value) <= MAX_NAME
-    return str(value) if good else ""
-
-
-def _order(plan: Mapping[str, Any]) -> list[int]:
-    order = plan.get("order")
-    return order if isinstance(order, list) else []
-
-
-def _generation(head: Mapping[str, Any] | None) -> int:
-    return 0 if head is None else _number(head.get("generation"))
-
-
-def _moved(note: object, head: int) -> Moved | None:
-    """Where the store is now; None if the note does not say, or says less than this store knows itself.
-
-    Two places may lead to each other for a while, when a broken network heals. The one that has seen more
-    rounds is right.
-    """
-    if not isinstance(note, dict) or _number(note.get("generation")) <= head:
-        return None
-    addr, port = note.get("addr"), _number(note.get("port"))
-    good = isinstance(addr, str) and addr and 0 < port < 65536
-    return Moved(str(addr), port) if good else None
-
-
-def _beat_number(beat: Mapping[str, Any] | None) -> int:
-    return -1 if beat is None else _number(beat.get("beat"))
-
-
-def _has_left(beat: Mapping[str, Any] | None) -> bool:
-    return beat is not None and beat.get("left") is True

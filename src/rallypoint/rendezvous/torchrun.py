@@ -46,7 +46,7 @@ from rallypoint.errors import (
     RendezvousTimeout,
 )
 
-from . import protocol
+from . import plan as plans
 from .api import RendezvousInfo
 from .dynamic import Listener
 from .lease import Leases
@@ -219,8 +219,8 @@ class Rounds:
         generation = plan.get("generation")
         if not isinstance(generation, int):
             return
-        (record,) = records.look([protocol.ids_key(generation, plan)])
-        here = [each for rank, each in enumerate(protocol.ids_in(record)) if rank != self._rank]
+        (record,) = records.look([plans.ids_key(generation, plan)])
+        here = [each for rank, each in enumerate(plans.ids_in(record)) if rank != self._rank]
         leases: Leases[str] = Leases(LEASES_TO_FINISH * self.handler.lease)
         deadline, pause, said = Deadline(seconds), 0.02, Deadline(self.handler.lease)
         told = False

@@ -1,0 +1,59 @@
+"""Fields of records, read with suspicion: another program, or another version, may have written them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+# Host names and labels are cut to this.
+MAX_NAME = 255
+
+
+def facts_in(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    facts = record.get("facts")
+    return facts if isinstance(facts, dict) else {}
+
+
+def number(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value < 2**62 else 0
+
+
+def node_id(value: object) -> str:
+    """A node's id, empty if it is none: it becomes part of a key."""
+    good = isinstance(value, str) and value.isascii() and value.isalnum() and len(value) <= MAX_NAME
+    return str(value) if good else ""
+
+
+def generation(head: Mapping[str, Any] | None) -> int:
+    return 0 if head is None else number(head.get("generation"))
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The job's store is elsewhere now: the others meet there."""
+
+    addr: str
+    port: int
+
+
+def moved(note: object, head: int) -> Moved | None:
+    """Where the store is now; None if the note does not say, or says less than this store knows itself.
+
+    Two places may lead to each other for a while, when a broken network heals. The one that has seen more
+    rounds is right.
+    """
+    if not isinstance(note, dict) or number(note.get("generation")) <= head:
+        return None
+    addr, port = note.get("addr"), number(note.get("port"))
+    good = isinstance(addr, str) and addr and 0 < port < 65536
+    return Moved(str(addr), port) if good else None
+
+
+def beat_number(beat: Mapping[str, Any] | None) -> int:
+    return -1 if beat is None else number(beat.get("beat"))
+
+
+def has_left(beat: Mapping[str, Any] | None) -> bool:
+    return beat is not None and beat.get("left") is True

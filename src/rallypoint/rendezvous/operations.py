@@ -1,0 +1,80 @@
+"""What the protocol asks its shell to do, one operation at a time.
+
+:mod:`.protocol` yields them and is sent ``(now, result)``; :mod:`.dynamic` carries them out on a store, the tests
+on a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Put a record if there is none; the result is the body that stands there now."""
+
+    key: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """Add 1 to a counter; the result is the sum."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    key: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait for a record; the result is its body, or None after ``timeout`` seconds."""
+
+    key: str
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The bodies of several records as they are now, None where there is none (or none that counts)."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A counter's value, 0 if there is none."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The ids of nodes that this node knows to be lost or to have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Others rely on this node from now on: it beats (:mod:`.liveness`), if it does not yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell the person at the terminal."""
+
+    text: str
+
+
+Operation = Claim | Increment | Write | Await | Look | Count | Delete | Gone | Beat | Tell
+Steps = Generator[Operation, tuple[float, Any], Any]

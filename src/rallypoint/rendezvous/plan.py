@@ -1,0 +1,111 @@
+"""A round's plan: made from the records of those that have arrived, and read by all that are in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import fields
+from .quorum import Arrival
+
+
+# How many nodes at the head of a plan say where they could serve the store.
+NUM_STANDBYS = 16
+
+
+def make(
+    by: str,
+    generation: int,
+    order: Sequence[int],
+    spares: Sequence[int],
+    records: Mapping[int, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What everybody is told. Small: every node reads it."""
+    facts = [fields.facts_in(records[slot]) for slot in order]
+    workers = [fields.number(each.get("workers", 1)) for each in facts]
+    return {
+        "by": by,
+        "generation": generation,
+        "order": list(order),
+        "spares": list(spares),
+        "store": next(
+            (
+                fields.node_id(each.get("id"))
+                for each in records.values()
+                if fields.facts_in(each).get("serves") is True
+            ),
+            "",
+        ),
+        "first": {key: records[order[0]].get(key) for key in ("id", "host", "facts")},
+        "workers": [[count, len(list(run))] for count, run in itertools.groupby(workers)],
+        "standbys": [
+            {"rank": rank, "id": records[slot].get("id"), **_standby(records[slot])}
+            for rank, slot in enumerate(order[:NUM_STANDBYS])
+        ],
+    }
+
+
+def _standby(record: Mapping[str, Any]) -> dict[str, Any]:
+    standby = fields.facts_in(record).get("standby")
+    return standby if isinstance(standby, dict) else {}
+
+
+def first(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What a plan tells about its rank 0."""
+    first = None if plan is None else plan.get("first")
+    return first if isinstance(first, dict) else {}
+
+
+def order(plan: Mapping[str, Any]) -> list[int]:
+    order = plan.get("order")
+    return order if isinstance(order, list) else []
+
+
+def arrival(slot: int, record: Mapping[str, Any]) -> Arrival | None:
+    """A record as an arrival; None if it makes no sense."""
+    node_id, host = fields.node_id(record.get("id")), record.get("host")
+    last_rank, given_rank = record.get("last_rank"), record.get("given_rank")
+    if not node_id:
+        return None
+    return Arrival(
+        slot=slot,
+        node_id=node_id,
+        host=str(host)[: fields.MAX_NAME],
+        label=str(record.get("label", ""))[: fields.MAX_NAME],
+        last_rank=last_rank if isinstance(last_rank, int) else None,
+        given_rank=given_rank if isinstance(given_rank, int) else None,
+    )
+
+
+def restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
+    """How much of the job's restart budget is used, with this round.
+
+    A failure is charged; a node that came or went is not. A failure that may be no more than the echo of
+    a lost node is charged if all of the last round are here (``whole``): then nobody was lost. Who was no
+    member of the last round knows nothing of its end: what befell it in an earlier one is settled.
+    """
+    used = max(
+        (fields.number(fields.facts_in(each).get("restarts", 0)) for each in records), default=0
+    )
+    verdicts = {
+        fields.facts_in(each).get("verdict")
+        for each in records
+        if isinstance(each.get("last_rank"), int)
+    }
+    return used + int("failed" in verdicts or ("suspect" in verdicts and whole))
+
+
+def ids_key(generation: int, plan: Mapping[str, Any]) -> str:
+    """Where the ids of a plan's members stand, by rank: few need them, so they are no part of the plan."""
+    return f"{generation}/ids/{plan.get('by')}"
+
+
+def ids_in(record: Mapping[str, Any] | None) -> tuple[str, ...]:
+    ids = [] if record is None else record.get("ids")
+    return tuple(fields.node_id(each) for each in ids) if isinstance(ids, list) else ()
+
+
+def seeded(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A plan as it is put into an empty store: whoever reads it there looks for its own id, not its slot."""
+    return plan if "seeded" in plan else {**plan, "by": f"{plan.get('by')}+", "seeded": True}
