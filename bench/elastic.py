@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 from hosts import Network, address, available, processes_with
-from jobs import RALLY, TORCHRUN, Progress, machine, spread
+from jobs import RALLY, TORCHRUN, Progress, machine, publish, spread
 
 
 HOSTS = 4
@@ -509,14 +509,7 @@ def main() -> int:
     progress.close()
     result |= found
     result["targets"] = targets(found["rally"])
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n")
-    missed = [row["what"] for row in result["targets"] if row["holds"] is False]
-    for what in missed:
-        print(f"missed: {what}", file=sys.stderr)
+    missed = publish(result, args.output)
     return 1 if missed else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import re
@@ -64,6 +65,19 @@ def ratio(a: dict[str, Any], b: dict[str, Any]) -> float | None:
     if not a.get("median") or not b.get("median"):
         return None
     return round(a["median"] / b["median"], 3)
+
+
+def publish(result: dict[str, Any], output: Path | None) -> int:
+    """Print the document, write it where it is wanted; how many of its promises do not hold, each named on stderr."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n")
+    missed = [row["what"] for row in result.get("targets", ()) if row["holds"] is False]
+    for what in missed:
+        print(f"missed: {what}", file=sys.stderr)
+    return len(missed)
 
 
 class Progress:

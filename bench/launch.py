@@ -10,7 +10,6 @@ them. Every process is started by its console command, as a person would. See be
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs import RALLY, TORCHRUN, Progress, adopt_orphans, job, machine, ratio, spread
+from jobs import RALLY, TORCHRUN, Progress, adopt_orphans, job, machine, publish, ratio, spread
 
 
 # One script for all measurements. Times are on CLOCK_MONOTONIC, which all processes share.
@@ -357,18 +356,11 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     result["targets"] = targets(result)
 
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n")
+    publish(result, args.output)
     if args.plot:
         from plot_launch import plot
 
         plot(result, args.plot)
-    missed = [row["what"] for row in result["targets"] if row["holds"] is False]
-    for what in missed:
-        print(f"missed: {what}", file=sys.stderr)
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import multiprocessing
 import os
 import resource
@@ -37,7 +36,7 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch.distributed as dist
-from jobs import Progress, machine, ratio, spread
+from jobs import Progress, machine, publish, ratio, spread
 from torch.distributed.elastic.rendezvous import RendezvousParameters as TorchParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
@@ -797,18 +796,11 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     result["targets"] = targets(result["rounds"])
 
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n")
+    publish(result, args.output)
     if args.plot:
         from plot_rendezvous import plot as draw
 
         draw(result, args.plot)
-    missed = [row["what"] for row in result["targets"] if row["holds"] is False]
-    for what in missed:
-        print(f"missed: {what}", file=sys.stderr)
     return 0
 
 

@@ -12,7 +12,6 @@ process of it may be left. The exit code is 1 if anything failed. See bench/READ
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -25,7 +24,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import RALLY, Job, Progress, adopt_orphans, children, command_line, job, machine, spread
+from jobs import (
+    RALLY,
+    Job,
+    Progress,
+    adopt_orphans,
+    children,
+    command_line,
+    job,
+    machine,
+    publish,
+    spread,
+)
 
 
 GONE_WITHIN = 2.0
@@ -284,11 +294,7 @@ def main() -> int:
         "failures": failures,
     }
 
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n")
+    publish(result, args.output)
     return 1 if result["kills"]["failures"] or failures else 0
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 from hosts import Network, address, available, processes_with
-from jobs import RALLY, Progress, machine, spread
+from jobs import RALLY, Progress, machine, publish, spread
 
 
 HOSTS = 4
@@ -374,10 +374,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - started, 1),
         **result,
     }
-    text = json.dumps(document, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    publish(document, args.output)
     return 0 if result["passed"] else 1
 
 
