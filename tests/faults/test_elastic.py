@@ -343,6 +343,24 @@ def start_local(local: Cluster, count: int, *flags: str) -> str:
     return endpoint
 
 
+def test_the_stores_host_follows_those_who_lost_it_for_a_while(local: Cluster) -> None:
+    # Its supervisor stands still and wakes up; its own workers notice nothing, and nor does it.
+    flags = words("3:3", "--max-restarts", "3")
+    endpoint = f"127.0.0.1:{free_port()}"
+    for index in range(3):
+        apart = {"ELASTIC_APART": "1"}
+        local.start(f"n{index}", *flags, "--rdzv-endpoint", endpoint, env=apart)
+    first = local.formed(3)
+    server = next(node for node in local.nodes if listens(node, endpoint))
+    server.signal(signal.SIGSTOP)
+    time.sleep(LEASE + 0.6)
+    at = server.signal(signal.SIGCONT)
+    second = local.formed(3, after=first.generation)
+    assert second.restarts == 0
+    local.measure("the store's host woke up, all begin anew", second.at - at)
+    finish(local, "n0", "n1", "n2")
+
+
 @pytest.mark.long
 def test_a_slow_line_is_no_death_and_a_stalled_one_is(local: Cluster) -> None:
     # The default lease: it must bear a third of a second in each direction.

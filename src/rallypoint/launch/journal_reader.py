@@ -53,6 +53,9 @@ class Follower(Protocol):
     def heed(self, current: Round, entry: Mapping[str, Any]) -> None:
         """An entry of this generation."""
 
+    def heed_next_round(self, current: Round) -> None:
+        """The next one has been called; told again as long as it is."""
+
     def heed_as_keeper(self, current: Round, entry: Mapping[str, Any]) -> None:
         """An entry of a later one, which goes on without us."""
 
@@ -94,7 +97,10 @@ class JournalReader:
         journal = Journal(self._records, self._round.generation)
         try:
             while not self._ended.is_set() and not self._round.keeps:
-                self._heed(journal.next(self._lease))
+                entry = journal.next(self._lease)
+                if entry is None:
+                    self._look_ahead()
+                self._heed(entry)
             self._keep(journal)
         except RendezvousConnectionError as error:
             if not self._ended.is_set():
@@ -109,6 +115,12 @@ class JournalReader:
             node = entry.get("node")
             self.first_failure = node if isinstance(node, int) else None
         self._follower.heed(self._round, entry)
+
+    def _look_ahead(self) -> None:
+        """Whoever lost the store for a while may have gone into the next round without a word here."""
+        call = self.look(f"{self._round.generation + 1}/call")
+        if call is not None and "closed" not in call and not self._ended.is_set():
+            self._follower.heed_next_round(self._round)
 
     def _keep(self, journal: Journal) -> None:
         """Our workers are done, and the others need our store: follow them through whatever rounds they need."""

@@ -461,6 +461,10 @@ class PeerNodes:
     def _find_store(self) -> None:
         assert self._rendezvous is not None
         self._rendezvous.find_store()
+        current = self._round
+        current.unheard = False
+        # Where it is the same store, and only we had lost it, the others must follow us into the next round.
+        self._append("parted", current.generation)
 
     def heed(self, current: Round, entry: Mapping[str, Any]) -> None:
         """Take an entry of the journal in (the reader's thread)."""
@@ -478,6 +482,9 @@ class PeerNodes:
                 self._heed_lost(current, entry)
             case "waiting":
                 self._post(PeerEvent("waiting", node, generation))
+            case "parted" if not own:
+                reason = f"node {node} has lost its connection to the job's store"
+                self._post(PeerEvent("lost", node, generation, reason=reason))
             case "leaving" if not own:
                 assert self._rendezvous is not None
                 self._rendezvous.note_gone(node, certain=True)
@@ -519,6 +526,12 @@ class PeerNodes:
         if body is not None:
             with self._lock:
                 self._reports = failures_from_json(body["failures"])
+
+    def heed_next_round(self, current: Round) -> None:
+        """Others are in it already, and what they may have said of it never came (the reader's thread)."""
+        if self._config.elastic and not self._joining:
+            reason = "the others have begun the next round"
+            self._post(PeerEvent("lost", -1, current.generation, reason=reason))
 
     def heed_as_keeper(self, current: Round, entry: Mapping[str, Any]) -> None:
         """An entry of a later round, which goes on without us (the reader's thread)."""
