@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_core": set(),
     "rendezvous": {"_core"},
     "launch": {"_core", "rendezvous"},
+    "parallel": {"_core"},
 }
 # Within launch: folder -> folders of launch it may import.
 LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
@@ -57,6 +58,7 @@ SANS_IO = {
     "rendezvous/quorum.py",
     "rendezvous/records.py",
     "rendezvous/ordering.py",
+    "parallel/layout.py",
 }
 IO_MODULES = {
     "asyncio",
