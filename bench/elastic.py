@@ -403,8 +403,8 @@ STRIKES: dict[str, tuple[Strike, int]] = {
     "store's host: all processes stopped": (stop_store_host, 5),
 }
 SCALE_UP, SCALE_UPS = "scale-up 2 to 3 to 4", 20
-# torchrun is asked twice for what it can hardly do: each failure takes a minute.
-TORCH_TRIALS = 2
+# torchrun is asked once for what it can hardly do: each failure takes a minute.
+TORCH_TRIALS = 1
 TORCH_STRIKES = ("worker killed", "supervisor killed", "store's host: supervisor killed")
 
 
