@@ -471,6 +471,8 @@ def main() -> int:
     if not available():
         print("needs root and iproute2 for network namespaces", file=sys.stderr)
         return 2
+    # In the background of a script Ctrl-C is ignored, and so would it be by the launchers.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def trials(default: int) -> int:
         return 1 if args.quick else args.trials or default
