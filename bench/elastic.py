@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 from hosts import Network, address, available, processes_with
-from jobs import RALLY, TORCHRUN, Progress, machine, publish, spread
+from jobs import BIN, RALLY, TORCHRUN, Progress, machine, publish, spread
 
 
 HOSTS = 4
@@ -315,7 +315,7 @@ class Result:
         return {
             "trials": self.trials,
             "succeeded": self.trials - len(self.failed),
-            "failures": [text[-3000:] for text in self.failed[:2]],
+            "failures": [text.replace(f"{BIN.parent}/", "")[-3000:] for text in self.failed[:2]],
             "until_known_on_every_host_s": spread(self.known),
             "first_known_to_training_s": spread(self.known_to_training),
             "until_training_s": spread(self.training),
