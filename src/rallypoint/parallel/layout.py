@@ -54,10 +54,11 @@ class ParallelLayout:
         if self.dp is None:
             object.__setattr__(self, "dp", 1 if -1 in (self.pp, self.cp, self.tp) else -1)
         degrees = self._degrees()
-        for axis, degree in {**degrees, "ep": self.ep}.items():
+        every: dict[str, object] = {**degrees, "ep": self.ep}
+        for axis, degree in every.items():
             # True is an int to Python, and a mistake here.
-            good = isinstance(degree, int) and not isinstance(degree, bool)
-            if not good or (degree < 1 and degree != -1):
+            whole = isinstance(degree, int) and not isinstance(degree, bool)
+            if not whole or (degree != -1 and degree < 1):  # type: ignore[operator]  # it is an int
                 raise ConfigError(
                     axis, degree, "expected a whole number, 1 or more, or -1 for the rest"
                 )
@@ -94,8 +95,7 @@ class ParallelLayout:
             raise ConfigError("world_size", world_size, *_misfit(world_size, given, rest is None))
         if rest is not None:
             degrees[rest] = world_size // product
-        found = replace(self, **degrees)
-        return replace(found, ep=found.dp) if self.ep == -1 else found
+        return replace(self, **degrees, ep=degrees["dp"] if self.ep == -1 else self.ep)
 
     @property
     def resolved(self) -> bool:
@@ -209,8 +209,7 @@ def _misfit(world_size: int, given: Mapping[str, int], exact: bool) -> tuple[str
         if world_size < 1 or world_size % others:
             continue
         fitting = [world_size // others] if exact else _divisors(world_size // others)
-        if degree in used or not exact or fitting[0] > 1:
-            ways.append(f"{axis} of {_listed(fitting)}")
+        ways.append(f"{axis} of {_listed(fitting)}")
     return f"{wanted} {shown} = {product}", f"what would go: {'; or '.join(ways)}" if ways else ""
 
 
