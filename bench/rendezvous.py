@@ -64,6 +64,8 @@ IDLE_SECONDS = 5.0
 LIMIT = 120.0
 # torch notices a loss after 15 s, and makes its next round after the last call.
 TORCH_LOSS_SIZES = [16, 64, 256]
+# Beyond that the beats of all nodes alone keep two cores busy, and nodes count as lost that only wait for their turn.
+MOST_FOR_LOSS = 2048
 LEASE = 5.0
 # Thousands of threads need little each.
 STACK = 512 * 1024
@@ -639,9 +641,12 @@ def plan(args: argparse.Namespace) -> list[Step]:
         for nodes in sizes:
             repeats = args.repeats or (1 if args.quick else 3)
             for repeat in range(repeats):
-                for kind in ("rally", "torch") if backend == "tcpstore" else ("rally",):
+                rivals = ["rally"]
+                if backend == "tcpstore" and nodes <= args.torch_up_to:
+                    rivals.append("torch")
+                for kind in rivals:
                     last = repeat == repeats - 1
-                    loss = backend == "tcpstore"
+                    loss = backend == "tcpstore" and nodes <= MOST_FOR_LOSS
                     if kind == "torch":
                         loss = last and nodes in TORCH_LOSS_SIZES and not args.quick
                     idle = last and (args.quick or nodes in IDLE_SIZES or backend != "tcpstore")
@@ -761,6 +766,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few nodes, once: does it work at all")
     parser.add_argument("--nodes", help="numbers of nodes over c10d's store, as 16,64,256")
     parser.add_argument("--backends", default="tcpstore,etcd,file", help="which stores")
+    parser.add_argument(
+        "--torch-up-to",
+        type=int,
+        default=max(SIZES),
+        metavar="NODES",
+        help="ask torch for no more (it is given 120 s before it counts as never)",
+    )
     parser.add_argument("--repeats", type=int, help="of each (default 3)")
     args = parser.parse_args()
     sizes = {"tcpstore": SIZES, "etcd": ETCD_SIZES, "file": FILE_SIZES}
@@ -785,6 +797,7 @@ def main() -> int:
         "machine": machine(),
         "processes": PROCESSES,
         "given_up_after_s": LIMIT,
+        "torch_up_to": args.torch_up_to,
         "lease_s": LEASE,
         "torch_last_call_s": 1,
     }

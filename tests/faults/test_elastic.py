@@ -136,6 +136,7 @@ def test_workers_and_supervisors_are_killed_one_after_another(cluster: Cluster) 
     finish(cluster, *fifth.names)
 
 
+@pytest.mark.long
 @pytest.mark.netns
 def test_the_stores_host_and_another_die_in_the_same_instant_and_then_rank_0(
     cluster: Cluster,
@@ -234,6 +235,7 @@ def resume(pids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("victim", "whole"), [("n2", True), ("n2", False), ("n0", True)], ids=["tree", "alone", "host"]
 )
+@pytest.mark.long
 def test_a_node_that_stands_still_is_lost_and_comes_back(
     cluster: Cluster, victim: str, whole: bool
 ) -> None:
@@ -257,6 +259,7 @@ def test_a_node_that_stands_still_is_lost_and_comes_back(
     finish(cluster, *third.names)
 
 
+@pytest.mark.long
 @pytest.mark.netns
 def test_whoever_is_cut_off_waits_and_comes_back(cluster: Cluster, hosts: Hosts) -> None:
     start_hosts(cluster, 4, "1:4")
@@ -296,6 +299,7 @@ def test_whoever_is_cut_off_waits_and_comes_back(cluster: Cluster, hosts: Hosts)
     finish(cluster, *fifth.names)
 
 
+@pytest.mark.long
 @pytest.mark.netns
 def test_the_stores_host_is_cut_off_and_comes_back(cluster: Cluster, hosts: Hosts) -> None:
     start_hosts(cluster, 3, "1:3")
@@ -398,6 +402,7 @@ time.time_ns = lambda: _ns() + 3_600_000_000_000
 """
 
 
+@pytest.mark.long
 def test_clocks_that_differ_between_nodes_do_no_harm(local: Cluster) -> None:
     (local.folder / "ahead").mkdir()
     (local.folder / "ahead" / "sitecustomize.py").write_text(CLOCK)
@@ -450,6 +455,7 @@ def test_a_node_that_is_told_to_leave_goes_and_the_others_go_on(cluster: Cluster
 # -- ends -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_who_is_done_early_leaves_but_the_stores_host_stays_for_the_others(local: Cluster) -> None:
     flags = words("1:4", "--max-restarts", "1", last_call=3.0)
     endpoint = f"127.0.0.1:{free_port()}"
@@ -554,6 +560,7 @@ def test_a_spare_of_a_job_that_fails_fails_too(local: Cluster) -> None:
     assert "the job has failed" in spare.says()
 
 
+@pytest.mark.long
 def test_too_few_wait_for_a_replacement_and_say_who_is_there(local: Cluster) -> None:
     conf = ("--rdzv-conf", f"lease={LEASE},last_call_timeout=1,join_timeout=12")
     flags = ("--nnodes", "2:2", "--rdzv-backend", "c10d", *conf, "--shutdown-timeout", "2")
@@ -662,6 +669,7 @@ def test_a_folder_on_a_disk_that_is_full_is_an_error_not_a_hang(
 # -- secrets --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_who_does_not_know_the_secret_is_no_member_and_does_no_harm(local: Cluster) -> None:
     for name in ("good", "bad"):
         (local.folder / name).write_text(f"a {name} secret")

@@ -257,6 +257,7 @@ def test_the_second_host_sleeps_and_comes_back(nodes: Nodes) -> None:
     nodes.together(timeout=30)
 
 
+@pytest.mark.long
 def test_a_half_that_is_cut_off_does_not_go_on_without_the_other(nodes: Nodes) -> None:
     """Two of four are silent, the host among them: they may live behind a broken network."""
     ranks = four(nodes)
