@@ -202,6 +202,8 @@ def _misfit(world_size: int, given: Mapping[str, int], exact: bool) -> tuple[str
     used = {axis: degree for axis, degree in given.items() if degree > 1}
     product = math.prod(used.values())
     shown = " x ".join(f"{axis}={degree}" for axis, degree in used.items()) or "1"
+    if len(used) > 1:
+        shown += f" = {product}"
     wanted = "expected" if exact else "expected a multiple of"
     ways = []
     for axis, degree in given.items():
@@ -210,7 +212,7 @@ def _misfit(world_size: int, given: Mapping[str, int], exact: bool) -> tuple[str
             continue
         fitting = [world_size // others] if exact else _divisors(world_size // others)
         ways.append(f"{axis} of {_listed(fitting)}")
-    return f"{wanted} {shown} = {product}", f"what would go: {'; or '.join(ways)}" if ways else ""
+    return f"{wanted} {shown}", f"what would go: {'; or '.join(ways)}" if ways else ""
 
 
 def _divisors(number: int) -> list[int]:
