@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 # How many nodes before its own a node looks up, to have one to watch when they are lost together.
 NUM_NEIGHBOURS = 4
 # Nodes begin to beat one after the other, so many seconds apart: each opens a connection for it.
-BETWEEN_FIRST_BEATS = 0.00025
+BETWEEN_FIRST_BEATS = 0.0005
 # How long leaving may take.
 LEAVE_PATIENCE = 2.0
 
@@ -542,7 +542,7 @@ class DynamicRendezvous(RendezvousHandler):
         self, records: RecordStore, generation: int, rank: int, order: Sequence[int]
     ) -> None:
         count = len(order)
-        pulse = self._start_pulse(records, min(rank * BETWEEN_FIRST_BEATS, self._timing.lease / 5))
+        pulse = self._start_pulse(records, min(rank * BETWEEN_FIRST_BEATS, self._timing.lease / 2))
         ranks = [(rank - back) % count for back in range(1, min(NUM_NEIGHBOURS, count - 1) + 1)]
         found = records.look([f"{generation}/node/{order[each]}" for each in ranks])
         nearest = [
