@@ -71,7 +71,8 @@ LEASE = 5.0
 STACK = 512 * 1024
 # A thread that waits for the interpreter's lock wakes up this often to ask for it; at Python's own 5 ms
 # hundreds of threads in one process would do little else. (Both rivals alike; a real node has a process.)
-SWITCH_INTERVAL = 0.1
+# With fewer threads it stays as it is: torch's nodes need their turn often.
+SWITCH_INTERVAL, MOST_THREADS_AT_PYTHONS_OWN = 0.1, 64
 # Connections that were closed keep their ports for a minute.
 PORTS, PORTS_PER_NODE = 26000, 6
 
@@ -430,7 +431,8 @@ def _described(error: Exception) -> str:
 def crowd(pipe: Connection, spec: Spec, numbers: range) -> None:
     raise_limits()
     threading.stack_size(STACK)
-    sys.setswitchinterval(SWITCH_INTERVAL)
+    if len(numbers) > MOST_THREADS_AT_PYTHONS_OWN:
+        sys.setswitchinterval(SWITCH_INTERVAL)
     # What torch's import has made is shared with the process that forked us: looking through it all for
     # garbage would copy it, in the middle of the measurement.
     gc.collect()
