@@ -1,5 +1,6 @@
 """Held over every test: what a test changes in its own process, it puts back."""
 
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ _FOLDER = pytest.StashKey[str]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Temporary files of all that the tests start go into one folder: failed jobs keep their logs."""
+    multiprocessing.util.get_temp_dir()  # its own goes when Python ends, after ours
     folder = tempfile.mkdtemp(prefix="rally-tests-")
     config.stash[_FOLDER] = folder
     os.environ["TMPDIR"] = folder  # before test modules are loaded: some copy the environment then
@@ -23,8 +25,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_FOLDER], ignore_errors=True)
 
 
-# pytest's own note of where it is.
-_EXPECTED = {"PYTEST_CURRENT_TEST"}
+# pytest's own note of where it is; torch's, when its first optimizer steps.
+_EXPECTED = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @pytest.fixture(autouse=True)

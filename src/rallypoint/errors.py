@@ -11,6 +11,8 @@
     │   └── RendezvousGracefulExitError    this node is not wanted any more and may leave
     ├── LaunchError                        the job's processes could not be run
     │   └── WorkersFailed                  workers ran and failed; carries the report
+    ├── JoinError (also RuntimeError)      ranks with uneven inputs do not go together
+    │   └── InputsExhausted                a rank has no inputs left, and all were told to stop then
     └── InternalError                      our bug, please report it
 
 Errors hold facts as attributes and write the sentence in ``__str__``; all of them pickle.
@@ -138,6 +140,27 @@ class WorkersFailed(LaunchError):
 
     def __str__(self) -> str:
         return self.report.text(width=100, colour=False)
+
+
+class JoinError(RallyError, RuntimeError):
+    """Ranks with uneven inputs do not go together: one does what the others cannot match."""
+
+
+class InputsExhausted(JoinError):
+    """A rank has no inputs left, and the block was told to end then (``throw_on_early_termination``).
+
+    Args:
+        message: says which, or that it was another.
+        ranks: those that have none left, where that is known.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message, ranks)
+        self.message = message
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class InternalError(RallyError):

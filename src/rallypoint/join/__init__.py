@@ -1,0 +1,15 @@
+"""Training on uneven inputs: no rank hangs, and every gradient is what it should be."""
+
+from .context import Join
+from .evaluation import ShardSampler, gather_samples, mean_over_samples
+from .joinable import Joinable, JoinHook
+
+
+__all__ = [
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "ShardSampler",
+    "gather_samples",
+    "mean_over_samples",
+]

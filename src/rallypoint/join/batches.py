@@ -1,0 +1,208 @@
+"""A rank's batches, and after its last one the same again until all ranks are through."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rallypoint.errors import JoinError
+
+from . import exchange
+from .run import Run
+from .samples import CountSamples, inputs_of_loader
+from .schedule import Inputs, Schedule, Weighting
+
+
+# Batches that are fetched ahead where the loader has no length.
+LOOKAHEAD = 8
+# Where a leaf of a described batch is a tensor.
+TENSOR = "tensor"
+
+
+class Batches:
+    """Agrees with the other ranks on who has what, and says so in ``run``, step by step.
+
+    Args:
+        run: where to say it.
+        loader: this rank's.
+        weighting: of the gradients.
+        steps: what the loader will give, if it was told; None: as the loader says.
+        lookahead: batches in a window; None: only where a loader of some rank has no length.
+        count: the samples of a batch.
+        example: stands in for the last batch of a rank that never had one; None: made after another rank's.
+        shadow: called for each step in which this rank has run out; None: its last batch comes again.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        loader: Iterable[Any],
+        weighting: Weighting,
+        *,
+        steps: Inputs | None,
+        lookahead: int | None,
+        count: CountSamples,
+        example: Any,
+        shadow: Callable[[], None] | None,
+    ) -> None:
+        self._run = run
+        self._loader = loader
+        self._weighting: Weighting = weighting
+        self._steps = steps
+        self._lookahead = lookahead
+        self._count = count
+        self._last: Any = example
+        self._has_example = example is not None
+        self._shadow = shadow
+        self._begun = False
+
+    def agree(self) -> Schedule | None:
+        """The schedule, if all ranks know their lengths (and samples, if these are the weights).
+
+        Collective: every rank calls it.
+        """
+        own = None
+        if self._lookahead is None:
+            own = self._steps or inputs_of_loader(self._loader, self._count)
+        if own is not None and self._weighting == "samples" and not own.counted:
+            own = None
+        every = exchange.all_inputs(own, self._run.device, self._run.group)
+        return None if every is None else Schedule(every, self._weighting)
+
+    def planned(self, schedule: Schedule) -> Iterator[Any]:
+        """All batches of a schedule that is known from the start to the end."""
+        self._run.ends = True
+        batches = iter(self._loader)
+        yield from self._window(schedule, batches)
+        if next(batches, self) is not self:
+            steps = schedule.steps[self._run.rank]
+            raise JoinError(
+                f"the loader of rank {self._run.rank} has more than {steps} batches, which is its length:"
+                " give Join lookahead=8 if it cannot know"
+            )
+
+    def by_windows(self) -> Iterator[Any]:
+        """Batches of a loader that may end at any time.   Collective: once per window."""
+        run, batches = self._run, iter(self._loader)
+        sizes = exchange.gather([self._lookahead or LOOKAHEAD], 1, run.device, run.group)
+        width = max(size for (size,) in sizes)
+        counts = self._weighting == "samples"
+        ahead: list[Any] = []
+        while True:
+            # One more than is told of: whether there will be another window.
+            ahead += islice(batches, width + 1 - len(ahead))
+            now, ahead = ahead[:width], ahead[width:]
+            own = [self._count(batch) for batch in now] if counts else []
+            told = [len(now), len(ahead), *own]
+            every = exchange.gather(told, width + 2, run.device, run.group)
+            schedule = Schedule(
+                [
+                    Inputs.of_sizes(row[2 : 2 + row[0]]) if counts else Inputs.of_steps(row[0])
+                    for row in every
+                ],
+                self._weighting,
+            )
+            run.ends = not any(row[1] for row in every)
+            yield from self._window(schedule, iter(now))
+            if run.ends:
+                return
+
+    def _window(self, schedule: Schedule, batches: Iterator[Any]) -> Iterator[Any]:
+        run = self._run
+        run.schedule, run.base = schedule, run.step + 1
+        if self._shadow is None and not self._begun and schedule.least == 0 and schedule.total:
+            batches = self._describe(schedule, batches)
+        self._begun = True
+        for index in range(schedule.total):
+            active = schedule.is_active(run.rank, index)
+            if active:
+                self._last = self._next(batches, schedule, index)
+                run.own += 1
+            run.step += 1
+            if active or self._shadow is None:
+                yield self._last
+            else:
+                self._shadow()
+
+    def _next(self, batches: Iterator[Any], schedule: Schedule, index: int) -> Any:
+        rank, steps = self._run.rank, schedule.steps[self._run.rank]
+        try:
+            batch = next(batches)
+        except StopIteration:
+            raise JoinError(
+                f"the loader of rank {rank} ended after {index} batches; its length is {steps}: give Join"
+                " lookahead=8 if it cannot know"
+            ) from None
+        promised = schedule.samples(rank, index) if schedule.weighting == "samples" else None
+        if promised is not None and (there := self._count(batch)) != promised:
+            raise JoinError(
+                f"batch {index} of rank {rank} has {there} samples, and {promised} were expected: give Join"
+                " lookahead=8 if the loader cannot know"
+            )
+        return batch
+
+    # -- a rank that never had a batch -----------------------------------------------------------
+
+    def _describe(self, schedule: Schedule, batches: Iterator[Any]) -> Iterator[Any]:
+        """A rank that has batches tells those that have none what one looks like; zeros do."""
+        run = self._run
+        source = next(rank for rank, steps in enumerate(schedule.steps) if steps)
+        text = ""
+        if run.rank == source:
+            first = next(batches)
+            text = described(first)
+            batches = _chained(first, batches)
+        text = exchange.broadcast_text(text, source, run.device, run.group)
+        lacks = not schedule.steps[run.rank] and not self._has_example
+        if not text:
+            # Seldom; then all have to know whether to go on.
+            told = exchange.gather([int(lacks)], 1, run.device, run.group)
+            lacking = [str(rank) for rank, (each,) in enumerate(told) if each]
+            if lacking:
+                raise JoinError(
+                    f"rank {', '.join(lacking)} has no batch at all, and those of the others hold more than"
+                    " tensors, numbers and text: give Join example=a batch to run in their place"
+                )
+        elif lacks:
+            self._last = zeros_like_described(text)
+        return batches
+
+
+def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+def described(batch: Any) -> str:
+    """Structure, shapes and types of a batch, as JSON; empty where it holds something that has none."""
+    leaves, structure = pytree.tree_flatten(batch)
+    try:
+        shown = [
+            {
+                TENSOR: [str(leaf.dtype).removeprefix("torch."), *leaf.shape],
+                "device": leaf.device.type,
+            }
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        return json.dumps([pytree.treespec_dumps(structure), shown])
+    except (TypeError, ValueError, NotImplementedError):
+        return ""
+
+
+def zeros_like_described(text: str) -> Any:
+    """A batch of zeros of that description."""
+    structure, shown = json.loads(text)
+    leaves = [
+        torch.zeros(leaf[TENSOR][1:], dtype=getattr(torch, leaf[TENSOR][0]), device=leaf["device"])
+        if isinstance(leaf, dict)
+        else leaf
+        for leaf in shown
+    ]
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))

@@ -1,0 +1,549 @@
+"""``Join``: a training loop over inputs that some ranks have more of than others.
+
+Theory of operation
+-------------------
+Every step's collectives need every rank. A rank that has run out of inputs has two ways to keep the others company:
+
+- it *shadows* them: when its loop is over, hooks of what was joined call the same collectives with nothing in
+  them (as torch's Join does, arXiv:2006.15704 §3);
+- it *replays* its last batch with weight zero: its own loop goes on, so collectives of any kind are matched.
+  :meth:`Join.batches` does that.
+
+The others must know that somebody does so, and it must know for how long. Three ways, from the cheapest:
+
+- *planned*: the numbers of steps are known, and told once, on entry;
+- *lookahead*: a loader without length is read some batches ahead, and what is there is told once per window;
+- *classic*: an all-reduce in each step counts who is there (torch's protocol, message for message).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join as TorchJoin, Joinable, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rallypoint.errors import ConfigError, InputsExhausted, JoinError
+
+from . import exchange
+from .batches import Batches
+from .hooks.ddp import DdpMember
+from .hooks.local_sgd import LocalSgdMember, is_local_sgd
+from .hooks.optimizer import StepMember
+from .hooks.replay import ModuleMember, Standstill
+from .members import HookMember, Member
+from .run import Run
+from .samples import CountSamples, first_dim, inputs_of
+from .schedule import WEIGHTINGS, Schedule, Weighting
+from .weights import GradientScale
+
+
+_log = logging.getLogger(__name__)
+
+# A rank that has so many fewer steps than another keeps it company for long: worth a word (torch's number).
+MUCH_SKEW = 1000
+
+
+class Join:
+    """Train on inputs that ranks run out of at different times, without a hang and with right gradients.
+
+    ::
+
+        with Join([model, optimizer], weighting="samples") as join:
+            for batch in join.batches(loader):
+                loss = model(batch).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if join.active:
+                    losses.append(loss.item())
+
+    or, for code written for torch's Join, with its arguments and meaning::
+
+        with Join([model, optimizer], steps=len(loader)):
+            for batch in loader: ...
+
+    Collective: every rank of the group enters and leaves the block, with the same arguments but ``steps``,
+    ``example`` and the loader.   Blocks: on entry (with ``steps``) and at the end until all ranks are through.
+
+    Args:
+        joinables: what communicates: any Joinable (DistributedDataParallel, ZeroRedundancyOptimizer, your own), any
+            optimizer and learning-rate scheduler (list it after the model, so that a rank that has run out keeps
+            its state up to date), a module sharded by ``fully_shard``, or any other module. The
+            gradients of those that are modules are taken to be averaged over the group.
+        enable: False: the block does nothing, and ``batches`` gives the loader's.
+        throw_on_early_termination: end the block in all ranks when the first one has run out.
+        steps: how many this rank has: a number, the samples of each step, or a loader with a length. None: each step
+            tells (classic), unless :meth:`batches` is used.
+        lookahead: batches that :meth:`batches` reads ahead, where a loader has no length or its batches' sizes
+            are not known; the largest of all ranks counts.
+        weighting: of the ranks' gradients: ``"initial"``, ``"ranks"`` or ``"samples"``
+            (:mod:`rallypoint.join.schedule`). None: what ``divide_by_initial_world_size`` says, so
+            ``"initial"``. ``"samples"`` equals one process that trains on all samples of a step at once,
+            if the loss is a mean over them.
+        accumulation: gradients are exchanged in each so many-th step only (``no_sync``); see :attr:`syncs`.
+        samples: the samples in a batch, as a function of it; None: the first dimension of its first tensor.
+        example: a batch for a rank that has none at all to run with weight zero; None: zeros, shaped as another
+            rank's first batch.
+        replay: whether :meth:`batches` goes on with weight zero, or ends and leaves the rest to the hooks. None: it
+            goes on, unless a Joinable of your own is there, whose hook says what it does instead.
+        process_group: over which the inputs are uneven; None: that of the joinables.
+        kwargs: handed to every Joinable's ``join_hook``.
+
+    Raises:
+        ConfigError: no joinables, joinables over different groups, or without their base's constructor; arguments
+            that do not go together.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        steps: int | Sequence[int] | Sized | None = None,
+        lookahead: int | None = None,
+        weighting: Weighting | None = None,
+        accumulation: int = 1,
+        samples: CountSamples = first_dim,
+        example: Any = None,
+        replay: bool | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not joinables:
+            raise ConfigError("joinables", [], "expected at least one: the model, say")
+        for name, value in (("lookahead", lookahead), ("accumulation", accumulation)):
+            if value is not None and (isinstance(value, bool) or value < 1):
+                raise ConfigError(name, value, "expected a number of steps, 1 or more")
+        self._enable = enable
+        self._throw = throw_on_early_termination
+        self._weighting = _weighting(weighting, kwargs)
+        self._joinables = list(joinables)
+        self._members = [member_of(each) for each in joinables]
+        self._group = _common_group(self._members, process_group)
+        self._own = None if steps is None else inputs_of(steps)
+        self._lookahead = lookahead
+        self._accumulation = accumulation
+        self._samples = samples
+        self._example = example
+        own_hooks = any(isinstance(member, HookMember) for member in self._members)
+        self._replays = not own_hooks if replay is None else replay
+        self._kwargs = kwargs
+        self._run: Run | None = None
+        self._scale: GradientScale | None = None
+        self._standstill: Standstill | None = None
+        self._stack = ExitStack()
+        self._iterated = False
+        self._check()
+
+    def _check(self) -> None:
+        local = next((m for m in self._members if isinstance(m, LocalSgdMember)), None)
+        if local is not None and self._weighting != "initial":
+            raise ConfigError(
+                "weighting",
+                self._weighting,
+                "PostLocalSGDOptimizer averages gradients within subgroups; expected 'initial'",
+                "its models are averaged over the ranks that have inputs, whatever is said here",
+            )
+
+    # -- the block ------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if not self._enable:
+            return self
+        if self._run is not None:
+            raise JoinError("this Join is entered already: make one for each block")
+        device = next((m.device for m in self._members if m.device is not None), None)
+        run = Run(self._group, device or torch.device("cpu"), self._accumulation)
+        self._iterated = False
+        modules = self._modules
+        run.counted = bool(modules)
+        with ExitStack() as stack:
+            self._scale = GradientScale(modules)
+            stack.callback(self._scale.set, 1.0)
+            for member in self._members:
+                member.enter(run, stack, self._kwargs)
+            # Only a module, or our own loop, can be stopped in the right step without asking the others.
+            if self._own is not None and (modules or not self._throw):
+                every = exchange.all_inputs(self._own, run.device, run.group)
+                assert every is not None
+                self._plan(run, Schedule(every, self._weighting), stack)
+            for joinable in self._joinables:
+                if isinstance(joinable, Joinable):
+                    stack.callback(setattr, joinable, "_join_config", joinable._join_config)  # noqa: SLF001
+            self._configure(tells=run.schedule is None)
+            if modules:
+                stack.callback(modules[0].register_forward_pre_hook(self._before_forward).remove)
+            self._stack = stack.pop_all()
+        self._run = run
+        return self
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [member.module for member in self._members if member.module is not None]
+
+    def _plan(self, run: Run, schedule: Schedule | None, stack: ExitStack) -> None:
+        """From now on all ranks know the schedule, or will know it window by window (None)."""
+        # A loop that is not ours cannot know which step is the last of all.
+        run.schedule, run.ends = schedule, False
+        for member in self._members:
+            member.planned(run, stack)
+
+    def _configure(self, *, tells: bool) -> None:
+        """Joinables read there whether they are to tell the others, in each step, that they have inputs."""
+        for index, joinable in enumerate(self._joinables):
+            if isinstance(joinable, Joinable):
+                joinable._join_config = _JoinConfig(  # noqa: SLF001
+                    enable=True,
+                    throw_on_early_termination=self._throw,
+                    is_first_joinable=tells and index == 0,
+                )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            if kind is None:
+                self._finish(run)
+        finally:
+            with self._stack:
+                self._end_standstill()
+            self._scale = None
+
+    def _finish(self, run: Run) -> None:
+        if not self._iterated:
+            self._refuse_bare_loop(run)
+            if run.schedule is None:
+                self._shadow_classic(run)
+                return
+            self._shadow_planned(run, run.schedule)
+        schedule = run.schedule
+        if schedule is None or schedule.even:
+            return
+        self._end_standstill()
+        run.step = run.base + schedule.total
+        for member in self._members:
+            if self._replays_now:
+                member.after_replay(run.source)
+            else:
+                member.post_hook(schedule.steps[run.rank] == schedule.total)
+
+    # -- classic: each step tells ---------------------------------------------------------------
+
+    def _shadow_classic(self, run: Run) -> None:
+        shadowed = 0
+        while self._others_have_inputs(run):
+            if self._throw:
+                dist.all_reduce(torch.ones(1, device=run.device), group=run.group)
+                raise _exhausted(run.rank, (run.rank,))
+            self._main_hooks()
+            shadowed += 1
+            if shadowed == MUCH_SKEW + 1:
+                _log.warning(
+                    "rank %d ran out of inputs more than %d steps before others",
+                    run.rank,
+                    MUCH_SKEW,
+                )
+        for member in self._members:
+            member.post_hook(shadowed == 0)
+
+    def _others_have_inputs(self, run: Run) -> bool:
+        count = torch.zeros(1, device=run.device)
+        dist.all_reduce(count, group=run.group)
+        return bool(count.item())
+
+    def _main_hooks(self) -> None:
+        for member in self._members:
+            member.main_hook()
+
+    # -- planned: the schedule tells ------------------------------------------------------------
+
+    def _shadow_planned(self, run: Run, schedule: Schedule) -> None:
+        steps = schedule.steps[run.rank]
+        # Without a module only a Joinable of the user's knows how many there were.
+        done = run.own if run.counted else steps
+        run.counted = True
+        if done != steps:
+            _log.warning("rank %d ran %d of the %d steps it had announced", run.rank, done, steps)
+        self._check_throw(run, schedule, done)
+        assert self._scale is not None
+        self._scale.set(1.0)
+        if schedule.total - done > MUCH_SKEW:
+            _warn_of_skew(run.rank, schedule.total - done)
+        for step in range(run.base + done, run.base + schedule.total):
+            run.step = step
+            self._main_hooks()
+
+    def _check_throw(self, run: Run, schedule: Schedule, step: int) -> None:
+        """Raises if the block is to end before this step."""
+        if not self._throw or schedule.even or step < schedule.least:
+            return
+        out = tuple(r for r, steps in enumerate(schedule.steps) if steps == schedule.least)
+        raise _exhausted(run.rank, out)
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        """The first module is about to run: where no loop of ours tells, that is a step."""
+        run = self._run
+        if run is None or not torch.is_grad_enabled():
+            return
+        if not self._iterated:
+            self._count_forward(run)
+        # A replay runs the same code on every rank; hooks have to know beforehand.
+        known = run.schedule is not None and not self._replays_now
+        if known and isinstance(module, DistributedDataParallel):
+            run.check_sync(type(module).__name__, module.require_backward_grad_sync)
+
+    def _count_forward(self, run: Run) -> None:
+        self._refuse_bare_loop(run)
+        run.step += 1
+        schedule = run.schedule
+        if schedule is None:
+            return
+        self._check_throw(run, schedule, run.step)
+        if run.step >= schedule.steps[run.rank]:
+            raise JoinError(
+                f"step {run.step} of rank {run.rank} is one more than it announced"
+                f" (steps={schedule.steps[run.rank]}); a model that runs forward several times per step needs"
+                " join.batches(loader)"
+            )
+        run.own += 1
+        assert self._scale is not None
+        self._scale.set(run.factor)
+
+    @property
+    def _replays_now(self) -> bool:
+        return self._iterated and self._replays
+
+    def _refuse_bare_loop(self, run: Run) -> None:
+        """Raises where a loop that is not ours cannot do."""
+        self._refuse_replay()
+        if run.schedule is not None:
+            return
+        blind = next((member.name for member in self._members if member.needs_plan), "")
+        if blind or self._weighting == "samples":
+            what = f"{blind} needs" if blind else "weighting='samples' needs"
+            raise JoinError(
+                f"{what} to know what each rank has in each step: give Join steps=loader, or iterate over"
+                " join.batches(loader)"
+            )
+
+    def _refuse_replay(self) -> None:
+        """Raises where hooks cannot match what a joined module does."""
+        for member in self._members:
+            if member.replay_because:
+                raise JoinError(
+                    f"{member.name} cannot be joined by hooks: {member.replay_because}; iterate over"
+                    " join.batches(loader), without replay=False"
+                )
+
+    # -- our own loop ---------------------------------------------------------------------------
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """This rank's batches, and then, with weight zero, its last one again until all ranks are through.
+
+        Collective: every rank iterates to the end (or all leave in the same step).   Blocks: at the start, and
+        once per window where a loader has no length.
+
+        Raises:
+            JoinError: the loader does not give what its length promises.
+            InputsExhausted: with ``throw_on_early_termination``, when the first rank has run out.
+        """
+        if not self._enable:
+            yield from loader
+            return
+        run = self._run
+        if run is None:
+            raise JoinError("join.batches() belongs inside of the block: with Join(...) as join:")
+        if not self._replays:
+            self._refuse_replay()
+        if self._iterated:
+            self._end_standstill()  # of the loop before
+        batches = Batches(
+            run,
+            loader,
+            self._weighting,
+            steps=self._own,
+            lookahead=self._lookahead,
+            count=self._samples,
+            example=self._example,
+            shadow=None if self._replays else self._shadow_in_loop,
+        )
+        schedule = batches.agree()
+        if not self._iterated and run.schedule is None:
+            self._plan(run, schedule, self._stack)
+            self._configure(tells=False)
+        self._iterated = run.counted = True
+        run.begin_loop()
+        if schedule is not None and schedule.total - schedule.steps[run.rank] > MUCH_SKEW:
+            _warn_of_skew(run.rank, schedule.total - schedule.steps[run.rank])
+        steps = batches.by_windows() if schedule is None else batches.planned(schedule)
+        for batch in steps:
+            assert run.schedule is not None
+            assert self._scale is not None
+            self._check_throw(run, run.schedule, run.step - run.base)
+            if not run.active and self._standstill is None:
+                self._standstill = Standstill(self._modules)
+            self._scale.set(run.factor)
+            yield batch
+
+    def _shadow_in_loop(self) -> None:
+        run = self._run
+        assert run is not None
+        assert run.schedule is not None
+        assert self._scale is not None
+        self._check_throw(run, run.schedule, run.step - run.base)
+        self._scale.set(1.0)
+        self._main_hooks()
+
+    def _end_standstill(self) -> None:
+        standstill, self._standstill = self._standstill, None
+        if standstill is not None:
+            standstill.end()
+
+    # -- what a loop may ask --------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether this step's batch counts: False while the last one is run again."""
+        return self._run is None or self._run.active
+
+    @property
+    def syncs(self) -> bool:
+        """Whether gradients are exchanged in this step: each ``accumulation``-th, and the last of all ranks.
+
+        Where it is False the step belongs under ``no_sync()``, and the optimizer does not step.
+
+        Raises:
+            JoinError: outside of a loop over :meth:`batches`: nobody can say there which step is the last.
+        """
+        if self._run is None:
+            return True
+        if not self._iterated:
+            raise JoinError(
+                "join.syncs needs a loop over join.batches(loader); in your own loop gradients are exchanged in"
+                " each step whose number from 1 is a multiple of accumulation"
+            )
+        return self._run.syncs
+
+    @property
+    def step(self) -> int:
+        """The number of this step, from 0; -1 before the first."""
+        return -1 if self._run is None else self._run.step
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> dist.Work | None:
+        """Called by a Joinable before the collectives of each of its steps, as in torch's Join.
+
+        Returns:
+            The handle of the all-reduce that counts who has inputs, where there is one.
+
+        Raises:
+            ConfigError: the Joinable's constructor does not call its base's.
+        """
+        _check_constructed(joinable)
+        work: dist.Work | None = TorchJoin.notify_join_context(joinable)
+        return work
+
+
+def member_of(joined: Any) -> Member:
+    """What Join does with something that was passed to it.
+
+    Raises:
+        ConfigError: nothing can be done with it.
+    """
+    if isinstance(joined, DistributedDataParallel):
+        return DdpMember(joined)
+    if is_local_sgd(joined):
+        return LocalSgdMember(joined)
+    if isinstance(joined, Optimizer | LRScheduler):
+        return StepMember(joined)
+    if isinstance(joined, Joinable):
+        _check_constructed(joined)
+        return HookMember(joined)
+    if isinstance(joined, nn.Module):
+        return ModuleMember(joined)
+    raise ConfigError(
+        "joinables",
+        type(joined).__name__,
+        "expected a Joinable, a module, an optimizer, or a learning-rate scheduler",
+    )
+
+
+def _check_constructed(joinable: Any) -> None:
+    if not hasattr(joinable, "_join_config"):
+        raise ConfigError(
+            "joinables",
+            type(joinable).__name__,
+            "its constructor does not call Joinable's",
+            "add super().__init__() to it",
+        )
+
+
+def _exhausted(rank: int, out: tuple[int, ...]) -> InputsExhausted:
+    if rank in out:
+        return InputsExhausted(f"Rank {rank} exhausted all inputs.", out)
+    ranks = f"rank {out[0]}" if len(out) == 1 else f"ranks {', '.join(map(str, out))}"
+    return InputsExhausted(f"Rank {rank} was stopped: {ranks} exhausted all inputs.", out)
+
+
+def _warn_of_skew(rank: int, steps: int) -> None:
+    _log.warning(
+        "rank %d runs out of inputs %d steps before others: it only keeps them company for as long",
+        rank,
+        steps,
+    )
+
+
+def _weighting(weighting: Weighting | None, kwargs: dict[str, Any]) -> Weighting:
+    if weighting is None:
+        return "initial" if kwargs.get("divide_by_initial_world_size", True) else "ranks"
+    if weighting not in WEIGHTINGS:
+        raise ConfigError(
+            "weighting", weighting, f"expected one of {', '.join(map(repr, WEIGHTINGS))}"
+        )
+    if "divide_by_initial_world_size" in kwargs:
+        wanted = "initial" if kwargs["divide_by_initial_world_size"] else "ranks"
+        if wanted != weighting:
+            raise ConfigError(
+                "weighting",
+                weighting,
+                f"divide_by_initial_world_size says {wanted!r}",
+                "give one of them",
+            )
+    # torch's DDP is told the same, for the steps in which it counts by itself.
+    kwargs["divide_by_initial_world_size"] = weighting != "ranks"
+    return weighting
+
+
+def _common_group(
+    members: Sequence[Member], given: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    common = given
+    for member in members:
+        if member.group is None:
+            continue
+        if common is not None and member.group != common:
+            raise ConfigError(
+                "joinables",
+                member.name,
+                "it communicates over another process group than those before it",
+                "use one Join for each group",
+            )
+        common = member.group
+    return common

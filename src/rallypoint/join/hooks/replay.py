@@ -1,0 +1,90 @@
+"""Models whose collectives only they themselves can match: the loop's body runs again, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from rallypoint.join.members import Member
+from rallypoint.join.weights import has_fsdp
+
+from .sync_batch_norm import silence
+
+
+class ModuleMember(Member):
+    """A module that is no Joinable: sharded by ``fully_shard``, tensor-parallel, or with collectives of its own.
+
+    Args:
+        module: it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.name = type(module).__name__
+        first = next(module.parameters(), None)
+        self.device = None if first is None else first.device
+        self.replay_because = (
+            "its parameters are sharded: they are gathered in forward and backward"
+            if has_fsdp(module)
+            else "only its own forward and backward can match its collectives"
+        )
+
+
+class Standstill:
+    """This rank has run out: from now on its modules' buffers and its random state are not to move.
+
+    What is computed meanwhile may change them; :meth:`end` puts them back. The statistics of a SyncBatchNorm
+    are all ranks' and do move; this rank adds nothing to them.
+
+    Args:
+        modules: whose buffers.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._stack = ExitStack()
+        parts = {id(part): part for module in modules for part in module.modules()}.values()
+        for part in parts:
+            if isinstance(part, nn.SyncBatchNorm):
+                silence(part, self._stack)
+            else:
+                self._keep_buffers(part)
+        for put_back in _random_states():
+            self._stack.callback(put_back)
+
+    def _keep_buffers(self, part: nn.Module) -> None:
+        for name, buffer in part.named_buffers(recurse=False):
+            self._stack.callback(_put_back, part, name, buffer, buffer.detach().clone())
+
+    def end(self) -> None:
+        """Put everything back. A second call does nothing."""
+        self._stack.close()
+
+
+def _put_back(part: nn.Module, name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        buffer.copy_(value)
+    setattr(part, name, buffer)  # the module may have put another tensor there
+
+
+def _random_states() -> list[Callable[[], Any]]:
+    """How to put back each random state that a training loop may use."""
+    cpu, python = torch.get_rng_state(), random.getstate()
+    found: list[Callable[[], Any]] = [
+        lambda: torch.set_rng_state(cpu),
+        lambda: random.setstate(python),
+    ]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.get_rng_state()
+        found.append(lambda: torch.cuda.set_rng_state(cuda))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        # Any: numpy is none of our dependencies.
+        legacy: Any = numpy.random
+        state = legacy.get_state()
+        found.append(lambda: legacy.set_state(state))
+    return found

@@ -1,0 +1,90 @@
+"""How many samples batches have: of one batch, and of a loader before it is asked for any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree, data
+
+from rallypoint.errors import ConfigError
+
+from .schedule import Inputs
+
+
+CountSamples = Callable[[Any], int]
+
+
+def first_dim(batch: Any) -> int:
+    """The length of the first dimension of a batch's first tensor; of one without tensors, its own length.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    if isinstance(batch, Sized):
+        return len(batch)
+    raise ConfigError(
+        "samples",
+        type(batch).__name__,
+        "a batch with neither a tensor nor a length: nobody can tell how many samples it has",
+        "give Join samples=a function of the batch",
+    )
+
+
+def inputs_of(steps: int | Sequence[int] | Sized) -> Inputs:
+    """What ``steps`` of :class:`~rallypoint.join.Join` says this rank has.
+
+    Raises:
+        ConfigError: it is no number, list of numbers, or loader with a length.
+    """
+    if isinstance(steps, bool) or (isinstance(steps, int) and steps < 0):
+        raise ConfigError("steps", steps, "expected a number of steps, 0 or more")
+    if isinstance(steps, int):
+        return Inputs.of_steps(steps)
+    if isinstance(steps, Sequence) and all(_is_size(each) for each in steps):
+        return Inputs.of_sizes(steps)
+    found = inputs_of_loader(steps, first_dim)
+    if found is None:
+        raise ConfigError(
+            "steps",
+            type(steps).__name__,
+            "expected a number of steps, the samples of each step, or a loader with a length",
+            "for a loader without one use lookahead=8 and join.batches(loader)",
+        )
+    return found
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def inputs_of_loader(loader: Iterable[Any] | Sized, count: CountSamples) -> Inputs | None:
+    """What a loader will give, as far as it can be known beforehand; None if it has no length."""
+    if isinstance(loader, data.DataLoader):
+        return _of_data_loader(loader)
+    if isinstance(loader, Sequence):  # batches that are all there
+        return Inputs.of_sizes(count(batch) for batch in loader)
+    if isinstance(loader, Sized):
+        return Inputs.of_steps(len(loader))
+    return None
+
+
+def _of_data_loader(loader: data.DataLoader[Any]) -> Inputs | None:
+    if isinstance(loader.dataset, data.IterableDataset):
+        return None  # its length is a guess
+    try:
+        steps = len(loader)
+    except TypeError:
+        return None  # its sampler has none
+    batches, size = loader.batch_sampler, loader.batch_size
+    # A collate function may drop samples; torch's own does not.
+    plain = type(batches) is data.BatchSampler and size is not None
+    if not plain or loader.collate_fn is not data.default_collate or not steps:
+        return Inputs.of_steps(steps)
+    assert size is not None
+    last = size if loader.drop_last else len(loader.sampler) - size * (steps - 1)  # type: ignore[arg-type]  # len(loader) has asked it
+    return Inputs.of_sizes([size] * (steps - 1) + [last])
