@@ -1,5 +1,7 @@
 """Uneven inputs on real ranks, compared with one process that has all of them."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -121,8 +123,10 @@ class _Sum(torch.autograd.Function):
         return gradient
 
 
-class CpuSyncBatchNorm(nn.SyncBatchNorm):
+class CpuSyncBatchNorm(nn.BatchNorm1d):
     """torch's own runs on accelerators only: the same arithmetic, with sums over the ranks."""
+
+    exchanges_statistics = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -171,7 +175,15 @@ def alone(
         every = [batches_of(sizes, rank, epoch) for rank in range(world_size)]
         for step in range(total):
             here = [each[step] for each in every if step < len(each)]
-            if weighting == "samples":
+            if kind == "sometimes":
+                samples = sum(len(x) for x, _ in here)
+                weights = [
+                    len(x) / samples if weighting == "samples" else 1 / len(here) for x, _ in here
+                ]
+                loss = sum(
+                    w * loss_of(model, batch) for w, batch in zip(weights, here, strict=True)
+                )
+            elif weighting == "samples":
                 union = tuple(torch.cat(parts) for parts in zip(*here, strict=True))
                 loss = loss_of(model, union)
             else:
@@ -310,10 +322,28 @@ def test_options_of_ddp(three: Ranks, option: str, kind: str) -> None:
         return train(*args, model, ddp_options=options)
 
     sizes = sizes_of(3, kind)
-    for mode in ["classic", *MODES]:
+    # A static graph is learnt in a rank's own first backward.
+    needs_replay = option == "static graph" and [] in sizes
+    for mode in ["replay", "windows"] if needs_replay else ["classic", *MODES]:
         weighting = "ranks" if mode == "classic" else "samples"
         expected = alone(sizes, weighting, kind=model)
         assert_all_equal(three.run(case, sizes, weighting, mode), expected)
+
+
+def test_a_static_graph_that_a_rank_cannot_learn_is_refused_on_every_rank(pairs: Ranks) -> None:
+    def case(mode: str) -> str:
+        model = DistributedDataParallel(model_of(), static_graph=True)
+        data = batches_of([[], [2, 2]], dist.get_rank(), 0)
+        options: dict[str, Any] = {"steps": len(data)} if mode == "planned" else {"replay": False}
+        with pytest.raises(JoinError) as caught:
+            with Join([model], **options) as join:
+                for batch in data if mode == "planned" else join.batches(data):
+                    loss_of(model, batch).backward()
+        return str(caught.value)
+
+    for mode in ("planned", "shadowing loop"):
+        for text in pairs.run(case, mode):
+            assert "static_graph is learnt" in text
 
 
 def test_a_communication_hook_of_the_user(three: Ranks) -> None:
@@ -439,7 +469,7 @@ def test_batch_norm_of_ddp_has_the_statistics_of_a_rank_that_had_inputs(
                 model.zero_grad()
         return [buffer.clone() for buffer in model.buffers()]
 
-    sizes = sizes_of(3, kind)
+    sizes = [[max(n, 2) for n in each] for each in sizes_of(3, kind)]  # one row has no variance
     results = {
         mode: three.run(case, sizes, mode) for mode in ("classic", "planned", "replay", "shadow")
     }

@@ -169,8 +169,7 @@ class Join:
         modules = self._modules
         run.counted = bool(modules)
         with ExitStack() as stack:
-            self._scale = GradientScale(modules)
-            stack.callback(self._scale.set, 1.0)
+            stack.callback(self._scale_by, 1.0)
             for member in self._members:
                 member.enter(run, stack, self._kwargs)
             # Only a module, or our own loop, can be stopped in the right step without asking the others.
@@ -225,6 +224,14 @@ class Join:
             with self._stack:
                 self._end_standstill()
             self._scale = None
+
+    def _scale_by(self, factor: float) -> None:
+        """This rank's gradients, from now on."""
+        if self._scale is None:
+            if factor == 1.0:
+                return
+            self._scale = GradientScale(self._modules, at_outputs=self._replays_now)
+        self._scale.set(factor)
 
     def _finish(self, run: Run) -> None:
         if not self._iterated:
@@ -282,8 +289,7 @@ class Join:
         if done != steps:
             _log.warning("rank %d ran %d of the %d steps it had announced", run.rank, done, steps)
         self._check_throw(run, schedule, done)
-        assert self._scale is not None
-        self._scale.set(1.0)
+        self._scale_by(1.0)
         if schedule.total - done > MUCH_SKEW:
             _warn_of_skew(run.rank, schedule.total - done)
         for step in range(run.base + done, run.base + schedule.total):
@@ -323,8 +329,7 @@ class Join:
                 " join.batches(loader)"
             )
         run.own += 1
-        assert self._scale is not None
-        self._scale.set(run.factor)
+        self._scale_by(run.factor)
 
     @property
     def _replays_now(self) -> bool:
@@ -332,7 +337,7 @@ class Join:
 
     def _refuse_bare_loop(self, run: Run) -> None:
         """Raises where a loop that is not ours cannot do."""
-        self._refuse_replay()
+        self._refuse_replay(run.schedule)
         if run.schedule is not None:
             return
         blind = next((member.name for member in self._members if member.needs_plan), "")
@@ -343,12 +348,12 @@ class Join:
                 " join.batches(loader)"
             )
 
-    def _refuse_replay(self) -> None:
+    def _refuse_replay(self, schedule: Schedule | None) -> None:
         """Raises where hooks cannot match what a joined module does."""
         for member in self._members:
-            if member.replay_because:
+            if why := member.unmatched(schedule):
                 raise JoinError(
-                    f"{member.name} cannot be joined by hooks: {member.replay_because}; iterate over"
+                    f"{member.name} cannot be joined by hooks: {why}; iterate over"
                     " join.batches(loader), without replay=False"
                 )
 
@@ -370,8 +375,6 @@ class Join:
         run = self._run
         if run is None:
             raise JoinError("join.batches() belongs inside of the block: with Join(...) as join:")
-        if not self._replays:
-            self._refuse_replay()
         if self._iterated:
             self._end_standstill()  # of the loop before
         batches = Batches(
@@ -385,6 +388,8 @@ class Join:
             shadow=None if self._replays else self._shadow_in_loop,
         )
         schedule = batches.agree()
+        if not self._replays:
+            self._refuse_replay(schedule)
         if not self._iterated and run.schedule is None:
             self._plan(run, schedule, self._stack)
             self._configure(tells=False)
@@ -395,20 +400,18 @@ class Join:
         steps = batches.by_windows() if schedule is None else batches.planned(schedule)
         for batch in steps:
             assert run.schedule is not None
-            assert self._scale is not None
             self._check_throw(run, run.schedule, run.step - run.base)
             if not run.active and self._standstill is None:
                 self._standstill = Standstill(self._modules)
-            self._scale.set(run.factor)
+            self._scale_by(run.factor)
             yield batch
 
     def _shadow_in_loop(self) -> None:
         run = self._run
         assert run is not None
         assert run.schedule is not None
-        assert self._scale is not None
         self._check_throw(run, run.schedule, run.step - run.base)
-        self._scale.set(1.0)
+        self._scale_by(1.0)
         self._main_hooks()
 
     def _end_standstill(self) -> None:

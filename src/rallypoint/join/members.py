@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from .run import Run
+from .schedule import Schedule
 
 
 class Member:
@@ -21,7 +22,6 @@ class Member:
         group: over which it communicates; None: it has no opinion.
         device: of its tensors; None: no opinion.
         module: whose gradients are averaged over the group, and whose forward passes are steps; or None.
-        replay_because: why its collectives can only be matched by running the loop's body again; else empty.
         needs_plan: whether its hook has to know who has inputs.
     """
 
@@ -29,7 +29,6 @@ class Member:
     group: dist.ProcessGroup | None = None
     device: torch.device | None = None
     module: nn.Module | None = None
-    replay_because: str = ""
     needs_plan: bool = False
 
     def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
@@ -37,6 +36,10 @@ class Member:
 
     def planned(self, run: Run, stack: ExitStack) -> None:
         """All ranks have the schedule: no step needs a collective to agree on anything."""
+
+    def unmatched(self, schedule: Schedule | None) -> str:
+        """Why hooks cannot match its collectives, and only running the loop's body again does; else empty."""
+        return ""
 
     def main_hook(self) -> None:
         """This rank has run out: match what the others do in one step."""

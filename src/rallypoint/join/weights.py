@@ -1,16 +1,20 @@
 """Each rank's gradient, multiplied by a factor before the ranks' mean is taken.
 
-Two ways, for two kinds of module. Where parameters are what autograd accumulates into (a plain module, one in
-DistributedDataParallel), a hook on each of them sees its whole gradient. A module of FSDP2 computes with parameters
-of its own making; there the gradient is scaled where it enters the module, at its outputs. So what a
-loss adds from the parameters directly (a penalty on their size, say) is scaled in the first way only.
+Two places, for two kinds of loop:
+
+- *at the outputs* of the modules, where every rank runs forward and backward in every step (replay). What ranks
+  exchange within backward (statistics of a SyncBatchNorm, shards, tokens) then has its weight already, and it
+  does not matter what kind of parameters a module has. A penalty that is computed from the parameters themselves
+  is not scaled; each rank adds the whole of it to the mean.
+- *at the parameters*, where a rank that has run out adds zeros without running anything (hooks). There a penalty
+  is scaled with the rest, and the factors of the others make up for those that are missing.
 
 A factor of 1 costs nothing: hooks stand only while there is another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,22 +28,17 @@ class GradientScale:
 
     Args:
         modules: the ones whose gradients are averaged over the ranks.
+        at_outputs: see the module.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        self._at_outputs = [module for module in modules if has_fsdp(module)]
-        self._parameters = {
-            id(parameter): parameter
-            for module in modules
-            if not has_fsdp(module)
-            for parameter in module.parameters()
-        }.values()
+    def __init__(self, modules: Sequence[nn.Module], *, at_outputs: bool) -> None:
+        self._modules = modules
+        self._at_outputs = at_outputs
         self._handles: list[RemovableHandle] = []
         self._factor = 1.0
 
     def set(self, factor: float) -> None:
-        """From now on; what has been computed forward keeps its old one where outputs are scaled."""
+        """From now on. (Where outputs are scaled, what was computed forward before keeps its old one.)"""
         self._factor = factor
         if (factor != 1.0) == bool(self._handles):
             return
@@ -47,29 +46,45 @@ class GradientScale:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
-            return
-        self._handles = [
-            parameter.register_hook(self._scaled)  # type: ignore[no-untyped-call]
-            for parameter in self._parameters
-            if parameter.requires_grad
-        ]
-        self._handles += [
-            module.register_forward_hook(self._scale_outputs) for module in self._at_outputs
-        ]
+        elif self._at_outputs:
+            for module in self._modules:
+                self._handles += [
+                    module.register_forward_pre_hook(self._take_off, with_kwargs=True),
+                    module.register_forward_hook(self._put_on),
+                ]
+        else:
+            every = {id(p): p for module in self._modules for p in module.parameters()}
+            self._handles = [
+                p.register_hook(self._scaled)  # type: ignore[no-untyped-call]
+                for p in every.values()
+                if p.requires_grad
+            ]
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        # Not a product: what does not count may be infinite.
-        return gradient * self._factor if self._factor else torch.zeros_like(gradient)
+        return _times(gradient, self._factor)
 
-    def _scale_outputs(self, _: nn.Module, __: Any, output: Any) -> Any:
-        factor = self._factor
+    def _put_on(self, _: nn.Module, __: Any, output: Any) -> Any:
+        return pytree.tree_map(_scaling(self._factor), output)
 
-        def scale(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                return _Scaled.apply(leaf, factor)  # type: ignore[no-untyped-call]
-            return leaf
+    def _take_off(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        # A gradient that goes on into another of the modules is scaled there.
+        if not self._factor:
+            return None
+        return pytree.tree_map(_scaling(1.0 / self._factor), (args, kwargs))
 
-        return pytree.tree_map(scale, output)
+
+def _scaling(factor: float) -> Callable[[Any], Any]:
+    def scale(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            return _Scaled.apply(leaf, factor)  # type: ignore[no-untyped-call]
+        return leaf
+
+    return scale
+
+
+def _times(gradient: torch.Tensor, factor: float) -> torch.Tensor:
+    # Not a product: what does not count may be infinite.
+    return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 class _Scaled(torch.autograd.Function):
@@ -82,9 +97,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        scaled = gradient * ctx.factor if ctx.factor else torch.zeros_like(gradient)
-        return scaled, None
+        return _times(gradients[0], ctx.factor), None
 
 
 def has_fsdp(module: nn.Module) -> bool:

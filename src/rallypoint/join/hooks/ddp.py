@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
+from rallypoint.errors import JoinError
 from rallypoint.join.members import Member
 from rallypoint.join.run import Run
+from rallypoint.join.schedule import Schedule
+
+from .sync_batch_norm import exchanges_statistics
 
 
 # DDP asks the other ranks with these; where all have the schedule it answers by itself.
@@ -35,8 +38,6 @@ class DdpMember(Member):
         self.group = ddp.process_group
         self.device = ddp.join_device
         self.module = ddp
-        if any(isinstance(part, nn.SyncBatchNorm) for part in ddp.modules()):
-            self.replay_because = "its SyncBatchNorm exchanges statistics in forward and backward"
         self._run: Run | None = None
         self._hook = JoinHook()
 
@@ -56,8 +57,26 @@ class DdpMember(Member):
         assert self._run is not None
         return self._run.syncs if is_joined_rank else None
 
+    def unmatched(self, schedule: Schedule | None) -> str:
+        if any(map(exchanges_statistics, self.ddp.modules())):
+            return "its SyncBatchNorm exchanges statistics in forward and backward"
+        someone_has_none = schedule is not None and schedule.least == 0 < schedule.total
+        if someone_has_none and self._has_to_learn:
+            return "static_graph is learnt in each rank's own first backward, and a rank has no inputs for it"
+        return ""
+
+    @property
+    def _has_to_learn(self) -> bool:
+        ddp = self.ddp
+        return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued  # noqa: SLF001
+
     def main_hook(self) -> None:
         ddp = self.ddp
+        if self._has_to_learn:
+            raise JoinError(
+                "a DistributedDataParallel with static_graph has had no inputs on this rank: its graph is learnt in"
+                " its own first backward; iterate over join.batches(loader)"
+            )
         ddp.reducer._rebuild_buckets()  # noqa: SLF001  # as DDP's forward does, once
         ddp._check_and_sync_module_buffers()  # noqa: SLF001
         syncs = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)  # noqa: SLF001
@@ -73,7 +92,8 @@ class DdpMember(Member):
             self._bring(bucket)
             reduced.append(ddp.reducer._run_comm_hook(bucket))  # noqa: SLF001
         results = [_tensor(each.wait()) for each in reduced]
-        used = self._used_anywhere() if ddp.find_unused_parameters else None
+        unused = ddp.find_unused_parameters and not ddp.static_graph
+        used = self._used_anywhere() if unused else None
         for bucket, result in zip(buckets, results, strict=True):
             self._take(bucket, result, used)
         ddp.reducer._push_all_rebuilt_params()  # noqa: SLF001

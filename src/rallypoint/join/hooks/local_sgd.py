@@ -113,5 +113,11 @@ class LocalSgdMember(Member):
 
     def main_hook(self) -> None:
         assert self._run is not None
-        if self._run.syncs:
-            self._optimizer.step()
+        if not self._run.syncs:
+            return
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None and parameter.requires_grad:
+                    # torch's averagers pass over parameters without one, and this rank's must be there.
+                    parameter.grad = torch.zeros_like(parameter)
+        self._optimizer.step()

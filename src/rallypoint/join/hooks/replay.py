@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from rallypoint.join.members import Member
+from rallypoint.join.schedule import Schedule
 from rallypoint.join.weights import has_fsdp
 
-from .sync_batch_norm import silence
+from .sync_batch_norm import exchanges_statistics, silence
 
 
 class ModuleMember(Member):
@@ -29,11 +30,12 @@ class ModuleMember(Member):
         self.name = type(module).__name__
         first = next(module.parameters(), None)
         self.device = None if first is None else first.device
-        self.replay_because = (
-            "its parameters are sharded: they are gathered in forward and backward"
-            if has_fsdp(module)
-            else "only its own forward and backward can match its collectives"
-        )
+
+    def unmatched(self, schedule: Schedule | None) -> str:
+        assert self.module is not None
+        if has_fsdp(self.module):
+            return "its parameters are sharded: they are gathered in forward and backward"
+        return "only its own forward and backward can match its collectives"
 
 
 class Standstill:
@@ -50,7 +52,7 @@ class Standstill:
         self._stack = ExitStack()
         parts = {id(part): part for module in modules for part in module.modules()}.values()
         for part in parts:
-            if isinstance(part, nn.SyncBatchNorm):
+            if exchanges_statistics(part):
                 silence(part, self._stack)
             else:
                 self._keep_buffers(part)

@@ -5,6 +5,7 @@ Its statistics are those of all ranks' rows together; a batch that is only run a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,9 +14,16 @@ from torch import nn
 from torch.nn import functional
 
 
-def silence(layer: nn.SyncBatchNorm, stack: ExitStack) -> None:
+def exchanges_statistics(layer: nn.Module) -> bool:
+    """Whether it is a SyncBatchNorm, or a layer that says it is like one (``exchanges_statistics = True``)."""
+    return isinstance(layer, nn.SyncBatchNorm) or bool(
+        getattr(layer, "exchanges_statistics", False)
+    )
+
+
+def silence(layer: Any, stack: ExitStack) -> None:
     """From now on the layer contributes no row; ``stack`` makes it speak again."""
-    forward = layer.forward
+    forward: Callable[[torch.Tensor], torch.Tensor] = layer.forward
 
     def no_rows(x: torch.Tensor) -> torch.Tensor:
         if not layer.training:
@@ -24,13 +32,11 @@ def silence(layer: nn.SyncBatchNorm, stack: ExitStack) -> None:
         # The sum of no numbers: it ties this rank's backward to the exchange, and adds nothing.
         return _normalized(x, layer) + nothing.sum()
 
-    # Any: a module takes attributes of every kind.
-    target: Any = layer.__dict__
-    target["forward"] = no_rows
-    stack.callback(target.pop, "forward", None)
+    layer.__dict__["forward"] = no_rows
+    stack.callback(layer.__dict__.pop, "forward", None)
 
 
-def _normalized(x: torch.Tensor, layer: nn.SyncBatchNorm) -> torch.Tensor:
+def _normalized(x: torch.Tensor, layer: Any) -> torch.Tensor:
     """Something of the right shape and size; what comes of it does not count."""
     mean, var = layer.running_mean, layer.running_var
     if mean is None or var is None:
