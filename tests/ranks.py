@@ -9,6 +9,7 @@ A case that fails or hangs on any rank ends them all; the next ``run`` starts ne
 
 import atexit
 import contextlib
+import inspect
 import multiprocessing
 import sys
 import tempfile
@@ -73,7 +74,7 @@ class Ranks:
         if not self._pipes:
             self._start()
         # Test modules cannot be imported by name in the ranks.
-        module = sys.modules[case.__module__]
+        module = sys.modules[inspect.unwrap(getattr(case, "func", case)).__module__]
         cloudpickle.register_pickle_by_value(module)
         try:
             work = cloudpickle.dumps((case, args))

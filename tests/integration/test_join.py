@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin, Joinable as TorchJoinable
 from torch.nn.parallel import DistributedDataParallel
@@ -574,6 +576,68 @@ def test_local_sgd_averages_the_models_of_those_that_have_inputs(three: Ranks, m
         torch.testing.assert_close(found[longest], reference(sizes))
         for each in found:
             torch.testing.assert_close(each, found[longest])
+
+
+# -- whatever somebody may do -----------------------------------------------------------------------
+
+CROWDS: dict[int, Ranks] = {}
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> tuple[list[list[int]], str, str, str, int, dict[str, Any]]:
+    world_size = draw(st.integers(2, 4))
+    one_rank = st.lists(st.integers(1, 4), max_size=5)
+    sizes = draw(st.lists(one_rank, min_size=world_size, max_size=world_size))
+    joined = draw(st.sampled_from(["ddp", "ddp and zero", "fsdp"]))
+    modes = ["replay", "windows"] if joined == "fsdp" else ["classic", *MODES]
+    mode = draw(st.sampled_from(modes))
+    weighting = draw(st.sampled_from(["initial", "ranks"] + ["samples"] * 2 * (mode != "classic")))
+    # torch's protocol drops what a rank had accumulated when it ran out.
+    accumulation = 1 if mode == "classic" else draw(st.integers(1, 3))
+    options = (
+        {} if joined == "fsdp" else draw(st.sampled_from([{}, *(o for _, o in OPTIONS.values())]))
+    )
+    if mode not in ("replay", "windows") and options == {"static_graph": True}:
+        options = {}
+    if accumulation > 1 and options == {"static_graph": True}:
+        options = {}  # not with no_sync(), says torch
+    return sizes, joined, mode, weighting, accumulation, options
+
+
+def check_configuration(found: tuple[list[list[int]], str, str, str, int, dict[str, Any]]) -> None:
+    sizes, joined, mode, weighting, accumulation, options = found
+    ranks = CROWDS.setdefault(len(sizes), Ranks(len(sizes)))
+    if joined == "fsdp":
+        results = ranks.run(sharded, sizes, weighting, mode, "fsdp", accumulation)
+    else:
+        results = ranks.run(
+            functools.partial(
+                train,
+                accumulation=accumulation,
+                ddp_options=options,
+                zero=joined == "ddp and zero",
+            ),
+            sizes,
+            weighting,
+            mode,
+        )
+    flush = mode not in ("planned", "classic")
+    expected = alone(sizes, weighting, accumulation=accumulation, flush=flush)
+    assert_all_equal(results, expected)
+
+
+@given(configurations())
+@settings(max_examples=25, deadline=None)
+def test_random_configurations(found: Any) -> None:
+    check_configuration(found)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@given(configurations())
+@settings(max_examples=200, deadline=None)
+def test_two_hundred_random_configurations(found: Any) -> None:
+    check_configuration(found)
 
 
 # -- the protocol, with joinables of one's own ------------------------------------------------------

@@ -46,6 +46,8 @@ class DdpMember(Member):
         before = self.ddp.__dict__.get("_divide_by_initial_world_size", True)
         self._hook = self.ddp.join_hook(**kwargs)
         stack.callback(setattr, self.ddp, "_divide_by_initial_world_size", before)
+        # DDP goes on dividing by how many ranks had inputs last, unless it is told to take all of them.
+        stack.callback(self.ddp.reducer._set_forward_pass_work_handle, dist.Work(), True)  # noqa: SLF001
 
     def planned(self, run: Run, stack: ExitStack) -> None:
         answers = (lambda *_: run.source, self._answer_sync)
