@@ -457,9 +457,7 @@ def test_hooks_do_not_pretend_to_match_what_only_the_model_can(pairs: Ranks) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batch_norm_of_ddp_has_the_statistics_of_a_rank_that_had_inputs(
-    three: Ranks, kind: str
-) -> None:
+def test_buffers_come_from_a_rank_that_had_inputs(three: Ranks, kind: str) -> None:
     def case(sizes: list[list[int]], mode: str) -> tuple[list[torch.Tensor], torch.Tensor]:
         rank = dist.get_rank()
         model = DistributedDataParallel(model_of("batch norm"))
