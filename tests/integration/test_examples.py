@@ -7,6 +7,7 @@ example from a fault of the launcher.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -199,6 +200,18 @@ def test_fsdp2_restores_an_accurate_model_from_its_sharded_checkpoint(tmp_path):
     assert reported_accuracy(done.stdout) > 0.90
     shards = sorted(path.name for path in (tmp_path / "demo-output" / "fsdp2").glob("*.distcp"))
     assert shards == ["__0_0.distcp", "__1_0.distcp"]
+
+
+def test_uneven_shards_learn_what_one_process_learns(tmp_path):
+    options = [EXAMPLES / "digits_uneven.py", "--epochs", "3", "--output"]
+    succeed(*command("python"), *options, "alone", "--shards", "3", cwd=tmp_path)
+    done = succeed(*command(LAUNCHER, "--nproc-per-node", "3"), *options, "three", cwd=tmp_path)
+    assert reported_accuracy(done.stdout) > 0.6
+    alone, three = (
+        json.loads((tmp_path / name / "losses.json").read_text()) for name in ("alone", "three")
+    )
+    assert three == pytest.approx(alone, rel=1e-9)
+    assert alone[-1] < alone[0]
 
 
 @pytest.mark.skipif(LAUNCHER != "rally", reason="torchrun has no counterpart")
