@@ -445,6 +445,34 @@ def test_sync_batch_norm_statistics_are_the_same_everywhere(three: Ranks) -> Non
     assert found[0][2] == 5  # steps, also on the rank that had none
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two accelerators")
+def test_torchs_sync_batch_norm_equals_one_process() -> None:
+    def case(sizes: list[list[int]]) -> torch.Tensor:
+        rank = dist.get_rank()
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        group = dist.new_group(backend="nccl")
+        layers = [nn.Linear(FEATURES, 8), nn.SyncBatchNorm(8, process_group=group), nn.Tanh()]
+        torch.manual_seed(7)
+        inner = nn.Sequential(*layers, nn.Linear(8, OUTPUTS)).double().to(device)
+        model = DistributedDataParallel(inner, device_ids=[rank], process_group=group)
+        optimizer = optimizer_of(model)
+        for epoch in range(2):
+            with Join([model, optimizer], weighting="samples") as join:
+                for x, y in join.batches(batches_of(sizes, rank, epoch)):
+                    loss_of(model, (x.to(device), y.to(device))).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return flat(inner).cpu()
+
+    with contextlib.closing(Ranks(2)) as ranks:
+        sizes = sizes_of(2, "short last batches")
+        for each in ranks.run(case, sizes):
+            expected = alone(sizes, "samples", kind="sync batch norm")
+            torch.testing.assert_close(each, expected, rtol=1e-8, atol=1e-10)
+
+
 def test_hooks_do_not_pretend_to_match_what_only_the_model_can(pairs: Ranks) -> None:
     def case() -> str:
         model = DistributedDataParallel(model_of("sync batch norm"))
