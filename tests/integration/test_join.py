@@ -213,6 +213,7 @@ def train(
     ddp_options: dict[str, Any] | None = None,
     compress: bool = False,
     zero: bool = False,
+    optimizer_first: bool = False,
 ) -> torch.Tensor:
     """Two epochs under Join in one of its modes; the parameters."""
     rank = dist.get_rank()
@@ -240,7 +241,8 @@ def train(
             options["lookahead"] = 2
         elif mode == "shadowing windows":
             options |= {"lookahead": 2, "replay": False}
-        with Join([model, optimizer], **options) as join:
+        joined = [optimizer, model] if optimizer_first else [model, optimizer]
+        with Join(joined, **options) as join:
             if mode in ("planned", "classic"):
                 loop: Any = data
             else:
@@ -277,9 +279,14 @@ def test_ddp_equals_one_process(ranks: Ranks, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_classic_ddp_equals_one_process(ranks: Ranks, kind: str) -> None:
+    def optimizer_first(*args: Any) -> torch.Tensor:
+        return train(*args, optimizer_first=True)
+
     sizes = sizes_of(ranks.world_size, kind)
     for weighting in ("ranks", "initial"):
         assert_all_equal(ranks.run(train, sizes, weighting, "classic"), alone(sizes, weighting))
+    if kind == "even":  # whoever comes first in the list: the DDP tells the others
+        ranks.run(optimizer_first, sizes_of(ranks.world_size, KINDS[1]), "ranks", "classic")
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])

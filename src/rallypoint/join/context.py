@@ -200,13 +200,13 @@ class Join:
 
     def _configure(self, *, tells: bool) -> None:
         """Joinables read there whether they are to tell the others, in each step, that they have inputs."""
-        for index, joinable in enumerate(self._joinables):
-            if isinstance(joinable, Joinable):
-                joinable._join_config = _JoinConfig(  # noqa: SLF001
-                    enable=True,
-                    throw_on_early_termination=self._throw,
-                    is_first_joinable=tells and index == 0,
-                )
+        joinables = [each for each in self._joinables if isinstance(each, Joinable)]
+        for joinable in joinables:
+            joinable._join_config = _JoinConfig(  # noqa: SLF001
+                enable=True,
+                throw_on_early_termination=self._throw,
+                is_first_joinable=tells and joinable is joinables[0],
+            )
 
     def __exit__(
         self,
@@ -316,7 +316,8 @@ class Join:
             run.check_sync(type(module).__name__, module.require_backward_grad_sync)
 
     def _count_forward(self, run: Run) -> None:
-        self._refuse_bare_loop(run)
+        if run.step < 0:
+            self._refuse_bare_loop(run)
         run.step += 1
         schedule = run.schedule
         if schedule is None:

@@ -38,6 +38,7 @@ class DdpMember(Member):
         self.group = ddp.process_group
         self.device = ddp.join_device
         self.module = ddp
+        self._exchanges_statistics = any(map(exchanges_statistics, ddp.modules()))
         self._run: Run | None = None
         self._hook = JoinHook()
 
@@ -60,7 +61,7 @@ class DdpMember(Member):
         return self._run.syncs if is_joined_rank else None
 
     def unmatched(self, schedule: Schedule | None) -> str:
-        if any(map(exchanges_statistics, self.ddp.modules())):
+        if self._exchanges_statistics:
             return "its SyncBatchNorm exchanges statistics in forward and backward"
         someone_has_none = schedule is not None and schedule.least == 0 < schedule.total
         if someone_has_none and self._has_to_learn:
