@@ -7,6 +7,7 @@ example from a fault of the launcher.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -199,6 +200,27 @@ def test_fsdp2_restores_an_accurate_model_from_its_sharded_checkpoint(tmp_path):
     assert reported_accuracy(done.stdout) > 0.90
     shards = sorted(path.name for path in (tmp_path / "demo-output" / "fsdp2").glob("*.distcp"))
     assert shards == ["__0_0.distcp", "__1_0.distcp"]
+
+
+def losses_of(output: Path) -> list[float]:
+    return json.loads((output / "losses.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("example", "flag"),
+    [("digits_2d.py", "--tensor-parallel"), ("digits_moe.py", "--expert-parallel")],
+)
+def test_parallel_examples_learn_the_same_alone_and_on_several_ranks(tmp_path, example, flag):
+    options = [EXAMPLES / example, "--epochs", "2", "--output"]
+    done = succeed(*command("python"), *options, "alone", cwd=tmp_path)
+    assert reported_accuracy(done.stdout) > 0.5
+    wanted = losses_of(tmp_path / "alone")
+    assert len(wanted) == 2
+    assert wanted[1] < wanted[0]
+    # Two replicas of two parts: every axis is of use.
+    launch = command(LAUNCHER, "--nproc-per-node", "4")
+    succeed(*launch, *options, "four", flag, "2", cwd=tmp_path)
+    assert losses_of(tmp_path / "four") == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.skipif(LAUNCHER != "rally", reason="torchrun has no counterpart")
