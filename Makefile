@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-long check format bench bench-rendezvous bench-elastic soak soak-elastic clean
+.PHONY: help demo test test-long check format bench bench-rendezvous bench-elastic bench-collectives soak soak-elastic clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ bench-rendezvous: $(STAMP) ## 16 to 4096 nodes meet, beside torch's rendezvous; 
 
 bench-elastic: $(STAMP) ## an elastic job of four hosts loses workers, supervisors, hosts (root); writes bench/results/elastic.json
 	$(BIN)/python bench/elastic.py --output bench/results/elastic.json
+
+bench-collectives: $(STAMP) ## collectives with gradients beside torch's and bare ones; writes bench/results/collectives.json
+	$(BIN)/python bench/collectives.py --output bench/results/collectives.json
 
 soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind; writes bench/results/soak.json
 	$(BIN)/python bench/soak.py --output bench/results/soak.json
