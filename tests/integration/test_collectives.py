@@ -417,6 +417,64 @@ def test_mistakes_are_an_error_on_every_rank_that_names_the_ranks(ranks):
     assert f"rank 1: send_splits [{', '.join(['3'] * size)}] make {3 * size} rows" in mine[15]
 
 
+# -- other groups, other devices ---------------------------------------------------------------------------
+
+
+def as_in_the_default_group(backend: str) -> None:
+    """The same in a group of its own: on a GPU, where there is one for each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    group = dist.new_group(list(range(size)), backend=backend)
+    send = splits_of(rank, size)
+    recv = [splits_of(peer, size)[rank] for peer in range(size)]
+
+    def uneven(x, group, checks):
+        y = all_to_all(x[: sum(send)], group, send_splits=send, recv_splits=recv, checks=checks)
+        z, _ = all_to_all_dynamic(
+            x[: sum(send)], torch.tensor(send, device=x.device), group, checks=checks
+        )
+        return y * z
+
+    def sent(x, group, checks):
+        return broadcast(x, 1, group, checks=checks)
+
+    plain = [
+        *(all_to_all, all_gather, reduce_scatter, all_reduce, uneven, sent),
+        *(copy_to, reduce_from, gather_sequence, gather_from),
+    ]
+    for call in plain:
+        found = []
+        for where, over in ((torch.device("cpu"), None), (device, group)):
+            x = tensor_of(rank, 3 * size, 2).to(where).requires_grad_()
+            y = call(x, over, checks=True)
+            (y**2).sum().backward()
+            found.append((y.detach().cpu(), x.grad.cpu()))
+        torch.testing.assert_close(found[1], found[0])
+    for dtype in (torch.bfloat16, torch.int16, torch.bool, torch.float8_e4m3fn):
+        x = torch.arange(2 * size, device=device).remainder(3).to(dtype)
+        assert all_to_all(all_to_all(x, group), group).tolist() == x.tolist()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "gloo",
+        pytest.param(
+            "nccl",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+            ],
+        ),
+    ],
+)
+def test_a_group_of_its_own(two, backend):
+    two.run(as_in_the_default_group, backend)
+
+
 # -- a peer is lost ------------------------------------------------------------------------------------------
 
 

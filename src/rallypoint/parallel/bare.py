@@ -61,6 +61,11 @@ def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def needs_grad(x: Tensor) -> bool:
+    """Whether a backward pass will ask for it; if not, autograd need not hear of the call."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
 def exchange(
     x: Tensor, recv_splits: Sequence[int] | None, send_splits: Sequence[int] | None, group: Group
 ) -> Tensor:

@@ -146,26 +146,36 @@ def _check(
 
 
 def _gathered(x: Tensor, dim: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.gather(x, dim, group)
     found: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def _scattered(x: Tensor, dim: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.reduce_scatter(x, dim, group)
     found: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def _total(x: Tensor, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.total(x, group)
     found: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def _sent(x: Tensor, src: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.broadcast(x, src, group)
     found: Tensor = _Broadcast.apply(x, src, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def _total_at(x: Tensor, dst: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.total_at(x, dst, group)
     found: Tensor = _Reduce.apply(x, dst, group)  # type: ignore[no-untyped-call]
     return found
 

@@ -47,20 +47,16 @@ def all_to_all(
     Source: GShard (arXiv 2006.16668) for its use with experts.
     """
     send, recv = _as_tuple(send_splits), _as_tuple(recv_splits)
-    size = members.size_of(group)
-    # The common case is one comparison: microseconds count here.
-    plain = send is None and recv is None and x.ndim > 0 and x.shape[0] % size == 0
-    if checks or not plain:
-        checking.check_call(
-            ALL_TO_ALL,
-            x,
-            group,
-            divided=send is None,
-            send_splits=send,
-            recv_splits=recv,
-            everywhere=checks,
-        )
-    if size == 1:
+    checking.check_call(
+        ALL_TO_ALL,
+        x,
+        group,
+        divided=send is None,
+        send_splits=send,
+        recv_splits=recv,
+        everywhere=checks,
+    )
+    if members.size_of(group) == 1:
         return x
     return _exchanged(x, recv, send, group)
 
@@ -124,7 +120,7 @@ def _as_tuple(splits: Sequence[int] | None) -> tuple[int, ...] | None:
 def _exchanged(
     x: Tensor, recv: tuple[int, ...] | None, send: tuple[int, ...] | None, group: Group
 ) -> Tensor:
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not bare.needs_grad(x):
         return bare.exchange(x, recv, send, group)
     found: Tensor = _AllToAll.apply(x, recv, send, group)  # type: ignore[no-untyped-call]
     return found

@@ -149,16 +149,22 @@ def _copied(x: Tensor, group: Group) -> Tensor:
 
 
 def _reduced(x: Tensor, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.total(x, group)
     found: Tensor = _ReduceFrom.apply(x, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def _scattered(x: Tensor, dim: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.own_part(x, dim, group)
     found: Tensor = _ScatterTo.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def _joined(x: Tensor, dim: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.gather(x, dim, group)
     found: Tensor = _GatherFrom.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return found
 
