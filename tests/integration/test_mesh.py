@@ -9,7 +9,7 @@ from torch import nn
 
 from rallypoint import parallel
 from rallypoint.errors import ConfigError
-from rallypoint.parallel import ParallelLayout, ParallelMesh, all_reduce
+from rallypoint.parallel import ParallelLayout, ParallelMesh, all_reduce, members
 from rallypoint.parallel.layout import AXES
 from rallypoint.parallel.mesh import STANDARD
 from ranks import Ranks
@@ -199,8 +199,14 @@ def simple_form() -> None:
     assert mesh.peers("pp") == (0, 1)
     assert mesh.backend_of("tp") == mesh.backend_of("edp") == "gloo"
     parallel.destroy_parallelism()
+    both = parallel.init_parallelism(2, dp_backend="cpu:gloo")
+    assert both.device_mesh("tp").device_type == "cpu"
+    assert members.device_of(both.group("dp")).type == "cpu"
+    parallel.destroy_parallelism()
     with pytest.raises(ConfigError, match="world_size 2: expected a multiple of tp=3"):
         parallel.init_parallelism(3)
+    with pytest.raises(ConfigError, match=r"backends\['tp'\] 'nosuch': expected one of .*gloo"):
+        parallel.init_parallelism(2, mp_backend="nosuch")
     assert parallel.current_mesh() is None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -83,6 +85,7 @@ def test_no_graph_breaks_without_a_group(monkeypatch, tmp_path):
         ),
         (lambda x: all_to_all(x, send_splits=[1, 2], recv_splits=[3]), "has 2 entries"),
         (lambda x: all_to_all_dynamic(x, torch.tensor([1, 2])), "has 2 entries"),
+        (lambda x: all_to_all_dynamic(x, torch.tensor([3.0])), "send_splits: expected whole"),
         (lambda x: all_to_all_dynamic(x, [4]), "make 4 rows, and x has 3"),
         (lambda x: all_to_all(x.sum()), "x of shape [] has no dimension 0"),
         (lambda x: all_gather(x, dim=2), "all_gather: x of shape [3, 4] has no dimension 2"),
@@ -96,6 +99,11 @@ def test_no_graph_breaks_without_a_group(monkeypatch, tmp_path):
 def test_what_cannot_be_is_refused(call, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         call(torch.randn(3, 4))
+
+
+def test_importing_it_does_not_import_the_compiler():
+    program = "import sys, rallypoint.parallel; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
 
 
 # -- the mesh of one process ---------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The collectives without gradients: a tensor in, a new one out, whatever the backend.
 
-[Note: Compiled] In a graph that ``torch.compile`` makes, a collective must be an operator without side
-effects that names its group by text, so that the compiler may move it. Outside of one such operators cost
-tens of microseconds for bookkeeping. So each function here has two paths: the same collective, said in two ways.
+[Note: Compiled] In a graph that ``torch.compile`` makes, a collective must be an operator without side effects
+that names its group by text, so that the compiler may move it. torch has such operators, but under a private name. So each
+function here says the same collective in two ways: to torch's public interface, and in a graph to those operators.
 
 [Note: Types] Neither Gloo nor NCCL knows 16-bit integers, and Gloo no 8-bit floats. What is only moved travels as bytes;
 what is summed, in a wider type.

@@ -53,7 +53,13 @@ def init_parallelism(
     )
     set_current_mesh(mesh)
     # With neither, dp is the default group, and of the others each rank is alone.
-    return mesh.build("pp", "dp", "tp") if model_parallelism * pipeline_parallelism > 1 else mesh
+    if model_parallelism * pipeline_parallelism > 1:
+        try:
+            mesh.build("pp", "dp", "tp")
+        except BaseException:
+            _state.mesh = None
+            raise
+    return mesh
 
 
 def set_current_mesh(mesh: ParallelMesh) -> ParallelMesh:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rallypoint.errors import ConfigError
+
 from . import bare, checks as checking, members
 from .bare import Group
 from .signatures import ALL_TO_ALL, ALL_TO_ALL_DYNAMIC
@@ -102,6 +104,8 @@ def _exchange_splits(
             return send, send
         own = torch.tensor(send, dtype=torch.int64, device=x.device)
         return send, tuple(bare.exchange(own, None, None, group).tolist())
+    if send_splits.is_floating_point():
+        raise ConfigError("send_splits", None, f"expected whole numbers, not {send_splits.dtype}")
     own = send_splits.detach().to(x.device, torch.int64).flatten()
     size = members.size_of(group)
     if checks or size == 1 or len(own) != size:

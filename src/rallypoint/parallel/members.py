@@ -43,8 +43,11 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's collectives work; the CPU where they work on several devices."""
+    """Where the group's collectives work; of a backend per device (``cpu:gloo,cuda:nccl``) the first one."""
     backend = dist.get_backend(group).lower()
+    device, colon, _ = backend.partition(",")[0].partition(":")
+    if colon:
+        return torch.device(device)
     if any(name in backend for name in _ON_CPU):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")

@@ -70,6 +70,7 @@ class ParallelMesh:
         self.layout = layout.resolve(members.size_of(None))
         self.rank = members.rank_in(None)
         self.generation = _generation() if generation is None else generation
+        self._world = dist.group.WORLD if dist.is_initialized() else None
         self._backends = dict(backends or {})
         for axis, name in self._backends.items():
             if axis not in AXES:
@@ -77,9 +78,13 @@ class ParallelMesh:
             given: object = name
             if not isinstance(given, str) or not given.strip():
                 raise ConfigError(f"backends[{axis!r}]", name, "expected the name of a backend")
+            # As torch names it: "gloo", or one per device, "cpu:gloo,cuda:nccl".
+            parts = [part.rpartition(":")[2] for part in name.split(",")]
+            if self._world is not None and not all(map(dist.is_backend_available, parts)):
+                known = ", ".join(filter(dist.is_backend_available, dist.Backend.backend_list))
+                raise ConfigError(f"backends[{axis!r}]", name, f"expected one of {known}")
         self._device_type = device_type
         self._timeout = timeout
-        self._world = dist.group.WORLD if dist.is_initialized() else None
         self._groups: dict[tuple[tuple[str, ...], str | None], dist.ProcessGroup] = {}
         self._device_meshes: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
         self._destroyed = False
