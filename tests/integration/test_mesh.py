@@ -140,6 +140,16 @@ def rebuild() -> None:
     assert not old.stands
 
 
+def destroy_at_once() -> None:
+    for generation in range(30):
+        mesh = ParallelMesh(ParallelLayout(), backends={"dp": "gloo"}, generation=generation)
+        mesh.build("dp").destroy()
+
+
+def test_a_group_is_whole_before_anybody_can_destroy_it(eight):
+    eight.run(destroy_at_once)
+
+
 def test_destroyed_and_rebuilt(four):
     four.run(rebuild)
     four.close()  # its default group was replaced

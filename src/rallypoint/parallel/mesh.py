@@ -250,6 +250,10 @@ class ParallelMesh:
             if self.rank in ranks:
                 own = made
         assert own is not None, "every rank is in exactly one group"
+        # A rank that is connected could go on and destroy the group while another one still connects to it,
+        # which then fails. (NCCL connects when a group is first used.)
+        if own.size() > 1 and members.device_of(own).type == "cpu":
+            dist.barrier(own)
         return own
 
 
