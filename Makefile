@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-long check format bench bench-rendezvous bench-elastic bench-join soak soak-elastic clean
+.PHONY: help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,9 @@ bench-elastic: $(STAMP) ## an elastic job of four hosts loses workers, superviso
 
 bench-join: $(STAMP) ## what joining uneven inputs costs per step, beside torch's Join; writes bench/results/join.json
 	$(BIN)/python bench/join.py --output bench/results/join.json
+
+bench-collectives: $(STAMP) ## collectives with gradients beside torch's and bare ones; writes bench/results/collectives.json
+	$(BIN)/python bench/collectives.py --output bench/results/collectives.json
 
 soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind; writes bench/results/soak.json
 	$(BIN)/python bench/soak.py --output bench/results/soak.json

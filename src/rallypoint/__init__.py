@@ -1,7 +1,8 @@
 """Rallypoint: start, watch, restart and explain distributed PyTorch jobs.
 
 Importing this package costs nothing and starts nothing; torch is not imported.
-The parts: :mod:`rallypoint.launch` (``rally run`` and function launches), :mod:`rallypoint.rendezvous`.
+The parts: :mod:`rallypoint.launch` (``rally run`` and function launches), :mod:`rallypoint.rendezvous`, and over torch
+:mod:`rallypoint.parallel`.
 """
 
 from rallypoint.errors import (

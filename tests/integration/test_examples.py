@@ -214,6 +214,27 @@ def test_uneven_shards_learn_what_one_process_learns(tmp_path):
     assert alone[-1] < alone[0]
 
 
+def losses_of(output: Path) -> list[float]:
+    return json.loads((output / "losses.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("example", "flag"),
+    [("digits_2d.py", "--tensor-parallel"), ("digits_moe.py", "--expert-parallel")],
+)
+def test_parallel_examples_learn_the_same_alone_and_on_several_ranks(tmp_path, example, flag):
+    options = [EXAMPLES / example, "--epochs", "2", "--output"]
+    done = succeed(*command("python"), *options, "alone", cwd=tmp_path)
+    assert reported_accuracy(done.stdout) > 0.5
+    wanted = losses_of(tmp_path / "alone")
+    assert len(wanted) == 2
+    assert wanted[1] < wanted[0]
+    # Two replicas of two parts: every axis is of use.
+    launch = command(LAUNCHER, "--nproc-per-node", "4")
+    succeed(*launch, *options, "four", flag, "2", cwd=tmp_path)
+    assert losses_of(tmp_path / "four") == pytest.approx(wanted, rel=1e-9)
+
+
 @pytest.mark.skipif(LAUNCHER != "rally", reason="torchrun has no counterpart")
 def test_a_launched_function_returns_the_single_process_result_from_every_rank(tmp_path):
     done = succeed(*command("python"), EXAMPLES / "function_launch.py", cwd=tmp_path)

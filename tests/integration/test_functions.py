@@ -37,6 +37,7 @@ from rallypoint.launch import (
     parallel_mesh,
 )
 from rallypoint.launch.worker import process_group
+from rallypoint.parallel import current_mesh
 
 
 pytestmark = pytest.mark.integration
@@ -225,6 +226,23 @@ def test_each_axis_of_the_mesh_reduces_over_its_own_ranks():
         ({"pp": 100, "dp": 101, "mp": 1100}, grid),
         ({"pp": 1000, "dp": 1010, "mp": 1100}, grid),
     ]
+
+
+def test_every_launch_has_a_mesh():
+    def work():
+        mesh = current_mesh()
+        alone = mesh.degree("tp") == mesh.degree("pp") == 1
+        return mesh.peers("dp"), mesh.group("dp") is dist.group.WORLD, alone, parallel_mesh()
+
+    assert launch_subprocesses(work, TWO) == [((0, 1), True, True, None)] * 2
+
+
+def test_the_mesh_ends_with_the_job(nothing_left):
+    def work():
+        assert current_mesh().degree("dp") == 1
+
+    init_and_run(work, MultiprocessConfig(world_size=1, backend="gloo"))
+    assert current_mesh() is None
 
 
 # -- several launches, one job ------------------------------------------------------------------------

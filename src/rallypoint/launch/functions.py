@@ -334,7 +334,7 @@ def _launch_config(
         master_port=cfg.master_port,
         start_method=method,
         # What each worker would import by itself.
-        preload=("cloudpickle", "rallypoint.launch.worker.payload"),
+        preload=("cloudpickle", "rallypoint.launch.worker.payload", "rallypoint.parallel"),
     )
 
 

@@ -1,6 +1,37 @@
-"""Layouts of parallel training: which rank stands where."""
+"""Parallel training: which rank stands where, process groups for it, and collectives with gradients."""
 
+from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from .current import current_mesh, destroy_parallelism, init_parallelism, set_current_mesh
+from .exchange import all_to_all, all_to_all_dynamic
 from .layout import ParallelLayout
+from .mesh import ParallelMesh
+from .tensor_parallel import (
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from,
+    reduce_scatter_sequence,
+    scatter_to,
+)
 
 
-__all__ = ["ParallelLayout"]
+__all__ = [
+    "ParallelLayout",
+    "ParallelMesh",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_dynamic",
+    "broadcast",
+    "copy_to",
+    "current_mesh",
+    "destroy_parallelism",
+    "gather_from",
+    "gather_sequence",
+    "init_parallelism",
+    "reduce_from",
+    "reduce_scatter",
+    "reduce_scatter_sequence",
+    "scatter_to",
+    "set_current_mesh",
+]

@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,16 +37,6 @@ _SET_BY_INIT = (
     *("MASTER_ADDR", "MASTER_PORT"),
 )
 _PAUSE = 0.2
-
-
-@dataclass(slots=True)
-class _State:
-    """What belongs to the default group of this process."""
-
-    mesh: DeviceMesh | None = None
-
-
-_state = _State()
 
 
 def init_process_group_from_backend(
@@ -128,8 +117,9 @@ def init_dist(cfg: MultiprocessConfig) -> MultiprocessConfig:
     or ``torchrun`` passes an empty config), then from its devices. Functions of
     :func:`launch_subprocesses` need not call it: it has been called.
 
-    With ``model_parallelism`` or ``pipeline_parallelism`` over 1 the mesh (:func:`parallel_mesh`) has the axes
-    ``pp``, ``dp``, ``mp``; ranks that are neighbours along ``mp`` are neighbours in the job.
+    The mesh is :func:`rallypoint.parallel.current_mesh`. With ``model_parallelism`` or ``pipeline_parallelism`` over 1 it is
+    also there as torch's (:func:`parallel_mesh`), with the axes ``pp``, ``dp``, ``mp``; ranks that are neighbours along
+    ``mp`` are neighbours in the job.
 
     Collective: every rank of the job calls it.   Blocks: until all have come.
     Effects: sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``;
@@ -160,7 +150,7 @@ def init_dist(cfg: MultiprocessConfig) -> MultiprocessConfig:
         init_alone(cfg.backend)
     else:
         init_process_group_from_backend(cfg.backend)
-    _state.mesh = _build_mesh(cfg)
+    _init_parallelism(cfg)
     return cfg
 
 
@@ -211,51 +201,44 @@ def _backends_of(cfg: MultiprocessConfig) -> str:
     return " ".join(name for name in every if name).lower()
 
 
-def _build_mesh(cfg: MultiprocessConfig) -> DeviceMesh | None:
-    if cfg.model_parallelism == cfg.pipeline_parallelism == 1:
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
+def _init_parallelism(cfg: MultiprocessConfig) -> None:
+    from rallypoint.parallel import init_parallelism
 
-    assert cfg.backend is not None
-    assert cfg.data_parallelism is not None
-    chosen = {
-        "pp": cfg.pipeline_parallel_backend,
-        "dp": cfg.data_parallel_backend,
-        "mp": cfg.model_parallel_backend,
-    }
-    # Any: the parameter came with torch 2.9; without it a backend of an axis cannot be chosen.
-    options: dict[str, Any] = {}
-    other = {axis: name for axis, name in chosen.items() if name and name != cfg.backend}
-    if other:
-        options["backend_override"] = other
-    return init_device_mesh(
-        backends.device_of(cfg.backend),
-        (cfg.pipeline_parallelism, cfg.data_parallelism, cfg.model_parallelism),
-        mesh_dim_names=("pp", "dp", "mp"),
-        **options,
+    chosen = (
+        cfg.model_parallel_backend,
+        cfg.pipeline_parallel_backend,
+        cfg.data_parallel_backend,
     )
+    # The default group's own backend need not be chosen: an axis may then share groups that are there.
+    mp, pp, dp = (None if name == cfg.backend else name for name in chosen)
+    init_parallelism(cfg.model_parallelism, cfg.pipeline_parallelism, mp, pp, dp)
 
 
 def parallel_mesh() -> DeviceMesh | None:
-    """The mesh that :func:`init_dist` made, with the axes ``("pp", "dp", "mp")``.
+    """The mesh that :func:`init_dist` made, as torch's ``DeviceMesh`` with the axes ``("pp", "dp", "mp")``.
 
     None where there is no model or pipeline parallelism (all ranks are data parallel: use the
     default group), and outside of a job. ``parallel_mesh()["mp"].get_group()`` is the group of an axis.
+    :func:`rallypoint.parallel.current_mesh` is the same mesh with all that Rallypoint knows of it; ``mp`` is ``tp`` there.
     """
-    if _state.mesh is None:
+    if "rallypoint.parallel" not in sys.modules:
         return None
-    import torch.distributed as dist
+    from rallypoint.parallel import current_mesh
 
-    if not dist.is_initialized():
-        _state.mesh = None  # the group it stood on was destroyed
-    return _state.mesh
+    mesh = current_mesh()
+    if mesh is None or mesh.degree("pp") == mesh.degree("tp") == 1:
+        return None
+    return mesh.device_mesh("pp", "dp", "tp", names=("pp", "dp", "mp"))
 
 
 def leave_dist() -> None:
-    """Destroy the default group, if there is one, and forget the mesh."""
+    """Destroy the mesh and the default group, where there are any."""
     import torch.distributed as dist
 
-    _state.mesh = None
+    if "rallypoint.parallel" in sys.modules:
+        from rallypoint.parallel import destroy_parallelism
+
+        destroy_parallelism()
     if dist.is_initialized():
         dist.destroy_process_group()
 

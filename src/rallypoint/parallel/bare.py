@@ -1,0 +1,184 @@
+"""The collectives without gradients: a tensor in, a new one out, whatever the backend.
+
+[Note: Compiled] In a graph that ``torch.compile`` makes, a collective must be an operator without side effects
+that names its group by text, so that the compiler may move it. torch has such operators, but under a private name. So each
+function here says the same collective in two ways: to torch's public interface, and in a graph to those operators.
+
+[Note: Types] Neither Gloo nor NCCL knows 16-bit integers, and Gloo no 8-bit floats. What is only moved travels as bytes;
+what is summed, in a wider type.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import members
+
+
+Group = dist.ProcessGroup | None
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Private by name, but what torch's own compiler passes are written for, and the only such operators there are.
+_functional = torch.ops._c10d_functional  # noqa: SLF001
+# torch 2.13 renamed these two, and warns where it sees the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# [Note: Types]
+_KNOWN = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    }
+)
+_SUMMED_IN = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+
+
+def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """As ``torch.compiler.disable``, which imports the compiler (a second and more) when it is only written down."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            disabled: Callable[P, T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def needs_grad(x: Tensor) -> bool:
+    """Whether a backward pass will ask for it; if not, autograd need not hear of the call."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def exchange(
+    x: Tensor, recv_splits: Sequence[int] | None, send_splits: Sequence[int] | None, group: Group
+) -> Tensor:
+    """All-to-all of rows; without splits each peer gets equally many."""
+    if x.dtype not in _KNOWN:
+        return _from_bytes(exchange(_as_bytes(x), recv_splits, send_splits, group), x.dtype)
+    x = x.contiguous()
+    send = None if send_splits is None else list(send_splits)
+    recv = None if recv_splits is None else list(recv_splits)
+    if torch.compiler.is_compiling():
+        if send is None or recv is None:
+            size = members.size_of(group)
+            send = recv = [x.shape[0] // size] * size
+        return _compiled(_functional.all_to_all_single(x, recv, send, _name(group)))
+    out = torch.empty_like(x) if recv is None else x.new_empty((sum(recv), *x.shape[1:]))
+    dist.all_to_all_single(out, x, recv, send, group=group)
+    return out
+
+
+def gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The ranks' tensors of one shape, one after the other along ``dim``, which is 0 or more."""
+    if x.dtype not in _KNOWN:
+        return _from_bytes(gather(_as_bytes(x), dim, group), x.dtype)
+    size, x = members.size_of(group), x.contiguous()
+    if torch.compiler.is_compiling():
+        op = _functional.all_gather_into_tensor
+        flat = _compiled(op(x, size, _name(group)))
+    else:
+        flat = x.new_empty((size * x.shape[0], *x.shape[1:]))
+        _all_gather_single(flat, x, group=group)
+    return flat if dim == 0 else torch.cat(flat.chunk(size), dim)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The sum over the ranks, of which each gets its part along ``dim``."""
+    if x.dtype in _SUMMED_IN:
+        return reduce_scatter(x.to(_SUMMED_IN[x.dtype]), dim, group).to(x.dtype)
+    size = members.size_of(group)
+    x = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))
+    if torch.compiler.is_compiling():
+        op = _functional.reduce_scatter_tensor
+        return _compiled(op(x, "sum", size, _name(group)))
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    _reduce_scatter_single(out, x, group=group)
+    return out
+
+
+def total(x: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, on each of them."""
+    if x.dtype in _SUMMED_IN:
+        return total(x.to(_SUMMED_IN[x.dtype]), group).to(x.dtype)
+    if torch.compiler.is_compiling():
+        op = _functional.all_reduce
+        return _compiled(op(x.contiguous(), "sum", _name(group)))
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
+    """What rank ``src`` of the group has, on each of them."""
+    if x.dtype not in _KNOWN:
+        return _from_bytes(broadcast(_as_bytes(x), src, group), x.dtype)
+    if torch.compiler.is_compiling():
+        op = _functional.broadcast
+        return _compiled(op(x.contiguous(), _global(src, group), _name(group)))
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(out, _global(src, group), group=group)
+    return out
+
+
+def total_at(x: Tensor, dst: int, group: Group) -> Tensor:
+    """The sum over the ranks, on rank ``dst`` of the group; zeros on the others."""
+    if torch.compiler.is_compiling():  # which has no operator for a reduction to one rank
+        out = total(x, group)
+    else:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.reduce(out, _global(dst, group), group=group)
+    return out if members.rank_in(group) == dst else torch.zeros_like(out)
+
+
+def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's part of ``x`` along ``dim``: no communication."""
+    size = x.shape[dim] // members.size_of(group)
+    part = x.narrow(dim, members.rank_in(group) * size, size)
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def gather_numbers(numbers: Sequence[int], group: Group) -> list[list[int]]:
+    """As many numbers from each rank, on each of them."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=members.device_of(group))
+    found: list[list[int]] = gather(own[None], 0, group).tolist()
+    return found
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.view(dtype).squeeze(-1)
+
+
+def _compiled(pending: Tensor) -> Tensor:
+    done: Tensor = _functional.wait_tensor(pending)
+    return done
+
+
+def _name(group: Group) -> str:
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found.group_name
+
+
+def _global(rank: int, group: Group) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)

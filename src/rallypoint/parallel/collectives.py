@@ -1,0 +1,241 @@
+"""all_gather, reduce_scatter, all_reduce and broadcast, with gradients.
+
+Unlike torch's they return a new tensor and leave their argument alone. Gradients: see the note in ``exchange.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rallypoint.errors import ConfigError
+
+from . import bare, checks as checking, members
+from .bare import Group
+
+
+def all_gather(x: Tensor, group: Group = None, *, dim: int = 0, checks: bool = False) -> Tensor:
+    """The ranks' tensors, one after the other along ``dim``; differentiable.
+
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: the stream does).
+    Args:
+        x: of one shape and dtype on all ranks, any dtype, at least one dimension, on the group's device.
+        group: default: the default group; without any, and in a group of one, ``x`` itself is returned.
+        dim: where they are joined.
+        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+    Returns:
+        As ``x``, with ``dim`` as many times as long as there are ranks, in the order of the group.
+    Raises:
+        ConfigError: ``x`` has no such dimension; with ``checks`` also that ranks differ, and then on all of them.
+        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
+    Gradient: reduce-scatter (sum) of the output's gradients: that of the sum over ranks of the losses.
+        Where all ranks go on to compute the same loss, this counts it once for each; see :func:`gather_from`.
+    """
+    _check("all_gather", x, group, dim=dim, everywhere=checks)
+    if members.size_of(group) == 1:
+        return x
+    return _gathered(x, dim % x.ndim, group)
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: Group = None,
+    *,
+    dim: int = 0,
+    op: Literal["sum", "mean"] = "sum",
+    checks: bool = False,
+) -> Tensor:
+    """The sum of the ranks' tensors, of which each rank gets its part along ``dim``; differentiable.
+
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: the stream does).
+    Args:
+        x: of one shape and dtype on all ranks, on the group's device; ``dim`` is a multiple of their number.
+        group: default: the default group; without any, and in a group of one, ``x`` itself is returned.
+        dim: what is divided.
+        op: ``mean`` is the sum divided by the number of ranks; not for whole numbers.
+        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+    Returns:
+        As ``x``, with ``dim`` divided by the number of ranks.
+    Raises:
+        ConfigError: ``dim`` does not divide, ``op`` cannot be; with ``checks`` also that ranks differ, and then on all of them.
+        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
+    Gradient: all-gather of the output's gradients (divided by the number of ranks for ``mean``): that of the
+        sum over ranks of the losses.
+    """
+    _check("reduce_scatter", x, group, dim=dim, divided=True, op=op, everywhere=checks)
+    if members.size_of(group) == 1:
+        return x
+    found = _scattered(x, dim % x.ndim, group)
+    return found / members.size_of(group) if op == "mean" else found
+
+
+def all_reduce(
+    x: Tensor,
+    group: Group = None,
+    *,
+    op: Literal["sum", "mean"] = "sum",
+    checks: bool = False,
+) -> Tensor:
+    """The sum (or mean) of the ranks' tensors, on each of them; differentiable.
+
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: the stream does).
+    Args:
+        x: of one shape and dtype on all ranks, on the group's device.
+        group: default: the default group; without any, and in a group of one, ``x`` itself is returned.
+        op: ``mean`` is the sum divided by the number of ranks; not for whole numbers.
+        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+    Returns:
+        As ``x``.
+    Raises:
+        ConfigError: ``op`` cannot be; with ``checks`` also that ranks differ, and then on all of them.
+        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
+    Gradient: all-reduce (sum) of the output's gradients (divided by the number of ranks for ``mean``): that of
+        the sum over ranks of the losses. Where all ranks go on to compute the same loss, this counts it
+        once for each; see :func:`reduce_from`.
+    """
+    _check("all_reduce", x, group, dim=None, op=op, everywhere=checks)
+    if members.size_of(group) == 1:
+        return x
+    found = _total(x, group)
+    return found / members.size_of(group) if op == "mean" else found
+
+
+def broadcast(x: Tensor, src: int = 0, group: Group = None, *, checks: bool = False) -> Tensor:
+    """What rank ``src`` of the group has, on each rank; differentiable.
+
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until the tensor has come (NCCL: the stream does).
+    Args:
+        x: of one shape and dtype on all ranks, on the group's device; what it holds matters on ``src`` only.
+        src: a rank *of the group*, unlike in ``torch.distributed.broadcast``.
+        group: default: the default group; without any, and in a group of one, ``x`` itself is returned.
+        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+    Returns:
+        As ``x``.
+    Raises:
+        ConfigError: no such ``src``; with ``checks`` also that ranks differ, and then on all of them.
+        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
+    Gradient: on ``src`` the sum over ranks of the output's gradients, elsewhere zeros: that of the sum over ranks of
+        the losses. The backward pass is a collective, so ``x`` must need a gradient on all ranks or on none.
+    """
+    _check("broadcast", x, group, dim=None, src=src, everywhere=checks)
+    if members.size_of(group) == 1:
+        return x
+    return _sent(x, src, group)
+
+
+def _check(
+    operation: str,
+    x: Tensor,
+    group: Group,
+    *,
+    dim: int | None,
+    divided: bool = False,
+    op: str = "",
+    src: int = 0,
+    everywhere: bool,
+) -> None:
+    if op not in {"", "sum", "mean"}:
+        raise ConfigError("op", op, "expected sum or mean")
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise ConfigError("op", op, f"x is {x.dtype}, of which there is no mean", "use op='sum'")
+    checking.check_call(
+        operation, x, group, dim=dim, divided=divided, settings=op, src=src, everywhere=everywhere
+    )
+
+
+def _gathered(x: Tensor, dim: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.gather(x, dim, group)
+    found: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _scattered(x: Tensor, dim: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.reduce_scatter(x, dim, group)
+    found: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _total(x: Tensor, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.total(x, group)
+    found: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _sent(x: Tensor, src: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.broadcast(x, src, group)
+    found: Tensor = _Broadcast.apply(x, src, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _total_at(x: Tensor, dst: int, group: Group) -> Tensor:
+    if not bare.needs_grad(x):
+        return bare.total_at(x, dst, group)
+    found: Tensor = _Reduce.apply(x, dst, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+# Each is the other's gradient, or its own; so gradients of gradients are there too.
+# ctx is Any: torch has no public type for it.
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.how = (dim, group)
+        return bare.gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(grads[0], *ctx.how), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.how = (dim, group)
+        return bare.reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grads[0], *ctx.how), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return bare.total(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _total(grads[0], ctx.group), None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: int, group: Group) -> Tensor:
+        ctx.how = (src, group)
+        return bare.broadcast(x, src, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _total_at(grads[0], *ctx.how), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """Only as broadcast's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dst: int, group: Group) -> Tensor:
+        ctx.how = (dst, group)
+        return bare.total_at(x, dst, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _sent(grads[0], *ctx.how), None, None
