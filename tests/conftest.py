@@ -7,9 +7,15 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 
 _FOLDER = pytest.StashKey[str]()
+
+
+# Two files are tested at a time: how long an example takes says nothing.
+settings.register_profile("no deadline", settings(), deadline=None)
+settings.load_profile("no deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:

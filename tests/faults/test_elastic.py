@@ -20,7 +20,7 @@ from servers.etcd_server import EtcdCluster, require_etcd
 from servers.fault_proxy import FaultProxy
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(240)]
 
 LEASE = 2.0
 

@@ -15,7 +15,7 @@ import pytest
 from rallypoint._core import process
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(60)]
 
 UNPLEASANT = ("--daemon", "--grandchild", "--loaders")
 FAST = ("--start-method", "exec")  # with workers that do without torch

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(90)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "rendezvous_nodes.py"
 LEASE = 2.0

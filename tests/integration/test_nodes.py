@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 PROBE = """
 import json, os, sys

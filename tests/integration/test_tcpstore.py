@@ -20,6 +20,9 @@ from rallypoint.rendezvous.records import Codec
 from rallypoint.rendezvous.store import StoreSilent
 
 
+pytestmark = pytest.mark.alone
+
+
 SERVER = """
 import socket, sys
 from rallypoint.rendezvous.backends.tcpstore import TcpStore

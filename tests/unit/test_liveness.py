@@ -21,6 +21,9 @@ from rallypoint.rendezvous.record_store import RecordStore
 from rallypoint.rendezvous.records import Codec
 
 
+pytestmark = pytest.mark.alone
+
+
 LEASE = 0.8
 BEAT = LEASE / BEATS
 CODEC = Codec("job")

@@ -181,16 +181,8 @@ class TcpStore:
     def clone(self) -> TcpStore:
         if self._store is None:
             raise self._closed()
-        timeout = REPLY_TIMEOUT if self._silence is None else max(self._silence, GREETING)
-        # It is served, as far as we know, and perhaps only busy: thousands may want another now.
-        return connect(
-            self._host,
-            self._port,
-            silence=self._silence,
-            timeout=timeout,
-            probe=False,
-            patience=timeout / 2,
-        )
+        patience = REPLY_TIMEOUT if self._silence is None else max(self._silence, GREETING)
+        return connect(self._host, self._port, silence=self._silence, timeout=patience, probe=False)
 
     def native(self, timeout: float) -> Any:
         """c10d's own client over a connection of its own, for c10d's own users.
