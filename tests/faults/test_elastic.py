@@ -160,7 +160,7 @@ def test_the_stores_host_and_another_die_in_the_same_instant_and_then_rank_0(
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize("how", ["killed", "raises"])
+@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.long), "raises"])
 def test_a_failure_that_is_not_restarted_is_reported_alike_on_every_node(
     cluster: Cluster, how: str
 ) -> None:
@@ -547,6 +547,7 @@ def test_a_spare_steps_in_and_ends_with_the_job(local: Cluster) -> None:
     assert "the job has ended well: this node was not needed" in extra.says()
 
 
+@pytest.mark.long
 def test_a_spare_of_a_job_that_fails_fails_too(local: Cluster) -> None:
     flags = words("2:2")
     endpoint = start_local(local, 2, *flags)
@@ -611,6 +612,7 @@ def kill_one_and_scale_up(local: Cluster, endpoint: str) -> None:
     assert spare.wait(3 * LEASE + 5) == 0, local
 
 
+@pytest.mark.long
 def test_nodes_that_meet_in_etcd(local: Cluster) -> None:
     require_etcd()
     (local.folder / "etcd").mkdir()

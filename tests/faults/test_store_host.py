@@ -244,6 +244,7 @@ def test_who_was_led_on_from_its_own_store_goes_on_when_the_next_one_is_lost(nod
     assert nodes.formed() - killed <= LEASE + 2
 
 
+@pytest.mark.long
 def test_the_second_host_sleeps_and_comes_back(nodes: Nodes) -> None:
     """Nobody has its place for an endpoint: those who left it have to tell it where they went."""
     four(nodes)

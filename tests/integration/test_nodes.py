@@ -226,7 +226,7 @@ def test_two_nodes_with_the_same_rank_are_told(start) -> None:
     port = str(free_port())
     words = ("--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", port)
     ranks = ("0", "1", "1")
-    conf = ("--rdzv-conf", "join_timeout=8", "probe.py")
+    conf = ("--rdzv-conf", "join_timeout=4", "probe.py")
     nodes = [start(f"n{i}", *words, "--node-rank", r, *conf) for i, r in enumerate(ranks)]
     codes = [node.wait(30) for node in nodes]
     assert 2 in codes[1:]

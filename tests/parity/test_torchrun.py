@@ -358,7 +358,17 @@ def pair(runs: dict[str, Future[dict[str, Run]]], name: str) -> tuple[Run, Run]:
 # -- the comparisons ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each starts torchrun, which takes seconds; what others of them cover as well waits for `make test-long`.
+SELDOM = {
+    *("three workers", "standalone overrules", "master address and port", "no log folder"),
+    *("settings of the rendezvous", "log folder without redirects", "restarts used up"),
+    *("a program in the path", "underscores, equals signs, short forms"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.long] * (each in SELDOM)) for each in CASES]
+)
 def test_worker_sees_the_same(name: str, pair: tuple[Run, Run]) -> None:
     case = CASES[name]
     theirs, ours = pair
