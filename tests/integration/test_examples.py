@@ -202,7 +202,6 @@ def test_fsdp2_restores_an_accurate_model_from_its_sharded_checkpoint(tmp_path):
     assert shards == ["__0_0.distcp", "__1_0.distcp"]
 
 
-def test_uneven_shards_learn_what_one_process_learns(tmp_path):
 def losses_of(output: Path) -> list[float]:
     return json.loads((output / "losses.json").read_text())
 
