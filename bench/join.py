@@ -3,22 +3,21 @@
     python bench/join.py --quick
     python bench/join.py --output bench/results/join.json
 
-Two ranks train a small network with DistributedDataParallel and Gloo on the CPU. Blocks of steps without
-Join, under torch's and under ours take turns, in another order each time; inputs are even, so that
-nothing but the cost of being prepared is measured. A step's time is that of its block, entry and exit left out.
+Two ranks train two equal networks with DistributedDataParallel and Gloo on the CPU, a step of the one and a step of
+the other in turn. One is joined, by torch's Join or by ours, the other is not; block by block they change
+places. Inputs are even, so that nothing but the cost of being prepared is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,69 +35,74 @@ from rallypoint.join import Join
 WIDTHS = [64, 256, 512, 1024, 2048]
 RANKS = 2
 BATCH = 32
-# A block takes about so long, and has at least so many steps.
-BLOCK_SECONDS, LEAST_STEPS = 0.25, 6
-REPEATS = 40
+# How long each variant is measured, the promised ones longer; in so many blocks.
+SECONDS, SECONDS_PROMISED, BLOCKS = 6.0, 20.0, 10
+LEAST_STEPS = 4
 # Not measured: DDP rebuilds its buckets, caches fill.
 WARM_UP = 10
 
-Block = Callable[[Any, torch.Tensor, int], float]
+# What gives a block its batches: the model, a batch, how many.
+Block = Callable[[Any, torch.Tensor, int], AbstractContextManager[Iterator[torch.Tensor]]]
 
 
-# -- one block of steps ---------------------------------------------------------------------------
+# -- how one of the two networks is joined --------------------------------------------------------
 
 
-def step(model: nn.Module, x: torch.Tensor) -> None:
-    model(x).sum().backward()
+def repeated(x: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
+    return iter([x] * steps)
 
 
-def timed(model: nn.Module, batches: Iterator[torch.Tensor]) -> float:
-    """Seconds for all but the first step, which may still wait for the other rank."""
-    step(model, next(batches))
-    began = time.perf_counter()
-    for x in batches:
-        step(model, x)
-    return time.perf_counter() - began
-
-
-def none(model: Any, x: torch.Tensor, steps: int) -> float:
-    return timed(model, iter([x] * steps))
-
-
-def torch_join(model: Any, x: torch.Tensor, steps: int, *, throw: bool = False) -> float:
+@contextmanager
+def torch_join(
+    model: Any, x: torch.Tensor, steps: int, *, throw: bool = False
+) -> Iterator[Iterator[torch.Tensor]]:
     before = model._join_config  # noqa: SLF001  # torch leaves it on, and later blocks would pay
     try:
         with TorchJoin([model], throw_on_early_termination=throw):
-            return timed(model, iter([x] * steps))
+            yield repeated(x, steps)
     finally:
         model._join_config = before  # noqa: SLF001
 
 
-def classic(model: Any, x: torch.Tensor, steps: int, *, throw: bool = False) -> float:
+@contextmanager
+def classic(
+    model: Any, x: torch.Tensor, steps: int, *, throw: bool = False
+) -> Iterator[Iterator[torch.Tensor]]:
     with Join([model], throw_on_early_termination=throw):
-        return timed(model, iter([x] * steps))
+        yield repeated(x, steps)
 
 
-def planned(model: Any, x: torch.Tensor, steps: int, *, throw: bool = False) -> float:
+@contextmanager
+def planned(
+    model: Any, x: torch.Tensor, steps: int, *, throw: bool = False
+) -> Iterator[Iterator[torch.Tensor]]:
     with Join([model], steps=steps, throw_on_early_termination=throw):
-        return timed(model, iter([x] * steps))
+        yield repeated(x, steps)
 
 
-def batches(model: Any, x: torch.Tensor, steps: int) -> float:
+@contextmanager
+def batches(model: Any, x: torch.Tensor, steps: int) -> Iterator[Iterator[torch.Tensor]]:
     with Join([model], weighting="samples") as join:
-        return timed(model, iter(join.batches([x] * steps)))
+        yield iter(join.batches([x] * steps))
 
 
-def with_throw(block: Callable[..., float]) -> Block:
+@contextmanager
+def nothing(model: Any, x: torch.Tensor, steps: int) -> Iterator[Iterator[torch.Tensor]]:
+    yield repeated(x, steps)
+
+
+def with_throw(block: Callable[..., Any]) -> Block:
     return lambda model, x, steps: block(model, x, steps, throw=True)
 
 
+PROMISED = ("planned", "planned, join.batches, samples")
 VARIANTS: dict[str, Block] = {
-    "none": none,
-    "torch": torch_join,
-    "classic": classic,
+    # The other network is not joined either: what the measurement itself is worth.
+    "nothing": nothing,
     "planned": planned,
     "planned, join.batches, samples": batches,
+    "torch": torch_join,
+    "classic": classic,
     "torch, throw": with_throw(torch_join),
     "classic, throw": with_throw(classic),
     "planned, throw": with_throw(planned),
@@ -118,22 +122,42 @@ def rank_main(pipe: Connection, rank: int, meeting: str) -> None:
     dist.destroy_process_group()
 
 
-def measure(width: int, repeats: int) -> dict[str, Any]:
-    """Seconds per step of each variant, one for each block."""
+def step(model: nn.Module, given: Iterator[torch.Tensor]) -> float:
+    began = time.perf_counter()
+    model(next(given)).sum().backward()
+    return time.perf_counter() - began
+
+
+def network(width: int) -> DistributedDataParallel:
     torch.manual_seed(0)
     layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(width, width)))
+    return DistributedDataParallel(nn.Sequential(*layers, nn.Linear(width, width)))
+
+
+def measure(width: int, scale: float) -> dict[str, Any]:
+    """Seconds of each step, of the joined network and of the other."""
+    pair = [network(width), network(width)]
     x = torch.randn(BATCH, width)
-    seconds = none(model, x, WARM_UP) / (WARM_UP - 1)
-    wanted = torch.tensor([max(LEAST_STEPS, int(BLOCK_SECONDS / seconds))])
-    dist.broadcast(wanted, 0)
-    steps = int(wanted.item())
-    order = random.Random(width)
-    found: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for _ in range(repeats):
-        for name in order.sample(list(VARIANTS), len(VARIANTS)):
-            found[name].append(VARIANTS[name](model, x, steps) / (steps - 1))
-    return {"steps": steps, "seconds": found}
+    for model in pair:
+        seconds = sum(step(model, repeated(x, 1)) for _ in range(WARM_UP)) / WARM_UP
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, block in VARIANTS.items():
+        budget = scale * (SECONDS_PROMISED if name in ("nothing", *PROMISED) else SECONDS)
+        wanted = torch.tensor([max(LEAST_STEPS, int(budget / BLOCKS / (2 * seconds)))])
+        dist.broadcast(wanted, 0)
+        steps = int(wanted.item())
+        times: dict[str, list[float]] = {"joined": [], "plain": []}
+        for turn in range(BLOCKS):
+            joined, plain = pair[turn % 2], pair[1 - turn % 2]
+            with block(joined, x, steps) as given:
+                others = repeated(x, steps)
+                for index in range(steps):
+                    # The first one after the other's step is not always the same.
+                    both = [("joined", joined, given), ("plain", plain, others)]
+                    for kind, model, its in both if index % 2 else reversed(both):
+                        times[kind].append(step(model, its))
+        found[name] = times
+    return {"seconds": found}
 
 
 @contextmanager
@@ -165,40 +189,36 @@ def ranks() -> Iterator[list[Connection]]:
 
 
 def row(width: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over blocks; the slower rank's where they differ, since the other only waits for it."""
-    blocks = {
-        name: [max(each) for each in zip(*(a["seconds"][name] for a in answers), strict=True)]
-        for name in VARIANTS
-    }
-    base = blocks["none"]
-    return {
-        "width": width,
-        "steps_per_block": answers[0]["steps"],
-        "step_ms": {name: spread([1e3 * s for s in values], 4) for name, values in blocks.items()},
-        # Of neighbours in time: what slows the machine down for a while slows both.
-        "times_none": {
-            name: round(statistics.median(a / b for a, b in zip(values, base, strict=True)), 4)
-            for name, values in blocks.items()
-        },
-    }
+    """Medians over steps; of each step the slower rank's time, since the other only waits for it."""
+    found: dict[str, Any] = {"width": width, "variants": {}}
+    for name in VARIANTS:
+        slower = {
+            kind: [
+                1e3 * max(each)
+                for each in zip(*(a["seconds"][name][kind] for a in answers), strict=True)
+            ]
+            for kind in ("joined", "plain")
+        }
+        found["variants"][name] = {
+            "joined_step_ms": spread(slower["joined"], 4),
+            "plain_step_ms": spread(slower["plain"], 4),
+            "times_plain": round(
+                statistics.median(slower["joined"]) / statistics.median(slower["plain"]), 4
+            ),
+        }
+    return found
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     checks = []
     for found in rows:
-        width, times = found["width"], found["times_none"]
+        width = found["width"]
+        times = {name: each["times_plain"] for name, each in found["variants"].items()}
         checks += [
-            (f"{name}: step at width {width}, times none", times[name], 1.01)
-            for name in ("planned", "planned, join.batches, samples")
+            (f"{name}: step at width {width}, times plain", times[name], 1.01) for name in PROMISED
         ]
-        medians = {name: each["median"] for name, each in found["step_ms"].items()}
-        checks.append(
-            (
-                f"planned, throw: step at width {width}, times torch's throw",
-                round(medians["planned, throw"] / medians["torch, throw"], 4),
-                1.0,
-            )
-        )
+        what = f"planned, throw: at width {width}, times torch's throw"
+        checks.append((what, round(times["planned, throw"] / times["torch, throw"], 4), 1.0))
     return [
         {"what": what, "measured": value, "limit": limit, "holds": value <= limit}
         for what, value, limit in checks
@@ -212,7 +232,7 @@ def main() -> int:
         "--quick", action="store_true", help="one width, few blocks: does it work at all"
     )
     args = parser.parse_args()
-    widths, repeats = ([64], 3) if args.quick else (WIDTHS, REPEATS)
+    widths, scale = ([64], 0.02) if args.quick else (WIDTHS, 1.0)
     progress = Progress(len(widths))
     result: dict[str, Any] = {
         "benchmark": "join",
@@ -221,14 +241,14 @@ def main() -> int:
         "ranks": RANKS,
         "batch": BATCH,
         "layers": 3,
-        "blocks": repeats,
+        "blocks": BLOCKS,
     }
     rows = []
     with closing(progress), ranks() as pipes:
         for width in widths:
             progress.step(f"width {width}")
             for pipe in pipes:
-                pipe.send((width, repeats))
+                pipe.send((width, scale))
             rows.append(row(width, [pipe.recv() for pipe in pipes]))
     result["widths"] = rows
     result["targets"] = [] if args.quick else targets(rows)

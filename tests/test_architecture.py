@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"_core", "rendezvous", "parallel"},
     "parallel": {"_core"},
     "join": {"_core"},
+    "rpc": {"_core", "rendezvous"},
 }
 # These import torch when they are loaded; who imports them does so inside functions, but for each other.
 OVER_TORCH = {"parallel", "join"}
@@ -63,6 +64,7 @@ SANS_IO = {
     "rendezvous/ordering.py",
     "parallel/layout.py",
     "join/schedule.py",
+    "rpc/device_map.py",
     "parallel/signatures.py",
 }
 IO_MODULES = {
