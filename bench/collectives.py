@@ -31,6 +31,8 @@ KIB = 1024
 SIZES = [4 * KIB, 64 * KIB, 1024 * KIB, 16 * 1024 * KIB]
 COLUMNS = 64
 LIMIT = 1.05
+# Calls of each rival. One call's time varies by a quarter; a hundredth is to be told.
+ROUNDS, ROUNDS_OF_LARGE, LARGE = 2000, 100, 4 * 1024 * KIB
 
 Call = Callable[[Tensor], Tensor]
 
@@ -154,8 +156,8 @@ def rank_main(pipe: Any, rank: int, size: int, meeting: str, sizes: list[int], r
             times: dict[str, list[float]] = {name: [] for name in names}
             # In any order, the same on all ranks: whoever always came after the same one would inherit its caches.
             order = random.Random(0)
-            warm_up = max(3, rounds // 10)
-            for turn in range(-warm_up, rounds):
+            turns = rounds or (ROUNDS if num_bytes < LARGE else ROUNDS_OF_LARGE)
+            for turn in range(-max(3, turns // 10), turns):
                 for name in order.sample(names, len(names)):
                     dist.barrier()
                     began = time.perf_counter()
@@ -243,19 +245,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="write the JSON there too")
     parser.add_argument("--quick", action="store_true", help="few rounds: does it work at all")
-    parser.add_argument("--rounds", type=int, help="calls of each rival (default 300)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"calls of each rival (default {ROUNDS}, large tensors {ROUNDS_OF_LARGE})",
+    )
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--bytes", help="sizes of the tensor on each rank, as 4096,1048576")
     args = parser.parse_args()
     sizes = [int(n) for n in args.bytes.split(",")] if args.bytes else SIZES
-    rounds = args.rounds or (10 if args.quick else 300)
+    rounds = args.rounds or (10 if args.quick else 0)
     result: dict[str, Any] = {
         "benchmark": "collectives",
         "quick": args.quick,
         "machine": machine(),
         "backend": "gloo",
         "world_size": args.world_size,
-        "rounds": rounds,
+        "rounds": rounds or ROUNDS,
+        "rounds_of_large": rounds or ROUNDS_OF_LARGE,
     }
     result["collectives"] = measure(args.world_size, sizes, rounds)
     result["targets"] = targets(result["collectives"])

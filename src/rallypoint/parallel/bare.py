@@ -66,6 +66,24 @@ def needs_grad(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether nothing has to be asked or done before a collective takes it."""
+    return (
+        not torch.compiler.is_compiling()
+        and not needs_grad(x)
+        and x.dtype in _KNOWN
+        and x.dim() > 0
+        and x.is_contiguous()
+    )
+
+
+def exchange_plainly(x: Tensor, group: Group) -> Tensor:
+    """:func:`exchange` without splits, of a tensor that :func:`is_plain`."""
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
 def exchange(
     x: Tensor, recv_splits: Sequence[int] | None, send_splits: Sequence[int] | None, group: Group
 ) -> Tensor:

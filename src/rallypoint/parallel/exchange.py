@@ -48,6 +48,11 @@ def all_to_all(
         is that of the sum over ranks of the losses ([Note: Gradients]).
     Source: GShard (arXiv 2006.16668) for its use with experts.
     """
+    if send_splits is None and recv_splits is None and not checks and bare.is_plain(x):
+        # The most frequent call does little beside the collective: microseconds are seen at 1 MB.
+        size = members.size_of(group)
+        if x.shape[0] % size == 0:
+            return x if size == 1 else bare.exchange_plainly(x, group)
     send, recv = _as_tuple(send_splits), _as_tuple(recv_splits)
     checking.check_call(
         ALL_TO_ALL,
