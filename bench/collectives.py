@@ -32,7 +32,7 @@ SIZES = [4 * KIB, 64 * KIB, 1024 * KIB, 16 * 1024 * KIB]
 COLUMNS = 64
 LIMIT = 1.05
 # Calls of each rival. One call's time varies by a quarter; a hundredth is to be told.
-ROUNDS, ROUNDS_OF_LARGE, LARGE = 2000, 100, 4 * 1024 * KIB
+ROUNDS, ROUNDS_OF_LARGE, LARGE = 800, 30, 4 * 1024 * KIB
 
 Call = Callable[[Tensor], Tensor]
 
