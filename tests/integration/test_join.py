@@ -567,6 +567,33 @@ def test_a_model_with_collectives_of_its_own(three: Ranks) -> None:
             assert active == 2 * ([True] * own + [False] * (total - own))
 
 
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_gradient_through_two_joined_modules_has_its_weight_once(three: Ranks, wrap: str) -> None:
+    def case(sizes: list[list[int]]) -> torch.Tensor:
+        whole = model_of()
+        parts: list[Any] = [whole[:2], whole[2:]]
+        if wrap == "ddp":
+            parts = [DistributedDataParallel(part) for part in parts]
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            for part in parts:
+                fully_shard(part)
+        optimizer = optimizer_of(whole)
+        for epoch in range(2):
+            with Join(parts, weighting="samples") as join:
+                for x, y in join.batches(batches_of(sizes, dist.get_rank(), epoch)):
+                    nn.functional.mse_loss(parts[1](parts[0](x)), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found = [p.full_tensor() if wrap == "fsdp" else p for p in whole.parameters()]
+        return torch.cat([p.detach().flatten() for p in found])
+
+    for kind in KINDS:
+        sizes = sizes_of(3, kind)
+        assert_all_equal(three.run(case, sizes), alone(sizes, "samples"))
+
+
 @pytest.mark.parametrize("mode", ["planned", "replay"])
 def test_local_sgd_averages_the_models_of_those_that_have_inputs(ranks: Ranks, mode: str) -> None:
     def case(sizes: list[list[int]]) -> torch.Tensor:
