@@ -60,6 +60,22 @@ def test_factors_make_the_mean_over_all_ranks_what_the_weighting_says(
             assert factor / size == pytest.approx(expected)
 
 
+@given(worlds, st.sampled_from(WEIGHTINGS), st.booleans())
+def test_nothing_changes_while_it_is_calm(
+    world: list[list[int]], weighting: str, throws: bool
+) -> None:
+    found = schedule(world, weighting)
+    for rank in range(len(world)):
+        for step in range(found.total):
+            until = found.calm_until(rank, step, throws=throws)
+            assert until >= step
+            assert until > step or not found.is_active(rank, step) or throws
+            for later in range(step, until):
+                assert found.is_active(rank, later)
+                assert found.factor(rank, later) == found.factor(rank, step)
+                assert not throws or found.even or later < found.least
+
+
 @given(worlds, st.integers(0, 9))
 def test_unknown_samples_are_no_hindrance_unless_they_are_the_weights(
     world: list[list[int]], who: int

@@ -31,6 +31,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin, Joinable, _Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from rallypoint.errors import ConfigError, InputsExhausted, JoinError
 
@@ -143,6 +144,7 @@ class Join:
         self._scale: GradientScale | None = None
         self._standstill: Standstill | None = None
         self._stack = ExitStack()
+        self._hook: RemovableHandle | None = None
         self._iterated = False
         self._check()
 
@@ -182,7 +184,8 @@ class Join:
                     stack.callback(setattr, joinable, "_join_config", joinable._join_config)  # noqa: SLF001
             self._configure(tells=run.schedule is None)
             if modules:
-                stack.callback(modules[0].register_forward_pre_hook(self._before_forward).remove)
+                self._hook = modules[0].register_forward_pre_hook(self._before_forward)
+                stack.callback(self._hook.remove)
             self._stack = stack.pop_all()
         self._run = run
         return self
@@ -309,6 +312,12 @@ class Join:
         if run is None or not torch.is_grad_enabled():
             return
         if not self._iterated:
+            step = run.step + 1
+            if step < run.calm and module.require_backward_grad_sync:
+                # Nearly all steps: what is done here is done in each of them.
+                run.step = step
+                run.own += 1
+                return
             self._count_forward(run)
         # A replay runs the same code on every rank; hooks have to know beforehand.
         known = run.schedule is not None and not self._replays_now
@@ -331,6 +340,8 @@ class Join:
             )
         run.own += 1
         self._scale_by(run.factor)
+        if self._accumulation == 1:  # else each step is asked whether it exchanges gradients
+            run.calm = schedule.calm_until(run.rank, run.step, throws=self._throw)
 
     @property
     def _replays_now(self) -> bool:
@@ -395,13 +406,22 @@ class Join:
             self._plan(run, schedule, self._stack)
             self._configure(tells=False)
         self._iterated = run.counted = True
+        if self._replays and self._hook is not None:
+            self._hook.remove()  # this loop counts, and nothing has to be asked
         run.begin_loop()
         if schedule is not None and schedule.total - schedule.steps[run.rank] > MUCH_SKEW:
             _warn_of_skew(run.rank, schedule.total - schedule.steps[run.rank])
         steps = batches.by_windows() if schedule is None else batches.planned(schedule)
+        run.calm = 0
         for batch in steps:
+            if run.step < run.calm:
+                yield batch
+                continue
             assert run.schedule is not None
-            self._check_throw(run, run.schedule, run.step - run.base)
+            index = run.step - run.base
+            self._check_throw(run, run.schedule, index)
+            until = run.schedule.calm_until(run.rank, index, throws=self._throw)
+            run.calm = run.base + until
             if not run.active and self._standstill is None:
                 self._standstill = Standstill(self._modules)
             self._scale_by(run.factor)

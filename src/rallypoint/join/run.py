@@ -28,6 +28,7 @@ class Run:
         own: in how many steps of the loop this rank had inputs.
         exchanged: whether the step that was shadowed last exchanged gradients.
         counted: whether somebody else than an optimizer tells when a step begins.
+        calm: before this step nothing changes for this rank: neither its factor nor whether it goes on.
     """
 
     group: dist.ProcessGroup | None
@@ -41,6 +42,7 @@ class Run:
     own: int = 0
     exchanged: bool = True
     counted: bool = True
+    calm: int = 0
     rank: int = field(init=False)
     world_size: int = field(init=False)
 

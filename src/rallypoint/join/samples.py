@@ -22,6 +22,9 @@ def first_dim(batch: Any) -> int:
     Raises:
         ConfigError: it has neither.
     """
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(first, torch.Tensor) and first.dim() > 0:
+        return first.shape[0]  # most batches; it is asked for in each step
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.shape[0]

@@ -142,6 +142,18 @@ class Schedule:
         own = self.samples(rank, step) or 0
         return self.world_size * own / phase.samples if own else 0.0
 
+    def calm_until(self, rank: int, step: int, *, throws: bool) -> int:
+        """From ``step`` on until this one nothing changes for the rank: its factor, whether it has inputs, who stops it."""
+        if not self.is_active(rank, step):
+            return step
+        until = self.steps[rank]
+        if throws and not self.even:
+            until = min(until, self.least)
+        if self.weighting != "initial":
+            later = bisect_right(self._starts, step)
+            until = min(until, self._starts[later] if later < len(self._starts) else self.total)
+        return max(until, step)
+
     def is_first_out(self, rank: int) -> bool:
         """Whether no rank runs out before this one, and some do after it."""
         return not self.even and self.steps[rank] == self.least
