@@ -36,7 +36,7 @@ WIDTHS = [64, 256, 512, 1024, 2048]
 RANKS = 2
 BATCH = 32
 # How long each variant is measured, the promised ones longer; in so many blocks.
-SECONDS, SECONDS_PROMISED, BLOCKS = 6.0, 20.0, 10
+SECONDS, SECONDS_PROMISED, BLOCKS = 3.0, 12.0, 10
 LEAST_STEPS = 4
 # Not measured: DDP rebuilds its buckets, caches fill.
 WARM_UP = 10
