@@ -1072,6 +1072,8 @@ def test_what_cannot_be_joined(pairs: Ranks) -> None:
             ({"steps": -1}, "steps -1: expected a number of steps, 0 or more"),
             ({"steps": object()}, "steps 'object'"),
             ({"lookahead": 0}, "lookahead 0"),
+            ({"weigthing": "samples"}, "weigthing 'samples': no argument.*did you mean weighting"),
+            ({"colour": "red"}, "colour 'red': no argument of Join.*there are.*weighting"),
             ({"weighting": "mean"}, "expected one of 'initial'"),
             ({"weighting": "ranks", "divide_by_initial_world_size": True}, "says 'initial'"),
         ):

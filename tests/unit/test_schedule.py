@@ -90,14 +90,6 @@ def test_unknown_samples_are_no_hindrance_unless_they_are_the_weights(
         Schedule(inputs, "samples")
 
 
-@pytest.mark.parametrize(
-    ("steps", "out"), [((3, 2, 2), [1, 2]), ((2, 2), []), ((0, 1), [0]), ((0, 0), [])]
-)
-def test_the_first_to_run_out(steps: tuple[int, ...], out: list[int]) -> None:
-    found = Schedule([Inputs.of_steps(each) for each in steps])
-    assert [rank for rank in range(len(steps)) if found.is_first_out(rank)] == out
-
-
 def test_a_million_steps_take_no_room() -> None:
     found = Schedule([Inputs(((10**9, 32), (1, 7))), Inputs(((10**9 - 1, 32),))], "samples")
     assert found.factor(0, 5) == 1.0

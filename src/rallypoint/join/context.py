@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, Self
 
@@ -138,6 +139,7 @@ class Join:
         self._samples = samples
         self._example = example
         own_hooks = any(isinstance(member, HookMember) for member in self._members)
+        _check_kwargs(kwargs, own_hooks=own_hooks)
         self._replays = not own_hooks if replay is None else replay
         self._kwargs = kwargs
         self._run: Run | None = None
@@ -507,6 +509,25 @@ def member_of(joined: Any) -> Member:
         type(joined).__name__,
         "expected a Joinable, a module, an optimizer, or a learning-rate scheduler",
     )
+
+
+# What torch's own hooks take, and what a slip of the finger in one of Join's arguments would come near.
+TORCH_KWARG = "divide_by_initial_world_size"
+ARGUMENTS = (
+    *(TORCH_KWARG, "enable", "throw_on_early_termination", "steps", "lookahead", "weighting"),
+    *("accumulation", "samples", "example", "replay", "process_group"),
+)
+
+
+def _check_kwargs(kwargs: dict[str, Any], *, own_hooks: bool) -> None:
+    """Keyword arguments are for the hooks of the user's Joinables: without one, any other is a mistake."""
+    for name, value in kwargs.items():
+        near = get_close_matches(name, ARGUMENTS, 1, 0.8)
+        if name != TORCH_KWARG and (near or not own_hooks):
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ARGUMENTS)}"
+            raise ConfigError(
+                name, value, "no argument of Join, and no Joinable of yours takes it", hint
+            )
 
 
 def _check_constructed(joinable: Any) -> None:

@@ -154,10 +154,6 @@ class Schedule:
             until = min(until, self._starts[later] if later < len(self._starts) else self.total)
         return max(until, step)
 
-    def is_first_out(self, rank: int) -> bool:
-        """Whether no rank runs out before this one, and some do after it."""
-        return not self.even and self.steps[rank] == self.least
-
 
 def _phases(inputs: Sequence[Inputs]) -> list[_Phase]:
     """One after the other, up to the last step of all."""
