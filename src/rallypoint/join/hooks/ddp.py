@@ -21,6 +21,9 @@ from .sync_batch_norm import exchanges_statistics
 # DDP asks the other ranks with these; where all have the schedule it answers by itself.
 ASKS = ("_find_common_rank", "_check_global_requires_backward_grad_sync")
 
+# What torch's hook sets on it.
+DIVISOR = "_divide_by_initial_world_size"
+
 
 class DdpMember(Member):
     """Matches DDP's forward (buffers) and backward (buckets of gradients).
@@ -44,9 +47,12 @@ class DdpMember(Member):
 
     def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
         self._run = run
-        before = self.ddp.__dict__.get("_divide_by_initial_world_size", True)
+        before = self.ddp.__dict__.get(DIVISOR)
         self._hook = self.ddp.join_hook(**kwargs)
-        stack.callback(setattr, self.ddp, "_divide_by_initial_world_size", before)
+        if before is None:
+            stack.callback(self.ddp.__dict__.pop, DIVISOR, None)
+        else:
+            stack.callback(setattr, self.ddp, DIVISOR, before)
         # DDP goes on dividing by how many ranks had inputs last, unless it is told to take all of them.
         stack.callback(self.ddp.reducer._set_forward_pass_work_handle, dist.Work(), True)  # noqa: SLF001
 
