@@ -2,7 +2,7 @@
 
 Importing this package costs nothing and starts nothing; torch is not imported.
 The parts: :mod:`rallypoint.launch` (``rally run`` and function launches), :mod:`rallypoint.rendezvous`, and over torch
-:mod:`rallypoint.parallel`.
+:mod:`rallypoint.parallel` and :mod:`rallypoint.join`.
 """
 
 from rallypoint.errors import (
