@@ -1002,7 +1002,7 @@ def test_no_worker_holds_another_workers_descriptors(tmp_path: Path, stub_torch:
 # -- processes that a script starts -----------------------------------------------------------------
 
 PROCESSES = """
-import json, multiprocessing as mp, os, sys
+import json, multiprocessing as mp, os, sys, threading
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -1015,7 +1015,13 @@ class Squares(Dataset):
 
 def load(context):
     batches = DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context=context)
-    return [[column.tolist() for column in batch] for batch in batches]
+    loaded = [[column.tolist() for column in batch] for batch in batches]
+    # A queue's feeder thread that the interpreter's end cuts short, between the removal of its
+    # semaphore and telling so, has Python's resource tracker warn of a leak, with any launcher.
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join()
+    return loaded
 
 def double(x):
     return 2 * x, mp.current_process().name, mp.parent_process().name, __name__
