@@ -13,6 +13,13 @@
     │   └── WorkersFailed                  workers ran and failed; carries the report
     ├── JoinError (also RuntimeError)      ranks with uneven inputs do not go together
     │   └── InputsExhausted                a rank has no inputs left, and all were told to stop then
+    ├── RpcError (also RuntimeError)       a call to another process did not do what was asked
+    │   ├── RemoteError                    the function raised something that cannot be rebuilt here; carries its text
+    │   ├── RpcTimeout (DeadlineExceeded)  no answer in time
+    │   ├── PeerLost (also ConnectionError)  the other process is gone, or cannot be reached
+    │   ├── CallCancelled                  the caller has given the call up
+    │   └── ProtocolError                  what came over the line is none of our messages
+    │       └── AuthenticationError        the other end has not proved that it knows the job's secret
     └── InternalError                      our bug, please report it
 
 Errors hold facts as attributes and write the sentence in ``__str__``; all of them pickle.
@@ -161,6 +168,82 @@ class InputsExhausted(JoinError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class RpcError(RallyError, RuntimeError):
+    """A call to another process did not do what was asked."""
+
+
+class RemoteError(RpcError):
+    """The function over there raised something that cannot be rebuilt faithfully here.
+
+    Args:
+        type_name: the exception's class, as ``module.Class``.
+        message: its text.
+        traceback: the other process's traceback, as Python prints it.
+        worker: who raised it.
+    """
+
+    def __init__(self, type_name: str, message: str, traceback: str = "", worker: str = "") -> None:
+        super().__init__(type_name, message, traceback, worker)
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+        self.worker = worker
+
+    def __str__(self) -> str:
+        where = f" on {self.worker}" if self.worker else ""
+        traced = f"\n\n{self.traceback}" if self.traceback else ""
+        # torch's words come first: code and tests look for them.
+        return f"Original exception on remote side was{where}: {self.type_name}: {self.message}{traced}"
+
+
+class RpcTimeout(DeadlineExceeded, RpcError):
+    """No answer came in time. What was called may still run over there.
+
+    Args:
+        seconds: how long the call was given.
+        what: the call, and whom it was sent to.
+    """
+
+    def __init__(self, seconds: float, what: str = "") -> None:
+        super().__init__(seconds, what)
+        self.seconds = seconds
+        self.what = what
+
+    def __str__(self) -> str:
+        what = f": {self.what}" if self.what else ""
+        # torch's words: code and tests look for them.
+        return f"RPC ran for more than set timeout ({self.seconds * 1000:.0f} ms){what}"
+
+
+class PeerLost(RpcError, ConnectionError):
+    """The other process is gone, or cannot be reached; what it was asked may or may not have happened.
+
+    Args:
+        worker: who, by name.
+        reason: what was noticed.
+    """
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(worker, reason)
+        self.worker = worker
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"worker {self.worker!r} is lost: {self.reason}"
+
+
+class CallCancelled(RpcError):
+    """The caller gave the call up with ``cancel()``, or its connection ended."""
+
+
+class ProtocolError(RpcError):
+    """What came over a connection is none of our messages: another version, another program, or damage."""
+
+
+class AuthenticationError(ProtocolError):
+    """The other end of a connection has not proved that it knows the job's secret."""
 
 
 class InternalError(RallyError):
