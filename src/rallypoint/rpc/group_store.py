@@ -1,0 +1,194 @@
+"""c10d's store as groups use it: calls under their keys, and how one hears of a key that comes.
+
+[Note: Watching] What others write is heard of in one of two ways. A TCPStore's server tells those who wait for a
+key: one blocked call on a connection of our own, no cost until something happens, and then at most four calls. All
+other stores poll when they wait, or have waits that cannot be broken off: there the watcher asks for the next entry
+every ``POLL`` seconds, on the same object where that is a file or this process's memory (cloned FileStores would
+count as users of the file, and it goes when these have ended), else on a clone. News is that much late there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Protocol, Self
+
+from rallypoint._core import resolver
+from rallypoint.errors import RpcError
+
+
+# Seconds between two looks where the store does not tell by itself.
+POLL: Final = 0.05
+# A wait without limit: c10d hands milliseconds to poll(2) as a C int, which ends at 24 days.
+NO_LIMIT: Final = timedelta(days=20)
+# Keys in one call.
+BATCH: Final = 512
+
+
+class C10dStore(Protocol):
+    """What is used of ``torch.distributed.Store``. Some have ``clone()``."""
+
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def has_extended_api(self) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+
+
+class Calls:
+    """A store's calls under the group's keys; whatever else goes wrong in them is an RpcError."""
+
+    def __init__(self, store: C10dStore) -> None:
+        self._store = store
+        # A TCPStore's server tells those who wait of what was set; of a compare_set only the libuv one tells them,
+        # and a client cannot know which one it talks to.
+        self._deaf = pushes(store)
+
+    def set(self, key: str, value: bytes) -> None:
+        with _as_rpc_error():
+            self._store.set(_key(key), value)
+
+    def add(self, key: str, amount: int) -> int:
+        with _as_rpc_error():
+            return self._store.add(_key(key), amount)
+
+    def put_new(self, key: str, value: bytes) -> bytes:
+        """Set a key that does not exist; what it holds now."""
+        with _as_rpc_error():
+            return bytes(self._store.compare_set(_key(key), b"", value))
+
+    def announce_new(self, key: str, value: bytes) -> bytes:
+        """:meth:`put_new` for a key that others wait for."""
+        held = self.put_new(key, value)
+        if held == value and self._deaf:
+            self.set(key, value)
+        return held
+
+    def delete(self, key: str) -> None:
+        with _as_rpc_error():
+            self._store.delete_key(_key(key))
+
+    def present(self, keys: Sequence[str]) -> bool:
+        """Whether all of them exist."""
+        with _as_rpc_error():
+            return all(self._store.check([_key(key) for key in some]) for some in _batches(keys))
+
+    def absent(self, keys: Sequence[str]) -> list[str]:
+        """Those that do not exist: found by halves."""
+        if not keys or self.present(keys):
+            return []
+        if len(keys) == 1:
+            return list(keys)
+        half = len(keys) // 2
+        return self.absent(keys[:half]) + self.absent(keys[half:])
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """What these hold, which exist."""
+        with _as_rpc_error():
+            if not self._store.has_extended_api():
+                return [bytes(self._store.get(_key(key))) for key in keys]
+            return [
+                bytes(value)
+                for some in _batches(keys)
+                for value in self._store.multi_get([_key(key) for key in some])
+            ]
+
+    def wait(self, keys: Sequence[str], timeout: float | None) -> bool:
+        """Wait until all exist; False if they do not in time."""
+        limit = NO_LIMIT if timeout is None else min(timedelta(seconds=timeout), NO_LIMIT)
+        try:
+            self._store.wait([_key(key) for key in keys], limit)
+        except RuntimeError:
+            # Stores say in different ways that time is up. One that is lost says so again here.
+            return self.present(keys)
+        return True
+
+
+def _key(key: str) -> str:
+    return f"rpc/{key}"
+
+
+def _batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(keys), BATCH):
+        yield keys[start : start + BATCH]
+
+
+@contextmanager
+def _as_rpc_error() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RpcError(f"the group's store is lost: {why[:200]}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """How the watcher hears of an entry: [Note: Watching].
+
+    Args:
+        calls: the store, for the watcher.
+        blocks: whether its waits end when a key comes, and cost nothing until then.
+        clone: what is ours of it.
+    """
+
+    calls: Calls
+    blocks: bool
+    clone: Any
+
+    @classmethod
+    def of(cls, store: C10dStore) -> Self:
+        blocks = pushes(store)
+        clone = getattr(store, "clone", None)
+        if clone is None or type(_innermost(store)).__name__ in ("FileStore", "HashStore"):
+            return cls(Calls(store), False, None)
+        with _as_rpc_error(), _connecting(store):
+            own = clone()
+        return cls(Calls(own), blocks, own)
+
+    def wait(self, key: str, stop: threading.Event) -> bool:
+        """Wait for a key; False if it is time to stop."""
+        while not stop.is_set():
+            if self.calls.present([key]):
+                return True
+            if self.blocks:
+                self.calls.wait(
+                    [key], None
+                )  # ends without the key, too: when another's comparison fails
+            else:
+                stop.wait(POLL)
+        return False
+
+    def close(self) -> None:
+        end = getattr(_innermost(self.clone), "close", None)  # a TCPStore's ends with the object
+        if end is not None:
+            end()
+
+
+def _connecting(store: Any) -> AbstractContextManager[None]:
+    """c10d asks for the name of the address it connects to: that can take seconds, and nobody needs it."""
+    try:
+        ipaddress.ip_address(getattr(_innermost(store), "host", ""))
+    except ValueError:
+        return nullcontext()  # a name, which has to be looked up
+    return resolver.without_name_servers()
+
+
+def _innermost(store: Any) -> Any:
+    """The store under all prefixes."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def pushes(store: Any) -> bool:
+    # By name: importing torch takes a second, and this package is loaded by those who never meet a TCPStore.
+    return hasattr(store, "clone") and type(_innermost(store)).__name__ == "TCPStore"

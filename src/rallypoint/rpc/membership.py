@@ -1,0 +1,418 @@
+"""Who is in a dynamic group, from its journal. Pure.
+
+Theory of operation
+-------------------
+The journal is a numbered list of entries in the store; its order is the only truth, and everybody applies it alone:
+
+1. To write an entry is two steps: take the next number from a counter, then put the entry under it if there is none
+   yet. No two writers wait for each other.
+2. An entry is applied when all before it are. The *epoch* is the number of the last one applied, so at one epoch all
+   see the same members.
+3. Who dies between the two steps leaves a hole, and whoever wants to read on fills it: once it has been there for
+   ``HOLE_GRACE`` on the reader's own clock, with an entry that says nothing. A writer that was only slow finds its
+   number taken, and takes another.
+4. A join is refused if its name or rank is taken *at its place in the journal*. So names and ranks are unique without
+   locks, nobody who dies while it joins keeps one, and a name is free at the epoch where its holder's leaving stands.
+5. A join without a rank gets the one after the highest that was ever used: those who keep ranks as numbers do not
+   mistake a newcomer for someone who left.
+6. Leaving and being lost name an incarnation; said twice, or about one who is gone, they change nothing.
+7. An outline says which entries made the present members, so that a newcomer reads these and not the whole journal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from rallypoint.errors import InternalError, ProtocolError
+
+from .device_map import NodeDevices, find_problem
+from .member import (
+    MAX_ID,
+    MAX_TEXT,
+    RECORD_VERSION,
+    Member,
+    dump,
+    load,
+    member_from,
+    shown,
+    text,
+    whole,
+)
+
+
+# Seconds that a hole has to be there before it may be filled. A round trip to the store takes milliseconds.
+HOLE_GRACE: Final = 1.0
+# An outline is written at every entry whose number is a multiple of this.
+OUTLINE_EVERY: Final = 256
+# Of an outline's bytes: some 60,000 members.
+MAX_OUTLINE: Final = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A process wants to be in.
+
+    Args:
+        member: its record; its ``id`` counts only where it was given.
+        given: whether it wants the rank that the record says; else it gets one.
+    """
+
+    member: Member
+    given: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A member goes, and says so itself."""
+
+    rank: int
+    incarnation: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A member is gone, as another noticed."""
+
+    rank: int
+    incarnation: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    """Nothing: fills a hole."""
+
+
+Entry = Join | Leave | Lost | Void
+VOID: Final = Void()
+
+
+def encode(entry: Entry) -> bytes:
+    """An entry's bytes.
+
+    Raises:
+        ProtocolError: they are too many, or its member's `extra` is not JSON.
+    """
+    body: dict[str, Any]
+    match entry:
+        case Join(member, given):
+            body = {"kind": "join", "member": member.body(), "given": given}
+        case Leave(rank, incarnation, reason):
+            body = _departure("leave", rank, incarnation, reason)
+        case Lost(rank, incarnation, reason):
+            body = _departure("lost", rank, incarnation, reason)
+        case Void():
+            body = {"kind": "void"}
+    return dump({"v": RECORD_VERSION, **body}, "membership")
+
+
+def _departure(kind: str, rank: int, incarnation: str, reason: str) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "rank": rank,
+        "incarnation": incarnation,
+        "reason": reason[:MAX_TEXT],
+    }
+
+
+def decode(data: bytes) -> Entry:
+    """The entry that :func:`encode` wrote.
+
+    Raises:
+        ProtocolError: it did not write these bytes.
+    """
+    record = load(data, "membership")
+    match record.get("kind"):
+        case "join":
+            given = record.get("given")
+            if not isinstance(given, bool):
+                raise ProtocolError(f"a membership record with given {shown(given)}")
+            return Join(member_from(record.get("member")), given)
+        case "leave":
+            return Leave(*_departed(record))
+        case "lost":
+            return Lost(*_departed(record))
+        case "void":
+            return VOID
+        case kind:
+            raise ProtocolError(f"a membership record of kind {shown(kind)}")
+
+
+def _departed(record: Mapping[str, Any]) -> tuple[int, str, str]:
+    return (
+        whole(record.get("rank"), "rank"),
+        text(record.get("incarnation"), "incarnation"),
+        text(record.get("reason"), "reason"),
+    )
+
+
+# -- the view -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member, and the number of the entry that made it one."""
+
+    member: Member
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The group after some entries.
+
+    Args:
+        epoch: the number of the last one.
+        seats: who is in, by rank.
+        ranks: by name.
+        next_rank: what the next join without a rank gets.
+    """
+
+    epoch: int = 0
+    seats: Mapping[int, Seat] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    next_rank: int = 0
+
+    def members(self) -> tuple[Member, ...]:
+        """Who is in, by rank."""
+        return tuple(seat.member for _, seat in sorted(self.seats.items()))
+
+    def find(self, key: str | int) -> Member | None:
+        """The member of that name or rank."""
+        rank = self.ranks.get(key) if isinstance(key, str) else key
+        seat = None if rank is None else self.seats.get(rank)
+        return None if seat is None else seat.member
+
+    def holds(self, rank: int, incarnation: str) -> Member | None:
+        """The member of that rank, if it is that very process."""
+        member = self.find(rank)
+        return member if member is not None and member.incarnation == incarnation else None
+
+    def missing(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of ``names`` that nobody here has, in their order."""
+        return tuple(name for name in dict.fromkeys(names) if name not in self.ranks)
+
+    def refusal(self, name: str, rank: int | None) -> str | None:
+        """Why nobody may join under this name and rank now, or None.
+
+        Args:
+            rank: None: any will do.
+        """
+        holder = self.find(name)
+        if holder is not None:
+            return (
+                f"RPC worker name {name} is not unique: {holder} has it (a name is free once its"
+                " holder has left or was reported lost)"
+            )
+        holder = None if rank is None else self.find(rank)
+        if holder is not None:
+            return f"rank {rank} is taken by {holder}; give another one, or none to get one"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A member is in as of ``epoch``."""
+
+    epoch: int
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A member is out as of ``epoch``."""
+
+    epoch: int
+    member: Member
+    reason: str
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A join changed nothing."""
+
+    epoch: int
+    member: Member
+    reason: str
+
+
+Event = Joined | Gone | Refused
+
+
+def advance(view: View, first: int, entries: Sequence[Entry]) -> tuple[View, tuple[Event, ...]]:
+    """Apply entries in order.
+
+    Args:
+        first: the number of the first one. Those that the view knows already are passed over.
+
+    Returns:
+        The view after the last one, and what happened since ``view``, in order.
+
+    Raises:
+        InternalError: there is a gap between the view and the entries.
+    """
+    if first > view.epoch + 1:
+        raise InternalError(f"membership entry {first} would be applied at epoch {view.epoch}")
+    fresh = entries[view.epoch + 1 - first :]
+    if not fresh:
+        return view, ()
+    # Copied once for all: a newcomer may have thousands to apply.
+    working = View(view.epoch, seats := dict(view.seats), ranks := dict(view.ranks), view.next_rank)
+    events: list[Event] = []
+    for number, entry in enumerate(fresh, view.epoch + 1):
+        match entry:
+            case Join(member, given):
+                reason = working.refusal(member.name, member.id if given else None)
+                if reason is not None:
+                    events.append(Refused(number, member, reason))
+                    continue
+                rank = member.id if given else _rank_for(working)
+                member = replace(member, id=rank)
+                seats[rank] = Seat(member, number)
+                ranks[member.name] = rank
+                working = replace(working, next_rank=max(working.next_rank, rank + 1))
+                events.append(Joined(number, member))
+            case Leave(rank, incarnation, reason) | Lost(rank, incarnation, reason):
+                gone = working.holds(rank, incarnation)
+                if gone is not None:
+                    del seats[rank], ranks[gone.name]
+                    events.append(Gone(number, gone, reason, isinstance(entry, Lost)))
+            case Void():
+                pass
+    return replace(working, epoch=view.epoch + len(fresh)), tuple(events)
+
+
+def _rank_for(view: View) -> int:
+    if view.next_rank <= MAX_ID:
+        return view.next_rank
+    # Somebody was given the highest rank there is.
+    return next(rank for rank in range(MAX_ID) if rank not in view.seats)
+
+
+def device_problem(view: View, newcomer: Member) -> str | None:
+    """What is wrong with device maps between a newcomer and those who are in, or None."""
+    concerned = {
+        member.name: member.devices
+        for member in view.members()
+        if newcomer.name in member.devices.maps or member.name in newcomer.devices.maps
+    }
+    nodes: dict[str, NodeDevices] = {**concerned, newcomer.name: newcomer.devices}
+    return find_problem(nodes, static=False)
+
+
+# -- holes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """What to do about numbers whose entries are not there, though the counter has passed them.
+
+    Args:
+        fill: those that may be filled now.
+        since: since when the others are known to be holes; the next call wants it.
+        look_at: when to look again at the latest; None: there is no hole left.
+    """
+
+    fill: tuple[int, ...]
+    since: Mapping[int, float]
+    look_at: float | None
+
+
+def decide_holes(now: float, since: Mapping[int, float], missing: Collection[int]) -> Patience:
+    """Which holes have been there long enough. All times are on the caller's monotonic clock.
+
+    Args:
+        since: from the last call; empty at the first.
+        missing: numbers up to the counter that have no entry now.
+    """
+    known = {number: since.get(number, now) for number in sorted(missing)}
+    fill = tuple(number for number, seen in known.items() if now >= seen + HOLE_GRACE)
+    young = {number: seen for number, seen in known.items() if number not in fill}
+    return Patience(fill, young, min(young.values()) + HOLE_GRACE if young else None)
+
+
+# -- outlines -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A view, told by the entries that made it.
+
+    Args:
+        epoch: the view's.
+        next_rank: the view's.
+        seats: rank to the number of the entry that made its member.
+    """
+
+    epoch: int = 0
+    next_rank: int = 0
+    seats: Mapping[int, int] = field(default_factory=dict)
+
+    def numbers(self) -> tuple[int, ...]:
+        """The entries to be read."""
+        return tuple(sorted(self.seats.values()))
+
+
+def outline(view: View) -> Outline:
+    return Outline(
+        view.epoch, view.next_rank, {rank: seat.number for rank, seat in view.seats.items()}
+    )
+
+
+def encode_outline(plan: Outline) -> bytes:
+    """An outline's bytes; they may be more than can be read, see ``MAX_OUTLINE``."""
+    record = {
+        "v": RECORD_VERSION,
+        "epoch": plan.epoch,
+        "next_rank": plan.next_rank,
+        "seats": [[rank, number] for rank, number in plan.seats.items()],
+    }
+    return json.dumps(record, separators=(",", ":")).encode()
+
+
+def decode_outline(data: bytes) -> Outline:
+    """The outline that :func:`encode_outline` wrote.
+
+    Raises:
+        ProtocolError: it did not write these bytes.
+    """
+    record = load(data, "outline", MAX_OUTLINE)
+    listed = record.get("seats")
+    if not isinstance(listed, list):
+        raise ProtocolError(f"an outline record with seats {shown(listed)}, expected a list")
+    epoch = whole(record.get("epoch"), "epoch", 2**62)
+    seats: dict[int, int] = {}
+    for each in listed:
+        match each:
+            case [rank, number]:
+                number = whole(number, "number", epoch)
+                seats[whole(rank, "rank")] = number
+            case _:
+                raise ProtocolError(f"an outline record with seat {shown(each)}")
+    return Outline(epoch, whole(record.get("next_rank"), "next_rank", MAX_ID + 1), seats)
+
+
+def restore(plan: Outline, entries: Mapping[int, Entry]) -> View:
+    """The view of an outline.
+
+    Args:
+        entries: at least those that it names.
+
+    Raises:
+        ProtocolError: they cannot have made it.
+    """
+    seats: dict[int, Seat] = {}
+    for rank, number in plan.seats.items():
+        entry = entries.get(number)
+        if not isinstance(entry, Join):
+            raise ProtocolError(f"an outline record for rank {rank}: entry {number} is no join")
+        seats[rank] = Seat(replace(entry.member, id=rank), number)
+    ranks = {seat.member.name: rank for rank, seat in seats.items()}
+    if len(ranks) < len(seats):
+        raise ProtocolError("an outline record in which two members have one name")
+    return View(plan.epoch, seats, ranks, plan.next_rank)
