@@ -1,6 +1,95 @@
-"""Calls between processes. So far: device maps, and what can be wrong with them."""
+"""Calls between processes: torch.distributed.rpc's, over an agent that is faster, authenticated and elastic."""
 
+from __future__ import annotations
+
+from torch.futures import Future
+
+from rallypoint.errors import (
+    CallCancelled,
+    PeerLost,
+    RemoteError,
+    RpcError,
+    RpcTimeout,
+)
+
+from . import api, backends, constants, functions, internal, options
+from . import registry as backend_registry
+from .api import (
+    _init_rpc_backend,
+    _set_rpc_timeout,
+    enable_gil_profiling,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    members,
+    on_join,
+    on_leave,
+    remote,
+    rpc_async,
+    rpc_stream,
+    rpc_sync,
+    shutdown,
+    statistics,
+    wait_for,
+)
+from .current_call import CurrentCall, current_call
 from .device_map import Device, NodeDevices, device_list, find_problem, reverse_maps
+from .faulty import FaultyRpcBackendOptions
+from .functions import async_execution
+from .options import NativeRpcBackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from .registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from .rref import RRef
+from .streams import RpcStream
+from .worker_info import WorkerInfo
 
 
-__all__ = ["Device", "NodeDevices", "device_list", "find_problem", "reverse_maps"]
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "CallCancelled",
+    "CurrentCall",
+    "Device",
+    "FaultyRpcBackendOptions",
+    "Future",
+    "NativeRpcBackendOptions",
+    "NodeDevices",
+    "PeerLost",
+    "RRef",
+    "RemoteError",
+    "RpcBackendOptions",
+    "RpcError",
+    "RpcStream",
+    "RpcTimeout",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "async_execution",
+    "backend_registered",
+    "backend_registry",
+    "construct_rpc_backend_options",
+    "current_call",
+    "device_list",
+    "find_problem",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "members",
+    "on_join",
+    "on_leave",
+    "register_backend",
+    "remote",
+    "reverse_maps",
+    "rpc_async",
+    "rpc_stream",
+    "rpc_sync",
+    "shutdown",
+    "statistics",
+    "wait_for",
+]

@@ -1,0 +1,660 @@
+"""The calls: torch.distributed.rpc's, with its private names that programs use, and what goes beyond them.
+
+State of the module is what torch's module has as state, since programs and torch's own tests replace it there:
+``_default_pickler``, ``_ignore_rref_leak``, ``_wait_all_workers`` and others are looked up when they are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch.futures import Future
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import DeadlineExceeded, RpcError
+
+from . import agent_in_use, constants, stores
+from .agent import Agent
+from .crew import Crew
+from .current_call import SERVING
+from .gather import AllGatherStates, Gatherings
+from .gather import wait as wait_gathered
+from .group import DynamicGroup
+from .internal import PythonUDF, _internal_rpc_pickler
+from .member import Member
+from .messages import FLAG_FOREIGN, Kind
+from .options import NativeRpcBackendOptions, RpcBackendOptions
+from .registry import BackendType, construct_rpc_backend_options, init_backend
+from .rref import RRef, call_remote
+from .script import check_arguments, is_builtin
+from .streams import WINDOW, RpcStream
+from .worker_info import WorkerInfo
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_BUILTIN_TYPE = type(torch.add)
+_default_pickler: Any = _internal_rpc_pickler
+_ignore_rref_leak = True
+_default_timeout = constants.DEFAULT_RPC_TIMEOUT_SEC
+_current: Any = None
+_init_count = 0
+_init_lock = threading.Lock()
+_gatherings = Gatherings()
+_thread_local_var = threading.local()
+
+# torch's words: programs look for them.
+_NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+
+
+# -- coming ---------------------------------------------------------------------------------------
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+    *,
+    store: Any = None,
+) -> None:
+    """Become a member of a group; calls may be made and are served from here on.
+
+    Collective, for a group of fixed size: every member calls it. Blocks until all have come.
+
+    Args:
+        name: this worker's name, unique in the group.
+        backend: by default the one that the options belong to, else the native one.
+        rank: this worker's id, unique in the group. May be left out in a dynamic group.
+        world_size: how many members there are; None: a dynamic group, which members join and leave at any time.
+        rpc_backend_options: the backend's options; by default its default ones, which meet at ``env://``.
+        store: a c10d store to meet in, instead of ``init_method``.
+
+    Raises:
+        RpcError: this process is a member already; the name is taken; the group cannot be had.
+        DeadlineExceeded: some members have not come; says which.
+        TypeError: backend or options are none.
+    """
+    backend, options = _choose(backend, rpc_backend_options)
+    if _is_current_rpc_agent_set():
+        raise RpcError(
+            "RPC is already initialized in this process: shut it down before another init_rpc"
+        )
+    if not store:
+        store = stores.open_store(options.init_method, rank, world_size, options.rpc_timeout)
+    global _init_count  # noqa: PLW0603  # how often this process has come: each group has keys of its own
+    with _init_lock:
+        number = _init_count if world_size else 0
+        _init_count += 1
+    prefixed = stores.prefixed(f"rpc_prefix_{number}", store)
+    _init_rpc_backend(backend, prefixed, name, rank, world_size, options)
+
+
+def _choose(backend: Any, options: Any) -> tuple[BackendType, Any]:
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError(f"Argument backend must be a member of BackendType, but got {backend!r}")
+    if options is not None and not isinstance(options, RpcBackendOptions):
+        raise TypeError(
+            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, but got {options!r}"
+        )
+    if backend is None:
+        if options is None or isinstance(options, NativeRpcBackendOptions):
+            backend = BackendType["RALLYPOINT"]
+        else:
+            for candidate in BackendType:
+                with contextlib.suppress(Exception):
+                    if type(options) is type(construct_rpc_backend_options(candidate)):
+                        backend = candidate
+                        break
+            else:
+                raise TypeError(f"Could not infer backend for options {options}")
+    if options is None:
+        options = construct_rpc_backend_options(backend)
+    return backend, options
+
+
+def _init_rpc_backend(
+    backend: BackendType | None = None,
+    store: Any = None,
+    name: str = "",
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    if _is_current_rpc_agent_set():
+        raise RpcError("RPC is already initialized in this process")
+    backend, options = _choose(backend, rpc_backend_options)
+    agent = init_backend(
+        backend,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=options,
+    )
+    _init_rpc_states(agent)
+
+
+def _init_rpc_states(agent: Any) -> None:
+    _gatherings.clear()
+    _set_and_start_rpc_agent(agent)
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    global _current  # noqa: PLW0603  # the one agent of the process
+    _current = agent
+    agent_in_use.set_current_agent(agent)
+
+
+def _get_current_rpc_agent() -> Any:
+    if _current is None:
+        raise RpcError(_NOT_INITIALIZED)
+    return _current
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return _current is not None
+
+
+def _require_initialized(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator of torch's: the function needs a group."""
+    import functools
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _agent()
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+def _agent() -> Any:
+    agent = _current
+    if agent is None:
+        raise RpcError(_NOT_INITIALIZED)
+    return agent
+
+
+# -- who is there ---------------------------------------------------------------------------------
+
+
+def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
+    """Name and id of a worker, of this one by default.
+
+    Raises:
+        RpcError: there is no such worker.
+    """
+    found: WorkerInfo = _agent().info(worker_name)
+    return found
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    found: WorkerInfo = to if isinstance(to, WorkerInfo) else _agent().info(to)
+    return found
+
+
+def wait_for(names: str | Sequence[str], timeout: float | None = None) -> tuple[WorkerInfo, ...]:
+    """Wait until workers of these names are members of the dynamic group.
+
+    Raises:
+        DeadlineExceeded: some have not come; says which.
+    """
+    group = _dynamic_group()
+    wanted = [names] if isinstance(names, str) else list(names)
+    found: Collection[Member] = group.wait_for(wanted, timeout)
+    return tuple(WorkerInfo(each.name, each.id) for each in found)
+
+
+def members() -> tuple[int, tuple[WorkerInfo, ...]]:
+    """The membership's epoch, and who is in. An epoch's number only grows; in a static group it is 1."""
+    epoch, found = _agent().group.members()
+    return epoch, tuple(WorkerInfo(each.name, each.id) for each in found)
+
+
+def on_join(callback: Callable[[WorkerInfo], None]) -> None:
+    """Have ``callback`` called with each worker that joins the dynamic group from here on."""
+    _dynamic_group().on_join(lambda member: callback(WorkerInfo(member.name, member.id)))
+
+
+def on_leave(callback: Callable[[WorkerInfo, str], None]) -> None:
+    """Have ``callback`` called with each worker that leaves or is lost, and the reason."""
+    _dynamic_group().on_leave(
+        lambda member, reason: callback(WorkerInfo(member.name, member.id), reason)
+    )
+
+
+def _dynamic_group() -> DynamicGroup:
+    group = _agent().group
+    if not isinstance(group, DynamicGroup):
+        raise RpcError(
+            "this group's members are fixed: only in a dynamic one (init_rpc without world_size) do"
+            " members come and go"
+        )
+    return group
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+) -> T:
+    """Run a function on a worker and return its result. Blocks.
+
+    Args:
+        to: name, rank or info of the worker; this one is allowed.
+        func: known to both sides under the same module and name; may be ``async def``.
+        args, kwargs: its arguments; tensors on the CPU, or where a device map says.
+        timeout: seconds; 0: for ever; the default is the options' ``rpc_timeout``. A call that is served passes
+            what is left of its time on to the calls that it makes.
+
+    Raises:
+        RpcTimeout: no answer came in time. The function may still run.
+        PeerLost: the worker is gone.
+        Exception: what the function raised, of its own type where that can be made here, else ``RemoteError``.
+    """
+    agent = _agent()
+    kind, flags, content = _prepare(func, args, kwargs)
+    result: T = agent.call_sync(to, kind, func, content, timeout, flags)
+    return result
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+) -> Future[T]:
+    """The same, and returns a future at once: torch's, which can also be awaited and cancelled.
+
+    Tensors are not copied before they are sent: do not change them until the future is done.
+    """
+    agent = _agent()
+    kind, flags, content = _prepare(func, args, kwargs)
+    future: Future[T] = agent.call_async(to, kind, func, content, timeout, flags)
+    futures = getattr(_thread_local_var, "future_list", None)
+    if futures is not None:
+        futures.append(future)
+    return future
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+) -> RRef[T]:
+    """Run a function on a worker, which keeps the result: returns a reference to it at once."""
+    agent = _agent()
+    _, _, (func, arguments, keywords) = _prepare(func, args, kwargs)
+    if not isinstance(agent, Agent):
+        made: RRef[T] = agent.remote(to, func, arguments, keywords, timeout)
+        return made
+    return call_remote(agent, to, func, arguments, keywords, timeout)
+
+
+def rpc_stream(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+    *,
+    window: int = WINDOW,
+) -> RpcStream[Any]:
+    """Run a generator function (``async def`` too) on a worker, and iterate over what it yields, as it comes.
+
+    Args:
+        timeout: seconds for all of it.
+        window: how many items may be under way that have not been taken.
+    """
+    _, _, content = _prepare(func, args, kwargs)
+    stream: RpcStream[Any] = _agent().call_stream(to, func, content, timeout, window)
+    return stream
+
+
+def _prepare(
+    func: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None
+) -> tuple[int, int, tuple[Any, tuple[Any, ...], dict[str, Any] | None]]:
+    arguments = () if args is None else args if type(args) is tuple else tuple(args)
+    if type(func) is _BUILTIN_TYPE or isinstance(func, torch.jit.ScriptFunction):
+        if is_builtin(func):
+            check_arguments(func, arguments, kwargs)
+            return Kind.SCRIPT_CALL, 0, (func, arguments, kwargs)
+    elif not callable(func):
+        raise TypeError("function should be callable.")
+    if _default_pickler is not _internal_rpc_pickler:
+        pickled = _default_pickler.serialize(PythonUDF(func, arguments, kwargs or {}))
+        return Kind.CALL, FLAG_FOREIGN, (pickled[0], pickled[1])  # type: ignore[return-value]
+    return Kind.CALL, 0, (func, arguments, kwargs)
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait for all ``rpc_async`` calls that the block makes."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Have calls pickled by something else."""
+    global _default_pickler  # noqa: PLW0603  # torch's state
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+def get_rpc_timeout() -> float:
+    """Seconds that a call waits by default; 0: for ever."""
+    seconds: float = _agent().default_timeout
+    return seconds
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    """For calls that are made from here on."""
+    _agent().default_timeout = float(timeout)
+
+
+# -- together -------------------------------------------------------------------------------------
+
+
+def _all_gather(
+    obj: Any,
+    worker_names: Collection[str] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+) -> dict[str, Any]:
+    """Every worker's object, by worker's name.
+
+    Collective: each of ``worker_names`` (by default all members of this epoch) calls it. Blocks.
+
+    Raises:
+        DeadlineExceeded: some have not called it in time; says who.
+    """
+    agent = _agent()
+    names = sorted(
+        each.name for each in agent.infos()
+    ) if worker_names is None else sorted(worker_names)
+    me = agent.me.name
+    if me not in names:
+        raise RpcError(f"{me} is not among the workers that gather: {', '.join(names)}")
+    leader = names[0]
+    seconds = agent.default_timeout if timeout < 0 else timeout
+    limit = seconds or None
+    number = _gatherings.next_number(names)
+    epoch, _ = agent.group.members() if agent.group is not None else (0, ())
+    del epoch  # the names say it: a worker that comes again makes another group of them
+    sequence_id = (str(number), *names)
+    deadline = Deadline(limit)
+    call_timeout = timeout if timeout >= 0 else constants.UNSET_RPC_TIMEOUT
+    if me == leader:
+        if _gatherings.add(sequence_id, names, me, obj):
+            pass
+    else:
+        rpc_sync(
+            leader,
+            _gather_to_leader,
+            (sequence_id, me, obj, names),
+            timeout=call_timeout,
+        )
+    state = _gatherings.state(sequence_id)
+    try:
+        with agent.waiting():
+            wait_gathered(state, deadline, limit, names)
+        if me == leader:
+            _broadcast(agent, sequence_id, state, [name for name in names if name != me], call_timeout)
+    finally:
+        _gatherings.take(sequence_id)
+    return state.gathered_objects
+
+
+def _gather_to_leader(
+    sequence_id: tuple[str, ...],
+    worker_name: str,
+    obj: Any,
+    worker_names: Collection[str] | None = None,
+) -> None:
+    """Runs on the leader."""
+    names = worker_names or [each.name for each in _agent().infos()]
+    _gatherings.add(tuple(sequence_id), names, worker_name, obj)
+
+
+def _broadcast_to_followers(sequence_id: tuple[str, ...], objects_map: dict[str, Any]) -> None:
+    """Runs on each of the others."""
+    _gatherings.put(tuple(sequence_id), objects_map)
+
+
+def _broadcast(
+    agent: Any,
+    sequence_id: tuple[str, ...],
+    state: AllGatherStates,
+    followers: Sequence[str],
+    timeout: float,
+) -> None:
+    futures = [
+        (
+            name,
+            rpc_async(
+                name,
+                _broadcast_to_followers,
+                (sequence_id, state.gathered_objects),
+                timeout=timeout,
+            ),
+        )
+        for name in followers
+    ]
+    errors = []
+    for name, future in futures:
+        try:
+            future.wait()
+        except RuntimeError as error:
+            errors.append((name, error))
+    if errors:
+        seconds = agent.default_timeout if timeout < 0 else timeout
+        raise RpcError(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after {seconds:.2f} seconds."
+            f" The first exception is {errors[0][1]}"
+        )
+
+
+def _barrier(worker_names: Collection[str]) -> None:
+    """Wait until each of these workers has come here."""
+    _all_gather(None, set(worker_names))
+
+
+# -- leaving --------------------------------------------------------------------------------------
+
+
+def _wait_all_workers(timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until every worker has come to its end.
+
+    Raises:
+        DeadlineExceeded: some have not; says who.
+    """
+    try:
+        _all_gather(None, timeout=timeout)
+    except RuntimeError as error:
+        logger.error("Failed to respond to 'Shutdown Proceed' in time, got error %s", error)  # noqa: TRY400  # raised below
+        raise
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
+    """Give up all references to values of others, and wait until their owners know."""
+    agent = _agent()
+    if isinstance(agent, Agent):
+        agent.rrefs.delete_all(timeout)
+
+
+def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the group. Everything that the agent holds is given back, also if this raises.
+
+    Args:
+        graceful: in a static group, first wait until all workers call it, and until nobody has calls under
+            way: collective, blocks. In a dynamic group, until this worker has no calls under way.
+        timeout: seconds for waiting; 0: for ever.
+
+    Raises:
+        DeadlineExceeded: others have not come in time; says who.
+        RpcError: this process is in no group; or values of this worker are still referred to by others.
+    """
+    agent = _agent()
+    if not isinstance(agent, Agent):
+        try:
+            agent.shutdown(graceful, timeout)
+        finally:
+            _finalize_shutdown()
+        return
+    deadline = Deadline(timeout or None)
+    try:
+        if graceful:
+            if not isinstance(agent.group, DynamicGroup):
+                _wait_all_workers(timeout)
+            _delete_all_user_and_unforked_owner_rrefs()
+            _quiesce(agent, deadline)
+            if not _ignore_rref_leak:
+                leaks = agent.rrefs.leaks()
+                if leaks:
+                    raise RpcError("Leaking RRefs: Leaking RRef: " + "; ".join(leaks))
+    finally:
+        _finalize_shutdown()
+
+
+def _quiesce(agent: Agent, deadline: Deadline) -> None:
+    """Wait until no call is under way: late ones, made by functions that still run, are served.
+
+    In a static group that is so when all say so twice in a row, with nobody having made or served a call
+    in between (Mattern's two waves).
+    """
+    _wait_idle(agent, deadline)
+    if isinstance(agent.group, DynamicGroup):
+        return
+    names = sorted(each.name for each in agent.infos())
+    if len(names) == 1:
+        return
+    before = None
+    while True:
+        _wait_idle(agent, deadline)
+        left = deadline.remaining()
+        counters = agent.counters
+        own = (counters.user_sent, counters.user_served, agent.is_idle())
+        said = _all_gather(own, names, 0 if left is None else max(left, 0.001))
+        state = sorted(said.items())
+        sent = sum(each[0] for each in said.values())
+        served = sum(each[1] for each in said.values())
+        if state == before and sent == served:
+            return
+        if sent != served and state == before:
+            # Calls that were given up are never served, nor is one whose callee has gone.
+            return
+        before = state
+
+
+def _wait_idle(agent: Agent, deadline: Deadline) -> None:
+    if not agent.wait_idle(deadline):
+        logger.warning("calls were still under way when the shutdown's time was up")
+
+
+def _finalize_shutdown() -> None:
+    global _current  # noqa: PLW0603  # the one agent of the process
+    agent, _current = _current, None
+    try:
+        if isinstance(agent, Agent):
+            with contextlib.suppress(RpcError, DeadlineExceeded, OSError):
+                if agent.group is not None:
+                    agent.group.leave("it has shut down")
+            agent.close()
+    finally:
+        agent_in_use.set_current_agent(None)
+        _gatherings.clear()
+
+
+# -- for people -----------------------------------------------------------------------------------
+
+
+def statistics() -> dict[str, Any]:
+    """What this worker has done, and what is under way, as numbers and lists that JSON takes."""
+    agent = _agent()
+    counters = agent.counters
+    return {
+        "worker": {"name": agent.me.name, "id": agent.me.id},
+        "calls": {
+            "sent": counters.sent,
+            "served": counters.served,
+            "failed": counters.failed,
+            "under_way": int(agent.debug_info()["agent.client_active_calls"]),
+            "being_served": int(agent.debug_info()["agent.server_active_calls"]),
+            "queue": agent.queue(),
+        },
+        "latency_s": {
+            "p50": counters.quantile(0.5),
+            "p99": counters.quantile(0.99),
+        },
+        "peers": agent.peers(),
+        "rrefs": agent.rrefs.overview(),
+        "transports_skipped": dict(agent.skipped),
+    }
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    info: dict[str, str] = _agent().rrefs.debug_info()
+    return info
+
+
+def _get_debug_info() -> dict[str, str]:
+    info = dict(_rref_context_get_debug_info())
+    info.update(_agent().get_debug_info())
+    with contextlib.suppress(Exception):
+        import torch.distributed.autograd as dist_autograd
+
+        info.update(dist_autograd._get_debug_info())
+    return info
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """torch's switch for a measurement of its C++ agent; here it only adds the key to the debug information."""
+    _agent().enable_gil_profiling(flag)
+
+
+__all__ = [
+    "Crew",
+    "SERVING",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "members",
+    "on_join",
+    "on_leave",
+    "remote",
+    "rpc_async",
+    "rpc_stream",
+    "rpc_sync",
+    "shutdown",
+    "statistics",
+    "time",
+    "timedelta",
+    "wait_for",
+]

@@ -1,0 +1,201 @@
+"""The backends that are built in."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rallypoint._core import env
+from rallypoint._core.addresses import hostname
+from rallypoint._core.host import host_identity
+from rallypoint.errors import ConfigError
+
+from . import agent_in_use, constants
+from .agent import Agent, node_devices
+from .faulty import FaultyAgent, FaultyRpcBackendOptions
+from .group import DynamicGroup, StaticGroup
+from .member import Member, check_name
+from .options import NativeRpcBackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from .registry import BackendType, backend_registered, register_backend
+
+
+# What the first member puts into the store, if nobody gives a secret.
+_SECRET_BYTES = 32
+NATIVE = "RALLYPOINT"
+
+
+def _construct_native(
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = constants.DEFAULT_INIT_METHOD,
+    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+    _transports: Any = None,
+    _channels: Any = None,
+    **kwargs: Any,
+) -> NativeRpcBackendOptions:
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        **kwargs,
+    )
+
+
+def _construct_faulty(
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = constants.DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> FaultyRpcBackendOptions:
+    return FaultyRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+
+
+def _init_native(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> Agent:
+    return _init(Agent, NativeRpcBackendOptions, store, name, rank, world_size, rpc_backend_options)
+
+
+def _init_faulty(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> Agent:
+    return _init(
+        FaultyAgent, FaultyRpcBackendOptions, store, name, rank, world_size, rpc_backend_options
+    )
+
+
+def _init(
+    kind: type[Agent],
+    options_kind: type[NativeRpcBackendOptions],
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: Any,
+) -> Agent:
+    """Become a member of the group, and serve. Leaves nothing behind if that fails."""
+    options = adopt_options(options, options_kind)
+    check_name(name)
+    timeout = options.rpc_timeout or None
+    if timeout is not None:
+        store.set_timeout(timedelta(seconds=timeout))
+    job, secret = _agree(store, options)
+    agent = kind(name, options, secret, job)
+    try:
+        addresses = agent.listen(_advertised(store))
+        me = Member(
+            name=name,
+            id=max(rank, 0),
+            incarnation=agent.incarnation,
+            host=host_identity(),
+            pid=os.getpid(),
+            addresses=addresses,
+            devices=node_devices(options),
+        )
+        if world_size:
+            group: Any = StaticGroup.form(store, me, world_size, timeout)
+        else:
+            group = DynamicGroup.join(store, me, rank if rank >= 0 else None, timeout)
+        agent.enter(group)
+        agent_in_use.set_current_agent(agent)
+        agent.start()
+    except BaseException:
+        if agent_in_use.current_agent() is agent:
+            agent_in_use.set_current_agent(None)
+        agent.close()
+        raise
+    return agent
+
+
+def adopt_options(options: Any, kind: type[NativeRpcBackendOptions]) -> NativeRpcBackendOptions:
+    """The options as the native backend wants them.
+
+    Raises:
+        TypeError: they are another backend's.
+    """
+    if isinstance(options, kind):
+        return options
+    raise TypeError(
+        f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions` (or {kind.__name__}), not"
+        f" {type(options).__name__}"
+    )
+
+
+def _agree(store: Any, options: NativeRpcBackendOptions) -> tuple[str, bytes]:
+    """What tells this group from others, and what only its members know."""
+    job = store.compare_set("job", "", secrets.token_hex(8)).decode()
+    secret = options.secret
+    given = env.get("RALLY_SECRET")
+    if secret is None and given:
+        secret = given.encode()
+    if secret is None:
+        # Whoever can read the store is let in: it is what the processes of the job share.
+        secret = store.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
+    return job, bytes(secret)
+
+
+def _advertised(store: Any) -> str:
+    """The address that others see this machine by: towards the store's host, or its name."""
+    from rallypoint._core.addresses import address_towards
+
+    inner = store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    host, port = getattr(inner, "host", None), getattr(inner, "port", None)
+    if isinstance(host, str) and isinstance(port, int):
+        try:
+            return address_towards(host, port)
+        except ConfigError:
+            return hostname()
+    return hostname()
+
+
+def _init_tensorpipe(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> Any:
+    from .tensorpipe import TensorPipe
+
+    return TensorPipe(store, name, rank, world_size, rpc_backend_options)
+
+
+def _construct_tensorpipe(
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = constants.DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> RpcBackendOptions:
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout, init_method=init_method, **kwargs
+    )
+
+
+def register_built_in() -> None:
+    """A second call does nothing."""
+    if not backend_registered(NATIVE):
+        register_backend(NATIVE, _construct_native, _init_native)
+        register_backend("RALLYPOINT_FAULTY", _construct_faulty, _init_faulty)
+        register_backend("TENSORPIPE", _construct_tensorpipe, _init_tensorpipe)
+
+
+def stand_in(names: Mapping[str, str]) -> None:
+    """Have backends of ours run under names of torch's (``compat``)."""
+    for name, ours in names.items():
+        value = BackendType[ours].value
+        if backend_registered(name):
+            BackendType[name].value = value
+        else:
+            register_backend(name, *value)
+
+
+def restore_tensorpipe() -> None:
+    """The reverse of :func:`stand_in`."""
+    from .registry import BackendValue
+
+    BackendType["TENSORPIPE"].value = BackendValue(_construct_tensorpipe, _init_tensorpipe)
+
+
+register_built_in()
+
+__all__ = ["NATIVE", "dist", "register_built_in", "restore_tensorpipe", "stand_in"]

@@ -1,0 +1,12 @@
+"""Defaults, under torch's names."""
+
+from __future__ import annotations
+
+
+DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
+DEFAULT_INIT_METHOD: str = "env://"
+# torch's: seconds that a graceful shutdown waits for the others; 0: for ever.
+DEFAULT_SHUTDOWN_TIMEOUT: float = 0
+DEFAULT_NUM_WORKER_THREADS: int = 16
+# No time-out was given with the call: the default one.
+UNSET_RPC_TIMEOUT: float = -1.0

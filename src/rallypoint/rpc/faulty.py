@@ -1,0 +1,122 @@
+"""A backend that loses, delays and fails messages on purpose: to test code that uses RPC."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rallypoint.errors import ConfigError, RpcError
+
+from . import constants
+from .agent import Agent
+from .calls import Call
+from .messages import TORCH_NAMES, Kind
+from .options import NativeRpcBackendOptions
+from .outgoing import Outgoing
+from .tensors import TensorWriter
+
+
+_BY_NAME = {**{kind.name: kind for kind in Kind}, **{name: kind for kind, name in TORCH_NAMES.items()}}
+# Messages of torch's that we do not have: asking for their failure is no error.
+_NEVER_SENT = {"CLEANUP_AUTOGRAD_CONTEXT_REQ"}
+# torch's: messages that are sent again when they fail, and what is delayed unless told otherwise.
+RETRIED = ("RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE")
+
+
+class FaultyRpcBackendOptions(NativeRpcBackendOptions):
+    """Options of the fault-injecting backend.
+
+    Args:
+        messages_to_fail: kinds of messages (``PYTHON_CALL``, ``RREF_FORK_REQUEST`` …) whose sending fails.
+        num_fail_sends: how often each of them fails before it passes; 0: always.
+        messages_to_delay: seconds by which the sending of each kind is delayed.
+        messages_to_drop: kinds that are lost without an error, ``num_fail_sends`` times as well.
+    """
+
+    def __init__(
+        self,
+        *,
+        messages_to_fail: Sequence[str] | None = None,
+        messages_to_delay: Mapping[str, float] | None = None,
+        messages_to_drop: Sequence[str] = (),
+        num_fail_sends: int = 0,
+        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_worker_threads=num_worker_threads, **options)
+        self.messages_to_fail = list(RETRIED if messages_to_fail is None else messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.messages_to_drop = list(messages_to_drop)
+        self.num_fail_sends = num_fail_sends
+        for name in (*self.messages_to_fail, *self.messages_to_delay, *self.messages_to_drop):
+            if name not in _BY_NAME and name not in _NEVER_SENT:
+                raise ConfigError(
+                    "message", name, f"expected one of {', '.join(sorted(_BY_NAME))}"
+                )
+
+
+class FaultyAgent(Agent):
+    """An agent whose requests fail as its options say."""
+
+    def __init__(self, name: str, options: Any, secret: bytes, job: str) -> None:
+        super().__init__(name, options, secret, job)
+        self._fail = {_BY_NAME[each] for each in options.messages_to_fail if each in _BY_NAME}
+        self._drop = {_BY_NAME[each] for each in options.messages_to_drop if each in _BY_NAME}
+        self._delay = {
+            _BY_NAME[each]: seconds
+            for each, seconds in options.messages_to_delay.items()
+            if each in _BY_NAME
+        }
+        self._most = options.num_fail_sends
+        self._failed: Counter[tuple[int, int | str]] = Counter()
+        self._count_lock = threading.Lock()
+
+    def _strikes(self, kind: int, payload: bytes) -> bool:
+        """Whether this sending is one that fails. Retries of one message are counted together."""
+        if not self._most:
+            return True
+        with self._count_lock:
+            key = (kind, hash(payload))
+            self._failed[key] += 1
+            return self._failed[key] <= self._most
+
+    def _dispatch(
+        self,
+        outgoing: Outgoing,
+        kind: int,
+        call: Call,
+        payload: bytes,
+        tensors: TensorWriter | None,
+        flags: int = 0,
+        *,
+        block: bool = True,
+    ) -> None:
+        if kind in self._fail and self._strikes(kind, payload):
+            raise RpcError(
+                f"RPC Error: failed intentionally: a message of kind {Kind(kind).name} to {outgoing.peer!r}"
+            )
+        if kind in self._drop and self._strikes(kind, payload):
+            outgoing.adopt(call, kind)
+            return
+        seconds = self._delay.get(Kind(kind))
+        if not seconds:
+            super()._dispatch(outgoing, kind, call, payload, tensors, flags, block=block)
+            return
+        number = outgoing.adopt(call, kind)
+
+        def send() -> None:
+            # It may have been given up meanwhile; then nobody must be asked any more.
+            if outgoing.calls.take(number) is None:
+                return
+            try:
+                super(FaultyAgent, self)._dispatch(
+                    outgoing, kind, call, payload, tensors, flags, block=False
+                )
+            except RpcError as error:
+                outgoing.settle(call, error)
+                return
+            outgoing.attend()
+
+        self.later(seconds, send)

@@ -1,0 +1,127 @@
+"""The answer of a call that is under way: torch's Future, and awaitable, and to be cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from torch.futures import Future
+
+from rallypoint.errors import CallCancelled
+
+from .calls import Call
+from .crew import Crew
+from .outgoing import Outgoing
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class RpcFuture(Future[T]):
+    """What ``rpc_async`` returns.
+
+    Everything that takes a ``torch.futures.Future`` takes it. Beyond that it can be awaited in asyncio, given up
+    (:meth:`cancel`), and it reports a failure that nobody ever looks at.
+    """
+
+    # Set by begin(); a future whose call could not be sent has none.
+    _call: Call | None = None
+    _outgoing: Outgoing | None = None
+    _unseen: BaseException | None = None
+    # Somebody else reports the failure, if need be.
+    is_watched = False
+
+    def begun(self, call: Call, outgoing: Outgoing) -> None:
+        """The call has been sent."""
+        self._call = call
+        self._outgoing = outgoing
+
+    def wait(self) -> T:
+        """Wait for the answer.
+
+        Raises:
+            Exception: what the function raised, or why there is no answer.
+        """
+        call, outgoing = self._call, self._outgoing
+        if call is not None and outgoing is not None and not call.done:
+            crew = Crew.current()
+            if crew is None:
+                outgoing.wait(call)
+            else:
+                with crew.waiting():
+                    outgoing.wait(call)
+        elif not self.done() and (crew := Crew.current()) is not None:
+            with crew.waiting():
+                return self._value()
+        return self._value()
+
+    def _value(self) -> T:
+        self._unseen = None
+        value: T = super().wait()
+        return value
+
+    def value(self) -> T:
+        self._unseen = None
+        return super().value()
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        self._has_user()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
+        self._has_user()
+        super().add_done_callback(callback)
+
+    def _has_user(self) -> None:
+        self._unseen = None
+        if self._call is not None:
+            self._call.has_callbacks = True
+
+    def cancel(self) -> bool:
+        """Give the call up: ``wait`` raises ``CallCancelled``.
+
+        What has not begun over there is not begun any more; a coroutine is cancelled; a function that runs
+        can find out by ``current_call().cancelled``.
+
+        Returns:
+            False if the answer was there already.
+        """
+        call, outgoing = self._call, self._outgoing
+        if call is None or outgoing is None or self.done():
+            return False
+        error = CallCancelled(f"{call.describe()} on {outgoing.peer!r} was cancelled")
+        return outgoing.cancel(call.number, error)
+
+    def cancelled(self) -> bool:
+        """Whether the call was given up with :meth:`cancel`."""
+        return self._call is not None and isinstance(self._call.error, CallCancelled)
+
+    def fail(self, error: BaseException) -> None:
+        """Complete it with an error."""
+        self._unseen = error
+        self.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception, whatever it says
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def settle() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        self.add_done_callback(lambda _: loop.call_soon_threadsafe(settle))
+        try:
+            yield from done.__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self._value()
+
+    def __del__(self) -> None:
+        if self._unseen is not None and not self.is_watched:
+            logger.warning("a call failed, and nobody has looked at its answer: %s", self._unseen)

@@ -1,0 +1,184 @@
+"""Both ends of a new connection prove themselves: the bytes of ``wire.auth`` over a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import DeadlineExceeded, ProtocolError
+from rallypoint.wire.auth import NONCE_BYTES, Accepting, Connecting
+
+from .crew import Job
+
+
+_CHUNK = 8192
+# Seconds in which a stranger must have proved itself.
+PATIENCE = 10.0
+
+
+def introduce(
+    sock: socket.socket,
+    secret: bytes,
+    me: Mapping[str, Any],
+    deadline: Deadline,
+    *,
+    side: bool,
+) -> tuple[dict[str, Any], bytes, socket.socket | None]:
+    """The connecting side's handshake. Blocks.
+
+    Args:
+        side: also set up a second socket, for descriptors.
+
+    Returns:
+        who the other end is, what came after its last message, and our end of the side socket.
+
+    Raises:
+        AuthenticationError: it does not know the secret, or does not take us.
+        ProtocolError: it is no worker.
+        DeadlineExceeded: it does not answer.
+        OSError: the connection broke.
+    """
+    talk = Connecting(secret, me, secrets.token_bytes(NONCE_BYTES))
+    ours: socket.socket | None = None
+    theirs: socket.socket | None = None
+    try:
+        if side:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        first = talk.start()
+        sock.settimeout(deadline.remaining())
+        if theirs is not None:
+            sent = socket.send_fds(sock, [first], [theirs.fileno()])
+            first = first[sent:]
+        if first:
+            sock.sendall(first)
+        while not talk.done:
+            left = deadline.remaining()
+            if left == 0.0:
+                raise DeadlineExceeded("the other end has not proved itself in time")
+            sock.settimeout(left)
+            try:
+                data = sock.recv(_CHUNK)
+            except TimeoutError:
+                raise DeadlineExceeded("the other end has not proved itself in time") from None
+            if not data:
+                raise talk.ended()
+            try:
+                answer = talk.receive(data)
+            except ProtocolError:
+                with contextlib.suppress(OSError):
+                    sock.sendall(talk.refusal)
+                raise
+            if answer:
+                sock.sendall(answer)
+    except BaseException:
+        if ours is not None:
+            ours.close()
+        raise
+    finally:
+        if theirs is not None:
+            theirs.close()
+    assert talk.peer is not None
+    return talk.peer, talk.rest, ours
+
+
+class Welcome:
+    """A connection that somebody has opened and not proved anything on yet. Lives in the poller.
+
+    Args:
+        sock: accepted; it is taken over, and handed to ``accepted`` or closed.
+        accepted: called with the socket, the peer, what came after the handshake, and the side socket.
+        ended: called when this is over, either way.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        me: Mapping[str, Any],
+        *,
+        takes_side: bool,
+        accepted: Callable[
+            [socket.socket, dict[str, Any], bytes, socket.socket | None, deque[Job]], None
+        ],
+        ended: Callable[[Welcome, str], None],
+    ) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.until = time.monotonic() + PATIENCE
+        self._talk = Accepting(secret, me, secrets.token_bytes(NONCE_BYTES))
+        self._takes_side = takes_side
+        self._accepted = accepted
+        self._ended = ended
+        self._side: socket.socket | None = None
+        self._outbox = b""
+
+    def on_ready(self, mask: int, jobs: deque[Job]) -> None:
+        try:
+            if mask & select.EPOLLOUT and self._outbox:
+                self._send(b"")
+            data = self._receive()
+            if data is None:
+                return
+            if not data:
+                raise self._talk.ended()
+            self._send(self._talk.receive(data))
+        except ProtocolError as error:
+            with contextlib.suppress(OSError):
+                self.sock.send(self._talk.refusal)
+            self.close(str(error))
+            return
+        except OSError as error:
+            self.close(error.strerror or str(error))
+            return
+        if self._talk.done and not self._outbox:
+            peer, rest, side = self._talk.peer, self._talk.rest, self._side
+            assert peer is not None
+            self._side = None
+            self._ended(self, "")
+            self._accepted(self.sock, peer, rest, side, jobs)
+
+    def _receive(self) -> bytes | None:
+        try:
+            if not self._takes_side:
+                return self.sock.recv(_CHUNK)
+            data, fds, _, _ = socket.recv_fds(self.sock, _CHUNK, 1)
+        except BlockingIOError:
+            return None
+        for fd in fds:
+            if self._side is not None or len(fds) > 1:
+                os.close(fd)
+                continue
+            try:
+                self._side = socket.socket(fileno=fd)
+            except OSError:
+                os.close(fd)
+                raise ProtocolError("a descriptor came that is no socket") from None
+            if self._side.family != socket.AF_UNIX:
+                raise ProtocolError("a descriptor came that is no Unix socket")
+        return data
+
+    def _send(self, data: bytes) -> None:
+        self._outbox += data
+        if not self._outbox:
+            return
+        try:
+            sent = self.sock.send(self._outbox)
+        except BlockingIOError:
+            sent = 0
+        self._outbox = self._outbox[sent:]
+
+    def close(self, reason: str) -> None:
+        """Turn the stranger away."""
+        self._ended(self, reason or "it has left")
+        self.sock.close()
+        if self._side is not None:
+            self._side.close()
+            self._side = None

@@ -1,0 +1,156 @@
+"""The connection on which one peer calls this process: requests come in, replies go out."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rallypoint.errors import ProtocolError
+from rallypoint.wire.frames import Frame, Shared, encode
+from rallypoint.wire.line import Closed, Line
+from rallypoint.wire.sharing import Sharing
+
+from .crew import Job
+from .messages import Kind
+from .poller import WRITE
+from .worker_info import WorkerInfo
+
+
+class Served(Protocol):
+    """A request that is in line or being worked on."""
+
+    def cancel(self) -> None:
+        """The caller has given it up."""
+
+    def credit(self, amount: int) -> None:
+        """The caller takes so many more items of a stream."""
+
+
+class Incoming:
+    """A connection that a peer has opened and proved itself on.
+
+    Args:
+        line: connected.
+        peer: who.
+        sharing: the way of large buffers, or None.
+        job: makes what the crew does out of a request.
+        lost: called once when the connection ends, with the reason.
+        hold_back: has :meth:`flush` called when the leader has no more jobs at hand.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        peer: WorkerInfo,
+        sharing: Sharing | None,
+        *,
+        job: Callable[[Incoming, Frame], Job],
+        lost: Callable[[Incoming, str], None],
+        hold_back: Callable[[Incoming], None],
+    ) -> None:
+        self.line = line
+        self.peer = peer
+        self.sharing = sharing
+        self.active: dict[int, Served] = {}
+        self._job = job
+        self._lost = lost
+        self._hold_back = hold_back
+        self._held: deque[bytes] = deque()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    # -- requests: called by the leader -------------------------------------------------------------
+
+    def on_ready(self, mask: int, jobs: deque[Job]) -> None:
+        try:
+            if mask & WRITE:
+                self.line.flush()
+            for frame in self.line.read_now():
+                kind = frame.kind
+                if kind == Kind.CANCEL:
+                    self._cancel(frame.call)
+                elif kind == Kind.CREDIT:
+                    served = self.active.get(frame.call)
+                    if served is not None:
+                        served.credit(int.from_bytes(frame.payload[:8], "little"))
+                elif 0 < kind < Kind.REPLY:
+                    jobs.append(self._job(self, frame))
+                else:
+                    raise ProtocolError(f"{self.peer} has sent a request of kind {kind}")
+        except (Closed, ProtocolError) as error:
+            self.end(str(error))
+
+    def feed(self, data: bytes, jobs: deque[Job]) -> None:
+        """What came together with the last bytes of the handshake."""
+        try:
+            for frame in self.line.parse(data):
+                jobs.append(self._job(self, frame))
+        except ProtocolError as error:
+            self.end(str(error))
+
+    def _cancel(self, number: int) -> None:
+        served = self.active.get(number)
+        if served is not None:
+            served.cancel()
+
+    # -- replies ----------------------------------------------------------------------------------
+
+    def reply(
+        self,
+        kind: int,
+        number: int,
+        payload: bytes = b"",
+        buffers: Sequence[memoryview] = (),
+        *,
+        held: Any = None,
+        later: bool = False,
+    ) -> None:
+        """Answer a request. Does not wait; an answer to a peer that has gone is dropped.
+
+        Args:
+            held: kept until the buffers are sent.
+            later: send it together with the next ones, at :meth:`flush`.
+        """
+        placed: Sequence[Shared | memoryview] = buffers
+        if buffers and self.sharing is not None:
+            placed, _ = self.sharing.place(buffers)
+        pieces = encode(kind, number, payload, placed)
+        if later and len(pieces) == 1:
+            self._held.append(pieces[0])  # type: ignore[arg-type]  # the only piece is bytes
+            if len(self._held) == 1:
+                self._hold_back(self)
+            return
+        with contextlib.suppress(Closed):
+            self.line.send(pieces, held)
+
+    def flush(self) -> None:
+        """Send what was held back."""
+        with self._lock:
+            pieces = []
+            while self._held:
+                pieces.append(self._held.popleft())
+            if pieces:
+                with contextlib.suppress(Closed):
+                    self.line.send([b"".join(pieces) if len(pieces) > 1 else pieces[0]])
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def end(self, reason: str) -> None:
+        """The peer has gone, or we leave: what it waits for is given up. Idempotent."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        for served in list(self.active.values()):
+            served.cancel()
+        self._lost(self, reason)
+
+    def close(self) -> None:
+        """Give the sockets back; called when nobody reads any more."""
+        self.line.shut()
+        self.line.close()
+        if self.sharing is not None:
+            self.sharing.close()

@@ -1,0 +1,166 @@
+"""What a worker of an RPC group can be told about how it is to work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from rallypoint.errors import ConfigError
+
+from . import constants
+from .device_map import Device
+
+
+TRANSPORTS = ("memory", "uds", "tcp")
+
+
+class RpcBackendOptions:
+    """What every backend takes; third parties' options derive from it.
+
+    Args:
+        rpc_timeout: seconds that a call waits for its answer; 0: for ever.
+        init_method: where the members meet (``env://``, ``tcp://host:port``, ``file:///path``).
+    """
+
+    def __init__(
+        self,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = constants.DEFAULT_INIT_METHOD,
+    ) -> None:
+        self.rpc_timeout = _seconds("rpc_timeout", rpc_timeout)
+        self.init_method = init_method
+
+
+class NativeRpcBackendOptions(RpcBackendOptions):
+    """Options of the native backend.
+
+    Args:
+        num_worker_threads: functions that are run at once; those that wait for other workers do not count.
+        rpc_timeout: seconds that a call waits for its answer; 0: for ever.
+        init_method: where the members meet.
+        device_maps: for each worker that is called, own devices to its devices.
+        devices: those that are used; None: all that maps name.
+        bind: address to listen on for other hosts; None: all of this machine's.
+        advertise: address that others are told; None: the one that the store's host sees us by.
+        port: the port, or a range of ports of which the first free one is taken; 0: any.
+        transports: ways to other workers, the best first; one that cannot be used is skipped.
+        secret: what all workers of the group know; None: RALLY_SECRET, else one that the first member puts
+            into the store.
+        heartbeat: seconds after which a peer whose packets vanish is lost.
+        pickle_by_value: functions without a name (lambdas, closures) travel, too; needs the same Python.
+        allowed_modules: modules that callers may name in what they send; None: all.
+        in_flight_bytes: of tensors, sent to one peer and not answered yet; more waits.
+        shared_memory_bytes: that all connections together may use for large tensors.
+        tls_certificate: file with this worker's certificate and key (PEM); TCP is encrypted then.
+        tls_authorities: file with the certificates that peers' must be signed by.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = constants.DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
+        devices: Sequence[Any] | None = None,
+        bind: str | None = None,
+        advertise: str | None = None,
+        port: int | tuple[int, int] = 0,
+        transports: Sequence[str] = TRANSPORTS,
+        secret: str | bytes | None = None,
+        heartbeat: float = 5.0,
+        pickle_by_value: bool = False,
+        allowed_modules: Sequence[str] | None = None,
+        in_flight_bytes: int = 1 << 30,
+        shared_memory_bytes: int = 4 << 30,
+        tls_certificate: str | None = None,
+        tls_authorities: str | None = None,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        if isinstance(num_worker_threads, bool) or num_worker_threads < 1:
+            raise ConfigError("num_worker_threads", num_worker_threads, "expected at least 1")
+        self.num_worker_threads = int(num_worker_threads)
+        self.device_maps: dict[str, dict[Device, Device]] = {}
+        for worker, pairs in (device_maps or {}).items():
+            self.set_device_map(worker, pairs)
+        self.devices: list[Device] = []
+        if devices is not None:
+            self.set_devices(devices)
+        self.bind = bind
+        self.advertise = advertise
+        self.ports = _ports(port)
+        unknown = [each for each in transports if each not in TRANSPORTS]
+        if unknown or not transports:
+            raise ConfigError(
+                "transports", list(transports), f"expected some of {', '.join(TRANSPORTS)}"
+            )
+        self.transports = tuple(transports)
+        self.secret = secret.encode() if isinstance(secret, str) else secret
+        self.heartbeat = _seconds("heartbeat", heartbeat)
+        self.pickle_by_value = pickle_by_value
+        self.allowed_modules = None if allowed_modules is None else frozenset(allowed_modules)
+        self.in_flight_bytes = in_flight_bytes
+        self.shared_memory_bytes = shared_memory_bytes
+        if tls_authorities is not None and tls_certificate is None:
+            raise ConfigError("tls_certificate", None, "is needed beside tls_authorities")
+        self.tls_certificate = tls_certificate
+        self.tls_authorities = tls_authorities
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Tensors on a key's device arrive on its value's device when ``to`` is called; results go back the
+        other way.
+
+        Args:
+            to: the worker's name.
+            device_map: one to one; devices, their texts, or numbers of CUDA devices.
+
+        Raises:
+            ValueError: two devices go to one, or one to two.
+        """
+        pairs = {Device.parse(key): Device.parse(value) for key, value in device_map.items()}
+        merged = dict(self.device_maps.get(to, {}))
+        for ours, theirs in pairs.items():
+            if merged.get(ours, theirs) != theirs:
+                raise ValueError(
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {ours} to {theirs}"
+                )
+            merged[ours] = theirs
+        if len(set(merged.values())) != len(merged):
+            targets = [str(each) for each in merged.values()]
+            raise ValueError(
+                "`set_device_map` only supports 1-to-1 mapping, trying to map several devices to one of"
+                f" {sorted(targets)}"
+            )
+        self.device_maps[to] = merged
+
+    def set_devices(self, devices: Sequence[Any]) -> None:
+        """The accelerators whose streams are waited for."""
+        self.devices = [Device.parse(each) for each in devices]
+
+
+class TensorPipeRpcBackendOptions(NativeRpcBackendOptions):
+    """torch's name for them. What only TensorPipe has (``_transports``, ``_channels``) is taken and has no effect."""
+
+    def __init__(
+        self, *, _transports: Any = None, _channels: Any = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+
+
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, (timedelta, str, bool)) or not hasattr(value, "__float__"):
+        raise TypeError(
+            f"{name} is {value!r}: incompatible constructor arguments, expected seconds as a number"
+        )
+    seconds = float(value)  # type: ignore[arg-type]  # it has __float__
+    if not seconds >= 0.0:
+        raise ConfigError(name, value, "expected seconds, 0 or more")
+    return seconds
+
+
+def _ports(port: int | tuple[int, int]) -> range:
+    first, last = (port, port) if isinstance(port, int) else port
+    if not 0 <= first <= last < 65536:
+        raise ConfigError("port", port, "expected a port, or (first, last) of a range")
+    return range(first, last + 1)

@@ -1,0 +1,396 @@
+"""The connection on which this process calls one peer: requests go out, replies come in.
+
+Who reads the replies: a thread that waits for one reads itself, since every hand-over to another thread costs more
+than the call. The *role* of the reader goes from thread to thread; while nobody who waits has it, the crew's leader
+reads (the connection is *armed*). What a reader finds for others it completes for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import PeerLost, ProtocolError, RpcTimeout
+from rallypoint.wire.frames import Frame, Shared, encode
+from rallypoint.wire.line import PATIENCE, Closed, Line
+from rallypoint.wire.sharing import Sharing
+
+from .calls import Call, CallTable
+from .messages import Kind
+from .worker_info import WorkerInfo
+
+
+class Watch(Protocol):
+    """Has the crew's leader look at a connection."""
+
+    def arm(self, outgoing: Outgoing) -> None: ...
+
+    def disarm(self, outgoing: Outgoing) -> None: ...
+
+    def lost(self, outgoing: Outgoing, reason: str) -> None:
+        """It has ended; called once."""
+
+    def wake_at(self, when: float) -> None: ...
+
+    def defer(self, calls: list[Call]) -> None:
+        """Complete these calls on a thread of the crew: user code hangs on them."""
+
+
+class Outgoing:
+    """A connection to one peer, for this process's calls.
+
+    Args:
+        line: connected and authenticated.
+        info: the peer.
+        watch: the agent.
+        sharing: the way of large buffers, or None.
+        has_maps: whether the peer has device maps, which its answers follow.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        info: WorkerInfo,
+        watch: Watch,
+        sharing: Sharing | None = None,
+        has_maps: bool = False,
+    ) -> None:
+        self.line = line
+        self.info = info
+        self.peer = info.name
+        self.sharing = sharing
+        self.has_maps = has_maps
+        self.calls = CallTable()
+        self.is_armed = False
+        self.lost_reason: str | None = None
+        self.in_flight = 0
+        self._watch = watch
+        self._numbers = itertools.count(1)
+        self._role = threading.Lock()
+        # Guards who waits, whether it is armed, and the end.
+        self._lock = threading.Lock()
+        self._waiting: deque[Call] = deque()
+        # Notified when bytes in flight have been answered.
+        self._room = threading.Condition(self._lock)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def reserve(self, call: Call, size: int, most: int) -> None:
+        """Count bytes that ``call`` sends as in flight; waits while there are too many. One alone always goes.
+
+        Raises:
+            RpcTimeout: the call's time is up.
+            PeerLost: the peer is gone.
+        """
+
+        def has_room() -> bool:
+            return (
+                not self.in_flight
+                or self.in_flight + size <= most
+                or self.lost_reason is not None
+            )
+
+        with self._room:
+            if not has_room():
+                left = None if call.deadline is None else call.deadline - time.monotonic()
+                # Those that nobody waits for must be read for: then they make room.
+                self._lock.release()
+                try:
+                    self.attend()
+                finally:
+                    self._lock.acquire()
+                if not self._room.wait_for(has_room, left):
+                    raise RpcTimeout(call.seconds, f"{call.describe()} on {self.peer!r}")
+            self.in_flight += size
+            call.size = size
+
+    def begin(
+        self,
+        kind: int,
+        call: Call,
+        payload: bytes,
+        buffers: Sequence[Shared | memoryview] = (),
+        *,
+        flags: int = 0,
+        held: Any = None,
+        block: bool = True,
+    ) -> int:
+        """Send a request whose reply completes ``call``; returns its number.
+
+        Args:
+            block: wait until the kernel has taken all of it; else the leader sends the rest.
+
+        Raises:
+            PeerLost: the peer is gone. ``call`` is not in the table then.
+        """
+        number = next(self._numbers)
+        call.kind = kind
+        call.number = number
+        call.held = held
+        time_left = 0
+        deadline = call.deadline
+        if deadline is not None:
+            time_left = max(1, int((deadline - time.monotonic()) * 1000))
+        self.calls.add(number, call)
+        if self.lost_reason is not None:
+            self._withdraw(number)
+        try:
+            done = self.line.send(
+                encode(kind, number, payload, buffers, flags=flags, time_left=time_left), held
+            )
+            if not done and block:
+                self.line.push(Deadline(call.seconds or None))
+        except Closed as error:
+            self.fail(str(error))
+            self._withdraw(number)
+        return number
+
+    def adopt(self, call: Call, kind: int) -> int:
+        """Take a call into the table without sending anything: for faults that are made on purpose."""
+        number = next(self._numbers)
+        call.number, call.kind = number, kind
+        self.calls.add(number, call)
+        return number
+
+    def settle(self, call: Call, error: BaseException) -> None:
+        """Complete a call that is in nobody's table with an error."""
+        call.error = error
+        theirs: list[Call] = []
+        self._settle(call, theirs)
+        self._complete(theirs)
+
+    def _withdraw(self, number: int) -> None:
+        """The peer is lost: the call is not made, unless somebody has failed it already."""
+        call = self.calls.take(number)
+        if call is not None:
+            with self._room:
+                self.in_flight -= call.size
+                call.size = 0
+            raise PeerLost(self.peer, self.lost_reason or "the connection has ended")
+
+    def tell(self, kind: int, number: int, payload: bytes = b"") -> None:
+        """Send a message that has no reply, about call ``number``."""
+        try:
+            self.line.send(encode(kind, number, payload))
+        except Closed as error:
+            self.fail(str(error))
+
+    # -- replies ----------------------------------------------------------------------------------
+
+    def attend(self) -> None:
+        """Somebody must read the reply of a call that nobody waits for: the leader, if nobody does already."""
+        if not self.is_armed and not self._role.locked():
+            self._arm()
+
+    def wait(self, call: Call) -> None:
+        """Wait until ``call`` is completed, or its time is up.
+
+        Raises:
+            RpcTimeout: it is; the call is taken out of the table.
+        """
+        role = self._role
+        while not call.done:
+            if role.acquire(False):
+                self._read_until(call)
+                continue
+            self._sleep(call)
+
+    def _read_until(self, call: Call) -> None:
+        """Read as the one who has the role; gives it up whenever something is to be completed."""
+        late = False
+        theirs: list[Call] = []
+        try:
+            if self.is_armed:
+                self._disarm()
+            while not (call.done or theirs):
+                left = None if call.deadline is None else call.deadline - time.monotonic()
+                if left is not None and left <= 0.0:
+                    late = True
+                    break
+                try:
+                    frames = self.line.read(left)
+                except (Closed, ProtocolError) as error:
+                    self.fail(str(error))
+                    break
+                for frame in frames:
+                    self._accept(frame, theirs)
+        finally:
+            self._role.release()
+            self._hand_on()
+        if theirs:
+            self._complete(theirs)
+        if late and not call.done:
+            self._expire(call)
+
+    def read_now(self, into: Callable[[list[Call]], None]) -> None:
+        """For the leader: read what has come. What it completes is handed over."""
+        if not self._role.acquire(False):
+            # A thread that waits reads. It arms the connection when it is done, perhaps before we disarm it.
+            self._disarm()
+            if not self._role.acquire(False):
+                return
+        theirs: list[Call] = []
+        try:
+            for frame in self.line.read_now():
+                self._accept(frame, theirs)
+        except (Closed, ProtocolError) as error:
+            self.fail(str(error))
+        finally:
+            self._role.release()
+        if theirs:
+            into(theirs)
+        self._hand_on()
+
+    def _accept(self, frame: Frame, theirs: list[Call]) -> None:
+        kind = frame.kind
+        if kind == Kind.ITEM:
+            call = self.calls.get(frame.call)
+            if call is not None and call.on_item is not None:
+                call.on_item(frame)
+            return
+        if kind < Kind.REPLY or kind > Kind.END:
+            raise ProtocolError(f"worker {self.peer!r} has answered with a message of kind {kind}")
+        call = self.calls.take(frame.call)
+        if call is None:
+            # Its time was up, or it was cancelled.
+            if self.sharing is not None:
+                self.sharing.discard(frame.buffers)
+            return
+        call.frame = frame
+        self._settle(call, theirs)
+
+    def _settle(self, call: Call, theirs: list[Call]) -> None:
+        """Mark it done and wake who waits; what else there is to do is left to the caller."""
+        call.held = None
+        if call.size:
+            with self._room:
+                self.in_flight -= call.size
+                self._room.notify_all()
+        call.done = True
+        waiter = call.waiter
+        if waiter is not None:
+            _release(waiter)
+        if call.on_done is not None:
+            theirs.append(call)
+
+    def _complete(self, calls: list[Call]) -> None:
+        deferred = []
+        for call in calls:
+            done = call.on_done
+            assert done is not None
+            if call.has_callbacks:
+                deferred.append(call)
+            else:
+                done(call)
+        if deferred:
+            self._watch.defer(deferred)
+
+    def _sleep(self, call: Call) -> None:
+        """Another thread reads: sleep until it has our reply, or gives the role up."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        with self._lock:
+            call.waiter = waiter
+            self._waiting.append(call)
+        try:
+            # It may have given it up just now, when nobody was waiting yet.
+            if not call.done and self._role.locked():
+                left = None if call.deadline is None else call.deadline - time.monotonic()
+                if left is None or left > 0.0:
+                    waiter.acquire(timeout=-1 if left is None else min(left, 1e6))
+        finally:
+            with self._lock:
+                call.waiter = None
+                self._waiting.remove(call)
+            if call.deadline is not None and call.deadline <= time.monotonic():
+                self._expire(call)
+            if call.done:
+                # We may have been woken to read, and been answered at the same moment: the next one must be.
+                self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Nobody reads now: wake one that waits to do so, or have the leader do it."""
+        if self._role.locked():
+            return
+        with self._lock:
+            heir = next((each for each in self._waiting if not each.done), None)
+            if heir is not None and heir.waiter is not None:
+                _release(heir.waiter)
+                return
+        if self.calls and not self.is_armed and self.lost_reason is None:
+            self._arm()
+
+    def _arm(self) -> None:
+        with self._lock:
+            if not self.is_armed and self.lost_reason is None:
+                self._watch.arm(self)
+                self.is_armed = True
+
+    def _disarm(self) -> None:
+        with self._lock:
+            if self.is_armed:
+                self._watch.disarm(self)
+                self.is_armed = False
+
+    # -- the end of a call, or of the connection -------------------------------------------------
+
+    def _expire(self, call: Call) -> None:
+        self.cancel(call.number, RpcTimeout(call.seconds, f"{call.describe()} on {self.peer!r}"))
+
+    def expire(self, now: float) -> tuple[list[Call], float | None]:
+        """Fail the calls whose time is up; returns those that are still to be completed, and the next time."""
+        expired, following = self.calls.take_expired(now)
+        theirs: list[Call] = []
+        for number, call in expired:
+            self.tell(Kind.CANCEL, number)
+            call.error = RpcTimeout(call.seconds, f"{call.describe()} on {self.peer!r}")
+            self._settle(call, theirs)
+        return theirs, following
+
+    def cancel(self, number: int, error: BaseException) -> bool:
+        """Give a call up; False if it is done already."""
+        call = self.calls.take(number)
+        if call is None:
+            return False
+        self.tell(Kind.CANCEL, number)
+        self.settle(call, error)
+        return True
+
+    def fail(self, reason: str) -> None:
+        """The peer is lost, or we leave: every call fails, and no further one is made."""
+        with self._lock:
+            if self.lost_reason is not None:
+                return
+            self.lost_reason = reason
+        self.line.shut()
+        theirs: list[Call] = []
+        for call in self.calls.take_all():
+            call.error = PeerLost(self.peer, reason)
+            self._settle(call, theirs)
+        if theirs:
+            self._watch.defer(theirs)
+        self._watch.lost(self, reason)
+
+    def close(self) -> None:
+        """Give the socket back, after :meth:`fail`. Waits for a thread that is still reading."""
+        with self._lock:
+            self.lost_reason = self.lost_reason or "this worker has left"
+        self.line.shut()
+        if self._role.acquire(timeout=PATIENCE + 1.0):
+            self._role.release()
+        self.line.close()
+        if self.sharing is not None:
+            self.sharing.close()
+
+
+def _release(lock: threading.Lock) -> None:
+    try:
+        lock.release()
+    except RuntimeError:
+        # It was released already: one is enough to wake its owner.
+        return

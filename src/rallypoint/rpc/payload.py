@@ -1,0 +1,282 @@
+"""What a message says, as bytes: a pickle by reference, with tensors and remote references beside it.
+
+Functions and classes travel by name (``module.qualname``), as in torch: both ends must have the code. With
+``by_value`` cloudpickle carries those that have no name, too: lambdas, closures, what is defined in ``__main__``.
+
+Unpickling executes what the sender says. It is done for peers only that have proved the job's secret, and an
+allow-list of modules narrows down what can be named at all.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from .script import load_script_function
+from .tensors import Devices, TensorReader, TensorWriter, read_with
+
+
+# What a pickler of ours does with objects of a type: (pickler, object) -> what __reduce__ returns.
+Reducer = Callable[["Writer", Any], Any]
+_REDUCERS: dict[type, Reducer] = {}
+
+# Of these neither they nor what they hold needs a reducer.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_EMPTY_CALLS: dict[Any, bytes] = {}
+_MOST_CACHED = 4096
+
+
+class NotAllowed(pickle.UnpicklingError):
+    """A peer has named a module that is not on this process's allow-list."""
+
+
+def register_reducer(kind: type, reducer: Reducer) -> None:
+    """Say how objects of exactly this type are written."""
+    _REDUCERS[kind] = reducer
+
+
+class Writer(pickle.Pickler):
+    """One message that is being pickled.
+
+    Attributes:
+        to: whom it is for: an id, or None where that does not matter.
+        tensors: the buffers that it needs.
+        forks: the remote references that it carries.
+    """
+
+    def __init__(self, file: io.BytesIO, to: int | None, devices: Devices | None) -> None:
+        super().__init__(file, 5)
+        self.to = to
+        self.tensors = TensorWriter(devices)
+        self.forks = self.tensors.forks
+
+    def reducer_override(self, obj: Any) -> Any:
+        reducer = _REDUCERS.get(type(obj))
+        return NotImplemented if reducer is None else reducer(self, obj)
+
+
+_by_value_class: type | None = None
+
+
+def _by_value() -> type:
+    """The same with cloudpickle's ways for what has no name; made when it is first asked for."""
+    global _by_value_class  # noqa: PLW0603
+    if _by_value_class is None:
+        import cloudpickle
+
+        class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+            def __init__(self, file: io.BytesIO, to: int | None, devices: Devices | None) -> None:
+                super().__init__(file, 5)
+                self.to = to
+                self.tensors = TensorWriter(devices)
+                self.forks = self.tensors.forks
+
+            def reducer_override(self, obj: Any) -> Any:
+                reducer = _REDUCERS.get(type(obj))
+                if reducer is None:
+                    return super().reducer_override(obj)
+                return reducer(self, obj)  # type: ignore[arg-type]  # it has what a Writer has
+
+        _by_value_class = ByValue
+    return _by_value_class
+
+
+def dumps(
+    obj: Any, *, to: int | None = None, devices: Devices | None = None, by_value: bool = False
+) -> tuple[bytes, TensorWriter]:
+    """Pickle a message for a peer.
+
+    Raises:
+        Exception: whatever an object raises that cannot be pickled.
+    """
+    file = io.BytesIO()
+    writer = (_by_value() if by_value else Writer)(file, to, devices)
+    try:
+        writer.dump(obj)
+    except BaseException:
+        unsent(writer.tensors)
+        raise
+    return file.getvalue(), writer.tensors
+
+
+_on_unsent: Callable[[list[Any]], None] = lambda _: None  # noqa: E731
+
+
+def when_unsent(act: Callable[[list[Any]], None]) -> None:
+    """Say what becomes of the remote references in a message that does not leave."""
+    global _on_unsent  # noqa: PLW0603  # set once, by the module that knows such references
+    _on_unsent = act
+
+
+def unsent(tensors: TensorWriter | None) -> None:
+    """A message that was pickled does not leave."""
+    if tensors is not None and tensors.forks:
+        forks, tensors.forks = tensors.forks, []
+        _on_unsent(forks)
+
+
+def dumps_call(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    *,
+    to: int | None = None,
+    devices: Devices | None = None,
+    by_value: bool = False,
+) -> tuple[bytes, TensorWriter | None]:
+    """Pickle a call; the same as :func:`dumps`, faster for those that carry little."""
+    if not kwargs and not by_value:
+        if not args:
+            try:
+                known = _EMPTY_CALLS.get(func)
+            except TypeError:
+                known = None
+            if known is not None:
+                return known, None
+            payload, tensors = dumps((func, (), None), to=to, devices=devices)
+            if hasattr(func, "__qualname__") and len(_EMPTY_CALLS) < _MOST_CACHED:
+                _remember(func, payload, tensors)
+            return payload, tensors
+        if type(func) is _FUNCTION:
+            for each in args:
+                if type(each) not in _PLAIN:
+                    break
+            else:
+                return pickle.dumps((func, args, None), 5), None
+    return dumps((func, args, kwargs or None), to=to, devices=devices, by_value=by_value)
+
+
+_FUNCTION = type(dumps)
+
+
+def _remember(func: Any, payload: bytes, tensors: TensorWriter) -> None:
+    # A plain function says the same each time; a bound method says what its object holds now.
+    if type(func) is _FUNCTION and not tensors.buffers:
+        _EMPTY_CALLS[func] = payload
+
+
+# -- and back --------------------------------------------------------------------------------------
+
+
+class _Reading(threading.local):
+    reader: TensorReader | None = None
+    sender: int | None = None
+    forks: list[Any] | None = None
+
+
+_current = _Reading()
+
+
+def _current_reader() -> TensorReader:
+    reader = _current.reader
+    if reader is None:
+        raise pickle.UnpicklingError("this pickle is part of a message, and cannot be read alone")
+    return reader
+
+
+read_with(_current_reader)
+
+
+def current_sender() -> int | None:
+    """Who sent the message that this thread is unpickling."""
+    return _current.sender
+
+
+class _Checked(pickle.Unpickler):
+    """Names only what the allow-list permits."""
+
+    def __init__(self, payload: bytes, allowed: Collection[str]) -> None:
+        super().__init__(io.BytesIO(payload))
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        if not is_allowed(module, self._allowed):
+            raise NotAllowed(
+                f"a peer has named {module}.{name}, and module {module!r} is not on this worker's"
+                " allow-list (option allowed_modules)"
+            )
+        return super().find_class(module, name)
+
+
+# What every message may need: our own rebuilding functions, and torch's for tensors' types.
+_ALWAYS_ALLOWED = (
+    "rallypoint.rpc.tensors",
+    "rallypoint.rpc.rref",
+    "rallypoint.rpc.payload",
+    "rallypoint.rpc.script",
+    "rallypoint.rpc.gather",
+)
+
+
+def is_allowed(module: str, allowed: Collection[str]) -> bool:
+    """Whether a module, or a package that it is in, is on the list."""
+    if module in _ALWAYS_ALLOWED:
+        return True
+    return any(module == each or module.startswith(each + ".") for each in allowed)
+
+
+def current_forks() -> list[Any] | None:
+    """Where the remote references of the message that this thread is unpickling are noted."""
+    return _current.forks
+
+
+def loads(
+    payload: bytes | bytearray,
+    buffers: Sequence[Any] = (),
+    *,
+    sender: int | None = None,
+    allowed: Collection[str] | None = None,
+    forks: list[Any] | None = None,
+) -> Any:
+    """What a message says.
+
+    Args:
+        buffers: memory that the tensors will live in.
+        sender: who sent it.
+        allowed: modules that it may name; None for all.
+        forks: takes the remote references that it carries.
+
+    Raises:
+        NotAllowed: it names another.
+        Exception: whatever unpickling raises.
+    """
+    current = _current
+    before = current.reader, current.sender, current.forks
+    current.reader, current.sender, current.forks = TensorReader(buffers), sender, forks
+    try:
+        if allowed is not None:
+            return _Checked(bytes(payload), allowed).load()
+        return pickle.loads(payload)  # noqa: S301  # the sender has proved the job's secret
+    finally:
+        current.reader, current.sender, current.forks = before
+
+
+def _reduce_tensor(writer: Writer, tensor: torch.Tensor) -> Any:
+    return writer.tensors.reduce(tensor)
+
+
+def _reduce_parameter(writer: Writer, parameter: torch.nn.Parameter) -> Any:
+    return writer.tensors.reduce_parameter(parameter)
+
+
+def _refuse_future(_: Writer, __: Any) -> Any:
+    raise RuntimeError(
+        "Can not pickle torch.futures.Future: a future belongs to its process; wait for it, or return it from"
+        " a function with @async_execution"
+    )
+
+
+def _reduce_script(_: Writer, function: Any) -> Any:
+    module, _, name = torch._jit_internal._qualified_name(function).removeprefix("__torch__.").rpartition(".")
+    return load_script_function, (module, name)
+
+
+register_reducer(torch.jit.ScriptFunction, _reduce_script)
+register_reducer(torch.Tensor, _reduce_tensor)
+register_reducer(torch.nn.Parameter, _reduce_parameter)
+register_reducer(torch.futures.Future, _refuse_future)

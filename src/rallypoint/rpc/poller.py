@@ -1,0 +1,122 @@
+"""What the crew's leader waits for: sockets that can be read from or written to, in one epoll."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from .crew import Job
+
+
+READ = select.EPOLLIN
+WRITE = select.EPOLLOUT
+# Delivered even if nothing is asked for.
+_BROKEN = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
+
+
+class Handler(Protocol):
+    """What happens when a descriptor is ready. Called by the leader alone; must not wait, raises nothing."""
+
+    def on_ready(self, mask: int, jobs: deque[Job]) -> None: ...
+
+
+class Poller:
+    """An epoll whose descriptors each have a handler.
+
+    Args:
+        on_wake: called by the leader after :meth:`wake`.
+    """
+
+    def __init__(self, on_wake: Callable[[deque[Job]], None]) -> None:
+        self._on_wake = on_wake
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, READ)
+        self._lock = threading.Lock()
+        self._handlers: dict[int, Handler] = {}
+        self._masks: dict[int, int] = {}
+        self._dirty: deque[Dirty] = deque()
+        self._closed = False
+
+    def add(self, fd: int, handler: Handler, mask: int = READ) -> None:
+        """Watch a descriptor."""
+        with self._lock:
+            self._handlers[fd] = handler
+            self._masks[fd] = mask
+            self._epoll.register(fd, mask)
+
+    def change(self, fd: int, *, on: int = 0, off: int = 0) -> None:
+        """Ask for more, or for less. Does nothing for a descriptor that is not watched."""
+        with self._lock:
+            before = self._masks.get(fd)
+            if before is None:
+                return
+            after = (before | on) & ~off
+            if after != before:
+                self._masks[fd] = after
+                self._epoll.modify(fd, after)
+
+    def remove(self, fd: int) -> None:
+        """Watch it no longer. A second call does nothing."""
+        with self._lock:
+            if self._handlers.pop(fd, None) is not None:
+                del self._masks[fd]
+                with contextlib.suppress(OSError):
+                    self._epoll.unregister(fd)
+
+    # -- the crew's source ------------------------------------------------------------------------
+
+    def poll(self, jobs: deque[Job]) -> None:
+        try:
+            ready = self._epoll.poll()
+        except ValueError:
+            # Closed meanwhile.
+            return
+        for fd, mask in ready:
+            if fd == self._wake:
+                with contextlib.suppress(OSError):
+                    os.eventfd_read(self._wake)
+                self._on_wake(jobs)
+                continue
+            handler = self._handlers.get(fd)
+            if handler is not None:
+                handler.on_ready(mask, jobs)
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    def hold_back(self, dirty: Dirty) -> None:
+        """Flush this one when no more jobs are at hand."""
+        self._dirty.append(dirty)
+
+    def flush(self) -> None:
+        while self._dirty:
+            try:
+                dirty = self._dirty.popleft()
+            except IndexError:
+                return
+            dirty.flush()
+
+    def close(self) -> None:
+        """Only when no thread polls any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._handlers.clear()
+            self._masks.clear()
+            self._epoll.close()
+            os.close(self._wake)
+
+
+class Dirty(Protocol):
+    """Has something that was held back."""
+
+    def flush(self) -> None: ...

@@ -1,0 +1,153 @@
+"""RPC backends by name: ours, torch's TensorPipe, and what others register."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, NamedTuple
+
+from . import constants
+from .options import RpcBackendOptions
+
+
+# Third parties give theirs as an entry point: name = "module:object" with the two handlers as attributes.
+GROUP = "rallypoint.rpc_backends"
+
+
+class BackendValue(NamedTuple):
+    """How a backend makes its options and its agent.
+
+    Args:
+        construct_rpc_backend_options_handler: called with ``rpc_timeout``, ``init_method`` and what else the user
+            gives; returns the options.
+        init_backend_handler: called with ``store``, ``name``, ``rank``, ``world_size`` and
+            ``rpc_backend_options``; returns the agent.
+    """
+
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
+
+
+class _Backends(type):
+    """Backends are attributes and items of ``BackendType``, as an enum's members are; but it can grow.
+
+    An enum that is made anew for each registration leaves those who hold a member with one that is none any more.
+    """
+
+    _members: ClassVar[dict[str, BackendType]] = {}
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def __getattr__(cls, name: str) -> BackendType:
+        if not name.startswith("_"):
+            member = cls._find(name)
+            if member is not None:
+                return member
+        raise AttributeError(f"there is no RPC backend {name!r} (known: {', '.join(cls.names())})")
+
+    def __getitem__(cls, name: str) -> BackendType:
+        member = cls._find(name)
+        if member is None:
+            raise KeyError(f"there is no RPC backend {name!r} (known: {', '.join(cls.names())})")
+        return member
+
+    def __iter__(cls) -> Iterator[BackendType]:
+        return iter(list(cls._members.values()))
+
+    def __len__(cls) -> int:
+        return len(cls._members)
+
+    def __contains__(cls, member: object) -> bool:
+        return isinstance(member, BackendType)
+
+    @property
+    def __members__(cls) -> dict[str, BackendType]:
+        return dict(cls._members)
+
+    def names(cls) -> list[str]:
+        """All that could be asked for."""
+        return sorted({*cls._members, *(each.name for each in entry_points(group=GROUP))})
+
+    def _find(cls, name: str) -> BackendType | None:
+        with cls._lock:
+            member = cls._members.get(name)
+            if member is None:
+                for entry in entry_points(group=GROUP, name=name):
+                    loaded = entry.load()
+                    return cls._add(
+                        name,
+                        loaded.construct_rpc_backend_options_handler,
+                        loaded.init_backend_handler,
+                    )
+            return member
+
+    def _add(
+        cls, name: str, construct: Callable[..., Any], init: Callable[..., Any]
+    ) -> BackendType:
+        member = object.__new__(BackendType)
+        member.name = name
+        member.value = BackendValue(construct, init)
+        cls._members[name] = member
+        return member
+
+
+class BackendType(metaclass=_Backends):
+    """A backend. ``BackendType.RALLYPOINT``, ``BackendType["TENSORPIPE"]``.
+
+    Attributes:
+        name: what it is registered as.
+        value: its two handlers.
+    """
+
+    name: str
+    value: BackendValue
+
+    def __new__(cls, name: str) -> BackendType:
+        return cls[name]
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BackendType, (self.name,)
+
+
+def backend_registered(backend_name: str) -> bool:
+    """Whether there is a backend of this name."""
+    return BackendType._find(backend_name) is not None
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., Any],
+    init_backend_handler: Callable[..., Any],
+) -> BackendType:
+    """Add a backend. Members of ``BackendType`` that somebody holds stay what they are.
+
+    Raises:
+        RuntimeError: there is one of this name.
+    """
+    with BackendType._lock:
+        if backend_registered(backend_name):
+            raise RuntimeError(f"RPC backend {backend_name}: already registered")
+        return BackendType._add(
+            backend_name, construct_rpc_backend_options_handler, init_backend_handler
+        )
+
+
+def construct_rpc_backend_options(
+    backend: BackendType,
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = constants.DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> RpcBackendOptions:
+    """A backend's options."""
+    made: RpcBackendOptions = backend.value.construct_rpc_backend_options_handler(
+        rpc_timeout, init_method, **kwargs
+    )
+    return made
+
+
+def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:
+    """A backend's agent."""
+    return backend.value.init_backend_handler(*args, **kwargs)

@@ -1,0 +1,346 @@
+"""References to values that live on another worker."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+
+from torch.futures import Future
+
+from rallypoint.errors import RpcError, RpcTimeout
+
+from . import constants
+from .agent_in_use import current_agent
+from .calls import Call
+from .messages import Kind
+from .payload import Writer, current_forks, register_reducer, when_unsent
+from .refcount import Fork, ForkId, RRefId
+from .script import is_builtin
+from .worker_info import WorkerInfo
+
+
+if TYPE_CHECKING:
+    from .agent import Agent
+    from .outgoing import Outgoing
+    from .rref_proxy import RRefProxy
+
+
+T = TypeVar("T")
+
+# torch's words: code and tests look for them.
+_NO_AGENT = (
+    "Current RPC agent is not set! Did you initialize the RPC framework"
+    " (e.g. by calling `rpc.init_rpc`)?"
+)
+_TIMED_OUT = (
+    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
+)
+
+
+class RRef(Generic[T]):
+    """A reference to a value on some worker: its *owner*. It keeps the value alive.
+
+    Args:
+        value: to be referred to; this worker owns it.
+        type_hint: its type, where the value does not tell.
+
+    Raises:
+        RpcError: this process is in no group.
+    """
+
+    _agent: Agent
+    _rref_id: RRefId
+    _fork_id: ForkId | None
+
+    def __init__(self, value: T, type_hint: type | None = None) -> None:
+        agent = current_agent()
+        if agent is None:
+            raise RpcError(_NO_AGENT)
+        self._own(agent, agent.rrefs.own(value))
+        self._type_future: Future[type] | None = None
+        self._hint = type_hint
+
+    # -- the two kinds ------------------------------------------------------------------------------
+
+    def _own(self, agent: Agent, rref_id: RRefId) -> None:
+        self._agent = agent
+        self._rref_id = rref_id
+        self._fork_id = None
+        self._owner = agent.me
+        self._creation: Future[Any] | None = None
+        self._is_script = False
+        weakref.finalize(self, agent.rrefs.drop, rref_id).atexit = False
+
+    @classmethod
+    def _of_own(cls, agent: Agent, rref_id: RRefId) -> RRef[Any]:
+        """For a value of this worker that is held once for this object."""
+        made: RRef[Any] = cls.__new__(cls)
+        made._own(agent, rref_id)
+        made._type_future = None
+        made._hint = None
+        return made
+
+    @classmethod
+    def _of_user(
+        cls,
+        agent: Agent,
+        rref_id: RRefId,
+        fork_id: ForkId,
+        owner: WorkerInfo,
+        creation: Future[Any] | None = None,
+    ) -> RRef[Any]:
+        """For a user reference that is held once for this object."""
+        made: RRef[Any] = cls.__new__(cls)
+        made._agent = agent
+        made._rref_id = rref_id
+        made._fork_id = fork_id
+        made._owner = owner
+        made._creation = creation
+        made._type_future = None
+        made._hint = None
+        made._is_script = False
+        weakref.finalize(made, agent.rrefs.drop, fork_id).atexit = False
+        return made
+
+    # -- who ----------------------------------------------------------------------------------------
+
+    def owner(self) -> WorkerInfo:
+        """The worker on which the value lives."""
+        return self._owner
+
+    def owner_name(self) -> str:
+        return self._owner.name
+
+    def is_owner(self) -> bool:
+        """Whether the value lives on this worker."""
+        return self._fork_id is None
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows of this reference, so that it keeps the value alive."""
+        return self._fork_id is None or self._agent.rrefs.is_confirmed(self._fork_id)
+
+    # -- the value ----------------------------------------------------------------------------------
+
+    def to_here(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> T:
+        """A copy of the value (on its owner: the value); waits until it has been made.
+
+        Raises:
+            RpcTimeout: it has not come in ``timeout`` seconds.
+            Exception: what making it has raised.
+        """
+        if self._fork_id is None:
+            return self._wait_here(timeout)
+        self._check_usable("to_here()")
+        kind = Kind.SCRIPT_FETCH if self._is_script else Kind.FETCH
+        return cast(
+            "T",
+            self._agent.call_sync(
+                self._owner, kind, f"to_here() of {self._rref_id}", (self._rref_id,), timeout
+            ),
+        )
+
+    def _wait_here(self, timeout: float) -> T:
+        future = self._agent.rrefs.value(self._rref_id)
+        deadline, seconds = self._agent.deadline(timeout)
+        with self._agent.waiting():
+            if not future.done() and deadline is not None:
+                done = threading.Event()
+                future.add_done_callback(lambda _: done.set())
+                if not done.wait(max(0.0, deadline - time.monotonic())):
+                    raise RpcTimeout(seconds, f"to_here() of {self._rref_id}")
+            return cast("T", future.wait())
+
+    def local_value(self) -> T:
+        """The value itself, on its owner.
+
+        Raises:
+            RpcError: this worker is not the owner.
+        """
+        if self._fork_id is not None:
+            raise RpcError(
+                f"For UserRRef(rref_id={self._rref_id}, fork_id={self._fork_id}), can't call localValue()"
+                f" on user {self._agent.me}. Call it on owner {self._owner}"
+            )
+        future = self._agent.rrefs.value(self._rref_id)
+        with self._agent.waiting():
+            return cast("T", future.wait())
+
+    def _check_usable(self, what: str) -> None:
+        if self._agent.rrefs.is_deleted or self._agent.is_closed:
+            raise RpcError(
+                f"{self}: Cannot call {what} on it after deletion. This worker has shut RPC down."
+            )
+        assert self._fork_id is not None
+        reason = self._agent.rrefs.why_dead(self._fork_id)
+        if reason:
+            raise RpcError(reason)
+
+    def _get_future(self) -> Future[Any]:
+        """Completed when the owner has made the value (or it failed to hear of it)."""
+        if self._creation is None:
+            self._creation = Future()
+            if self._fork_id is None:
+                return self._agent.rrefs.value(self._rref_id)
+            self._creation.set_result(None)
+        return self._creation
+
+    # -- calls on the value -------------------------------------------------------------------------
+
+    def rpc_sync(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
+        """``rref.rpc_sync().method(…)`` runs the method on the owner, and returns its result."""
+        from .rref_proxy import RRefProxy
+
+        return RRefProxy(self, "sync", timeout)
+
+    def rpc_async(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
+        """The same, and gives a future."""
+        from .rref_proxy import RRefProxy
+
+        return RRefProxy(self, "async", timeout)
+
+    def remote(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
+        """The same, and gives a reference to the result."""
+        from .rref_proxy import RRefProxy
+
+        return RRefProxy(self, "remote", timeout)
+
+    def _get_type(
+        self, timeout: float = constants.UNSET_RPC_TIMEOUT, blocking: bool = True
+    ) -> Any:
+        """The value's type, asked for once; with ``blocking=False`` as a future."""
+        from .rref_proxy import type_of
+
+        return type_of(self, timeout, blocking)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run autograd from the value, which must be a scalar tensor of this worker.
+
+        Raises:
+            RpcError: the value lives on another worker: the engine that goes from worker to worker is not part of
+                this package (yet).
+        """
+        from .rref_backward import backward
+
+        backward(self, dist_autograd_ctx_id, retain_graph)
+
+    # -- travelling ---------------------------------------------------------------------------------
+
+    def _fork(self, to: int) -> Fork:
+        table = self._agent.rrefs
+        if self._fork_id is None:
+            return table.fork_owned(self._rref_id, to, "")
+        if table.is_deleted or self._agent.is_closed:
+            raise RpcError(
+                f"{self._fork_id}: Cannot call fork an UserRRef after deletion."
+            )
+        reason = table.why_dead(self._fork_id)
+        if reason:
+            raise RpcError(reason)
+        return table.fork_user(self._fork_id, to, "")
+
+    def _serialize(self) -> tuple[Any, ...]:
+        """As it would travel; for tests."""
+        fork = self._fork(-1)
+        self._agent.rrefs.unsent([fork])
+        return (fork.owner, fork.rref_id, fork.fork_id, fork.parent)
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+        )
+
+    def __str__(self) -> str:
+        if self._fork_id is None:
+            return f"OwnerRRef({self._rref_id})"
+        return f"UserRRef(RRefId = {self._rref_id}, ForkId = {self._fork_id})"
+
+    __repr__ = __str__
+
+
+def rebuild_rref(fork: Fork, owner: WorkerInfo) -> RRef[Any]:
+    """A reference that has come in a message."""
+    agent = current_agent()
+    if agent is None:
+        raise RpcError(_NO_AGENT)
+    received = agent.rrefs.receive(fork)
+    if received.fork_id is None:
+        made = RRef._of_own(agent, fork.rref_id)
+    else:
+        made = RRef._of_user(agent, fork.rref_id, received.fork_id, owner)
+        forks = current_forks()
+        if forks is not None:
+            forks.append(received.fork_id)
+    return made
+
+
+def _reduce_rref(writer: Writer, rref: RRef[Any]) -> Any:
+    if writer.to is None:
+        raise RuntimeError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+        )
+    fork = rref._fork(writer.to)
+    writer.forks.append(fork)
+    return rebuild_rref, (fork, rref.owner())
+
+
+def _take_back(forks: list[Fork]) -> None:
+    agent = current_agent()
+    if agent is not None:
+        agent.rrefs.unsent(forks)
+
+
+register_reducer(RRef, _reduce_rref)
+when_unsent(_take_back)
+
+
+def call_remote(
+    agent: Agent,
+    to: Any,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    timeout: float,
+) -> RRef[Any]:
+    """Have a value made on a worker; returns at once with a reference to it."""
+    owner = agent.info(to)
+    scripted = is_builtin(func)
+    kind = Kind.SCRIPT_REMOTE if scripted else Kind.REMOTE
+    rref_id, fork_id = agent.rrefs.create_remote(owner.id)
+    creation = agent.new_future()
+    if owner.id == agent.me.id:
+        rref = RRef._of_own(agent, rref_id)
+    else:
+        rref = RRef._of_user(agent, rref_id, fork_id, owner, creation)
+    rref._creation = creation
+    rref._is_script = scripted
+
+    def finish(call: Call, outgoing: Outgoing) -> None:
+        try:
+            agent.decode(call, outgoing)
+        except RpcTimeout:
+            agent.rrefs.failed(fork_id, _TIMED_OUT)
+            raise
+        except BaseException as error:
+            agent.rrefs.failed(fork_id, f"RRef creation via rpc.remote() failed: {error}")
+            raise
+        else:
+            agent.rrefs.confirmed(fork_id)
+
+    try:
+        agent.call_async(
+            owner,
+            kind,
+            func,
+            (rref_id, fork_id, func, args, kwargs),
+            timeout,
+            finish=finish,
+            future=creation,
+        )
+    except BaseException as error:
+        agent.rrefs.failed(fork_id, f"RRef creation via rpc.remote() failed: {error}")
+        raise
+    creation.is_watched = True
+    return rref

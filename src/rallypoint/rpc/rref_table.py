@@ -1,0 +1,388 @@
+"""Remote references of one worker: the values that live here, and what the reference counting asks for.
+
+``refcount.py`` decides; this sends its messages, keeps the values and has functions wait for what they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch.futures import Future
+
+from rallypoint.errors import PeerLost, RpcError
+
+from .calls import Call
+from .messages import Kind
+from .refcount import (
+    Command,
+    Confirmed,
+    Fork,
+    ForkId,
+    Lost,
+    Orphaned,
+    Received,
+    References,
+    Refuse,
+    Release,
+    RRefId,
+    Send,
+)
+from .refcount import Kind as Control
+
+
+if TYPE_CHECKING:
+    from .agent import Agent
+    from .outgoing import Outgoing
+    from .serving import Request
+
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {
+    Control.FORK_REQUEST: Kind.FORK_REQUEST,
+    Control.CHILD_ACCEPT: Kind.CHILD_ACCEPT,
+    Control.USER_DELETE: Kind.USER_DELETE,
+}
+# A message that was not acknowledged is sent again after so many seconds, then after twice that, and so on.
+_RETRY_SECONDS = 0.05
+_MOST_RETRIES = 10
+# What an acknowledgement may take, whatever the user's time-out is.
+_PATIENCE = 60.0
+
+
+class RRefTable:
+    """All remote references of an agent. Thread-safe.
+
+    Args:
+        agent: sends the messages.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.RLock()
+        self._core = References(agent.me.id)
+        self._values: dict[RRefId, Future[Any]] = {}
+        self._types: dict[RRefId, str] = {}
+        # Who waits for a user reference to be confirmed.
+        self._waiting: dict[ForkId, list[Callable[[str], None]]] = {}
+        # Written by finalizers, which may run anywhere: one append, nothing else.
+        self._dropped: deque[ForkId | RRefId] = deque()
+        self._asked = False
+        self._settled = threading.Condition(self._lock)
+        self._deleted = False
+
+    # -- values that live here ----------------------------------------------------------------------
+
+    def own(self, value: Any) -> RRefId:
+        """A value of this process gets an id."""
+        with self._lock:
+            rref_id = self._core.create_owned()
+            future: Future[Any] = Future()
+            future.set_result(value)
+            self._values[rref_id] = future
+        return rref_id
+
+    def value(self, rref_id: RRefId) -> Future[Any]:
+        """The value of a reference whose owner is this worker; completed when it has been made."""
+        with self._lock:
+            found = self._values.get(rref_id)
+            if found is None:
+                found = self._values[rref_id] = Future()
+            return found
+
+    def keep(self, rref_id: RRefId) -> None:
+        with self._lock:
+            self._core.owner_local_held(rref_id)
+
+    # -- references to others' values ---------------------------------------------------------------
+
+    def create_remote(self, owner: int) -> tuple[RRefId, ForkId]:
+        with self._lock:
+            return self._core.create_remote(owner)
+
+    def confirmed(self, fork_id: ForkId) -> None:
+        with self._lock:
+            commands = self._core.confirmed(fork_id)
+        self._carry_out(commands)
+
+    def failed(self, fork_id: ForkId, reason: str) -> None:
+        with self._lock:
+            commands = self._core.failed(fork_id, reason)
+        self._carry_out(commands)
+
+    def fork_owned(self, rref_id: RRefId, to: int, type_text: str) -> Fork:
+        with self._lock:
+            return self._core.fork_owned(rref_id, to, type_text)
+
+    def fork_user(self, fork_id: ForkId, to: int, type_text: str) -> Fork:
+        with self._lock:
+            return self._core.fork_user(fork_id, to, type_text)
+
+    def unsent(self, forks: Iterable[Fork]) -> None:
+        """A message with these was not sent after all."""
+        for fork in forks:
+            with self._lock:
+                commands = self._core.unsent(fork)
+            self._carry_out(commands)
+
+    def receive(self, fork: Fork) -> Received:
+        """A reference has come in a message."""
+        with self._lock:
+            received = self._core.receive(fork)
+        self._carry_out(received.commands)
+        return received
+
+    def is_confirmed(self, fork_id: ForkId) -> bool:
+        with self._lock:
+            return self._core.is_confirmed(fork_id)
+
+    def why_dead(self, fork_id: ForkId) -> str:
+        with self._lock:
+            return self._core.why_dead(fork_id)
+
+    def when_confirmed(self, fork_ids: Iterable[ForkId], act: Callable[[str], None]) -> bool:
+        """Call ``act`` once when none of these is pending any more, with a reason if one is dead.
+
+        Returns:
+            False if none is pending now: ``act`` is not called then.
+        """
+        with self._lock:
+            pending = self._core.pending_confirmations(fork_ids)
+            if not pending:
+                return False
+            left = set(pending)
+            reasons: list[str] = []
+
+            def one_less(fork_id: ForkId, reason: str) -> None:
+                left.discard(fork_id)
+                if reason:
+                    reasons.append(reason)
+                if not left:
+                    act(reasons[0] if reasons else "")
+
+            for fork_id in pending:
+                self._waiting.setdefault(fork_id, []).append(
+                    lambda reason, fork_id=fork_id: one_less(fork_id, reason)
+                )
+            return True
+
+    # -- objects that are gone ----------------------------------------------------------------------
+
+    def drop(self, what: ForkId | RRefId) -> None:
+        """An object that stood for this is gone. Safe in finalizers."""
+        self._dropped.append(what)
+        if not self._asked:
+            self._asked = True
+            self._agent.soon(self.settle)
+
+    def settle(self) -> None:
+        """Do what follows from objects that are gone."""
+        self._asked = False
+        while self._dropped:
+            try:
+                what = self._dropped.popleft()
+            except IndexError:
+                return
+            with self._lock:
+                if isinstance(what, ForkId):
+                    commands = self._core.dropped(what)
+                else:
+                    commands = self._core.owner_local_dropped(what)
+            self._carry_out(commands)
+
+    # -- what the core decides ----------------------------------------------------------------------
+
+    def _carry_out(self, commands: Iterable[Command]) -> None:
+        acts: list[Callable[[], None]] = []
+        for command in commands:
+            match command:
+                case Send():
+                    self._send(command, 0)
+                case Confirmed(fork_id):
+                    acts += self._wake(fork_id, "")
+                case Lost(fork_id, reason):
+                    acts += self._wake(fork_id, reason)
+                case Release(rref_id):
+                    with self._lock:
+                        self._values.pop(rref_id, None)
+                case Orphaned(rref_id, reason):
+                    future = self.value(rref_id)
+                    if not future.done():
+                        future.set_exception(RpcError(reason))  # type: ignore[arg-type]
+                case Refuse():
+                    # The one who asks looks for it: see serve().
+                    continue
+        for act in acts:
+            act()
+        with self._settled:
+            self._settled.notify_all()
+
+    def _wake(self, fork_id: ForkId, reason: str) -> list[Callable[[], None]]:
+        with self._lock:
+            waiting = self._waiting.pop(fork_id, [])
+        return [lambda act=act: act(reason) for act in waiting]  # type: ignore[misc]
+
+    def _send(self, command: Send, attempt: int) -> None:
+        """Send a control message until it is acknowledged."""
+        agent = self._agent
+
+        def finish(call: Call, outgoing: Outgoing) -> None:
+            try:
+                agent.decode(call, outgoing)
+            except RpcError as error:
+                again(error)
+            except Exception as error:  # noqa: BLE001  # the owner's answer to FORK_REQUEST: no
+                if command.kind == Control.FORK_REQUEST:
+                    self.failed(command.fork_id, str(error))
+            else:
+                if command.kind == Control.FORK_REQUEST:
+                    self.confirmed(command.fork_id)
+
+        def again(error: BaseException) -> None:
+            if agent.is_closed:
+                return
+            if attempt < _MOST_RETRIES and not agent.is_gone(command.to):
+                agent.later(
+                    _RETRY_SECONDS * 2**attempt, lambda: self._send(command, attempt + 1)
+                )
+            elif command.kind == Control.FORK_REQUEST:
+                self.failed(command.fork_id, f"its owner does not answer: {error}")
+
+        def send() -> None:
+            try:
+                agent.call_control(
+                    command.to,
+                    _KINDS[command.kind],
+                    (command.rref_id, command.fork_id),
+                    _PATIENCE,
+                    finish,
+                )
+            except (PeerLost, RpcError) as error:
+                again(error)
+
+        if agent.is_connected_to(command.to):
+            send()
+        else:
+            # Connecting takes time, and this may be the leader's thread.
+            agent.soon(send)
+
+    # -- messages of other workers ------------------------------------------------------------------
+
+    def serve(self, request: Request, kind: int, content: Any) -> None:
+        """Anything but a plain call."""
+        sender = request.incoming.peer.id
+        match kind:
+            case Kind.FETCH | Kind.SCRIPT_FETCH:
+                (rref_id,) = content
+                self._fetch(request, rref_id)
+                return
+            case Kind.FORK_REQUEST:
+                rref_id, fork_id = content
+                with self._lock:
+                    commands = self._core.on_fork_request(rref_id, fork_id, sender)
+                refusal = next((each for each in commands if isinstance(each, Refuse)), None)
+                if refusal is not None:
+                    request.fail(LookupError(refusal.reason), printed=False)
+                    return
+            case Kind.CHILD_ACCEPT:
+                _, fork_id = content
+                with self._lock:
+                    commands = self._core.on_child_accept(fork_id)
+            case Kind.USER_DELETE:
+                rref_id, fork_id = content
+                with self._lock:
+                    commands = self._core.on_user_delete(rref_id, fork_id, sender)
+            case _:
+                request.fail(RpcError(f"a request of kind {kind}, which this version does not know"))
+                return
+        self._carry_out(commands)
+        request.answer(None)
+
+    def _fetch(self, request: Request, rref_id: RRefId) -> None:
+        def done(future: Future[Any]) -> None:
+            try:
+                value = future.value()
+            except BaseException as error:  # noqa: BLE001  # it belongs to whoever fetches
+                request.fail(error, printed=False)
+            else:
+                request.answer(value)
+
+        future = self.value(rref_id)
+        future.add_done_callback(done)
+
+    def begin_remote(self, rref_id: RRefId, fork_id: ForkId, user: int) -> Future[Any] | None:
+        """The call of ``remote`` has come; returns what its result belongs into, None if nobody wants it any more."""
+        with self._lock:
+            commands = self._core.accept_remote(rref_id, fork_id, user)
+            future = self.value(rref_id)
+        unwanted = any(isinstance(each, Release) for each in commands)
+        self._carry_out(commands)
+        return None if unwanted else future
+
+    # -- ends -----------------------------------------------------------------------------------------
+
+    def peer_lost(self, worker: int, reason: str) -> None:
+        with self._lock:
+            commands = self._core.peer_lost(worker, reason)
+        self._carry_out(commands)
+
+    def delete_all(self, timeout: float) -> bool:
+        """Delete all user references and wait until their owners know; False if that took too long."""
+        self.settle()
+        with self._lock:
+            self._deleted = True
+            commands = self._core.delete_all()
+        self._carry_out(commands)
+        with self._settled:
+            return self._settled.wait_for(lambda: not self._core.counts().num_users, timeout)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether :meth:`delete_all` has been there: references cannot be used any more."""
+        return self._deleted
+
+    def leaks(self) -> list[str]:
+        """A line for each value of this process that others still refer to."""
+
+        def name_of(worker: int) -> str:
+            with contextlib.suppress(RpcError):
+                return self._agent.info(worker).name
+            return f"worker {worker}"
+
+        with self._lock:
+            return self._core.leaks(name_of)
+
+    def debug_info(self) -> dict[str, str]:
+        """Under torch's names."""
+        self.settle()
+        with self._lock:
+            counts = self._core.counts()
+            pending = sum(not each.done() for each in self._values.values())
+        return {
+            "num_owner_rrefs": str(counts.num_owner_rrefs),
+            "num_pending_futures": str(pending),
+            "num_pending_users": str(counts.num_pending_users),
+            "num_forks": str(counts.num_forks),
+        }
+
+    def overview(self) -> dict[str, Any]:
+        """Values and references of this worker, as plain data."""
+        with self._lock:
+            counts = self._core.counts()
+            return {
+                "owned": counts.num_owner_rrefs,
+                "forks": counts.num_forks,
+                "users": counts.num_users,
+                "pending_users": counts.num_pending_users,
+                "held_by_others": self._core.leaks(),
+            }
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+            self._waiting.clear()

@@ -1,0 +1,76 @@
+"""Functions that are not Python's: torch's operators and TorchScript functions, which travel by name."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def _builtin_names() -> dict[int, str]:
+    from torch.jit._builtins import _get_builtin_table
+
+    return dict(_get_builtin_table())
+
+
+def builtin_name(func: Any) -> str | None:
+    """The operator (``aten::add``) that a function of torch's stands for; None for anything else."""
+    name = _builtin_names().get(id(func))
+    return name if name is not None and "::" in name else None
+
+
+def is_builtin(func: Any) -> bool:
+    """Whether torch calls this a script call: an operator, or a TorchScript function."""
+    return isinstance(func, torch.jit.ScriptFunction) or (
+        type(func) is _BUILTIN and builtin_name(func) is not None
+    )
+
+
+_BUILTIN = type(torch.add)
+
+
+def check_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    """Have an operator's arguments checked on the caller, as torch does.
+
+    Raises:
+        RuntimeError: they fit none of its schemas.
+    """
+    name = builtin_name(func)
+    if name is None:
+        return
+    schemas = torch._C._jit_get_schemas_for_operator(name)
+    for schema in schemas:
+        if _may_fit(schema, args, kwargs or {}):
+            return
+    raise RuntimeError(
+        "Overloaded torch operator invoked from Python failed to match any schema:"
+        f" {name} does not take these arguments; it has\n" + "\n".join(str(each) for each in schemas)
+    )
+
+
+def _may_fit(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether names and number of the arguments fit; their types are the callee's business."""
+    taken = schema.arguments
+    positional = [each for each in taken if not each.kwarg_only]
+    if len(args) > len(positional):
+        return False
+    names = {each.name for each in taken}
+    if any(name not in names for name in kwargs):
+        return False
+    given = {each.name for each in positional[: len(args)]}
+    if given & set(kwargs):
+        return False
+    return all(
+        each.name in given or each.name in kwargs or each.has_default_value() for each in taken
+    )
+
+
+def load_script_function(module: str, name: str) -> Any:
+    """A TorchScript function that a message names."""
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

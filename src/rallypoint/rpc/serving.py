@@ -1,0 +1,393 @@
+"""A request, from its arrival to its answer: unpickle, call, answer; coroutines and futures answer later."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
+
+from torch.futures import Future
+
+from rallypoint.errors import CallCancelled, RpcError
+from rallypoint.wire.frames import Frame
+from rallypoint.wire.remote_error import describe
+
+from .answers import AnswerLater
+from .crew import TICK
+from .current_call import SERVING, CurrentCall
+from .incoming import Incoming
+from .messages import FLAG_FOREIGN, Kind
+from .payload import loads
+
+
+if TYPE_CHECKING:
+    from .agent import Agent
+
+
+_CALLS = (Kind.CALL, Kind.SCRIPT_CALL)
+_REMOTES = (Kind.REMOTE, Kind.SCRIPT_REMOTE)
+
+
+class Request:
+    """One request of a peer, on its way through this process."""
+
+    __slots__ = (
+        "_agent",
+        "_arrived",
+        "_began",
+        "_call",
+        "_content",
+        "_flow",
+        "_frame",
+        "_incoming",
+        "_made",
+        "_is_user",
+        "_on_cancel",
+    )
+
+    def __init__(self, agent: Agent, incoming: Incoming, frame: Frame) -> None:
+        self._agent = agent
+        self._incoming = incoming
+        self._frame = frame
+        self._call: CurrentCall | None = None
+        self._on_cancel: Callable[[], None] | None = None
+        # What it says, while it waits for its turn.
+        self._content: Any = None
+        # Takes the credit of a stream.
+        self._flow: Any = None
+        # For a remote call: what its result belongs into.
+        self._made: Future[Any] | None = None
+        self._is_user = frame.kind <= Kind.STREAM
+        self._arrived = time.monotonic()
+        self._began = 0.0
+        incoming.active[frame.call] = self
+
+    # -- by the crew ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        if self._content is not None:
+            content, self._content = self._content, None
+            self._begin(content, later=False)
+            return
+        frame = self._frame
+        call = self._call
+        if call is None:
+            deadline = self._arrived + frame.time_left / 1000.0 if frame.time_left else None
+            call = self._call = CurrentCall(self._incoming.peer, deadline)
+            if deadline is not None and deadline <= time.monotonic():
+                self._forget()
+                return
+        if call.cancelled:
+            self._forget()
+            return
+        try:
+            forks: list[Any] = []
+            content = self._read(frame, forks)
+            if forks and self._agent.rrefs.when_confirmed(
+                forks, lambda reason: self._resume(content, reason)
+            ):
+                return
+            self._begin(content, later=True)
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
+            self.fail(error)
+
+    def _resume(self, content: Any, reason: str) -> None:
+        """The references among the arguments are confirmed now, or never will be."""
+        if reason:
+            self.fail(RpcError(reason))
+            return
+        self._content = content
+        self._agent.submit(self)
+
+    def _begin(self, content: Any, *, later: bool) -> None:
+        """Call the function, or do what else is asked."""
+        kind = self._frame.kind
+        if kind in _REMOTES:
+            rref_id, fork_id, target, args, kwargs = content
+        elif kind in _CALLS or kind == Kind.STREAM:
+            target, args, kwargs = content
+        else:
+            self._agent.rrefs.serve(self, kind, content)
+            return
+        if self._agent.is_own(target):
+            self._is_user = False
+        if later and self._agent.is_long(target):
+            self._content = content
+            if self._agent.hand_over(self):
+                return
+            self._content = None
+        if kind in _REMOTES:
+            made = self._agent.rrefs.begin_remote(rref_id, fork_id, self._incoming.peer.id)
+            if made is None:
+                self.answer(None)
+                return
+            self._made = made
+        self._execute(target, args, kwargs, later=later)
+
+    def _read(self, frame: Frame, forks: list[Any]) -> Any:
+        buffers = frame.buffers
+        if buffers and self._incoming.sharing is not None:
+            buffers = self._incoming.sharing.take(buffers)
+        content = loads(
+            frame.payload,
+            buffers,
+            sender=self._incoming.peer.id,
+            allowed=self._agent.allowed_modules,
+            forks=forks,
+        )
+        if frame.flags & FLAG_FOREIGN:
+            content = self._agent.read_foreign(content)
+        return content
+
+    def _execute(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, later: bool
+    ) -> None:
+        """Call the function and answer."""
+        call = self._call
+        assert call is not None
+        if self._frame.kind == Kind.STREAM:
+            self._agent.stream(self, func, args, kwargs)
+            return
+        token = SERVING.set(call)
+        self._began = began = time.monotonic()
+        try:
+            wrapped = getattr(func, "_wrapped_async_rpc_function", None)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            took = time.monotonic() - began
+            if took > TICK or self._agent.long_ones:
+                self._agent.note_length(func, took)
+            if wrapped is not None:
+                self.answer_with(result)
+                return
+            if type(result) is AnswerLater:
+                self.answer_with(result.future)
+                return
+            if inspect.iscoroutine(result):
+                self._agent.run_coroutine(self, result)
+                return
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
+            self.fail(error)
+            return
+        finally:
+            SERVING.reset(token)
+        self.answer(result, later=later)
+
+    def answer_with(self, future: Any) -> None:
+        """Answer when a future is done, which an ``@async_execution`` function has returned."""
+        if not isinstance(future, Future):
+            self.fail(wrong_return_type(future))
+            return
+
+        def done(finished: Future[Any]) -> None:
+            try:
+                result = finished.value()
+            except BaseException as error:  # noqa: BLE001  # it is the caller's
+                self.fail(error, printed=False)
+            else:
+                self.answer(result)
+
+        # Beneath an RpcFuture's own: this is our code, which needs no thread of its own.
+        Future.add_done_callback(future, done)
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    @property
+    def call(self) -> CurrentCall:
+        assert self._call is not None
+        return self._call
+
+    @property
+    def frame(self) -> Frame:
+        return self._frame
+
+    @property
+    def incoming(self) -> Incoming:
+        return self._incoming
+
+    def on_cancel(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called when the caller gives up; at once if they have."""
+        self._on_cancel = act
+        if self._call is not None and self._call.cancelled:
+            act()
+
+    def _forget(self) -> None:
+        self._incoming.active.pop(self._frame.call, None)
+
+    def answer(self, result: Any, *, later: bool = False) -> None:
+        """Send what the function has returned."""
+        made = self._made
+        if made is not None:
+            self._made = None
+            made.set_result(result)
+            result = None
+        if self._incoming.active.pop(self._frame.call, None) is None:
+            return
+        number = self._frame.call
+        try:
+            if result is None:
+                self._incoming.reply(Kind.NOTHING, number, later=later)
+            else:
+                payload, tensors = self._agent.dumps(result, self._incoming.peer)
+                self._incoming.reply(
+                    Kind.REPLY,
+                    number,
+                    payload,
+                    tensors.buffers,
+                    held=tensors.held,
+                    later=later,
+                )
+        except BaseException as error:  # noqa: BLE001  # a result that cannot be pickled
+            self._incoming.active[number] = self
+            self.fail(error)
+            return
+        self._agent.served(self._arrived, failed=False, is_user=self._is_user)
+
+    def fail(self, error: BaseException, *, printed: bool = True) -> None:
+        """Send what the function has raised; for a remote call, keep it for those who fetch the value."""
+        made = self._made
+        if made is not None:
+            self._made = None
+            made.set_exception(translated(error))  # type: ignore[arg-type]  # torch takes any exception
+            if printed:
+                self._print(error)
+            self.answer(None)
+            return
+        if self._incoming.active.pop(self._frame.call, None) is None:
+            return
+        if printed and not isinstance(error, (CallCancelled, asyncio.CancelledError)):
+            self._print(error)
+        payload, _ = self._agent.dumps_plain(describe(translated(error)))
+        self._incoming.reply(Kind.FAILURE, self._frame.call, payload)
+        self._agent.served(self._arrived, failed=True, is_user=self._is_user)
+
+    def _print(self, error: BaseException) -> None:
+        # As torch does: who looks at this process's output is to see what happened in it.
+        print(  # noqa: T201
+            f"On {self._agent.me}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr
+        )
+
+    def item(self, value: Any) -> None:
+        """Send one item of a stream."""
+        payload, tensors = self._agent.dumps(value, self._incoming.peer)
+        self._incoming.reply(
+            Kind.ITEM, self._frame.call, payload, tensors.buffers, held=tensors.held
+        )
+
+    def end_stream(self) -> None:
+        if self._incoming.active.pop(self._frame.call, None) is not None:
+            self._incoming.reply(Kind.END, self._frame.call)
+            self._agent.served(self._arrived, failed=False, is_user=self._is_user)
+
+    # -- by the caller ----------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        call = self._call
+        if call is None:
+            call = self._call = CurrentCall(self._incoming.peer, None)
+        call.cancelled = True
+        if self._on_cancel is not None:
+            self._on_cancel()
+
+    def credit(self, amount: int) -> None:
+        if self._flow is not None:
+            self._flow.credit(amount)
+
+    def flow(self, source: Any) -> None:
+        """Who is told about credit for this stream."""
+        self._flow = source
+
+
+def translated(error: BaseException) -> BaseException:
+    """In torch's words, where it has some."""
+    if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
+        made: BaseException = RuntimeError(
+            f"{error}. The function is not there on the callee: the RPC pickler does not serialize function"
+            " code, only its name; both sides must have it (or set the option pickle_by_value)."
+            " RPC pickler does not serialize function code."
+        )
+        return made.with_traceback(error.__traceback__)
+    return error
+
+
+def wrong_return_type(result: Any) -> RuntimeError:
+    return RuntimeError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
+        f" but got {type(result).__name__}"
+    )
+
+
+class CoroutineLoop:
+    """The event loop that ``async def`` functions run in: one thread, started with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._count = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, request: Request, coroutine: Any) -> None:
+        """Run it, and answer when it is done."""
+        loop = self._start()
+        context = copy_context()
+
+        def begin() -> None:
+            task = loop.create_task(coroutine, context=context)
+            self._count += 1
+            deadline = request.call.deadline
+            if deadline is not None:
+                loop.call_later(max(0.0, deadline - time.monotonic()), task.cancel)
+            request.on_cancel(lambda: loop.call_soon_threadsafe(task.cancel))
+            task.add_done_callback(finish)
+
+        def finish(task: asyncio.Task[Any]) -> None:
+            self._count -= 1
+            if task.cancelled():
+                request.fail(CallCancelled("the coroutine was cancelled"))
+                return
+            error = task.exception()
+            if error is not None:
+                request.fail(error)
+            else:
+                request.answer(task.result())
+
+        loop.call_soon_threadsafe(begin)
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                loop = self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=loop.run_forever, name=f"{self._name}-asyncio", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+    def count(self) -> int:
+        """Coroutines that are running."""
+        return self._count
+
+    def close(self, timeout: float) -> None:
+        """Cancel what runs, and end the thread."""
+        with self._lock:
+            loop, thread, self._loop = self._loop, self._thread, None
+        if loop is None or thread is None:
+            return
+
+        async def cancel_all() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            loop.stop()
+
+        loop.call_soon_threadsafe(lambda: loop.create_task(cancel_all()))
+        thread.join(timeout)
+        if not thread.is_alive():
+            loop.close()

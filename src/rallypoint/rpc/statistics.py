@@ -1,0 +1,46 @@
+"""What a worker has done so far, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+# Upper ends of the classes in which latencies are counted, in seconds; the last class is open.
+BOUNDS = tuple(1e-5 * 2**k for k in range(24))
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the worker joined. Incremented without a lock: a lost increment does not matter.
+
+    Attributes:
+        sent: calls made.
+        served: calls answered.
+        failed: those of them that raised.
+        user_sent, user_served: without the package's own calls.
+        latencies: of served calls from arrival to answer, counted by class (``BOUNDS``).
+    """
+
+    sent: int = 0
+    served: int = 0
+    failed: int = 0
+    user_sent: int = 0
+    user_served: int = 0
+    latencies: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+
+    def note(self, seconds: float) -> None:
+        # log2 of how often 10 microseconds fit, without a loop.
+        index = int(seconds * 1e5).bit_length()
+        self.latencies[min(index, len(BOUNDS))] += 1
+
+    def quantile(self, part: float) -> float | None:
+        """Seconds that this part of the served calls took at most, to a factor of 2; None before the first."""
+        total = sum(self.latencies)
+        if not total:
+            return None
+        seen = 0
+        for index, count in enumerate(self.latencies):
+            seen += count
+            if seen >= part * total:
+                return BOUNDS[min(index, len(BOUNDS) - 1)]
+        return BOUNDS[-1]

@@ -1,0 +1,65 @@
+"""The store that the members of a group meet in."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from rallypoint._core import env
+from rallypoint._core.addresses import is_this_host
+from rallypoint.errors import ConfigError
+
+
+def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Any:
+    """The c10d store that an ``init_method`` names.
+
+    Args:
+        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        rank: 0 hosts a TCP store; negative: whoever comes first on its host does.
+        timeout: seconds to wait for it; 0: c10d's default.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    limit = timedelta(seconds=timeout) if timeout else dist.constants.default_pg_timeout
+    if rank >= 0:
+        # torch's own way, so that every scheme that it knows, or was taught, works.
+        found = dist.rendezvous(init_method, rank, world_size or -1, timeout=limit)
+        return next(iter(found))[0]
+    url = urlsplit(init_method)
+    match url.scheme:
+        case "file":
+            return dist.FileStore(url.path, -1)
+        case "tcp":
+            return _tcp(str(url.hostname), url.port, limit)
+        case "env":
+            host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+            if host is None or port is None:
+                raise ConfigError(
+                    "init_method",
+                    init_method,
+                    "needs MASTER_ADDR and MASTER_PORT in the environment",
+                    "start the workers with rally run, or set them",
+                )
+            return _tcp(host, int(port), limit)
+    raise ConfigError("init_method", init_method, "expected env://, tcp://host:port or file:///path")
+
+
+def _tcp(host: str, port: int | None, limit: timedelta) -> Any:
+    """Whoever comes first on the store's host serves it."""
+    if port is None:
+        raise ConfigError("init_method", f"tcp://{host}", "expected a port: tcp://host:port")
+    if is_this_host(host):
+        try:
+            return dist.TCPStore(host, port, None, True, limit, wait_for_workers=False)
+        except (RuntimeError, OSError):
+            # Somebody serves it already.
+            pass
+    return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    return dist.PrefixStore(prefix, store)

@@ -1,0 +1,304 @@
+"""Tensors as buffers beside a pickle, and back: strides, views and sparse layouts are kept.
+
+A tensor's bytes are never pickled. The pickle holds which buffer, the type and the strides; the buffer travels on its
+own, and on the other side the tensor is made over the memory that it has arrived in. Two tensors of one
+message that share memory share it there, too, where they show most of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+# A view is sent with the gaps between its elements if they are at most half of it; else it is packed.
+_MOST_SPREAD = 2
+
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view_memory.restype = ctypes.py_object
+_READ = 0x100
+
+# Positions are part of the format between two versions of this package: append only.
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+# torch.frombuffer does not take these; their bytes are read as the integer of equal size.
+_AS_BYTES = {
+    dtype for dtype in _DTYPES if dtype.itemsize == 1 and dtype.is_floating_point
+} | {torch.complex32}
+
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Devices(NamedTuple):
+    """What becomes of tensors on other devices than the CPU on their way to one peer.
+
+    Args:
+        target: the device over there, as text, for one here; raises if there is none.
+    """
+
+    target: Callable[[torch.device], str]
+
+
+class TensorWriter:
+    """Collects the buffers of one message.
+
+    Attributes:
+        buffers: in the order in which the pickle counts them.
+        held: what must stay alive until the buffers are sent.
+        forks: remote references in the same message.
+    """
+
+    __slots__ = ("_devices", "_seen", "buffers", "forks", "held")
+
+    def __init__(self, devices: Devices | None = None) -> None:
+        self.buffers: list[memoryview] = []
+        self.held: list[Any] = []
+        self.forks: list[Any] = []
+        self._seen: dict[tuple[int, int], int] | None = None
+        self._devices = devices
+
+    def reduce(self, tensor: Tensor) -> Reduced:
+        """What a pickler writes for a tensor; ``rebuild_tensor`` and friends turn it back."""
+        if tensor.layout is not torch.strided:
+            return self._reduce_sparse(tensor)
+        if tensor.device.type != "cpu":
+            return self._reduce_elsewhere(tensor)
+        code = _CODES.get(tensor.dtype)
+        if code is None or tensor.is_neg() or tensor.is_conj():
+            return self._reduce_odd(tensor, code)
+        size = tuple(tensor.shape)
+        grad = tensor.requires_grad
+        item = tensor.element_size()
+        bytes_shown = tensor.numel() * item
+        storage = tensor.untyped_storage()
+        whole = storage.nbytes()
+        if not bytes_shown:
+            return rebuild_empty, (code, size, tensor.stride(), grad)
+        if whole == bytes_shown and tensor.is_contiguous():
+            return rebuild_tensor, (self._add(storage, whole), code, size, grad)
+        if whole <= _MOST_SPREAD * bytes_shown:
+            index, offset = self._add(storage, whole), tensor.storage_offset()
+            return rebuild_strided, (index, code, size, tensor.stride(), offset, grad)
+        return self._reduce_part(tensor, code, size, item, bytes_shown, grad)
+
+    def reduce_parameter(self, parameter: torch.nn.Parameter) -> Reduced:
+        return rebuild_parameter, (parameter.data, parameter.requires_grad)
+
+    def _add(self, storage: torch.UntypedStorage, whole: int) -> int:
+        """The number of the buffer that is this storage."""
+        at = storage.data_ptr()
+        key = (at, whole)
+        seen = self._seen
+        if seen is None:
+            seen = self._seen = {}
+        index = seen.get(key)
+        if index is None:
+            index = seen[key] = len(self.buffers)
+            self.buffers.append(_view_memory(at, whole, _READ))
+            self.held.append(storage)
+        return index
+
+    def _reduce_part(
+        self,
+        tensor: Tensor,
+        code: int,
+        size: tuple[int, ...],
+        item: int,
+        bytes_shown: int,
+        grad: bool,
+    ) -> Reduced:
+        """A view of a small part of its storage: only what it spans is sent, or, with wide gaps, it alone."""
+        stride = tensor.stride()
+        span = item * (
+            1 + sum(step * (count - 1) for step, count in zip(stride, size, strict=True))
+        )
+        if span <= _MOST_SPREAD * bytes_shown:
+            index = len(self.buffers)
+            self.buffers.append(_view_memory(tensor.data_ptr(), span, _READ))
+            self.held.append(tensor)
+            return rebuild_strided, (index, code, size, stride, 0, grad)
+        packed = tensor.detach().contiguous()
+        index = self._add(packed.untyped_storage(), bytes_shown)
+        return rebuild_spread, (index, code, size, stride, grad)
+
+    def _reduce_odd(self, tensor: Tensor, code: int | None) -> Reduced:
+        if code is not None:
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            return rebuild_grad, (plain, tensor.requires_grad)
+        # Quantized and other rare kinds: torch's own form, inside the pickle.
+        import io
+
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        return rebuild_saved, (buffer.getvalue(),)
+
+    def _reduce_sparse(self, tensor: Tensor) -> Reduced:
+        size, grad = tuple(tensor.shape), tensor.requires_grad
+        plain = tensor.detach()
+        if tensor.layout is torch.sparse_coo:
+            parts = (plain._indices(), plain._values())  # noqa: SLF001  # torch's only uncoalesced access
+            return rebuild_coo, (*parts, size, plain.is_coalesced(), grad)
+        layouts = {
+            torch.sparse_csr: ("crow_indices", "col_indices"),
+            torch.sparse_bsr: ("crow_indices", "col_indices"),
+            torch.sparse_csc: ("ccol_indices", "row_indices"),
+            torch.sparse_bsc: ("ccol_indices", "row_indices"),
+        }
+        if tensor.layout in layouts:
+            outer, inner = (getattr(plain, name)() for name in layouts[tensor.layout])
+            layout = str(tensor.layout).removeprefix("torch.")
+            return rebuild_compressed, (layout, outer, inner, plain.values(), size, grad)
+        return self._reduce_odd(tensor, None)
+
+    def _reduce_elsewhere(self, tensor: Tensor) -> Reduced:
+        """Through the CPU's memory: pinned, if the device can copy into it by itself."""
+        if self._devices is None:
+            raise ValueError(
+                f"a tensor on {tensor.device} was to be sent to a worker that no device map says anything"
+                " about: set one with options.set_device_map, or send tensor.cpu()"
+            )
+        target = self._devices.target(tensor.device)
+        if tensor.device.type == "meta":
+            return rebuild_meta, (tuple(tensor.shape), tensor.stride(), _CODES[tensor.dtype])
+        source = tensor.detach()
+        if tensor.device.type == "cuda":
+            staged = torch.empty_strided(
+                source.shape, source.stride(), dtype=source.dtype, pin_memory=True
+            )
+            staged.copy_(source, non_blocking=True)
+            torch.cuda.current_stream(tensor.device).synchronize()
+        else:
+            staged = source.cpu()
+        return rebuild_on_device, (staged, target, tensor.requires_grad)
+
+
+class TensorReader:
+    """The buffers of a message that has come, while it is unpickled."""
+
+    __slots__ = ("_buffers",)
+
+    def __init__(self, buffers: Sequence[Any]) -> None:
+        self._buffers = buffers
+
+    def flat(self, index: int, code: int) -> Tensor:
+        """All of a buffer as a tensor of one dim, without a copy."""
+        dtype = _DTYPES[code]
+        if dtype in _AS_BYTES:
+            return torch.frombuffer(self._buffers[index], dtype=torch.uint8).view(dtype)
+        return torch.frombuffer(self._buffers[index], dtype=dtype)
+
+
+# -- what a pickle names; ``_reading`` is the message that is being unpickled by this thread -------
+
+_reading: Callable[[], TensorReader]
+
+
+def read_with(reading: Callable[[], TensorReader]) -> None:
+    """Say who knows the message that is being unpickled."""
+    global _reading  # noqa: PLW0603  # set once, by the module that unpickles
+    _reading = reading
+
+
+def rebuild_tensor(index: int, code: int, size: tuple[int, ...], grad: bool) -> Tensor:
+    made = _reading().flat(index, code)
+    if len(size) != 1:
+        made = made.view(size)
+    return made.requires_grad_() if grad else made
+
+
+def rebuild_strided(
+    index: int,
+    code: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    grad: bool,
+) -> Tensor:
+    reader = _reading()
+    made = reader.flat(index, code).as_strided(size, stride, offset)
+    return made.requires_grad_() if grad else made
+
+
+def rebuild_spread(
+    index: int, code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
+) -> Tensor:
+    made = torch.empty_strided(size, stride, dtype=_DTYPES[code])
+    made.copy_(_reading().flat(index, code).view(size))
+    return made.requires_grad_() if grad else made
+
+
+def rebuild_empty(
+    code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=_DTYPES[code], requires_grad=grad)
+
+
+def rebuild_meta(size: tuple[int, ...], stride: tuple[int, ...], code: int) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=_DTYPES[code], device="meta")
+
+
+def rebuild_grad(tensor: Tensor, grad: bool) -> Tensor:
+    return tensor.requires_grad_() if grad else tensor
+
+
+def rebuild_parameter(data: Tensor, grad: bool) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, requires_grad=grad)
+
+
+def rebuild_on_device(staged: Tensor, target: str, grad: bool) -> Tensor:
+    return rebuild_grad(staged.to(target), grad)
+
+
+def rebuild_saved(data: bytes) -> Any:
+    import io
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def rebuild_coo(
+    indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool, grad: bool
+) -> Tensor:
+    made = torch.sparse_coo_tensor(
+        indices, values, size, is_coalesced=coalesced, check_invariants=False
+    )
+    return made.requires_grad_() if grad else made
+
+
+def rebuild_compressed(
+    layout: str,
+    outer: Tensor,
+    inner: Tensor,
+    values: Tensor,
+    size: tuple[int, ...],
+    grad: bool,
+) -> Tensor:
+    made = torch.sparse_compressed_tensor(
+        outer, inner, values, size, layout=getattr(torch, layout), check_invariants=False
+    )
+    return made.requires_grad_() if grad else made

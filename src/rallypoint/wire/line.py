@@ -1,0 +1,230 @@
+"""A connected socket as a line of frames: any thread sends, one thread at a time receives.
+
+Nothing here waits unless it is asked to: :meth:`Line.send` hands the kernel what it takes and keeps the rest, which
+goes out by :meth:`Line.flush` when the socket can be written to again, or by :meth:`Line.push`, which waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import DeadlineExceeded
+
+from .frames import Frame, FrameParser
+
+
+# How long a receiver that waits sleeps in the kernel before it looks at its deadline.
+PATIENCE = 1.0
+_DONT_WAIT = socket.MSG_DONTWAIT
+# What sendmsg takes at most on Linux (IOV_MAX).
+_MOST_PIECES = 1024
+
+Piece = bytes | bytearray | memoryview
+
+
+class Closed(ConnectionError):
+    """The other end has closed the line, or has gone."""
+
+
+class Line:
+    """A stream socket that carries frames.
+
+    Args:
+        sock: connected; it is taken over.
+        parser: takes what comes.
+        kind: the transport's name.
+        on_full: called when the kernel takes no more for now; somebody must call :meth:`flush` when it does.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        parser: FrameParser,
+        kind: str = "",
+        on_full: Callable[[], None] | None = None,
+    ) -> None:
+        self.kind = kind
+        self._sock = sock
+        self._parser = parser
+        self.on_full = on_full
+        self._lock = threading.Lock()
+        self._outbox: deque[memoryview] = deque()
+        # What lies in the outbox is somebody's memory: a tensor that must not be freed before it is sent.
+        self._held: list[object] = []
+        self._closed = False
+        # A recv without a time-out sleeps at most so long; asking the kernel once is cheaper than poll() each time.
+        sock.settimeout(None)
+        seconds = struct.pack("ll", int(PATIENCE), 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    def send(self, pieces: Sequence[Piece], held: object = None) -> bool:
+        """Send a whole frame after those before it. Does not wait.
+
+        Args:
+            pieces: bytes, one after the other.
+            held: kept until all of it is sent.
+
+        Returns:
+            True if the kernel has taken everything.
+
+        Raises:
+            Closed: the other end is gone.
+        """
+        with self._lock:
+            if self._outbox:
+                self._outbox.extend(memoryview(each) for each in pieces)
+                self._held.append(held)
+                return False
+            try:
+                if len(pieces) == 1:
+                    first = pieces[0]
+                    sent = self._sock.send(first, _DONT_WAIT)
+                    self.bytes_sent += sent
+                    if sent == len(first):
+                        return True
+                else:
+                    sent = self._sock.sendmsg(pieces[:_MOST_PIECES], (), _DONT_WAIT)
+                    self.bytes_sent += sent
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise self._gone(error) from None
+            for each in pieces:
+                view = memoryview(each).cast("B")
+                if sent >= len(view):
+                    sent -= len(view)
+                else:
+                    self._outbox.append(view[sent:])
+                    sent = 0
+            if not self._outbox:
+                return True
+            self._held.append(held)
+        if self.on_full is not None:
+            self.on_full()
+        return False
+
+    def flush(self) -> bool:
+        """Send what is left, as far as the kernel takes it. True if nothing is left."""
+        with self._lock:
+            while self._outbox:
+                pieces = [self._outbox[0]]
+                if len(self._outbox) > 1:
+                    pieces = [self._outbox[i] for i in range(min(len(self._outbox), _MOST_PIECES))]
+                try:
+                    sent = self._sock.sendmsg(pieces, (), _DONT_WAIT)
+                except BlockingIOError:
+                    return False
+                except OSError as error:
+                    raise self._gone(error) from None
+                self.bytes_sent += sent
+                while sent:
+                    first = self._outbox.popleft()
+                    if sent < len(first):
+                        self._outbox.appendleft(first[sent:])
+                        break
+                    sent -= len(first)
+            self._held.clear()
+        return True
+
+    def push(self, deadline: Deadline) -> None:
+        """Send all that is left; waits.
+
+        Raises:
+            Closed: the other end is gone.
+            DeadlineExceeded: it has not taken it in time.
+        """
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while not self.flush():
+            left = deadline.remaining()
+            if left == 0.0:
+                raise DeadlineExceeded("the other end does not read what we send")
+            poll.poll(None if left is None else left * 1000.0)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something is left to be sent."""
+        return bool(self._outbox)
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    def read_now(self) -> list[Frame]:
+        """Frames that are complete with what has come. Does not wait.
+
+        Raises:
+            Closed: the other end is gone.
+            ProtocolError: what came is no frame.
+        """
+        try:
+            count = self._sock.recv_into(self._parser.space(), 0, _DONT_WAIT)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise self._gone(error) from None
+        if not count:
+            raise Closed("the other end has closed the connection")
+        self.bytes_received += count
+        return self._parser.received(count)
+
+    def read(self, left: float | None) -> list[Frame]:
+        """Wait until something comes, at most ``left`` seconds; an empty list if no frame is complete then.
+
+        Raises:
+            Closed: the other end is gone.
+            ProtocolError: what came is no frame.
+        """
+        if left is not None and left < PATIENCE:
+            # poll alone has milliseconds; rounded up, or the last one would be spent spinning.
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            if not poll.poll(int(left * 1000) + 1):
+                return []
+        try:
+            count = self._sock.recv_into(self._parser.space())
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise self._gone(error) from None
+        if not count:
+            raise Closed("the other end has closed the connection")
+        self.bytes_received += count
+        return self._parser.received(count)
+
+    def parse(self, data: bytes) -> list[Frame]:
+        """Frames in bytes that came another way: together with the end of a handshake."""
+        return self._parser.feed(data) if data else []
+
+    def _gone(self, error: OSError) -> Closed:
+        if self._closed:
+            return Closed("this end has closed the connection")
+        return Closed(f"the connection broke: {error.strerror or error}")
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def shut(self) -> None:
+        """End the connection for both sides; whoever reads is woken. The descriptor stays until :meth:`close`."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the socket back. Nobody may be reading any more: :meth:`shut` first."""
+        self._closed = True
+        with self._lock:
+            self._outbox.clear()
+            self._held.clear()
+            self._sock.close()

@@ -1,0 +1,77 @@
+"""Within one process: for tests, and for a worker that calls itself.
+
+A connection is a pair of sockets all the same, so that it ends, fills up and breaks as the others do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import threading
+from collections import deque
+
+from rallypoint._core.clock import Deadline
+
+from .transport import Address
+
+
+KIND = "memory"
+_numbers = itertools.count(1)
+_listeners: dict[str, MemoryListener] = {}
+_lock = threading.Lock()
+
+
+class MemoryListener:
+    kind = KIND
+
+    def __init__(self) -> None:
+        self._name = f"{os.getpid()}-{next(_numbers)}"
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        self._waiting: deque[socket.socket] = deque()
+        with _lock:
+            _listeners[self._name] = self
+
+    @property
+    def address(self) -> Address:
+        return self._name
+
+    def fileno(self) -> int:
+        return self._event
+
+    def accept(self) -> socket.socket | None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
+
+    def offer(self, sock: socket.socket) -> None:
+        self._waiting.append(sock)
+        os.eventfd_write(self._event, 1)
+
+    def close(self) -> None:
+        with _lock:
+            if _listeners.pop(self._name, None) is None:
+                return
+            while self._waiting:
+                self._waiting.popleft().close()
+            os.close(self._event)
+
+
+def connect(address: Address, deadline: Deadline) -> socket.socket:
+    """Connect to a listener of this process.
+
+    Raises:
+        OSError: there is none of this name.
+    """
+    del deadline  # nothing here takes time
+    with _lock:
+        listener = _listeners.get(str(address))
+        if listener is None:
+            raise ConnectionRefusedError(f"nobody listens at {address} in this process")
+        ours, theirs = socket.socketpair()
+        listener.offer(theirs)
+    return ours

@@ -1,0 +1,143 @@
+"""Both directions of shared memory between the two ends of a Unix socket.
+
+Descriptors of segments travel on a *side* socket, once each, before the message that first names their segment; that
+message marks it as new. So the main line is read without asking the kernel for descriptors each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from rallypoint.errors import ProtocolError
+
+from .frames import INLINE, Buffer, Shared
+from .shm import SMALLEST, Block, Budget, Mapped, Pool, copy_into
+
+
+_CONTROL = INLINE
+_ENTRY = struct.Struct("<QI")
+# The other end sends a descriptor before the message that needs it, so none is ever waited for.
+_PATIENCE = 5.0
+
+
+class Sharing:
+    """One end.
+
+    Args:
+        side: a socket to the other end that carries nothing but descriptors; it is taken over.
+        budget: what all connections of this process may have mapped for sending.
+    """
+
+    def __init__(self, side: socket.socket, budget: Budget) -> None:
+        self._side = side
+        side.settimeout(_PATIENCE)
+        self._pool, control = Pool.open(budget)
+        self._send_lock = threading.Lock()
+        self._take_lock = threading.Lock()
+        self._mapped: Mapped | None = None
+        self._early: set[int] = set()
+        self._send(_CONTROL, 0, control.fileno())
+
+    def place(
+        self, buffers: Sequence[memoryview], least: int = SMALLEST
+    ) -> tuple[list[Shared | memoryview], list[Block]]:
+        """Copy those of at least ``least`` bytes where the other end can see them.
+
+        Returns:
+            what to send, and the blocks, for :meth:`take_back` if it is not sent after all.
+        """
+        placed: list[Shared | memoryview] = []
+        blocks: list[Block] = []
+        for each in buffers:
+            block = self._pool.lease(each.nbytes) if each.nbytes >= least else None
+            if block is None:
+                placed.append(each)
+                continue
+            copy_into(block.view, each)
+            is_new = block.file is not None
+            if block.file is not None:
+                self._send(block.segment, block.capacity, block.file.fileno())
+                self._pool.told(block)
+            placed.append(Shared(block.segment, 0, int(is_new), block.size))
+            blocks.append(block)
+        return placed, blocks
+
+    def take_back(self, blocks: Sequence[Block]) -> None:
+        for each in blocks:
+            self._pool.take_back(each)
+
+    def take(self, buffers: Sequence[Buffer | Shared]) -> list[Buffer]:
+        """The memory of a message's buffers; what is shared stays the other end's until it is freed here.
+
+        Raises:
+            ProtocolError: there is no such memory.
+        """
+        return [self._view(each) if isinstance(each, Shared) else each for each in buffers]
+
+    def discard(self, buffers: Sequence[Any]) -> None:
+        """A message that nobody wants: give its memory back."""
+        for each in buffers:
+            if isinstance(each, Shared):
+                with contextlib.suppress(ProtocolError):
+                    self._find(each).discard(each.segment)
+
+    def statistics(self) -> dict[str, int]:
+        sent = self._pool.statistics()
+        got = self._mapped.statistics() if self._mapped is not None else None
+        return {
+            "shared_segments": sent.segments,
+            "shared_bytes": sent.bytes,
+            "shared_leased": sent.leased,
+            "mapped_segments": got.segments if got else 0,
+            "mapped_bytes": got.bytes if got else 0,
+        }
+
+    def close(self) -> None:
+        """Give back what no tensor lives in."""
+        self._side.close()
+        self._pool.close()
+        if self._mapped is not None:
+            self._mapped.close()
+
+    def _view(self, shared: Shared) -> memoryview:
+        return self._find(shared).view(shared.segment, shared.size)
+
+    def _find(self, shared: Shared) -> Mapped:
+        with self._take_lock:
+            if self._mapped is None:
+                number, _, fd = self._receive()
+                if number != _CONTROL:
+                    os.close(fd)
+                    raise ProtocolError("shared memory was named before its control page came")
+                self._mapped = Mapped.open(fd)
+            if shared.offset:
+                while shared.segment not in self._early:
+                    number, capacity, fd = self._receive()
+                    self._mapped.add(number, fd, capacity)
+                    self._early.add(number)
+                self._early.discard(shared.segment)
+            return self._mapped
+
+    def _send(self, number: int, capacity: int, fd: int) -> None:
+        with self._send_lock:
+            socket.send_fds(self._side, [_ENTRY.pack(capacity, number)], [fd])
+
+    def _receive(self) -> tuple[int, int, int]:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._side, _ENTRY.size, 1)
+        except OSError as error:
+            raise ProtocolError(f"no descriptor came for shared memory: {error}") from None
+        if len(fds) != 1 or len(data) != _ENTRY.size:
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(
+                f"{len(data)} bytes with {len(fds)} descriptors came for shared memory"
+            )
+        capacity, number = _ENTRY.unpack(data)
+        return number, capacity, fds[0]

@@ -1,0 +1,120 @@
+"""TCP: between hosts. The kernel itself finds out when a peer's packets vanish."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterable
+
+from rallypoint._core.addresses import BACKLOG
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import ConfigError
+
+from .transport import Address
+
+
+KIND = "tcp"
+# Between two probes of a silent connection, at least.
+_LEAST_PROBE = 1
+
+
+def prepare(sock: socket.socket, heartbeat: float) -> None:
+    """Small messages go at once; a peer that answers nothing for ``heartbeat`` seconds is lost.
+
+    Data that is not acknowledged in time ends the connection (TCP_USER_TIMEOUT), and probes are sent
+    where there is no data (SO_KEEPALIVE).
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe = max(_LEAST_PROBE, int(heartbeat // 3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(heartbeat * 1000)))
+
+
+class TcpListener:
+    """Listens on the first port of ``ports`` that is free.
+
+    Args:
+        host: the address to bind; None: all of this machine's.
+        advertise: what the others are told to connect to.
+        ports: the ports to try; 0 is any free one.
+
+    Raises:
+        ConfigError: none of them can be bound.
+    """
+
+    kind = KIND
+
+    def __init__(
+        self, host: str | None, advertise: str, ports: Iterable[int], heartbeat: float
+    ) -> None:
+        self._heartbeat = heartbeat
+        self._advertise = advertise
+        tried: list[str] = []
+        for port in ports:
+            try:
+                self._sock = _bind(host, port)
+                break
+            except OSError as error:
+                tried.append(f"{port}: {error.strerror or error}")
+        else:
+            raise ConfigError(
+                "port",
+                None,
+                f"no port could be bound on {host or 'any address'} ({'; '.join(tried)})",
+                "give another port or range, or 0 for any free one",
+            )
+        self._sock.setblocking(False)
+
+    @property
+    def address(self) -> Address:
+        return self._advertise, self._sock.getsockname()[1]
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def accept(self) -> socket.socket | None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:
+            return None
+        prepare(sock, self._heartbeat)
+        return sock
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _bind(host: str | None, port: int) -> socket.socket:
+    if host is None and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+        )
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    return socket.create_server((host or "", port), family=family, backlog=BACKLOG)
+
+
+def connect(address: Address, deadline: Deadline, heartbeat: float) -> socket.socket:
+    """Connect to a listener.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    host, port = address
+    sock = socket.create_connection((str(host), int(port)), deadline.remaining())
+    try:
+        prepare(sock, heartbeat)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def client_context(certificates: str | None) -> ssl.SSLContext:
+    """TLS for the side that connects: the peer's certificate must be one of ours (``certificates``)."""
+    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=certificates)
+    # Peers are known by the job's secret, not by their host's name.
+    context.check_hostname = False
+    return context

@@ -1,0 +1,57 @@
+"""Ways from one process to another, and which one two processes take.
+
+Each transport has a file of its own with a ``listen`` and a ``connect``: ``uds.py``, ``tcp.py``, ``memory.py``.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+
+Address = str | tuple[str, int]
+
+
+class Listener(Protocol):
+    """Where others connect to."""
+
+    @property
+    def kind(self) -> str:
+        """The transport's name."""
+
+    @property
+    def address(self) -> Address:
+        """What the others are told."""
+
+    def fileno(self) -> int:
+        """Can be read from when somebody has connected."""
+
+    def accept(self) -> socket.socket | None:
+        """The next connection; None if there is none after all, or it is one that is not let in."""
+
+    def close(self) -> None: ...
+
+
+class Choice(NamedTuple):
+    """A way that is worth trying."""
+
+    kind: str
+    address: Address
+
+
+def choose(
+    ours: Sequence[str], theirs: Mapping[str, Address], *, same_host: bool, same_process: bool
+) -> list[Choice]:
+    """The ways from us to a peer, the best first. Pure.
+
+    Args:
+        ours: the transports that we may use, the best first.
+        theirs: where the peer listens.
+        same_host: whether it is on this host, in namespaces that can see each other.
+        same_process: whether it is this very process.
+    """
+    reach = {"memory": same_process, "uds": same_host, "tcp": True}
+    return [
+        Choice(kind, theirs[kind]) for kind in ours if kind in theirs and reach.get(kind, True)
+    ]
