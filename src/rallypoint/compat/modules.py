@@ -1,0 +1,192 @@
+"""Modules that stand in for torch's: what they are, and how they are put in place and taken out again."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed
+
+from rallypoint import rpc
+from rallypoint.rpc import api, backends, constants, functions, internal, options, rref_proxy
+from rallypoint.rpc import registry as backend_registry
+from rallypoint.rpc.agent import Agent
+
+
+_NAME = "torch.distributed.rpc"
+_SUBMODULES: dict[str, ModuleType] = {
+    "api": api,
+    "backend_registry": backend_registry,
+    "constants": constants,
+    "functions": functions,
+    "internal": internal,
+    "options": options,
+    "rref_proxy": rref_proxy,
+}
+# What torch calls the backends whose place ours take.
+_BACKENDS = {"TENSORPIPE": "RALLYPOINT", "FAULTY_TENSORPIPE": "RALLYPOINT_FAULTY"}
+# Names of torch's C++ module that programs test objects with, or ask.
+_NATIVE_NAMES = ("PyRRef", "WorkerInfo", "_is_current_rpc_agent_set", "get_rpc_timeout")
+
+_MISSING = object()
+_lock = threading.Lock()
+_before: dict[str, Any] | None = None
+
+
+def install() -> None:
+    """Put ``rallypoint.rpc`` in the place of ``torch.distributed.rpc``; a second call does nothing.
+
+    Code that has imported functions of torch's before keeps them. Backends of torch's names (``TENSORPIPE``) are
+    Rallypoint's until :func:`uninstall`.
+
+    Raises:
+        RpcError: this process is a member of a group right now.
+    """
+    global _before  # noqa: PLW0603  # what to restore; None: nothing is installed
+    with _lock:
+        if _before is not None:
+            return
+        _refuse_in_group("install")
+        _before = {
+            "modules": {name: sys.modules.get(name, _MISSING) for name in _module_names()},
+            "attribute": getattr(torch.distributed, "rpc", _MISSING),
+            "native": _native_names(),
+        }
+        backends.stand_in(_BACKENDS)
+        facade = _facade()
+        sys.modules[_NAME] = facade
+        for name in _SUBMODULES:
+            sys.modules[f"{_NAME}.{name}"] = _SUBMODULES[name]
+        sys.modules[f"{_NAME}._testing"] = _testing(facade)
+        sys.modules[f"{_NAME}.server_process_global_profiler"] = ModuleType(
+            f"{_NAME}.server_process_global_profiler"
+        )
+        torch.distributed.rpc = facade  # type: ignore[assignment]  # that is the point
+        _patch_native()
+
+
+def uninstall() -> None:
+    """Put torch's own modules back. A second call does nothing.
+
+    Raises:
+        RpcError: this process is a member of a group right now.
+    """
+    global _before  # noqa: PLW0603
+    with _lock:
+        if _before is None:
+            return
+        _refuse_in_group("uninstall")
+        before, _before = _before, None
+        for name, module in before["modules"].items():
+            if module is _MISSING:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+        if before["attribute"] is _MISSING:
+            del torch.distributed.rpc
+        else:
+            torch.distributed.rpc = before["attribute"]
+        native = _native_module()
+        for name, value in before["native"].items():
+            setattr(native, name, value)
+        backends.restore_tensorpipe()
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """:func:`install` for the length of a block."""
+    install()
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+def is_installed() -> bool:
+    return _before is not None
+
+
+def _refuse_in_group(what: str) -> None:
+    if api._is_current_rpc_agent_set():
+        raise rpc.RpcError(f"cannot {what} while this process is a member of an RPC group: shut it down first")
+
+
+def _module_names() -> list[str]:
+    names = [_NAME, *(f"{_NAME}.{name}" for name in _SUBMODULES)]
+    return [*names, f"{_NAME}._testing", f"{_NAME}.server_process_global_profiler"]
+
+
+def _facade() -> ModuleType:
+    """``torch.distributed.rpc`` as torch has it: public names, submodules, and private names at its top."""
+    facade = ModuleType(_NAME, rpc.__doc__)
+    facade.__path__ = []  # it has submodules
+    for name in rpc.__all__:
+        setattr(facade, name, getattr(rpc, name))
+    for name, module in _SUBMODULES.items():
+        setattr(facade, name, module)
+    for name, value in vars(api).items():
+        if name.startswith("_") and not name.startswith("__") and callable(value):
+            setattr(facade, name, value)
+    extra: dict[str, Any] = {
+        "is_available": lambda: True,
+        "PyRRef": rpc.RRef,
+        "TensorPipeAgent": Agent,
+        "RpcAgent": Agent,
+        "AllGatherStates": api.AllGatherStates,
+        "enable_gil_profiling": api.enable_gil_profiling,
+        "_server_process_global_profile": _no_profiler,
+        "_UNSET_RPC_TIMEOUT": constants.UNSET_RPC_TIMEOUT,
+        "_DEFAULT_RPC_TIMEOUT_SEC": constants.DEFAULT_RPC_TIMEOUT_SEC,
+        "_DEFAULT_INIT_METHOD": constants.DEFAULT_INIT_METHOD,
+        "_DEFAULT_NUM_WORKER_THREADS": constants.DEFAULT_NUM_WORKER_THREADS,
+        "__all__": [*rpc.__all__, "is_available"],
+    }
+    for name, value in extra.items():
+        setattr(facade, name, value)
+    return facade
+
+
+def _no_profiler(*_: Any, **__: Any) -> Any:
+    raise rpc.RpcError(
+        "profiling of calls across processes is torch's own, and was bound to its C++ agent; profile each"
+        " process with torch.profiler"
+    )
+
+
+def _testing(facade: ModuleType) -> ModuleType:
+    """torch's module whose import registers the fault-injecting backend; here it is registered already."""
+    module = ModuleType(f"{_NAME}._testing")
+    module.__path__ = []
+    module.is_available = lambda: True  # type: ignore[attr-defined]
+    facade._testing = module  # type: ignore[attr-defined]
+    return module
+
+
+def _native_module() -> Any:
+    return getattr(torch._C, "_distributed_rpc", None)
+
+
+def _native_names() -> dict[str, Any]:
+    native = _native_module()
+    if native is None:
+        return {}
+    return {name: getattr(native, name) for name in _NATIVE_NAMES if hasattr(native, name)}
+
+
+def _patch_native() -> None:
+    native = _native_module()
+    if native is None:
+        return
+    replacements = {
+        "PyRRef": rpc.RRef,
+        "WorkerInfo": rpc.WorkerInfo,
+        "_is_current_rpc_agent_set": api._is_current_rpc_agent_set,
+        "get_rpc_timeout": api.get_rpc_timeout,
+    }
+    for name in _native_names():
+        setattr(native, name, replacements[name])

@@ -1,0 +1,115 @@
+"""torch's own agent as a backend: to compare with, and to move from step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rallypoint.errors import RpcError
+
+from .worker_info import WorkerInfo
+
+
+class TensorPipe:
+    """Calls go to ``torch.distributed.rpc``; one per process, since torch keeps its agent in globals.
+
+    Raises:
+        RpcError: this torch has no RPC.
+    """
+
+    def __init__(
+        self, store: Any, name: str, rank: int, world_size: int | None, options: Any
+    ) -> None:
+        self._torch = torch_rpc()
+        theirs = self._torch.TensorPipeRpcBackendOptions(
+            num_worker_threads=options.num_worker_threads,
+            rpc_timeout=options.rpc_timeout,
+            init_method=options.init_method,
+        )
+        for worker, pairs in options.device_maps.items():
+            theirs.set_device_map(worker, {str(a): str(b) for a, b in pairs.items()})
+        self._torch._init_rpc_backend(
+            backend=self._torch.BackendType.TENSORPIPE,
+            store=store,
+            name=name,
+            rank=rank,
+            world_size=world_size,
+            rpc_backend_options=theirs,
+        )
+        self.group = None
+        own = self._torch.get_worker_info()
+        self.me = WorkerInfo(own.name, own.id)
+
+    @property
+    def default_timeout(self) -> float:
+        seconds: float = self._torch.get_rpc_timeout()
+        return seconds
+
+    @default_timeout.setter
+    def default_timeout(self, seconds: float) -> None:
+        self._torch._set_rpc_timeout(seconds)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def info(self, to: Any = None) -> WorkerInfo:
+        found = self._torch.get_worker_info(to) if to is not None else self._torch.get_worker_info()
+        return WorkerInfo(found.name, found.id)
+
+    def infos(self) -> list[WorkerInfo]:
+        agent = self._torch.api._get_current_rpc_agent()
+        return [WorkerInfo(each.name, each.id) for each in agent.get_worker_infos()]
+
+    get_worker_info = info
+    get_worker_infos = infos
+
+    def call_sync(
+        self, to: Any, kind: int, what: Any, content: Any, timeout: float, flags: int = 0
+    ) -> Any:
+        del kind, what, flags
+        func, args, kwargs = content
+        return self._torch.rpc_sync(_plain(to), func, args, kwargs, timeout)
+
+    def call_async(
+        self, to: Any, kind: int, what: Any, content: Any, timeout: float, flags: int = 0
+    ) -> Any:
+        del kind, what, flags
+        func, args, kwargs = content
+        return self._torch.rpc_async(_plain(to), func, args, kwargs, timeout)
+
+    def remote(self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
+        return self._torch.remote(_plain(to), func, args, kwargs, timeout)
+
+    def call_stream(self, *_: Any) -> Iterator[Any]:
+        raise RpcError("TensorPipe has no streams: use the native backend")
+
+    def get_debug_info(self) -> dict[str, str]:
+        info: dict[str, str] = self._torch.api._get_current_rpc_agent().get_debug_info()
+        return info
+
+    def enable_gil_profiling(self, flag: bool) -> None:
+        self._torch.enable_gil_profiling(flag)
+
+    def shutdown(self, graceful: bool, timeout: float) -> None:
+        self._torch.shutdown(graceful, timeout)
+
+
+def _plain(to: Any) -> Any:
+    return to.id if isinstance(to, WorkerInfo) else to
+
+
+def torch_rpc() -> Any:
+    """torch's own module, also while ours stands in for it.
+
+    Raises:
+        RpcError: this torch has none.
+    """
+    found = sys.modules.get("torch.distributed.rpc")
+    if found is None:
+        found = importlib.import_module("torch.distributed.rpc")
+    if not hasattr(found, "TensorPipeAgent") or not found.is_available():
+        raise RpcError("the installed torch has no RPC of its own: use the native backend")
+    return found
