@@ -97,7 +97,12 @@ FILES: Final = (
     "rpc/jit/rpc_test_faulty.py",
 )
 
-NOT_APPLICABLE: Final[Mapping[str, str]] = {}
+NOT_APPLICABLE: Final[Mapping[str, str]] = {
+    "RpcTest.test_custom_exception_throw_during_reconstruction": (
+        "asserts that an exception whose constructor takes more than its text arrives as a RuntimeError; here it"
+        " arrives as what it was, with its attributes"
+    ),
+}
 """Tests of compared groups that cannot apply to Rallypoint, by key, each with its reason."""
 
 _GROUP_OF_CLASS: Final[Mapping[str, str]] = {

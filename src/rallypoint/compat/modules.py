@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from rallypoint import rpc
-from rallypoint.rpc import api, backends, constants, functions, internal, options, rref_proxy
+from rallypoint.rpc import api, backends, collect, constants, functions, internal, options, rref_proxy
 from rallypoint.rpc import registry as backend_registry
 from rallypoint.rpc.agent import Agent
 
@@ -32,6 +32,8 @@ _SUBMODULES: dict[str, ModuleType] = {
 _BACKENDS = {"TENSORPIPE": "RALLYPOINT", "FAULTY_TENSORPIPE": "RALLYPOINT_FAULTY"}
 # Names of torch's C++ module that programs test objects with, or ask.
 _NATIVE_NAMES = ("PyRRef", "WorkerInfo", "_is_current_rpc_agent_set", "get_rpc_timeout")
+# torch's do not end early when a call has failed: only failures that C++ has set count there.
+_FUTURES = {"collect_all": collect.collect_all, "wait_all": collect.wait_all}
 
 _MISSING = object()
 _lock = threading.Lock()
@@ -67,6 +69,10 @@ def install() -> None:
             f"{_NAME}.server_process_global_profiler"
         )
         torch.distributed.rpc = facade  # type: ignore[assignment]  # that is the point
+        _before["futures"] = {name: getattr(torch.futures, name) for name in _FUTURES}
+        for name, replacement in _FUTURES.items():
+            setattr(torch.futures, name, replacement)
+        api._torch_rules = True
         _patch_native()
 
 
@@ -94,6 +100,9 @@ def uninstall() -> None:
         native = _native_module()
         for name, value in before["native"].items():
             setattr(native, name, value)
+        for name, value in before["futures"].items():
+            setattr(torch.futures, name, value)
+        api._torch_rules = False
         backends.restore_tensorpipe()
 
 

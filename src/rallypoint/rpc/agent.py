@@ -69,6 +69,8 @@ _PROBE_SECONDS = 1.0
 _MOST_STRANGERS = 256
 # A function that was long is tried by the leader again after it was short so many times.
 _SHORT_AGAIN = 8
+# What a closing agent gives its threads and its peers to finish what they are at.
+_LAST_WORDS = 0.5
 # Gathering is done by functions of this module.
 _OWN_MODULE = "rallypoint.rpc.api"
 # How often a shutdown looks whether the last calls are done.
@@ -182,6 +184,7 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
+            self._idle.set()
             outgoing = list(self._outgoing.values())
             incoming = list(self._incoming)
             strangers = list(self._strangers)
@@ -192,8 +195,10 @@ class Agent:
             listener.close()
         for each in outgoing:
             each.fail("this worker has left the group")
+        # Answers of what has just been done go out first.
+        self._crew.close(_LAST_WORDS)
         for peer in incoming:
-            peer.end("this worker has left the group")
+            peer.finish(Deadline(_LAST_WORDS))
         self._loop.close(timeout)
         ended = self._crew.close(timeout)
         for stranger in strangers:
@@ -425,17 +430,25 @@ class Agent:
         flags: int = 0,
         finish: Callable[[Call, Outgoing], Any] | None = None,
         future: RpcFuture[Any] | None = None,
+        lost: Callable[[PeerLost], None] | None = None,
     ) -> RpcFuture[Any]:
         """Call, and give the answer as a future.
 
         Args:
             finish: makes the future's value out of the reply; :meth:`decode` by default.
+            lost: called if the worker cannot be reached at all.
         """
         made: RpcFuture[Any] = RpcFuture() if future is None else future
         decode = finish or self.decode
         deadline, seconds = self.deadline(timeout)
         call = Call(what, deadline, seconds)
-        outgoing = self.route(to)
+        try:
+            outgoing = self.route(to)
+        except PeerLost as error:
+            made.fail(error)
+            if lost is not None:
+                lost(error)
+            return made
 
         def done(finished: Call) -> None:
             try:
@@ -895,7 +908,7 @@ class Agent:
     def is_idle(self) -> bool:
         """Whether no call is under way, in either direction."""
         return not any(each.calls for each in list(self._outgoing.values())) and not any(
-            each.active for each in list(self._incoming)
+            not each.is_idle for each in list(self._incoming)
         )
 
     def debug_info(self) -> dict[str, str]:

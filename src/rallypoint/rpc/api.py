@@ -22,6 +22,7 @@ from rallypoint.errors import DeadlineExceeded, RpcError
 
 from . import agent_in_use, constants, stores
 from .agent import Agent
+from .collect import wait_all
 from .crew import Crew
 from .current_call import SERVING
 from .gather import AllGatherStates, Gatherings
@@ -43,10 +44,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BUILTIN_TYPE = type(torch.add)
+# Whether a rank must be given, as torch wants it; set by ``compat``.
+_torch_rules = False
 _default_pickler: Any = _internal_rpc_pickler
 _ignore_rref_leak = True
 _default_timeout = constants.DEFAULT_RPC_TIMEOUT_SEC
 _current: Any = None
+# Seconds that a worker which leaves in good order gives to answers that are on their way.
+_LAST_WORDS = 5.0
 _init_count = 0
 _init_lock = threading.Lock()
 _gatherings = Gatherings()
@@ -91,7 +96,9 @@ def init_rpc(
             "RPC is already initialized in this process: shut it down before another init_rpc"
         )
     if not store:
-        store = stores.open_store(options.init_method, rank, world_size, options.rpc_timeout)
+        store = stores.open_store(
+            options.init_method, rank, world_size, options.rpc_timeout, torch_rules=_torch_rules
+        )
     global _init_count  # noqa: PLW0603  # how often this process has come: each group has keys of its own
     with _init_lock:
         number = _init_count if world_size else 0
@@ -147,6 +154,12 @@ def _init_rpc_backend(
 
 def _init_rpc_states(agent: Any) -> None:
     _gatherings.clear()
+    if isinstance(agent, Agent):
+        # For code that uses torch's contexts of distributed autograd within one process.
+        with contextlib.suppress(Exception):
+            import torch.distributed.autograd as dist_autograd
+
+            dist_autograd._init(agent.me.id)
     _set_and_start_rpc_agent(agent)
 
 
@@ -353,7 +366,7 @@ def _wait_all() -> Iterator[None]:
         yield
     finally:
         try:
-            torch.futures.wait_all(_thread_local_var.future_list)
+            wait_all(_thread_local_var.future_list)
         finally:
             del _thread_local_var.future_list
 
@@ -535,6 +548,8 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
                 _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
             _quiesce(agent, deadline)
+            # Others may still wait for the answers to their last words.
+            agent.wait_idle(Deadline(_LAST_WORDS))
             if not _ignore_rref_leak:
                 leaks = agent.rrefs.leaks()
                 if leaks:

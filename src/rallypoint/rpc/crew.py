@@ -292,6 +292,7 @@ class Crew:
                     return
             source.flush()
             source.poll(jobs)
+        source.flush()
         with self._lock:
             self._leader = None
 

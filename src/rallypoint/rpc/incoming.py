@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rallypoint.errors import ProtocolError
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import DeadlineExceeded, ProtocolError
 from rallypoint.wire.frames import Frame, Shared, encode
 from rallypoint.wire.line import Closed, Line
 from rallypoint.wire.sharing import Sharing
@@ -55,6 +56,8 @@ class Incoming:
         self.peer = peer
         self.sharing = sharing
         self.active: dict[int, Served] = {}
+        # Taken out of the others, and not handed to the kernel yet.
+        self._answering: set[int] = set()
         self._job = job
         self._lost = lost
         self._hold_back = hold_back
@@ -95,6 +98,22 @@ class Incoming:
         served = self.active.get(number)
         if served is not None:
             served.cancel()
+
+    def claim(self, number: int) -> bool:
+        """Whether the caller is the one to answer this request: nobody else has, or has given it up."""
+        if self.active.pop(number, None) is None:
+            return False
+        self._answering.add(number)
+        return True
+
+    def answered(self, number: int) -> None:
+        """The answer is on its way."""
+        self._answering.discard(number)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being done for the peer, and all answers are on their way."""
+        return not (self.active or self._answering or self._held)
 
     # -- replies ----------------------------------------------------------------------------------
 
@@ -147,6 +166,14 @@ class Incoming:
         for served in list(self.active.values()):
             served.cancel()
         self._lost(self, reason)
+
+    def finish(self, deadline: Deadline) -> None:
+        """We leave: what has been answered still goes out, then it ends."""
+        self.flush()
+        with contextlib.suppress(Closed, DeadlineExceeded):
+            if self.line.is_full:
+                self.line.push(deadline)
+        self.end("this worker has left the group")
 
     def close(self) -> None:
         """Give the sockets back; called when nobody reads any more."""

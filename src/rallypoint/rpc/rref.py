@@ -231,6 +231,9 @@ class RRef(Generic[T]):
     def _fork(self, to: int) -> Fork:
         table = self._agent.rrefs
         if self._fork_id is None:
+            reason = table.why_not_made(self._rref_id)
+            if reason:
+                raise RpcError(reason)
             return table.fork_owned(self._rref_id, to, "")
         if table.is_deleted or self._agent.is_closed:
             raise RpcError(
@@ -317,14 +320,19 @@ def call_remote(
     rref._creation = creation
     rref._is_script = scripted
 
+    def give_up(reason: str) -> None:
+        agent.rrefs.failed(fork_id, reason)
+        if owner.id == agent.me.id:
+            agent.rrefs.fail_value(rref_id, reason)
+
     def finish(call: Call, outgoing: Outgoing) -> None:
         try:
             agent.decode(call, outgoing)
         except RpcTimeout:
-            agent.rrefs.failed(fork_id, _TIMED_OUT)
+            give_up(_TIMED_OUT)
             raise
         except BaseException as error:
-            agent.rrefs.failed(fork_id, f"RRef creation via rpc.remote() failed: {error}")
+            give_up(f"RRef creation via rpc.remote() failed: {error}")
             raise
         else:
             agent.rrefs.confirmed(fork_id)
@@ -338,9 +346,10 @@ def call_remote(
             timeout,
             finish=finish,
             future=creation,
+            lost=lambda error: give_up(f"RRef creation via rpc.remote() failed: {error}"),
         )
     except BaseException as error:
-        agent.rrefs.failed(fork_id, f"RRef creation via rpc.remote() failed: {error}")
+        give_up(f"RRef creation via rpc.remote() failed: {error}")
         raise
     creation.is_watched = True
     return rref

@@ -75,6 +75,8 @@ class RRefTable:
         self._asked = False
         self._settled = threading.Condition(self._lock)
         self._deleted = False
+        self._unacknowledged: set[Send] = set()
+        self._not_made: dict[RRefId, str] = {}
 
     # -- values that live here ----------------------------------------------------------------------
 
@@ -94,6 +96,19 @@ class RRefTable:
             if found is None:
                 found = self._values[rref_id] = Future()
             return found
+
+    def fail_value(self, rref_id: RRefId, reason: str) -> None:
+        """A value of this worker will not be made."""
+        with self._lock:
+            self._not_made[rref_id] = reason
+        future = self.value(rref_id)
+        if not future.done():
+            future.set_exception(RpcError(reason))  # type: ignore[arg-type]  # torch takes any exception
+
+    def why_not_made(self, rref_id: RRefId) -> str:
+        """Why a value of this worker could not be made; empty if it could, or may still."""
+        with self._lock:
+            return self._not_made.get(rref_id, "")
 
     def keep(self, rref_id: RRefId) -> None:
         with self._lock:
@@ -210,6 +225,7 @@ class RRefTable:
                 case Release(rref_id):
                     with self._lock:
                         self._values.pop(rref_id, None)
+                        self._not_made.pop(rref_id, None)
                 case Orphaned(rref_id, reason):
                     future = self.value(rref_id)
                     if not future.done():
@@ -230,21 +246,31 @@ class RRefTable:
     def _send(self, command: Send, attempt: int) -> None:
         """Send a control message until it is acknowledged."""
         agent = self._agent
+        with self._lock:
+            self._unacknowledged.add(command)
 
         def finish(call: Call, outgoing: Outgoing) -> None:
             try:
                 agent.decode(call, outgoing)
             except RpcError as error:
                 again(error)
+                return
             except Exception as error:  # noqa: BLE001  # the owner's answer to FORK_REQUEST: no
                 if command.kind == Control.FORK_REQUEST:
                     self.failed(command.fork_id, str(error))
             else:
                 if command.kind == Control.FORK_REQUEST:
                     self.confirmed(command.fork_id)
+            over()
+
+        def over() -> None:
+            with self._settled:
+                self._unacknowledged.discard(command)
+                self._settled.notify_all()
 
         def again(error: BaseException) -> None:
             if agent.is_closed:
+                over()
                 return
             if attempt < _MOST_RETRIES and not agent.is_gone(command.to):
                 agent.later(
@@ -252,6 +278,9 @@ class RRefTable:
                 )
             elif command.kind == Control.FORK_REQUEST:
                 self.failed(command.fork_id, f"its owner does not answer: {error}")
+                over()
+            else:
+                over()
 
         def send() -> None:
             try:
@@ -339,7 +368,9 @@ class RRefTable:
             commands = self._core.delete_all()
         self._carry_out(commands)
         with self._settled:
-            return self._settled.wait_for(lambda: not self._core.counts().num_users, timeout)
+            return self._settled.wait_for(
+                lambda: not self._unacknowledged and not self._core.counts().num_users, timeout
+            )
 
     @property
     def is_deleted(self) -> bool:

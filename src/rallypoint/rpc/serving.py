@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.futures import Future
 
 from rallypoint.errors import CallCancelled, RpcError
@@ -80,7 +81,8 @@ class Request:
         if call is None:
             deadline = self._arrived + frame.time_left / 1000.0 if frame.time_left else None
             call = self._call = CurrentCall(self._incoming.peer, deadline)
-            if deadline is not None and deadline <= time.monotonic():
+            if deadline is not None and deadline <= time.monotonic() and frame.kind not in _REMOTES:
+                # Nobody waits any more. A value that was asked for is made all the same: others may hold it.
                 self._forget()
                 return
         if call.cancelled:
@@ -180,7 +182,7 @@ class Request:
 
     def answer_with(self, future: Any) -> None:
         """Answer when a future is done, which an ``@async_execution`` function has returned."""
-        if not isinstance(future, Future):
+        if not isinstance(future, torch._C.Future):
             self.fail(wrong_return_type(future))
             return
 
@@ -193,7 +195,7 @@ class Request:
                 self.answer(result)
 
         # Beneath an RpcFuture's own: this is our code, which needs no thread of its own.
-        Future.add_done_callback(future, done)
+        torch._C.Future.add_done_callback(future, done)
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -224,11 +226,12 @@ class Request:
         made = self._made
         if made is not None:
             self._made = None
-            made.set_result(result)
+            if not made.done():
+                made.set_result(result)
             result = None
-        if self._incoming.active.pop(self._frame.call, None) is None:
-            return
         number = self._frame.call
+        if not self._incoming.claim(number):
+            return
         try:
             if result is None:
                 self._incoming.reply(Kind.NOTHING, number, later=later)
@@ -246,6 +249,7 @@ class Request:
             self._incoming.active[number] = self
             self.fail(error)
             return
+        self._incoming.answered(number)
         self._agent.served(self._arrived, failed=False, is_user=self._is_user)
 
     def fail(self, error: BaseException, *, printed: bool = True) -> None:
@@ -253,17 +257,19 @@ class Request:
         made = self._made
         if made is not None:
             self._made = None
-            made.set_exception(translated(error))  # type: ignore[arg-type]  # torch takes any exception
+            if not made.done():
+                made.set_exception(translated(error))  # type: ignore[arg-type]  # torch takes any exception
             if printed:
                 self._print(error)
             self.answer(None)
             return
-        if self._incoming.active.pop(self._frame.call, None) is None:
+        if not self._incoming.claim(self._frame.call):
             return
         if printed and not isinstance(error, (CallCancelled, asyncio.CancelledError)):
             self._print(error)
         payload, _ = self._agent.dumps_plain(describe(translated(error)))
         self._incoming.reply(Kind.FAILURE, self._frame.call, payload)
+        self._incoming.answered(self._frame.call)
         self._agent.served(self._arrived, failed=True, is_user=self._is_user)
 
     def _print(self, error: BaseException) -> None:
@@ -280,8 +286,9 @@ class Request:
         )
 
     def end_stream(self) -> None:
-        if self._incoming.active.pop(self._frame.call, None) is not None:
+        if self._incoming.claim(self._frame.call):
             self._incoming.reply(Kind.END, self._frame.call)
+            self._incoming.answered(self._frame.call)
             self._agent.served(self._arrived, failed=False, is_user=self._is_user)
 
     # -- by the caller ----------------------------------------------------------------------------
@@ -305,6 +312,9 @@ class Request:
 
 def translated(error: BaseException) -> BaseException:
     """In torch's words, where it has some."""
+    if isinstance(error, torch.jit.Error):
+        scripted: BaseException = RuntimeError(str(error))
+        return scripted.with_traceback(error.__traceback__)
     if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
         made: BaseException = RuntimeError(
             f"{error}. The function is not there on the callee: the RPC pickler does not serialize function"

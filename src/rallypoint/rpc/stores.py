@@ -13,19 +13,27 @@ from rallypoint._core.addresses import is_this_host
 from rallypoint.errors import ConfigError
 
 
-def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Any:
+def open_store(
+    init_method: str,
+    rank: int,
+    world_size: int | None,
+    timeout: float,
+    *,
+    torch_rules: bool = False,
+) -> Any:
     """The c10d store that an ``init_method`` names.
 
     Args:
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
         rank: 0 hosts a TCP store; negative: whoever comes first on its host does.
         timeout: seconds to wait for it; 0: c10d's default.
+        torch_rules: a rank must be given, and is asked for in torch's words.
 
     Raises:
         ConfigError: it is none of these.
     """
     limit = timedelta(seconds=timeout) if timeout else dist.constants.default_pg_timeout
-    if rank >= 0:
+    if (rank >= 0 and world_size) or (torch_rules and rank < 0):
         # torch's own way, so that every scheme that it knows, or was taught, works.
         found = dist.rendezvous(init_method, rank, world_size or -1, timeout=limit)
         return next(iter(found))[0]
@@ -34,7 +42,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
         case "file":
             return dist.FileStore(url.path, -1)
         case "tcp":
-            return _tcp(str(url.hostname), url.port, limit)
+            return _tcp(str(url.hostname), url.port, limit, rank)
         case "env":
             host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
             if host is None or port is None:
@@ -44,15 +52,17 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
                     "needs MASTER_ADDR and MASTER_PORT in the environment",
                     "start the workers with rally run, or set them",
                 )
-            return _tcp(host, int(port), limit)
+            return _tcp(host, int(port), limit, rank)
     raise ConfigError("init_method", init_method, "expected env://, tcp://host:port or file:///path")
 
 
-def _tcp(host: str, port: int | None, limit: timedelta) -> Any:
-    """Whoever comes first on the store's host serves it."""
+def _tcp(host: str, port: int | None, limit: timedelta, rank: int) -> Any:
+    """Rank 0 serves it; without ranks, whoever comes first on the store's host."""
     if port is None:
         raise ConfigError("init_method", f"tcp://{host}", "expected a port: tcp://host:port")
-    if is_this_host(host):
+    if rank == 0:
+        return dist.TCPStore(host, port, None, True, limit, wait_for_workers=False)
+    if rank < 0 and is_this_host(host):
         try:
             return dist.TCPStore(host, port, None, True, limit, wait_for_workers=False)
         except (RuntimeError, OSError):

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .member import check_name
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's name and id (its rank)."""
+    """A worker's name and id (its rank).
+
+    Raises:
+        RpcError: the name is none.
+    """
 
     name: str
     id: int
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
 
     def __str__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

@@ -1,0 +1,55 @@
+"""Several futures as one: like torch's, but they end with the first failure, whatever kind of future failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+
+def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
+    """A future of all of these: done when all are, or when the first has failed.
+
+    torch's waits for the rest where the failure was set from Python, as calls' are here.
+    """
+    collected: Future[list[Future[Any]]] = Future()
+    futures = list(futures)
+    lock = threading.Lock()
+    left = len(futures)
+    if not left:
+        collected.set_result(futures)
+        return collected
+
+    def one_done(done: Any) -> None:
+        nonlocal left
+        error: BaseException | None = None
+        try:
+            torch._C.Future.value(done)
+        except BaseException as raised:  # noqa: BLE001  # whatever it is, it belongs to whoever waits
+            error = raised
+        with lock:
+            if left <= 0:
+                return
+            left = 0 if error is not None else left - 1
+            if left:
+                return
+        if error is None:
+            collected.set_result(futures)
+        else:
+            collected.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception
+
+    for future in futures:
+        # Beneath an RpcFuture's own, which would take it for a callback of the user's.
+        torch._C.Future.add_done_callback(future, one_done)
+    return collected
+
+
+def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
+    """All results, in order; raises the first failure as soon as it is there. Blocks."""
+    for future in futures:
+        if not future.done():
+            return [each.wait() for each in collect_all(futures).wait()]
+    return [each.wait() for each in futures]
