@@ -704,7 +704,8 @@ class Agent:
                 self._dead[member.incarnation] = reason
         outgoing = self._outgoing.get(info.id)
         if outgoing is not None and (member is None or outgoing.peer == info.name):
-            outgoing.fail(reason)
+            # Answers that have come already are still read.
+            outgoing.hang_up()
         logger.info("worker %s has gone: %s", info.name, reason)
         self.rrefs.peer_lost(info.id, reason)
         if member is not None and isinstance(self.group, DynamicGroup):

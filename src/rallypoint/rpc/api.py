@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -156,10 +157,10 @@ def _init_rpc_states(agent: Any) -> None:
     _gatherings.clear()
     if isinstance(agent, Agent):
         # For code that uses torch's contexts of distributed autograd within one process.
-        with contextlib.suppress(Exception):
-            import torch.distributed.autograd as dist_autograd
-
-            dist_autograd._init(agent.me.id)
+        dist_autograd = sys.modules.get("torch.distributed.autograd")
+        if dist_autograd is not None:
+            with contextlib.suppress(Exception):
+                dist_autograd._init(agent.me.id)
     _set_and_start_rpc_agent(agent)
 
 

@@ -618,8 +618,8 @@ def _agree_on_kind(calls: Calls, kind: bytes) -> None:
     held = calls.put_new("kind", kind)
     if held != kind:
         raise RpcError(
-            "RPC group mixes statically and dynamically initialized members, which is not supported:"
-            f" this one is {kind.decode()}, the first was {held.decode(errors='replace')}; give all"
+            "RPC group mixes statically and dynamically initialized members which is not supported."
+            f" This one is {kind.decode()}, the first was {held.decode(errors='replace')}; give all"
             " of them the same world_size, or none of them any"
         )
 

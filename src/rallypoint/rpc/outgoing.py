@@ -347,7 +347,7 @@ class Outgoing:
         expired, following = self.calls.take_expired(now)
         theirs: list[Call] = []
         for number, call in expired:
-            self.tell(Kind.CANCEL, number)
+            self._give_up(number, call)
             call.error = RpcTimeout(call.seconds, f"{call.describe()} on {self.peer!r}")
             self._settle(call, theirs)
         return theirs, following
@@ -357,9 +357,18 @@ class Outgoing:
         call = self.calls.take(number)
         if call is None:
             return False
-        self.tell(Kind.CANCEL, number)
+        self._give_up(number, call)
         self.settle(call, error)
         return True
+
+    def _give_up(self, number: int, call: Call) -> None:
+        """Tell the peer that nobody waits. A value that it was to make is made all the same: others may hold it."""
+        if call.kind not in (Kind.REMOTE, Kind.SCRIPT_REMOTE):
+            self.tell(Kind.CANCEL, number)
+
+    def hang_up(self) -> None:
+        """End the connection when what has come is read: every call without an answer fails then."""
+        self.line.shut()
 
     def fail(self, reason: str) -> None:
         """The peer is lost, or we leave: every call fails, and no further one is made."""
