@@ -45,7 +45,7 @@ from .group import DynamicGroup, StaticGroup
 from .handshake import Welcome, introduce
 from .incoming import Incoming
 from .member import Member
-from .messages import Kind
+from .messages import FLAG_REFS, Kind
 from .options import NativeRpcBackendOptions
 from .outgoing import Outgoing
 from .poller import READ, WRITE, Poller
@@ -354,6 +354,8 @@ class Agent:
         block: bool = True,
     ) -> None:
         """Send a request. Raises what :meth:`Outgoing.begin` does."""
+        if tensors is not None and tensors.forks:
+            flags |= FLAG_REFS
         if tensors is None or not tensors.buffers:
             outgoing.begin(kind, call, payload, flags=flags, block=block)
             return
@@ -655,6 +657,10 @@ class Agent:
 
     def wake_at(self, when: float) -> None:
         self._crew.wake_at(when)
+
+    def unwanted(self, outgoing: Outgoing, frame: Frame) -> None:
+        """An answer that nobody waits for any more carries references: they are taken, and dropped."""
+        self._crew.submit(_Task(lambda: self.read(frame, outgoing)))
 
     def defer(self, calls: list[Call]) -> None:
         for call in calls:

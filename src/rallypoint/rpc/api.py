@@ -165,9 +165,16 @@ def _init_rpc_states(agent: Any) -> None:
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
+    """Calls of others are served from here on: not before this process can make calls itself."""
     global _current  # noqa: PLW0603  # the one agent of the process
     _current = agent
     agent_in_use.set_current_agent(agent)
+    if isinstance(agent, Agent):
+        try:
+            agent.start()
+        except BaseException:
+            _finalize_shutdown()
+            raise
 
 
 def _get_current_rpc_agent() -> Any:

@@ -15,7 +15,7 @@ from rallypoint._core.addresses import hostname
 from rallypoint._core.host import host_identity
 from rallypoint.errors import ConfigError
 
-from . import agent_in_use, constants
+from . import constants
 from .agent import Agent, node_devices
 from .faulty import FaultyAgent, FaultyRpcBackendOptions
 from .group import DynamicGroup, StaticGroup
@@ -76,7 +76,7 @@ def _init(
     world_size: int | None,
     options: Any,
 ) -> Agent:
-    """Become a member of the group, and serve. Leaves nothing behind if that fails."""
+    """Become a member of the group; serves when it is started. Leaves nothing behind if that fails."""
     options = adopt_options(options, options_kind)
     check_name(name)
     timeout = options.rpc_timeout or None
@@ -100,11 +100,7 @@ def _init(
         else:
             group = DynamicGroup.join(store, me, rank if rank >= 0 else None, timeout)
         agent.enter(group)
-        agent_in_use.set_current_agent(agent)
-        agent.start()
     except BaseException:
-        if agent_in_use.current_agent() is agent:
-            agent_in_use.set_current_agent(None)
         agent.close()
         raise
     return agent

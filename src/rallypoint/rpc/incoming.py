@@ -126,6 +126,7 @@ class Incoming:
         *,
         held: Any = None,
         later: bool = False,
+        flags: int = 0,
     ) -> None:
         """Answer a request. Does not wait; an answer to a peer that has gone is dropped.
 
@@ -136,7 +137,7 @@ class Incoming:
         placed: Sequence[Shared | memoryview] = buffers
         if buffers and self.sharing is not None:
             placed, _ = self.sharing.place(buffers)
-        pieces = encode(kind, number, payload, placed)
+        pieces = encode(kind, number, payload, placed, flags=flags)
         if later and len(pieces) == 1:
             self._held.append(pieces[0])  # type: ignore[arg-type]  # the only piece is bytes
             if len(self._held) == 1:

@@ -21,7 +21,7 @@ from rallypoint.wire.line import PATIENCE, Closed, Line
 from rallypoint.wire.sharing import Sharing
 
 from .calls import Call, CallTable
-from .messages import Kind
+from .messages import FLAG_REFS, Kind
 from .worker_info import WorkerInfo
 
 
@@ -36,6 +36,9 @@ class Watch(Protocol):
         """It has ended; called once."""
 
     def wake_at(self, when: float) -> None: ...
+
+    def unwanted(self, outgoing: Outgoing, frame: Frame) -> None:
+        """An answer came too late that must not simply be dropped."""
 
     def defer(self, calls: list[Call]) -> None:
         """Complete these calls on a thread of the crew: user code hangs on them."""
@@ -258,7 +261,9 @@ class Outgoing:
         call = self.calls.take(frame.call)
         if call is None:
             # Its time was up, or it was cancelled.
-            if self.sharing is not None:
+            if frame.flags & FLAG_REFS:
+                self._watch.unwanted(self, frame)
+            elif self.sharing is not None:
                 self.sharing.discard(frame.buffers)
             return
         call.frame = frame

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import sys
 import threading
 import time
@@ -23,13 +24,15 @@ from .answers import AnswerLater
 from .crew import TICK
 from .current_call import SERVING, CurrentCall
 from .incoming import Incoming
-from .messages import FLAG_FOREIGN, Kind
+from .messages import FLAG_FOREIGN, FLAG_REFS, Kind
 from .payload import loads
 
 
 if TYPE_CHECKING:
     from .agent import Agent
 
+
+logger = logging.getLogger(__name__)
 
 _CALLS = (Kind.CALL, Kind.SCRIPT_CALL)
 _REMOTES = (Kind.REMOTE, Kind.SCRIPT_REMOTE)
@@ -219,7 +222,16 @@ class Request:
             act()
 
     def _forget(self) -> None:
+        """Nobody waits for an answer. What the request carries is taken, and dropped."""
         self._incoming.active.pop(self._frame.call, None)
+        frame = self._frame
+        try:
+            if frame.flags & FLAG_REFS:
+                self._read(frame, [])
+            elif frame.buffers and self._incoming.sharing is not None:
+                self._incoming.sharing.discard(frame.buffers)
+        except Exception:
+            logger.exception("a request that was given up could not be read")
 
     def answer(self, result: Any, *, later: bool = False) -> None:
         """Send what the function has returned."""
@@ -244,6 +256,7 @@ class Request:
                     tensors.buffers,
                     held=tensors.held,
                     later=later,
+                    flags=FLAG_REFS if tensors.forks else 0,
                 )
         except BaseException as error:  # noqa: BLE001  # a result that cannot be pickled
             self._incoming.active[number] = self
@@ -282,7 +295,12 @@ class Request:
         """Send one item of a stream."""
         payload, tensors = self._agent.dumps(value, self._incoming.peer)
         self._incoming.reply(
-            Kind.ITEM, self._frame.call, payload, tensors.buffers, held=tensors.held
+            Kind.ITEM,
+            self._frame.call,
+            payload,
+            tensors.buffers,
+            held=tensors.held,
+            flags=FLAG_REFS if tensors.forks else 0,
         )
 
     def end_stream(self) -> None:
