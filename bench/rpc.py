@@ -77,7 +77,7 @@ class Rank:
 
     def init(self, meeting: str, world_size: int | None) -> tuple[float, float]:
         options = (
-            self._rpc.RpcBackendOptions
+            self._rpc.NativeRpcBackendOptions
             if self._rival == OURS
             else self._rpc.TensorPipeRpcBackendOptions
         )

@@ -116,7 +116,11 @@ def _choose(backend: Any, options: Any) -> tuple[BackendType, Any]:
             f"Argument rpc_backend_options must be an instance of RpcBackendOptions, but got {options!r}"
         )
     if backend is None:
-        if options is None or isinstance(options, NativeRpcBackendOptions):
+        if (
+            options is None
+            or type(options) is RpcBackendOptions
+            or isinstance(options, NativeRpcBackendOptions)
+        ):
             backend = BackendType["RALLYPOINT"]
         else:
             for candidate in BackendType:

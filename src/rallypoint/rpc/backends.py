@@ -114,6 +114,8 @@ def adopt_options(options: Any, kind: type[NativeRpcBackendOptions]) -> NativeRp
     """
     if isinstance(options, kind):
         return options
+    if type(options) is RpcBackendOptions:
+        return kind(rpc_timeout=options.rpc_timeout, init_method=options.init_method)
     raise TypeError(
         f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions` (or {kind.__name__}), not"
         f" {type(options).__name__}"

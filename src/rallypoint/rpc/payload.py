@@ -94,6 +94,8 @@ def dumps(
     Raises:
         Exception: whatever an object raises that cannot be pickled.
     """
+    if type(obj) in _PLAIN:
+        return pickle.dumps(obj, 5), _NO_TENSORS
     file = io.BytesIO()
     writer = (_by_value() if by_value else Writer)(file, to, devices)
     try:
@@ -103,6 +105,9 @@ def dumps(
         raise
     return file.getvalue(), writer.tensors
 
+
+# Of a message that has none.
+_NO_TENSORS = TensorWriter()
 
 _on_unsent: Callable[[list[Any]], None] = lambda _: None  # noqa: E731
 
@@ -185,6 +190,31 @@ read_with(_current_reader)
 def current_sender() -> int | None:
     """Who sent the message that this thread is unpickling."""
     return _current.sender
+
+
+# Calls without arguments that have come: their payload, and where the function is found by its name.
+_KNOWN_CALLS: dict[bytes, tuple[tuple[Any, tuple[()], None], dict[str, Any], str]] = {}
+_MOST_KNOWN = 256  # bytes of a payload that is remembered
+
+
+def loads_call(payload: bytes | bytearray, sender: int) -> Any:
+    """What a call without buffers says; the same as :func:`loads`, faster for one without arguments."""
+    if len(payload) > _MOST_KNOWN:
+        return loads(payload, sender=sender)
+    known = _KNOWN_CALLS.get(payload)  # type: ignore[call-overload]  # short payloads are bytes
+    if known is not None:
+        content, namespace, name = known
+        # The name may mean another function by now.
+        if namespace.get(name) is content[0]:
+            return content
+    content = loads(payload, sender=sender)
+    if type(content) is tuple and len(content) == 3:
+        func, args, kwargs = content
+        if type(func) is _FUNCTION and args == () and kwargs is None and type(payload) is bytes:
+            name = func.__qualname__
+            if func.__globals__.get(name) is func and len(_KNOWN_CALLS) < _MOST_CACHED:
+                _KNOWN_CALLS[payload] = content, func.__globals__, name
+    return content
 
 
 class _Checked(pickle.Unpickler):

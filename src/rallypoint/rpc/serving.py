@@ -25,7 +25,7 @@ from .crew import TICK
 from .current_call import SERVING, CurrentCall
 from .incoming import Incoming
 from .messages import FLAG_FOREIGN, FLAG_REFS, Kind
-from .payload import loads
+from .payload import loads, loads_call
 
 
 if TYPE_CHECKING:
@@ -137,6 +137,8 @@ class Request:
 
     def _read(self, frame: Frame, forks: list[Any]) -> Any:
         buffers = frame.buffers
+        if not (frame.flags or buffers) and self._agent.allowed_modules is None:
+            return loads_call(frame.payload, self._incoming.peer.id)
         if buffers and self._incoming.sharing is not None:
             buffers = self._incoming.sharing.take(buffers)
         content = loads(

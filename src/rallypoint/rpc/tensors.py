@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 
+# Bytes of tensors that are pickled like anything else: a buffer of its own costs more than the copy.
+SMALL = 16 * 1024
 # A view is sent with the gaps between its elements if they are at most half of it; else it is packed.
 _MOST_SPREAD = 2
 
@@ -74,13 +76,14 @@ class TensorWriter:
         forks: remote references in the same message.
     """
 
-    __slots__ = ("_devices", "_seen", "buffers", "forks", "held")
+    __slots__ = ("_devices", "_seen", "_small", "buffers", "forks", "held")
 
     def __init__(self, devices: Devices | None = None) -> None:
         self.buffers: list[memoryview] = []
         self.held: list[Any] = []
         self.forks: list[Any] = []
         self._seen: dict[tuple[int, int], int] | None = None
+        self._small: dict[int, bytearray] | None = None
         self._devices = devices
 
     def reduce(self, tensor: Tensor) -> Reduced:
@@ -101,6 +104,8 @@ class TensorWriter:
         if not bytes_shown:
             return rebuild_empty, (code, size, tensor.stride(), grad)
         if whole == bytes_shown and tensor.is_contiguous():
+            if whole <= SMALL:
+                return rebuild_small, (self._copy(storage, whole), code, size, grad)
             return rebuild_tensor, (self._add(storage, whole), code, size, grad)
         if whole <= _MOST_SPREAD * bytes_shown:
             index, offset = self._add(storage, whole), tensor.storage_offset()
@@ -109,6 +114,19 @@ class TensorWriter:
 
     def reduce_parameter(self, parameter: torch.nn.Parameter) -> Reduced:
         return rebuild_parameter, (parameter.data, parameter.requires_grad)
+
+    def _copy(self, storage: torch.UntypedStorage, whole: int) -> bytearray:
+        """A small storage's bytes, to be pickled; the same object for the same storage, so that views share it."""
+        at = storage.data_ptr()
+        small = self._small
+        if small is None:
+            small = self._small = {}
+        copy = small.get(at)
+        if copy is None:
+            copy = small[at] = bytearray(_view_memory(at, whole, _READ))
+            # Its address must not be another storage's before the message is done.
+            self.held.append(storage)
+        return copy
 
     def _add(self, storage: torch.UntypedStorage, whole: int) -> int:
         """The number of the buffer that is this storage."""
@@ -227,6 +245,17 @@ def read_with(reading: Callable[[], TensorReader]) -> None:
 
 def rebuild_tensor(index: int, code: int, size: tuple[int, ...], grad: bool) -> Tensor:
     made = _reading().flat(index, code)
+    if len(size) != 1:
+        made = made.view(size)
+    return made.requires_grad_() if grad else made
+
+
+def rebuild_small(data: bytearray, code: int, size: tuple[int, ...], grad: bool) -> Tensor:
+    dtype = _DTYPES[code]
+    if dtype in _AS_BYTES:
+        made = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+    else:
+        made = torch.frombuffer(data, dtype=dtype)
     if len(size) != 1:
         made = made.view(size)
     return made.requires_grad_() if grad else made
