@@ -256,7 +256,7 @@ def current_forks() -> list[Any] | None:
 
 
 def loads(
-    payload: bytes | bytearray,
+    payload: bytes | bytearray | memoryview,
     buffers: Sequence[Any] = (),
     *,
     sender: int | None = None,

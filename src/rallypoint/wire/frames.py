@@ -8,8 +8,8 @@ A frame is a header, descriptors of its buffers, a payload, and then those buffe
     payload                what the codec made: a pickle, or nothing
     buffers                the inline ones, in order
 
-Large buffers are received straight into memory of their own, which ``allocate`` gives: the bytes of a tensor are
-copied once, by the kernel.
+Large buffers and payloads are received straight into memory of their own, which ``allocate`` gives: the bytes of a
+tensor are copied once, by the kernel.
 
 Integers are little-endian. A header that breaks a limit ends the connection (``ProtocolError``): after it no
 boundary between frames can be trusted.
@@ -72,7 +72,7 @@ class Frame(NamedTuple):
     flags: int
     call: int
     time_left: int
-    payload: bytes | bytearray
+    payload: bytes | bytearray | memoryview
     buffers: Sequence[Buffer | Shared]
 
 
@@ -119,7 +119,8 @@ class FrameParser:
 
     Args:
         limits: what the peer may send.
-        allocate: memory of at least so many bytes for a buffer, writable; a bytearray by default.
+        allocate: memory of at least so many bytes, writable; a bytearray by default. It is asked for what a peer
+            has only announced: memory that is taken as it is filled keeps a false claim cheap.
     """
 
     __slots__ = (
@@ -205,9 +206,7 @@ class FrameParser:
                 if end < body and body - start <= len(view):
                     break
                 self._start, self._end = start, end
-                if not self._begin(
-                    frames, kind, flags, call, time_left, length, buffers, size
-                ):
+                if not self._begin(frames, kind, flags, call, time_left, length, buffers, size):
                     return
                 start, end = self._start, self._end
                 continue
@@ -264,8 +263,12 @@ class FrameParser:
                 )
             unfinished.described.append((size, offset, segment, slot))
         # The payload first, then what is inline.
-        unfinished.payload = bytearray(unfinished.length)
-        if unfinished.length:
+        length = unfinished.length
+        if length > READ_SIZE:
+            unfinished.payload = memoryview(self._memory(length)).cast("B")[:length]
+        else:
+            unfinished.payload = bytearray(length)
+        if length:
             unfinished.parts.append(memoryview(unfinished.payload))
         unfinished.parts_left = [each for each in unfinished.described if each[2] == INLINE]
 
@@ -290,7 +293,7 @@ class FrameParser:
             if not unfinished.parts_left:
                 break
             size = unfinished.parts_left.pop(0)[0]
-            memory = self._allocate(size)
+            memory = self._memory(size)
             unfinished.inline.append(memory)
             if size:
                 unfinished.parts.append(memoryview(memory).cast("B")[:size])
@@ -310,6 +313,15 @@ class FrameParser:
             )
         )
         return True
+
+    def _memory(self, size: int) -> Buffer:
+        try:
+            return self._allocate(size)
+        except (MemoryError, OSError) as error:
+            raise ProtocolError(
+                f"a frame announces {size} bytes in one piece, and this process cannot have them: {str(error) or 'no memory'};"
+                " send less at once"
+            ) from None
 
 
 class _Unfinished:
@@ -335,7 +347,7 @@ class _Unfinished:
         self.call = call
         self.time_left = time_left
         self.length = length
-        self.payload = bytearray()
+        self.payload: bytearray | memoryview = bytearray()
         self.descriptors: bytearray | None = None
         self.described: list[tuple[int, int, int, int]] = []
         self.parts: list[memoryview] = []

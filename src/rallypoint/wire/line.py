@@ -86,7 +86,9 @@ class Line:
         """
         with self._lock:
             if self._outbox:
-                self._outbox.extend(memoryview(each) for each in pieces)
+                # No empty ones: the kernel takes nothing of them, and they would be tried for ever.
+                views = (memoryview(each).cast("B") for each in pieces)
+                self._outbox.extend(view for view in views if view)
                 self._held.append(held)
                 return False
             try:
@@ -147,13 +149,11 @@ class Line:
             Closed: the other end is gone.
             DeadlineExceeded: it has not taken it in time.
         """
-        poll = select.poll()
-        poll.register(self._sock, select.POLLOUT)
         while not self.flush():
             left = deadline.remaining()
             if left == 0.0:
                 raise DeadlineExceeded("the other end does not read what we send")
-            poll.poll(None if left is None else left * 1000.0)
+            self._wait(select.POLLOUT, left)
 
     @property
     def is_full(self) -> bool:
@@ -187,12 +187,8 @@ class Line:
             Closed: the other end is gone.
             ProtocolError: what came is no frame.
         """
-        if left is not None and left < PATIENCE:
-            # poll alone has milliseconds; rounded up, or the last one would be spent spinning.
-            poll = select.poll()
-            poll.register(self._sock, select.POLLIN)
-            if not poll.poll(int(left * 1000) + 1):
-                return []
+        if left is not None and left < PATIENCE and not self._wait(select.POLLIN, left):
+            return []
         try:
             count = self._sock.recv_into(self._parser.space())
         except BlockingIOError:
@@ -207,6 +203,16 @@ class Line:
     def parse(self, data: bytes) -> list[Frame]:
         """Frames in bytes that came another way: together with the end of a handshake."""
         return self._parser.feed(data) if data else []
+
+    def _wait(self, event: int, left: float | None) -> bool:
+        poll = select.poll()
+        try:
+            poll.register(self._sock, event)
+        except ValueError:
+            # Closed by another thread, just now: it has no number any more.
+            raise Closed("this end has closed the connection") from None
+        # Whole milliseconds, rounded up, or the last one would be spent spinning.
+        return bool(poll.poll(None if left is None else int(left * 1000) + 1))
 
     def _gone(self, error: OSError) -> Closed:
         if self._closed:

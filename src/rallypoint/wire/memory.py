@@ -27,7 +27,8 @@ class MemoryListener:
     kind = KIND
 
     def __init__(self) -> None:
-        self._name = f"{os.getpid()}-{next(_numbers)}"
+        self.process = os.getpid()
+        self._name = f"{self.process}-{next(_numbers)}"
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._waiting: deque[socket.socket] = deque()
         with _lock:
@@ -70,7 +71,8 @@ def connect(address: Address, deadline: Deadline) -> socket.socket:
     del deadline  # nothing here takes time
     with _lock:
         listener = _listeners.get(str(address))
-        if listener is None:
+        # After a fork the table is there, too; who would accept is not.
+        if listener is None or listener.process != os.getpid():
             raise ConnectionRefusedError(f"nobody listens at {address} in this process")
         ours, theirs = socket.socketpair()
         listener.offer(theirs)

@@ -22,6 +22,7 @@ from .shm import SMALLEST, Block, Budget, Mapped, Pool, copy_into
 
 _CONTROL = INLINE
 _ENTRY = struct.Struct("<QI")
+_FD = struct.Struct("i")
 # The other end sends a descriptor before the message that needs it, so none is ever waited for.
 _PATIENCE = 5.0
 
@@ -32,17 +33,31 @@ class Sharing:
     Args:
         side: a socket to the other end that carries nothing but descriptors; it is taken over.
         budget: what all connections of this process may have mapped for sending.
+
+    Raises:
+        OSError: the other end has gone, or the system gives no memory. ``side`` is closed then.
     """
 
     def __init__(self, side: socket.socket, budget: Budget) -> None:
         self._side = side
-        side.settimeout(_PATIENCE)
-        self._pool, control = Pool.open(budget)
         self._send_lock = threading.Lock()
         self._take_lock = threading.Lock()
         self._mapped: Mapped | None = None
         self._early: set[int] = set()
-        self._send(_CONTROL, 0, control.fileno())
+        try:
+            # Receiving waits so long; sending never does.
+            side.settimeout(None)
+            patience = struct.pack("ll", int(_PATIENCE), 0)
+            side.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+            self._pool, control = Pool.open(budget)
+        except OSError:
+            side.close()
+            raise
+        try:
+            self._send(_CONTROL, 0, control.fileno())
+        except OSError:
+            self.close()
+            raise
 
     def place(
         self, buffers: Sequence[memoryview], least: int = SMALLEST
@@ -56,21 +71,22 @@ class Sharing:
         blocks: list[Block] = []
         for each in buffers:
             block = self._pool.lease(each.nbytes) if each.nbytes >= least else None
-            if block is None:
+            if block is None or not self._announce(block):
                 placed.append(each)
                 continue
             copy_into(block.view, each)
             is_new = block.file is not None
-            if block.file is not None:
-                self._send(block.segment, block.capacity, block.file.fileno())
-                self._pool.told(block)
             placed.append(Shared(block.segment, 0, int(is_new), block.size))
             blocks.append(block)
         return placed, blocks
 
     def take_back(self, blocks: Sequence[Block]) -> None:
+        """The message is not sent."""
         for each in blocks:
-            self._pool.take_back(each)
+            # A new one's descriptor is on its way: the message that says so never comes, so no other may be
+            # put there. It is given up until the connection ends.
+            if each.file is None:
+                self._pool.take_back(each)
 
     def take(self, buffers: Sequence[Buffer | Shared]) -> list[Buffer]:
         """The memory of a message's buffers; what is shared stays the other end's until it is freed here.
@@ -100,6 +116,9 @@ class Sharing:
 
     def close(self) -> None:
         """Give back what no tensor lives in."""
+        with contextlib.suppress(OSError):
+            # Wakes who waits for a descriptor.
+            self._side.shutdown(socket.SHUT_RDWR)
         self._side.close()
         self._pool.close()
         if self._mapped is not None:
@@ -124,15 +143,37 @@ class Sharing:
                 self._early.discard(shared.segment)
             return self._mapped
 
+    def _announce(self, block: Block) -> bool:
+        """Send the descriptor, if the other end has none; False if that cannot be done now."""
+        if block.file is None:
+            return True
+        try:
+            self._send(block.segment, block.capacity, block.file.fileno())
+        except OSError:
+            # Too many are on their way: it reads them with the messages that name them. Or it has gone, which
+            # sending the message will tell.
+            self._pool.take_back(block)
+            return False
+        self._pool.told(block)
+        return True
+
     def _send(self, number: int, capacity: int, fd: int) -> None:
         with self._send_lock:
-            socket.send_fds(self._side, [_ENTRY.pack(capacity, number)], [fd])
+            # socket.send_fds and recv_fds take flags and drop them.
+            self._side.sendmsg(
+                [_ENTRY.pack(capacity, number)],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))],
+                socket.MSG_DONTWAIT,
+            )
 
     def _receive(self) -> tuple[int, int, int]:
         try:
-            data, fds, _, _ = socket.recv_fds(self._side, _ENTRY.size, 1)
+            data, ancillary, _, _ = self._side.recvmsg(
+                _ENTRY.size, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
+            )
         except OSError as error:
             raise ProtocolError(f"no descriptor came for shared memory: {error}") from None
+        fds = [fd for _, _, each in ancillary for (fd,) in _FD.iter_unpack(each)]
         if len(fds) != 1 or len(data) != _ENTRY.size:
             for fd in fds:
                 os.close(fd)
