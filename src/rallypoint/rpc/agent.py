@@ -45,7 +45,7 @@ from .group import DynamicGroup, StaticGroup
 from .handshake import Welcome, introduce
 from .incoming import Incoming
 from .member import Member
-from .messages import FLAG_REFS, Kind
+from .messages import FAILURE, FLAG_REFS, NOTHING, STREAM, Kind
 from .options import NativeRpcBackendOptions
 from .outgoing import Outgoing
 from .poller import READ, WRITE, Poller
@@ -75,6 +75,8 @@ _LAST_WORDS = 0.5
 _OWN_MODULE = "rallypoint.rpc.api"
 # How often a shutdown looks whether the last calls are done.
 _IDLE_LOOK = 0.005
+# Asynchronous calls go out in bundles when more than so many are under way to a peer.
+_CROWD = 4
 _HANG_UP = select.EPOLLRDHUP
 
 
@@ -106,7 +108,10 @@ class Agent:
         self._job = job
         self._soon: deque[Callable[[], None]] = deque()
         self._poller = Poller(self._on_wake)
-        self._crew = Crew(f"rpc-{name}", options.num_worker_threads, self._poller, self._due)
+        self._kept: deque[Outgoing] = deque()
+        self._crew = Crew(
+            f"rpc-{name}", options.num_worker_threads, self._poller, self._due, self._tick
+        )
         self._loop = CoroutineLoop(f"rpc-{name}")
         self._budget = Budget(options.shared_memory_bytes)
         self._recycler = Recycler()
@@ -348,15 +353,15 @@ class Agent:
         kind: int,
         call: Call,
         payload: bytes,
-        tensors: TensorWriter | None,
+        tensors: TensorWriter,
         *,
         flags: int = 0,
         block: bool = True,
     ) -> None:
-        """Send a request. Raises what :meth:`Outgoing.begin` does."""
-        if tensors is not None and tensors.forks:
+        """Send a request that carries buffers or references. Raises what :meth:`Outgoing.begin` does."""
+        if tensors.forks:
             flags |= FLAG_REFS
-        if tensors is None or not tensors.buffers:
+        if not tensors.buffers:
             outgoing.begin(kind, call, payload, flags=flags, block=block)
             return
         sharing: Sharing | None = outgoing.sharing
@@ -391,6 +396,11 @@ class Agent:
         self, kind: int, content: tuple[Any, ...], outgoing: Outgoing, flags: int
     ) -> tuple[bytes, TensorWriter | None]:
         options = self.options
+        if len(content) == 3 and not flags:
+            # The short way first: a call that carries nothing.
+            known = payloads.known_call(content)
+            if known is not None and not options.pickle_by_value:
+                return known, None
         to = outgoing.info
         devices = self._devices_for(to) if options.device_maps or outgoing.has_maps else None
         if len(content) == 3 and not flags:
@@ -413,14 +423,19 @@ class Agent:
         block: bool = True,
     ) -> None:
         """Where faults are injected: every request goes through here."""
+        counters = self.counters
+        counters.sent += 1
+        if kind <= STREAM and not self.is_own(call.what):
+            counters.user_sent += 1
+        if tensors is None or not (tensors.buffers or tensors.forks):
+            crowd = _CROWD if call.on_done is not None else 0
+            outgoing.begin(kind, call, payload, flags=flags, block=block, crowd=crowd)
+            return
         try:
             self.send(outgoing, kind, call, payload, tensors, flags=flags, block=block)
         except BaseException:
             payloads.unsent(tensors)
             raise
-        self.counters.sent += 1
-        if kind <= Kind.STREAM and not self.is_own(call.what):
-            self.counters.user_sent += 1
 
     def call_async(
         self,
@@ -534,7 +549,7 @@ class Agent:
             raise call.error
         frame = call.frame
         assert frame is not None
-        if frame.kind == Kind.NOTHING:
+        if frame.kind == NOTHING:
             return None
         return self.read(frame, outgoing)
 
@@ -544,7 +559,7 @@ class Agent:
         if buffers and outgoing.sharing is not None:
             buffers = outgoing.sharing.take(buffers)
         content = payloads.loads(frame.payload, buffers, sender=outgoing.info.id)
-        if frame.kind == Kind.FAILURE:
+        if frame.kind == FAILURE:
             raise rebuild(content, outgoing.peer)
         return content
 
@@ -648,6 +663,19 @@ class Agent:
         }
 
     # What an Outgoing asks of its watch:
+
+    def kept(self, outgoing: Outgoing) -> None:
+        self._kept.append(outgoing)
+        self._crew.attend()
+
+    def full(self, outgoing: Outgoing) -> None:
+        self._poller.change(outgoing.line.fileno(), on=WRITE)
+
+    def _tick(self) -> None:
+        while self._kept:
+            outgoing = self._kept.popleft()
+            if outgoing.line.has_kept:
+                outgoing.send_kept()
 
     def arm(self, outgoing: Outgoing) -> None:
         self._poller.change(outgoing.line.fileno(), on=READ | _HANG_UP)

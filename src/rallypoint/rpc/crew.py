@@ -14,8 +14,8 @@ job as a plain worker. Nobody has to know beforehand how long a job takes.
 At most ``limit`` threads work at once; jobs beyond that wait in line. Threads that wait for other processes do not
 count: nested calls cannot use the pool up. There is always a leader, whatever the others do.
 
-Who leads is decided by a token in a deque with one place: the leader puts it in when it begins a job and takes it
-back when the job is done. The overseer takes it, too. Whoever gets it has the lead; a deque's pop is atomic.
+Who leads is decided by a token: the leader puts it into a dict when it begins a job, under the job's number, and
+takes it back when the job is done. The overseer takes it, too. Whoever gets it has the lead; a dict's pop is atomic.
 """
 
 from __future__ import annotations
@@ -86,17 +86,24 @@ class Crew:
         limit: how many jobs are done at once; those that wait for other processes do not count.
         source: where jobs come from.
         due: called by the overseer with the time: does what is due, and returns when it wants to be called next.
+        tick: called by the overseer every ``TICK`` while there is work.
     """
 
     def __init__(
-        self, name: str, limit: int, source: Source, due: Callable[[float], float | None]
+        self,
+        name: str,
+        limit: int,
+        source: Source,
+        due: Callable[[float], float | None],
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
+        self._tick = tick
         self._name = name
         self._limit = limit
         self._source = source
         self._due = due
         self._jobs: deque[Job] = deque()
-        self._token: deque[None] = deque(maxlen=1)
+        self._token: dict[int, bool] = {}
         self._serial = 0
         self._lock = threading.Lock()
         # Under the lock:
@@ -107,6 +114,8 @@ class Crew:
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._number = 0
+        # Threads that were woken or started to look for work, and have not looked yet.
+        self._coming = 0
         # The overseer sleeps until this is set.
         self._call = threading.Event()
         self._overseer_sleeps = False
@@ -114,6 +123,7 @@ class Crew:
 
     def start(self) -> None:
         with self._lock:
+            self._coming += 1
             self._spawn()
             overseer = threading.Thread(
                 target=self._oversee, name=f"{self._name}-overseer", daemon=True
@@ -161,6 +171,11 @@ class Crew:
             self._wake_at = when
         self._call.set()
 
+    def attend(self) -> None:
+        """Have the overseer's ticks go on."""
+        if self._overseer_sleeps:
+            self._call.set()
+
     @property
     def due_at(self) -> float | None:
         """When the overseer looks next for what is due."""
@@ -197,6 +212,7 @@ class Crew:
     # -- threads ---------------------------------------------------------------------------------
 
     def _spawn(self) -> None:
+        """Under the lock."""
         self._number += 1
         thread = threading.Thread(
             target=self._main, name=f"{self._name}-{self._number}", daemon=True
@@ -208,9 +224,10 @@ class Crew:
         """Have somebody look for work, if there is some that may be begun. Under the lock."""
         if self._closed:
             return
-        wanted = self._leader is None or (self._line and self._working < self._limit)
-        if not wanted:
+        wanted = (self._leader is None) + min(len(self._line), self._limit - self._working)
+        if wanted <= self._coming:
             return
+        self._coming += 1
         if self._parked:
             # The one that has waited shortest: its memory is warm.
             self._parked.pop().lock.release()
@@ -220,11 +237,15 @@ class Crew:
     def _main(self) -> None:
         _mine.crew = self
         me = threading.get_ident()
+        comes = True
         try:
             while True:
                 job: Job | None = None
                 parked: _Parked | None = None
                 with self._lock:
+                    if comes:
+                        self._coming -= 1
+                        comes = False
                     if self._closed:
                         return
                     if self._leader is None:
@@ -238,6 +259,7 @@ class Crew:
                         self._parked.append(parked)
                 if parked is not None:
                     if self._park(parked):
+                        comes = True
                         continue
                     return
                 if job is not None:
@@ -277,14 +299,12 @@ class Crew:
                         self._line.append(job)
                         self._employ()
                     continue
-                self._serial += 1
-                token.append(None)
+                self._serial = serial = self._serial + 1
+                token[serial] = True
                 if self._overseer_sleeps:
                     self._call.set()
                 job.run()
-                try:
-                    token.pop()
-                except IndexError:
+                if not token.pop(serial, False):
                     # Somebody else leads: this was the job of a worker, and it is done.
                     source.flush()
                     with self._lock:
@@ -300,13 +320,11 @@ class Crew:
         """Give the lead up, if the calling thread has it, in the middle of a job."""
         if self._leader != threading.get_ident():
             return False
-        return self._depose()
+        return self._depose(self._serial)
 
-    def _depose(self) -> bool:
-        """Take the lead from a leader that is in the middle of a job. False if it has just finished it."""
-        try:
-            self._token.pop()
-        except IndexError:
+    def _depose(self, serial: int) -> bool:
+        """Take the lead from a leader that is in the middle of this job. False if it has just finished it."""
+        if not self._token.pop(serial, False):
             return False
         with self._lock:
             self._leader = None
@@ -335,6 +353,8 @@ class Crew:
                 left = None if wake_at is None else wake_at - now
                 if quiet >= _QUIET_TICKS and not self._token:
                     self._overseer_sleeps = True
+                    # Whoever calls from here on sees that it sleeps.
+                    self._tick()
                     if self._serial == seen and not self._token:
                         self._call.wait(left)
                     self._overseer_sleeps = False
@@ -343,11 +363,12 @@ class Crew:
                     continue
                 self._call.wait(TICK if left is None else min(left, TICK))
                 self._call.clear()
+                self._tick()
                 if self._serial != seen:
                     quiet = 0
                 elif self._token:
                     # The same job as a tick ago.
-                    self._depose()
+                    self._depose(seen)
                     quiet = 0
                 else:
                     quiet += 1

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+import torch
 from torch.futures import Future
 
 from rallypoint.errors import CallCancelled
@@ -18,6 +19,10 @@ from .outgoing import Outgoing
 
 logger = logging.getLogger(__name__)
 
+_NO_DEVICES: list[Any] = []
+_init = torch._C.Future.__init__
+_wait = torch._C.Future.wait
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -28,6 +33,10 @@ class RpcFuture(Future[T]):
     Everything that takes a ``torch.futures.Future`` takes it. Beyond that it can be awaited in asyncio, given up
     (:meth:`cancel`), and it reports a failure that nobody ever looks at.
     """
+
+    def __init__(self) -> None:
+        # torch's own constructor only makes a list of devices for this.
+        _init(self, _NO_DEVICES)
 
     # Set by begin(); a future whose call could not be sent has none.
     _call: Call | None = None
@@ -62,7 +71,7 @@ class RpcFuture(Future[T]):
 
     def _value(self) -> T:
         self._unseen = None
-        value: T = super().wait()
+        value: T = _wait(self)
         return value
 
     def value(self) -> T:

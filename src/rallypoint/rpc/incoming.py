@@ -15,7 +15,7 @@ from rallypoint.wire.line import Closed, Line
 from rallypoint.wire.sharing import Sharing
 
 from .crew import Job
-from .messages import Kind
+from .messages import CANCEL, CREDIT, REPLY
 from .poller import WRITE
 from .worker_info import WorkerInfo
 
@@ -62,6 +62,7 @@ class Incoming:
         self._lost = lost
         self._hold_back = hold_back
         self._held: deque[bytes] = deque()
+        self._is_marked = False
         self._lock = threading.Lock()
         self._ended = False
 
@@ -73,13 +74,13 @@ class Incoming:
                 self.line.flush()
             for frame in self.line.read_now():
                 kind = frame.kind
-                if kind == Kind.CANCEL:
+                if kind == CANCEL:
                     self._cancel(frame.call)
-                elif kind == Kind.CREDIT:
+                elif kind == CREDIT:
                     served = self.active.get(frame.call)
                     if served is not None:
                         served.credit(int.from_bytes(frame.payload[:8], "little"))
-                elif 0 < kind < Kind.REPLY:
+                elif 0 < kind < REPLY:
                     jobs.append(self._job(self, frame))
                 else:
                     raise ProtocolError(f"{self.peer} has sent a request of kind {kind}")
@@ -140,7 +141,9 @@ class Incoming:
         pieces = encode(kind, number, payload, placed, flags=flags)
         if later and len(pieces) == 1:
             self._held.append(pieces[0])  # type: ignore[arg-type]  # the only piece is bytes
-            if len(self._held) == 1:
+            # In this order: a flush clears the mark first, and takes all that is there then.
+            if not self._is_marked:
+                self._is_marked = True
                 self._hold_back(self)
             return
         with contextlib.suppress(Closed):
@@ -148,6 +151,7 @@ class Incoming:
 
     def flush(self) -> None:
         """Send what was held back."""
+        self._is_marked = False
         with self._lock:
             pieces = []
             while self._held:

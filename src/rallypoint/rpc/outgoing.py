@@ -21,8 +21,12 @@ from rallypoint.wire.line import PATIENCE, Closed, Line
 from rallypoint.wire.sharing import Sharing
 
 from .calls import Call, CallTable
-from .messages import FLAG_REFS, Kind
+from .messages import CANCEL, END, FLAG_REFS, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
 from .worker_info import WorkerInfo
+
+
+# Bytes of small requests that go out in one write.
+_MOST_KEPT = 16 * 1024
 
 
 class Watch(Protocol):
@@ -31,6 +35,12 @@ class Watch(Protocol):
     def arm(self, outgoing: Outgoing) -> None: ...
 
     def disarm(self, outgoing: Outgoing) -> None: ...
+
+    def kept(self, outgoing: Outgoing) -> None:
+        """It has frames that wait for more: have them sent by :meth:`Outgoing.send_kept` soon."""
+
+    def full(self, outgoing: Outgoing) -> None:
+        """The kernel takes no more for now: have the rest sent when it does."""
 
     def lost(self, outgoing: Outgoing, reason: str) -> None:
         """It has ended; called once."""
@@ -122,10 +132,12 @@ class Outgoing:
         flags: int = 0,
         held: Any = None,
         block: bool = True,
+        crowd: int = 0,
     ) -> int:
         """Send a request whose reply completes ``call``; returns its number.
 
         Args:
+            crowd: small requests wait for each other when more than so many are under way; 0: never.
             block: wait until the kernel has taken all of it; else the leader sends the rest.
 
         Raises:
@@ -142,10 +154,18 @@ class Outgoing:
         self.calls.add(number, call)
         if self.lost_reason is not None:
             self._withdraw(number)
+        pieces = encode(kind, number, payload, buffers, flags=flags, time_left=time_left)
         try:
-            done = self.line.send(
-                encode(kind, number, payload, buffers, flags=flags, time_left=time_left), held
-            )
+            if crowd and not buffers and len(self.calls) > crowd:
+                # Many are under way: their answers will have this one sent, or the overseer's next tick.
+                if self.line.send_later(pieces[0]) < _MOST_KEPT:  # type: ignore[arg-type]  # it is bytes
+                    self._watch.kept(self)
+                    return number
+                done = self.line.flush()
+                if not done:
+                    self._watch.full(self)
+            else:
+                done = self.line.send(pieces, held)
             if not done and block:
                 self.line.push(Deadline(call.seconds or None))
         except Closed as error:
@@ -183,6 +203,14 @@ class Outgoing:
         except Closed as error:
             self.fail(str(error))
 
+    def send_kept(self) -> None:
+        """Send what waits for more."""
+        try:
+            if not self.line.flush():
+                self._watch.full(self)
+        except Closed as error:
+            self.fail(str(error))
+
     # -- replies ----------------------------------------------------------------------------------
 
     def attend(self) -> None:
@@ -197,6 +225,8 @@ class Outgoing:
             RpcTimeout: it is; the call is taken out of the table.
         """
         role = self._role
+        if self.line.has_kept:
+            self.send_kept()
         while not call.done:
             if role.acquire(False):
                 self._read_until(call)
@@ -247,16 +277,18 @@ class Outgoing:
             self._role.release()
         if theirs:
             into(theirs)
+        if self.line.has_kept:
+            self.send_kept()
         self._hand_on()
 
     def _accept(self, frame: Frame, theirs: list[Call]) -> None:
         kind = frame.kind
-        if kind == Kind.ITEM:
+        if kind == ITEM:
             call = self.calls.get(frame.call)
             if call is not None and call.on_item is not None:
                 call.on_item(frame)
             return
-        if kind < Kind.REPLY or kind > Kind.END:
+        if kind < REPLY or kind > END:
             raise ProtocolError(f"worker {self.peer!r} has answered with a message of kind {kind}")
         call = self.calls.take(frame.call)
         if call is None:
@@ -368,8 +400,8 @@ class Outgoing:
 
     def _give_up(self, number: int, call: Call) -> None:
         """Tell the peer that nobody waits. A value that it was to make is made all the same: others may hold it."""
-        if call.kind not in (Kind.REMOTE, Kind.SCRIPT_REMOTE):
-            self.tell(Kind.CANCEL, number)
+        if call.kind not in (REMOTE, SCRIPT_REMOTE):
+            self.tell(CANCEL, number)
 
     def hang_up(self) -> None:
         """End the connection when what has come is read: every call without an answer fails then."""

@@ -24,7 +24,20 @@ from .answers import AnswerLater
 from .crew import TICK
 from .current_call import SERVING, CurrentCall
 from .incoming import Incoming
-from .messages import FLAG_FOREIGN, FLAG_REFS, Kind
+from .messages import (
+    CALL,
+    END,
+    FAILURE,
+    FLAG_FOREIGN,
+    FLAG_REFS,
+    ITEM,
+    NOTHING,
+    REMOTE,
+    REPLY,
+    SCRIPT_CALL,
+    SCRIPT_REMOTE,
+    STREAM,
+)
 from .payload import loads, loads_call
 
 
@@ -34,8 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CALLS = (Kind.CALL, Kind.SCRIPT_CALL)
-_REMOTES = (Kind.REMOTE, Kind.SCRIPT_REMOTE)
+_CALLS = (CALL, SCRIPT_CALL)
+_REMOTES = (REMOTE, SCRIPT_REMOTE)
 
 
 class Request:
@@ -67,7 +80,7 @@ class Request:
         self._flow: Any = None
         # For a remote call: what its result belongs into.
         self._made: Future[Any] | None = None
-        self._is_user = frame.kind <= Kind.STREAM
+        self._is_user = frame.kind <= STREAM
         self._arrived = time.monotonic()
         self._began = 0.0
         incoming.active[frame.call] = self
@@ -115,7 +128,7 @@ class Request:
         kind = self._frame.kind
         if kind in _REMOTES:
             rref_id, fork_id, target, args, kwargs = content
-        elif kind in _CALLS or kind == Kind.STREAM:
+        elif kind in _CALLS or kind == STREAM:
             target, args, kwargs = content
         else:
             self._agent.rrefs.serve(self, kind, content)
@@ -158,7 +171,7 @@ class Request:
         """Call the function and answer."""
         call = self._call
         assert call is not None
-        if self._frame.kind == Kind.STREAM:
+        if self._frame.kind == STREAM:
             self._agent.stream(self, func, args, kwargs)
             return
         token = SERVING.set(call)
@@ -248,11 +261,11 @@ class Request:
             return
         try:
             if result is None:
-                self._incoming.reply(Kind.NOTHING, number, later=later)
+                self._incoming.reply(NOTHING, number, later=later)
             else:
                 payload, tensors = self._agent.dumps(result, self._incoming.peer)
                 self._incoming.reply(
-                    Kind.REPLY,
+                    REPLY,
                     number,
                     payload,
                     tensors.buffers,
@@ -283,7 +296,7 @@ class Request:
         if printed and not isinstance(error, (CallCancelled, asyncio.CancelledError)):
             self._print(error)
         payload, _ = self._agent.dumps_plain(describe(translated(error)))
-        self._incoming.reply(Kind.FAILURE, self._frame.call, payload)
+        self._incoming.reply(FAILURE, self._frame.call, payload)
         self._incoming.answered(self._frame.call)
         self._agent.served(self._arrived, failed=True, is_user=self._is_user)
 
@@ -297,7 +310,7 @@ class Request:
         """Send one item of a stream."""
         payload, tensors = self._agent.dumps(value, self._incoming.peer)
         self._incoming.reply(
-            Kind.ITEM,
+            ITEM,
             self._frame.call,
             payload,
             tensors.buffers,
@@ -307,7 +320,7 @@ class Request:
 
     def end_stream(self) -> None:
         if self._incoming.claim(self._frame.call):
-            self._incoming.reply(Kind.END, self._frame.call)
+            self._incoming.reply(END, self._frame.call)
             self._incoming.answered(self._frame.call)
             self._agent.served(self._arrived, failed=False, is_user=self._is_user)
 

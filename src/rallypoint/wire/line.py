@@ -59,6 +59,9 @@ class Line:
         # What lies in the outbox is somebody's memory: a tensor that must not be freed before it is sent.
         self._held: list[object] = []
         self._closed = False
+        # Small frames that go out together.
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
         # A recv without a time-out sleeps at most so long; asking the kernel once is cheaper than poll() each time.
         sock.settimeout(None)
         seconds = struct.pack("ll", int(PATIENCE), 0)
@@ -85,6 +88,8 @@ class Line:
             Closed: the other end is gone.
         """
         with self._lock:
+            if self._kept:
+                pieces = [*self._take_kept(), *pieces]
             if self._outbox:
                 # No empty ones: the kernel takes nothing of them, and they would be tried for ever.
                 views = (memoryview(each).cast("B") for each in pieces)
@@ -119,9 +124,32 @@ class Line:
             self.on_full()
         return False
 
+    def send_later(self, piece: bytes) -> int:
+        """Keep a whole frame until the next :meth:`send` or :meth:`flush`: one write for many frames.
+
+        Returns:
+            how many bytes are kept now. The caller sees to it that they go out soon.
+        """
+        with self._lock:
+            self._kept.append(piece)
+            self._kept_bytes += len(piece)
+            return self._kept_bytes
+
+    @property
+    def has_kept(self) -> bool:
+        return bool(self._kept)
+
+    def _take_kept(self) -> list[bytes]:
+        kept = b"".join(self._kept)
+        self._kept.clear()
+        self._kept_bytes = 0
+        return [kept]
+
     def flush(self) -> bool:
         """Send what is left, as far as the kernel takes it. True if nothing is left."""
         with self._lock:
+            if self._kept:
+                self._outbox.extend(memoryview(each) for each in self._take_kept())
             while self._outbox:
                 pieces = [self._outbox[0]]
                 if len(self._outbox) > 1:
