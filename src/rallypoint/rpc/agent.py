@@ -45,7 +45,7 @@ from .group import DynamicGroup, StaticGroup
 from .handshake import Welcome, introduce
 from .incoming import Incoming
 from .member import Member
-from .messages import FAILURE, FLAG_REFS, NOTHING, STREAM, Kind
+from .messages import FAILURE, FLAG_PACKED, FLAG_REFS, NOTHING, STREAM, Kind
 from .options import NativeRpcBackendOptions
 from .outgoing import Outgoing
 from .poller import READ, WRITE, Poller
@@ -95,6 +95,8 @@ class Agent:
     ) -> None:
         self.options = options
         self.me = WorkerInfo(name, -1)
+        # One bound method for all calls.
+        self._complete = self._finish
         self.default_timeout = options.rpc_timeout
         self.allowed_modules = options.allowed_modules
         self.counters = Counters()
@@ -381,7 +383,7 @@ class Agent:
         """Call and wait. ``content`` is a function, its positional and its keyword arguments."""
         deadline, seconds = self.deadline(timeout)
         outgoing = self.route(to)
-        payload, tensors = self._pickle(kind, content, outgoing, flags)
+        payload, tensors, flags = self._pickle(content, outgoing, flags)
         call = Call(what, deadline, seconds)
         self._dispatch(outgoing, kind, call, payload, tensors, flags)
         crew = Crew.current()
@@ -393,23 +395,30 @@ class Agent:
         return self.decode(call, outgoing)
 
     def _pickle(
-        self, kind: int, content: tuple[Any, ...], outgoing: Outgoing, flags: int
-    ) -> tuple[bytes, TensorWriter | None]:
+        self, content: tuple[Any, ...], outgoing: Outgoing, flags: int
+    ) -> tuple[bytes, TensorWriter | None, int]:
+        """A request's payload, its buffers, and the flags that say how to read it."""
         options = self.options
         if len(content) == 3 and not flags:
             # The short way first: a call that carries nothing.
             known = payloads.known_call(content)
             if known is not None and not options.pickle_by_value:
-                return known, None
+                return known, None, 0
+            if not options.pickle_by_value:
+                packed = payloads.packed_call(content)
+                if packed is not None:
+                    return packed, None, FLAG_PACKED
         to = outgoing.info
         devices = self._devices_for(to) if options.device_maps or outgoing.has_maps else None
         if len(content) == 3 and not flags:
-            return payloads.dumps_call(
+            payload, tensors = payloads.dumps_call(
                 *content, to=to.id, devices=devices, by_value=options.pickle_by_value
             )
-        return payloads.dumps(
-            content, to=to.id, devices=devices, by_value=options.pickle_by_value
-        )
+        else:
+            payload, tensors = payloads.dumps(
+                content, to=to.id, devices=devices, by_value=options.pickle_by_value
+            )
+        return payload, tensors, flags
 
     def _dispatch(
         self,
@@ -456,7 +465,6 @@ class Agent:
             lost: called if the worker cannot be reached at all.
         """
         made: RpcFuture[Any] = RpcFuture() if future is None else future
-        decode = finish or self.decode
         deadline, seconds = self.deadline(timeout)
         call = Call(what, deadline, seconds)
         try:
@@ -467,17 +475,15 @@ class Agent:
                 lost(error)
             return made
 
-        def done(finished: Call) -> None:
-            try:
-                value = decode(finished, outgoing)
-            except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
-                made.fail(error)
-            else:
-                made.set_result(value)
-
+        call.future = made
+        call.outgoing = outgoing
+        if finish is None:
+            done = self._complete
+        else:
+            done = functools.partial(_complete_by, finish)
         call.on_done = done
-        payload, tensors = self._pickle(kind, content, outgoing, flags)
-        made.begun(call, outgoing)
+        payload, tensors, flags = self._pickle(content, outgoing, flags)
+        made.call = call
         try:
             self._dispatch(
                 outgoing, kind, call, payload, tensors, flags, block=Crew.current() is None
@@ -491,6 +497,21 @@ class Agent:
             self.expect(deadline)
         outgoing.attend()
         return made
+
+    def _finish(self, call: Call) -> None:
+        """The answer of a call that has a future."""
+        future = call.future
+        try:
+            error = call.error
+            if error is not None:
+                raise error
+            frame = call.frame
+            assert frame is not None
+            value = None if frame.kind == NOTHING else self.read(frame, call.outgoing)
+        except BaseException as raised:  # noqa: BLE001  # it belongs to whoever waits
+            future.fail(raised)
+        else:
+            _set_result(future, value)
 
     def call_control(
         self,
@@ -533,11 +554,11 @@ class Agent:
         call.on_done = stream.on_done
         func, args, kwargs = content
         kwargs = {**(kwargs or {})}
-        payload, tensors = self._pickle(
-            Kind.STREAM, (func, args, {**kwargs, _WINDOW: window}), outgoing, 0
+        payload, tensors, flags = self._pickle(
+            (func, args, {**kwargs, _WINDOW: window}), outgoing, 0
         )
         stream.begun(call, outgoing)
-        self._dispatch(outgoing, Kind.STREAM, call, payload, tensors)
+        self._dispatch(outgoing, Kind.STREAM, call, payload, tensors, flags)
         if deadline is not None:
             self.expect(deadline)
         outgoing.attend()
@@ -559,6 +580,8 @@ class Agent:
         if buffers and outgoing.sharing is not None:
             buffers = outgoing.sharing.take(buffers)
         content = payloads.loads(frame.payload, buffers, sender=outgoing.info.id)
+        if frame.flags & FLAG_PACKED:
+            return payloads.unpacked(content)
         if frame.kind == FAILURE:
             raise rebuild(content, outgoing.peer)
         return content
@@ -1070,6 +1093,19 @@ class _Replies:
                 return
         if mask & ~WRITE:
             outgoing.read_now(lambda calls: jobs.extend(map(_Completion, calls)))
+
+
+_set_result = torch._C.Future.set_result
+
+
+def _complete_by(finish: Callable[[Call, Outgoing], Any], call: Call) -> None:
+    """The same, where the value is made out of the reply by ``finish``."""
+    try:
+        value = finish(call, call.outgoing)
+    except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
+        call.future.fail(error)
+    else:
+        call.future.set_result(value)
 
 
 class _Completion:

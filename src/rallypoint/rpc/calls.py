@@ -23,6 +23,8 @@ class Call:
         waiter: held while a thread sleeps until it is released.
         on_done: called once, with the call, instead of waking anybody; for futures.
         on_item: called with each frame of a stream.
+        future: what ``on_done`` completes, and ``outgoing``: the connection; kept here, since a closure for each
+            call would be more for the garbage collector to look at than the call itself.
         has_callbacks: whether ``on_done`` runs code of the user's, which may take long.
         held: kept until the answer comes, as the buffers that were sent.
         size: bytes that count as in flight.
@@ -33,12 +35,14 @@ class Call:
         "done",
         "error",
         "frame",
+        "future",
         "has_callbacks",
         "held",
         "kind",
         "number",
         "on_done",
         "on_item",
+        "outgoing",
         "seconds",
         "size",
         "started",
@@ -66,6 +70,8 @@ class Call:
         self.size = 0
         self.kind = 0
         self.number = 0
+        self.future: Any = None
+        self.outgoing: Any = None
         self.has_callbacks = False
         self.started = 0.0
 

@@ -14,7 +14,6 @@ from rallypoint.errors import CallCancelled
 
 from .calls import Call
 from .crew import Crew
-from .outgoing import Outgoing
 
 
 logger = logging.getLogger(__name__)
@@ -38,17 +37,11 @@ class RpcFuture(Future[T]):
         # torch's own constructor only makes a list of devices for this.
         _init(self, _NO_DEVICES)
 
-    # Set by begin(); a future whose call could not be sent has none.
-    _call: Call | None = None
-    _outgoing: Outgoing | None = None
+    # A future whose call could not be sent has none.
+    call: Call | None = None
     _unseen: BaseException | None = None
     # Somebody else reports the failure, if need be.
     is_watched = False
-
-    def begun(self, call: Call, outgoing: Outgoing) -> None:
-        """The call has been sent."""
-        self._call = call
-        self._outgoing = outgoing
 
     def wait(self) -> T:
         """Wait for the answer.
@@ -56,8 +49,9 @@ class RpcFuture(Future[T]):
         Raises:
             Exception: what the function raised, or why there is no answer.
         """
-        call, outgoing = self._call, self._outgoing
-        if call is not None and outgoing is not None and not call.done:
+        call = self.call
+        if call is not None and not call.done:
+            outgoing = call.outgoing
             crew = Crew.current()
             if crew is None:
                 outgoing.wait(call)
@@ -88,8 +82,8 @@ class RpcFuture(Future[T]):
 
     def _has_user(self) -> None:
         self._unseen = None
-        if self._call is not None:
-            self._call.has_callbacks = True
+        if self.call is not None:
+            self.call.has_callbacks = True
 
     def cancel(self) -> bool:
         """Give the call up: ``wait`` raises ``CallCancelled``.
@@ -100,15 +94,16 @@ class RpcFuture(Future[T]):
         Returns:
             False if the answer was there already.
         """
-        call, outgoing = self._call, self._outgoing
-        if call is None or outgoing is None or self.done():
+        call = self.call
+        if call is None or self.done():
             return False
+        outgoing = call.outgoing
         error = CallCancelled(f"{call.describe()} on {outgoing.peer!r} was cancelled")
         return outgoing.cancel(call.number, error)
 
     def cancelled(self) -> bool:
         """Whether the call was given up with :meth:`cancel`."""
-        return self._call is not None and isinstance(self._call.error, CallCancelled)
+        return self.call is not None and isinstance(self.call.error, CallCancelled)
 
     def fail(self, error: BaseException) -> None:
         """Complete it with an error."""

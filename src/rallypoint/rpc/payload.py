@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .script import load_script_function
-from .tensors import Devices, TensorReader, TensorWriter, read_with
+from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
 
 
 # What a pickler of ours does with objects of a type: (pickler, object) -> what __reduce__ returns.
@@ -133,6 +133,50 @@ def known_call(content: tuple[Any, ...]) -> bytes | None:
         return _EMPTY_CALLS.get(content[0])
     except TypeError:
         return None
+
+
+def packed_call(content: tuple[Any, ...]) -> bytes | None:
+    """The payload of a call whose arguments are plain or small tensors (``FLAG_PACKED``); None for any other."""
+    func, args, kwargs = content
+    if kwargs or type(func) is not _FUNCTION:
+        return None
+    packed: list[Any] = []
+    tensors = 0
+    for each in args:
+        kind = type(each)
+        if kind is _TENSOR:
+            data = pack(each)
+            if data is None:
+                return None
+            tensors += 1
+            packed.append(data)
+        elif kind in _PLAIN:
+            packed.append(each)
+        else:
+            return None
+    if tensors > 1 and len({each.data_ptr() for each in args if type(each) is _TENSOR}) < tensors:
+        # They share memory, and shall share it over there.
+        return None
+    return pickle.dumps((func, packed, None), 5)
+
+
+def packed_result(result: Any) -> bytes | None:
+    """The same for what a function has returned."""
+    if type(result) is not _TENSOR:
+        return None
+    data = pack(result)
+    return None if data is None else pickle.dumps(data, 5)
+
+
+def unpacked(content: Any) -> Any:
+    """The reverse of :func:`packed_call` and :func:`packed_result`."""
+    if len(content) == 3:
+        func, packed, kwargs = content
+        return func, tuple([unpack(each) if type(each) is tuple else each for each in packed]), kwargs
+    return unpack(content)
+
+
+_TENSOR = torch.Tensor
 
 
 def dumps_call(

@@ -29,6 +29,7 @@ from .messages import (
     END,
     FAILURE,
     FLAG_FOREIGN,
+    FLAG_PACKED,
     FLAG_REFS,
     ITEM,
     NOTHING,
@@ -38,7 +39,7 @@ from .messages import (
     SCRIPT_REMOTE,
     STREAM,
 )
-from .payload import loads, loads_call
+from .payload import loads, loads_call, packed_result, unpacked
 
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ class Request:
             allowed=self._agent.allowed_modules,
             forks=forks,
         )
+        if frame.flags & FLAG_PACKED:
+            return unpacked(content)
         if frame.flags & FLAG_FOREIGN:
             content = self._agent.read_foreign(content)
         return content
@@ -260,8 +263,11 @@ class Request:
         if not self._incoming.claim(number):
             return
         try:
+            packed = None if result is None else packed_result(result)
             if result is None:
                 self._incoming.reply(NOTHING, number, later=later)
+            elif packed is not None:
+                self._incoming.reply(REPLY, number, packed, later=later, flags=FLAG_PACKED)
             else:
                 payload, tensors = self._agent.dumps(result, self._incoming.peer)
                 self._incoming.reply(

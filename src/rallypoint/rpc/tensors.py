@@ -216,6 +216,32 @@ class TensorWriter:
         return rebuild_on_device, (staged, target, tensor.requires_grad)
 
 
+Packed = tuple[bytearray, int, tuple[int, ...], bool]
+_STRIDED = torch.strided
+_CPU = torch.device("cpu")
+
+
+def pack(tensor: Tensor) -> Packed | None:
+    """A small, ordinary tensor as plain data, which pickles without our help; None for any other."""
+    if tensor.layout is not _STRIDED or tensor.device != _CPU:
+        return None
+    shown = tensor.nbytes
+    if not 0 < shown <= SMALL or not tensor.is_contiguous():
+        return None
+    code = _CODES.get(tensor.dtype)
+    if code is None or tensor.untyped_storage().nbytes() != shown:
+        return None
+    if tensor.is_neg() or tensor.is_conj():
+        return None
+    data = bytearray(_view_memory(tensor.data_ptr(), shown, _READ))
+    return data, code, tuple(tensor.shape), tensor.requires_grad
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The reverse of :func:`pack`."""
+    return rebuild_small(*packed)
+
+
 class TensorReader:
     """The buffers of a message that has come, while it is unpickled."""
 
