@@ -817,11 +817,24 @@ class Agent:
         side: socket.socket | None,
         jobs: deque[Job],
     ) -> None:
-        sharing = Sharing(side, self._budget) if side is not None else None
-        line = Line(sock, FrameParser(allocate=self._recycler.allocate), kind)
+        sharing = None
+        try:
+            worker = WorkerInfo(str(peer.get("name")), int(peer.get("id", -1)))
+            if side is not None:
+                sharing = Sharing(side, self._budget)
+            line = Line(sock, FrameParser(allocate=self._recycler.allocate), kind)
+        except (OSError, TypeError, ValueError, OverflowError) as error:
+            # It has gone again, or does not say who it is.
+            logger.info("a connection of %r was given up: %s", peer.get("name"), error)
+            if sharing is not None:
+                sharing.close()
+            elif side is not None:
+                side.close()
+            sock.close()
+            return
         incoming = Incoming(
             line,
-            WorkerInfo(str(peer.get("name")), int(peer.get("id", -1))),
+            worker,
             sharing,
             job=self._make_job,
             lost=self._lose,
@@ -832,6 +845,13 @@ class Agent:
             self._incoming.add(incoming)
         self._poller.add(sock.fileno(), _Requests(self, incoming))
         incoming.feed(rest, jobs)
+
+    def is_written(self, line: Line) -> None:
+        """Nothing is left to be sent on it: the poller need not say when it can be written to."""
+        self._poller.change(line.fileno(), off=WRITE)
+        if line.is_full:
+            # A thread has filled it since: what it asked of the poller may have come before we took it back.
+            self._poller.change(line.fileno(), on=WRITE)
 
     def _make_job(self, incoming: Incoming, frame: Frame) -> Request:
         return Request(self, incoming, frame)
@@ -1067,7 +1087,7 @@ class _Requests:
     def on_ready(self, mask: int, jobs: deque[Job]) -> None:
         incoming = self._incoming
         if mask & WRITE and not incoming.line.is_full:
-            self._agent._poller.change(incoming.line.fileno(), off=WRITE)  # noqa: SLF001
+            self._agent.is_written(incoming.line)
         incoming.on_ready(mask, jobs)
 
 
@@ -1085,9 +1105,7 @@ class _Replies:
         if mask & WRITE:
             try:
                 if outgoing.line.flush():
-                    self._agent._poller.change(  # noqa: SLF001
-                        outgoing.line.fileno(), off=WRITE
-                    )
+                    self._agent.is_written(outgoing.line)
             except ConnectionError as error:
                 outgoing.fail(str(error))
                 return

@@ -7,6 +7,7 @@ import os
 import secrets
 import select
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from .crew import Job
 
 
 _CHUNK = 8192
+_FD = struct.Struct("i")
 # Seconds in which a stranger must have proved itself.
 PATIENCE = 10.0
 
@@ -149,9 +151,13 @@ class Welcome:
         try:
             if not self._takes_side:
                 return self.sock.recv(_CHUNK)
-            data, fds, _, _ = socket.recv_fds(self.sock, _CHUNK, 1)
+            # Not socket.recv_fds, which drops the flag: a child of this process would inherit what came.
+            data, ancillary, _, _ = self.sock.recvmsg(
+                _CHUNK, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return None
+        fds = [fd for _, _, each in ancillary for (fd,) in _FD.iter_unpack(each)]
         for fd in fds:
             if self._side is not None or len(fds) > 1:
                 os.close(fd)

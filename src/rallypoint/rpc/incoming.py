@@ -72,28 +72,30 @@ class Incoming:
         try:
             if mask & WRITE:
                 self.line.flush()
-            for frame in self.line.read_now():
-                kind = frame.kind
-                if kind == CANCEL:
-                    self._cancel(frame.call)
-                elif kind == CREDIT:
-                    served = self.active.get(frame.call)
-                    if served is not None:
-                        served.credit(int.from_bytes(frame.payload[:8], "little"))
-                elif 0 < kind < REPLY:
-                    jobs.append(self._job(self, frame))
-                else:
-                    raise ProtocolError(f"{self.peer} has sent a request of kind {kind}")
+            self._take(self.line.read_now(), jobs)
         except (Closed, ProtocolError) as error:
             self.end(str(error))
 
     def feed(self, data: bytes, jobs: deque[Job]) -> None:
         """What came together with the last bytes of the handshake."""
         try:
-            for frame in self.line.parse(data):
-                jobs.append(self._job(self, frame))
+            self._take(self.line.parse(data), jobs)
         except ProtocolError as error:
             self.end(str(error))
+
+    def _take(self, frames: Sequence[Frame], jobs: deque[Job]) -> None:
+        for frame in frames:
+            kind = frame.kind
+            if kind == CANCEL:
+                self._cancel(frame.call)
+            elif kind == CREDIT:
+                served = self.active.get(frame.call)
+                if served is not None:
+                    served.credit(int.from_bytes(frame.payload[:8], "little"))
+            elif 0 < kind < REPLY:
+                jobs.append(self._job(self, frame))
+            else:
+                raise ProtocolError(f"{self.peer} has sent a request of kind {kind}")
 
     def _cancel(self, number: int) -> None:
         served = self.active.get(number)

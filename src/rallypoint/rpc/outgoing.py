@@ -287,6 +287,8 @@ class Outgoing:
             call = self.calls.get(frame.call)
             if call is not None and call.on_item is not None:
                 call.on_item(frame)
+            elif self.sharing is not None:
+                self.sharing.discard(frame.buffers)
             return
         if kind < REPLY or kind > END:
             raise ProtocolError(f"worker {self.peer!r} has answered with a message of kind {kind}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -12,6 +13,8 @@ from typing import Protocol
 
 from .crew import Job
 
+
+logger = logging.getLogger(__name__)
 
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
@@ -84,8 +87,14 @@ class Poller:
                 self._on_wake(jobs)
                 continue
             handler = self._handlers.get(fd)
-            if handler is not None:
+            if handler is None:
+                continue
+            try:
                 handler.on_ready(mask, jobs)
+            except Exception:
+                # A mistake of ours, which must not cost the thread that all others depend on.
+                logger.exception("what came on descriptor %d could not be handled", fd)
+                self.remove(fd)
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):

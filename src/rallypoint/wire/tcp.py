@@ -80,7 +80,12 @@ class TcpListener:
             sock, _ = self._sock.accept()
         except OSError:
             return None
-        prepare(sock, self._heartbeat)
+        try:
+            prepare(sock, self._heartbeat)
+        except OSError:
+            # It has gone again.
+            sock.close()
+            return None
         return sock
 
     def close(self) -> None:

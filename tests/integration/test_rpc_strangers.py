@@ -1,0 +1,314 @@
+"""An agent, and peers that know its secret and mean no good, or die at the worst moment: only they pay for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rallypoint import rpc
+from rallypoint._core.clock import Deadline
+from rallypoint.rpc.agent import Agent
+from rallypoint.rpc.agent_in_use import current_agent
+from rallypoint.rpc.handshake import introduce
+from rallypoint.rpc.messages import Kind
+from rallypoint.rpc.poller import WRITE
+from rallypoint.wire import tcp, uds
+from rallypoint.wire.auth import Connecting
+from rallypoint.wire.frames import DESCRIPTOR, INLINE, FrameParser, Shared, encode, header
+from rallypoint.wire.line import Line
+from rallypoint.wire.sharing import Sharing
+from rallypoint.wire.shm import Budget
+
+
+SECRET = b"known to all the members"
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    store = tmp_path_factory.mktemp("group") / "store"
+    rpc.init_rpc(
+        "w0",
+        rank=0,
+        world_size=1,
+        rpc_backend_options=rpc.NativeRpcBackendOptions(
+            init_method=f"file://{store}", secret=SECRET
+        ),
+    )
+    made = current_agent()
+    assert made is not None
+    serves()
+    yield made
+    rpc.shutdown()
+
+
+def serves() -> None:
+    """A healthy peer's calls: here the agent's own, which take the way of all others."""
+    assert rpc.rpc_sync("w0", torch.add, (torch.ones(2), 1), timeout=10.0).tolist() == [2.0, 2.0]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 10.0
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def _only_the_stranger_pays(agent: Agent) -> Iterator[None]:
+    serves()
+    before = descriptors()
+    yield
+    serves()
+    until(lambda: descriptors() == before, "descriptors are left over")
+    # Threads of the crew stay for a while; there are never more than may work, and a few that wait.
+    most = agent.options.num_worker_threads + 6
+    until(lambda: threading.active_count() <= most, "threads are left over")
+    until(lambda: all(each["name"] == "w0" for each in agent.peers()), "a stranger is left over")
+    ours = {
+        each.sharing._pool
+        for each in (*agent._outgoing.values(), *agent._incoming)
+        if each.sharing is not None
+    }
+    until(lambda: agent._budget.pools <= ours, "shared memory is left over")
+
+
+class Stranger:
+    """One that knows the secret."""
+
+    def __init__(self, agent: Agent, kind: str = "uds", **said: Any) -> None:
+        (address,) = (each.address for each in agent._listeners if each.kind == kind)
+        deadline = Deadline(5.0)
+        if kind == "uds":
+            self.sock = uds.connect(address, deadline)
+        else:
+            self.sock = tcp.connect(("127.0.0.1", address[1]), deadline, 5.0)
+        me = {**agent._introduction(), "name": "stranger", "id": 77, "incarnation": "ab" * 8}
+        _, _, self.side = introduce(self.sock, SECRET, {**me, **said}, deadline, side=kind == "uds")
+
+    def send(self, *pieces: bytes | memoryview) -> None:
+        self.sock.sendall(b"".join(pieces))
+
+    def is_cut_off(self) -> bool:
+        self.sock.settimeout(5.0)
+        try:
+            while self.sock.recv(65536):
+                pass
+        except ConnectionResetError:
+            return True
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.sock.close()
+        if self.side is not None:
+            self.side.close()
+
+
+@pytest.fixture(params=["uds", "tcp"])
+def stranger(agent: Agent, request: pytest.FixtureRequest) -> Iterator[Stranger]:
+    made = Stranger(agent, request.param)
+    yield made
+    made.close()
+
+
+def call(number: int = 1, *, time_left: int = 0) -> list[bytes | memoryview]:
+    return encode(Kind.CALL, number, pickle.dumps((abs, (-5,), None)), time_left=time_left)
+
+
+def answer(stranger: Stranger) -> bytes:
+    stranger.sock.settimeout(5.0)
+    return stranger.sock.recv(4096)
+
+
+# -- whom it lets in -------------------------------------------------------------------------------
+
+
+def test_a_peer_that_dies_right_after_it_has_proved_itself(agent: Agent) -> None:
+    # Its end of the side socket is gone when our control page is to be sent there.
+    for _ in range(30):
+        sock = uds.connect(agent._listeners[1].address, Deadline(5.0))
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        here.close()
+        talk = Connecting(SECRET, {**agent._introduction(), "id": 77}, os.urandom(32))
+        socket.send_fds(sock, [talk.start()], [there.fileno()])
+        there.close()
+        sock.settimeout(5.0)
+        sock.sendall(talk.receive(sock.recv(9000)))
+        sock.recv(9000)
+        sock.close()
+    serves()
+
+
+@pytest.mark.parametrize("said", ["x", None, [], {}, 1.5, -(2**70), "7" * 4000])
+def test_a_peer_that_says_it_is_nobody(agent: Agent, said: object) -> None:
+    with contextlib.closing(Stranger(agent, id=said)) as stranger:
+        serves()
+        with contextlib.suppress(OSError):
+            stranger.send(*call())
+    serves()
+
+
+def test_a_peer_whose_side_socket_is_of_another_kind(agent: Agent) -> None:
+    for family, kind in ((socket.AF_UNIX, socket.SOCK_DGRAM), (socket.AF_UNIX, socket.SOCK_STREAM)):
+        with socket.socket(family, kind) as side:
+            sock = uds.connect(agent._listeners[1].address, Deadline(5.0))
+            talk = Connecting(SECRET, {**agent._introduction(), "id": 77}, os.urandom(32))
+            socket.send_fds(sock, [talk.start()], [side.fileno()])
+            sock.settimeout(5.0)
+            sock.sendall(talk.receive(sock.recv(9000)))
+            # Its proof, and then the end.
+            while sock.recv(9000):
+                pass
+            sock.close()
+        serves()
+
+
+# -- what they send --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [0, Kind.REPLY, Kind.END, Kind.END + 1, 255])
+def test_a_request_of_a_kind_that_is_none(stranger: Stranger, kind: int) -> None:
+    stranger.send(header(kind, 1, 0))
+    assert stranger.is_cut_off()
+
+
+@pytest.mark.parametrize("kind", [Kind.SEGMENT, Kind.LEAVE, Kind.LEAVE + 1, Kind.REPLY - 1])
+def test_a_request_that_this_version_does_not_know_is_answered(
+    stranger: Stranger, kind: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stranger.send(*encode(kind, 3, pickle.dumps(())))
+    assert answer(stranger)[4] == Kind.FAILURE
+    stranger.send(*call())
+    assert answer(stranger)[4] == Kind.REPLY
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("size", [1 << 39, (1 << 40) - 1, 1 << 41, 2**63, 2**64 - 1])
+def test_a_buffer_larger_than_there_is_memory(stranger: Stranger, size: int) -> None:
+    stranger.send(header(Kind.CALL, 1, 0, buffers=1), DESCRIPTOR.pack(size, 0, INLINE, 0), b"x")
+    serves()
+    stranger.sock.shutdown(socket.SHUT_WR)
+    assert stranger.is_cut_off()
+
+
+@pytest.mark.parametrize("length", [(1 << 30) + 1, 2**32 - 1])
+def test_a_payload_beyond_the_limit(stranger: Stranger, length: int) -> None:
+    stranger.send(struct.pack("<IBBHQII", length, Kind.CALL, 0, 0, 1, 0, 0))
+    assert stranger.is_cut_off()
+
+
+def test_garbage_for_a_pickle_is_answered(
+    stranger: Stranger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in range(1, Kind.CANCEL):
+        stranger.send(*encode(kind, kind, b"\x80\x05garbage", flags=kind % 2))
+        assert answer(stranger)[4] == Kind.FAILURE
+    capsys.readouterr()
+
+
+def test_one_number_for_many_calls(stranger: Stranger) -> None:
+    stranger.send(*call(7) * 500)
+    serves()
+    assert answer(stranger)[4] == Kind.REPLY
+
+
+def test_shared_memory_over_a_way_that_has_none(
+    agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(Stranger(agent, "tcp")) as stranger:
+        payload = pickle.dumps((abs, (-5,), None))
+        stranger.send(*encode(Kind.CALL, 1, payload, [Shared(0, 0, 1, 100_000)]))
+        # Nothing in it names a tensor: the buffer is not looked at.
+        assert answer(stranger)[4] in (Kind.REPLY, Kind.FAILURE)
+    capsys.readouterr()
+
+
+def test_a_cancel_right_behind_the_handshake_is_no_request(agent: Agent) -> None:
+    # Both in one piece: what the handshake leaves over goes the way of all that comes.
+    sock = tcp.connect(("127.0.0.1", agent._listeners[2].address[1]), Deadline(5.0), 5.0)
+    talk = Connecting(SECRET, {**agent._introduction(), "id": 77}, os.urandom(32))
+    sock.sendall(talk.start())
+    proof = talk.receive(sock.recv(9000))
+    sock.sendall(proof + header(Kind.CANCEL, 9, 0) + header(Kind.CREDIT, 9, 0) + b"".join(call(2)))
+    sock.settimeout(5.0)
+    data = b""
+    while not talk.done:
+        talk.receive(sock.recv(9000))
+    data = talk.rest
+    while len(data) < 24:
+        data += sock.recv(9000)
+    kind, number = data[4], int.from_bytes(data[8:16], "little")
+    assert (kind, number) == (Kind.REPLY, 2)
+    sock.close()
+
+
+def test_calls_that_nobody_waits_for_any_more_give_their_memory_back(agent: Agent) -> None:
+    with contextlib.closing(Stranger(agent)) as stranger:
+        assert stranger.side is not None
+        sharing = Sharing(stranger.side, Budget(1 << 30))
+        # The leader is busy until they are all late.
+        payload = pickle.dumps((time.sleep, (0.002,), None))
+        for number in range(1, 20):
+            placed, _ = sharing.place([memoryview(bytes(100_000))])
+            data = b"".join(encode(Kind.CALL, number, payload, placed, time_left=1))
+            stranger.send(data)
+        until(lambda: sharing.statistics()["shared_leased"] == 0, "memory is still lent")
+        sharing.close()
+
+
+# -- a peer that reads slowly ----------------------------------------------------------------------
+
+
+def test_a_line_that_is_filled_while_its_last_bytes_go_is_still_written() -> None:
+    # Between our look (nothing is left) and our telling the poller, another thread fills it: what it told the
+    # poller came first, and would be taken back.
+    ours, theirs = socket.socketpair()
+    line = Line(ours, FrameParser())
+    asked: list[tuple[int, int]] = []
+
+    class FakePoller:
+        def change(self, fd: int, *, on: int = 0, off: int = 0) -> None:
+            assert fd == line.fileno()
+            if off:
+                while line.send([bytes(100_000)]):
+                    pass
+            asked.append((on, off))
+
+    Agent.is_written(SimpleNamespace(_poller=FakePoller()), line)  # type: ignore[arg-type]
+    assert asked == [(0, WRITE), (WRITE, 0)]
+    line.shut()
+    line.close()
+    theirs.close()
+
+
+def test_answers_to_a_peer_that_reads_late_all_come(agent: Agent) -> None:
+    with contextlib.closing(Stranger(agent)) as stranger:
+        payload = pickle.dumps((bytes, (60_000,), None))
+        numbers = range(1, 101)
+        for number in numbers:
+            stranger.send(*encode(Kind.CALL, number, payload))
+        serves()
+        line = Line(stranger.sock, FrameParser())
+        came: list[int] = []
+        end = time.monotonic() + 10.0
+        while len(came) < len(numbers) and time.monotonic() < end:
+            came += [frame.call for frame in line.read(0.5)]
+        assert sorted(came) == list(numbers)
