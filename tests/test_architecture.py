@@ -18,10 +18,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"_core", "rendezvous", "parallel"},
     "parallel": {"_core"},
     "join": {"_core"},
-    "rpc": {"_core", "rendezvous"},
+    "wire": {"_core"},
+    "rpc": {"_core", "rendezvous", "wire"},
+    "compat": {"rpc"},
 }
 # These import torch when they are loaded; who imports them does so inside functions, but for each other.
-OVER_TORCH = {"parallel", "join"}
+OVER_TORCH = {"parallel", "join", "rpc", "compat"}
 # Within launch: folder -> folders of launch it may import.
 LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
     "placement": set(),
@@ -64,7 +66,12 @@ SANS_IO = {
     "rendezvous/ordering.py",
     "parallel/layout.py",
     "join/schedule.py",
+    "wire/auth.py",
+    "wire/frames.py",
     "rpc/device_map.py",
+    "rpc/membership.py",
+    "rpc/refcount.py",
+    "rpc/messages.py",
     "parallel/signatures.py",
 }
 IO_MODULES = {

@@ -13,8 +13,17 @@ import torch
 import torch.distributed
 
 from rallypoint import rpc
-from rallypoint.rpc import api, backends, collect, constants, functions, internal, options, rref_proxy
-from rallypoint.rpc import registry as backend_registry
+from rallypoint.rpc import (
+    api,
+    backends,
+    collect,
+    constants,
+    functions,
+    internal,
+    options,
+    registry as backend_registry,
+    rref_proxy,
+)
 from rallypoint.rpc.agent import Agent
 
 
@@ -68,7 +77,7 @@ def install() -> None:
         sys.modules[f"{_NAME}.server_process_global_profiler"] = ModuleType(
             f"{_NAME}.server_process_global_profiler"
         )
-        torch.distributed.rpc = facade  # type: ignore[assignment]  # that is the point
+        torch.distributed.rpc = facade
         _before["futures"] = {name: getattr(torch.futures, name) for name in _FUTURES}
         for name, replacement in _FUTURES.items():
             setattr(torch.futures, name, replacement)
@@ -82,7 +91,7 @@ def uninstall() -> None:
     Raises:
         RpcError: this process is a member of a group right now.
     """
-    global _before  # noqa: PLW0603
+    global _before
     with _lock:
         if _before is None:
             return
@@ -122,7 +131,9 @@ def is_installed() -> bool:
 
 def _refuse_in_group(what: str) -> None:
     if api._is_current_rpc_agent_set():
-        raise rpc.RpcError(f"cannot {what} while this process is a member of an RPC group: shut it down first")
+        raise rpc.RpcError(
+            f"cannot {what} while this process is a member of an RPC group: shut it down first"
+        )
 
 
 def _module_names() -> list[str]:

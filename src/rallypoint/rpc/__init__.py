@@ -12,12 +12,8 @@ from rallypoint.errors import (
     RpcTimeout,
 )
 
-from . import api, backends, constants, functions, internal, options
-from . import registry as backend_registry
+from . import api as api, backends as backends, registry as backend_registry
 from .api import (
-    _init_rpc_backend,
-    _set_rpc_timeout,
-    enable_gil_profiling,
     get_rpc_timeout,
     get_worker_info,
     init_rpc,

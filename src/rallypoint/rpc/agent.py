@@ -11,7 +11,6 @@ import functools
 import heapq
 import itertools
 import logging
-import os
 import secrets
 import select
 import socket
@@ -39,7 +38,7 @@ from . import payload as payloads
 from .calls import Call
 from .crew import TICK, Crew, Job
 from .current_call import SERVING
-from .device_map import Device, reverse_maps
+from .device_map import Device
 from .future import RpcFuture
 from .group import DynamicGroup, StaticGroup
 from .handshake import Welcome, introduce
@@ -51,7 +50,7 @@ from .outgoing import Outgoing
 from .poller import READ, WRITE, Poller
 from .rref_table import RRefTable
 from .serving import CoroutineLoop, Request
-from .statistics import Counters
+from .statistics import Counters, of_incoming, of_outgoing
 from .streams import WINDOW, ItemSource, RpcStream
 from .tensors import Devices, TensorWriter
 from .worker_info import WorkerInfo
@@ -161,6 +160,8 @@ class Agent:
                 return memory.MemoryListener()
             case uds.KIND:
                 return uds.UnixListener()
+            case _:
+                pass
         options = self.options
         host = options.bind
         return tcp.TcpListener(
@@ -242,7 +243,7 @@ class Agent:
         if isinstance(to, WorkerInfo):
             to = to.id
         elif isinstance(to, bool) or not isinstance(to, (str, int)):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004  # torch's, for a rank that is a float
                 f"a worker is called by its name, its rank or its WorkerInfo, not by {to!r}"
             )
         assert self.group is not None
@@ -378,7 +379,13 @@ class Agent:
         outgoing.begin(kind, call, payload, placed, flags=flags, held=tensors.held, block=block)
 
     def call_sync(
-        self, to: Any, kind: int, what: Any, content: tuple[Any, ...], timeout: float, flags: int = 0
+        self,
+        to: Any,
+        kind: int,
+        what: Any,
+        content: tuple[Any, ...],
+        timeout: float,
+        flags: int = 0,
     ) -> Any:
         """Call and wait. ``content`` is a function, its positional and its keyword arguments."""
         deadline, seconds = self.deadline(timeout)
@@ -477,10 +484,7 @@ class Agent:
 
         call.future = made
         call.outgoing = outgoing
-        if finish is None:
-            done = self._complete
-        else:
-            done = functools.partial(_complete_by, finish)
+        done = self._complete if finish is None else functools.partial(_complete_by, finish)
         call.on_done = done
         payload, tensors, flags = self._pickle(content, outgoing, flags)
         made.call = call
@@ -527,7 +531,9 @@ class Agent:
             RpcError: it could not be sent.
         """
         outgoing = self.route(to)
-        call = Call(kind.name if isinstance(kind, Kind) else str(kind), time.monotonic() + timeout, timeout)
+        call = Call(
+            kind.name if isinstance(kind, Kind) else str(kind), time.monotonic() + timeout, timeout
+        )
         call.on_done = lambda done: finish(done, outgoing)
         self._dispatch(outgoing, kind, call, payloads.dumps(content)[0], None, block=False)
         self.expect(time.monotonic() + timeout)
@@ -921,7 +927,7 @@ class Agent:
         from . import api
 
         data, tensors = content
-        call = api._default_pickler.deserialize(data, tensors)  # noqa: SLF001  # torch's name
+        call = api._default_pickler.deserialize(data, tensors)  # torch's name
         return call.func, call.args, call.kwargs
 
     # -- time, and threads --------------------------------------------------------------------------
@@ -1024,35 +1030,8 @@ class Agent:
 
     def peers(self) -> list[dict[str, Any]]:
         """The connections, as plain data."""
-        found = []
-        for outgoing in list(self._outgoing.values()):
-            found.append(
-                {
-                    "name": outgoing.peer,
-                    "id": outgoing.info.id,
-                    "direction": "out",
-                    "transport": outgoing.line.kind,
-                    "calls_under_way": len(outgoing.calls),
-                    "bytes_in_flight": outgoing.in_flight,
-                    "bytes_sent": outgoing.line.bytes_sent,
-                    "bytes_received": outgoing.line.bytes_received,
-                    **(outgoing.sharing.statistics() if outgoing.sharing else {}),
-                }
-            )
-        for incoming in list(self._incoming):
-            found.append(
-                {
-                    "name": incoming.peer.name,
-                    "id": incoming.peer.id,
-                    "direction": "in",
-                    "transport": incoming.line.kind,
-                    "calls_being_served": len(incoming.active),
-                    "bytes_sent": incoming.line.bytes_sent,
-                    "bytes_received": incoming.line.bytes_received,
-                    **(incoming.sharing.statistics() if incoming.sharing else {}),
-                }
-            )
-        return found
+        outgoing, incoming = list(self._outgoing.values()), list(self._incoming)
+        return [of_outgoing(each) for each in outgoing] + [of_incoming(each) for each in incoming]
 
     def queue(self) -> int:
         """Calls that wait for a thread."""
@@ -1164,6 +1143,3 @@ def node_devices(options: NativeRpcBackendOptions) -> Any:
 
     counts = {"cuda": torch.cuda.device_count()} if torch.cuda.is_available() else {}
     return NodeDevices(counts=counts, devices=tuple(options.devices), maps=options.device_maps)
-
-
-__all__ = ["Agent", "Kind", "node_devices", "os", "reverse_maps"]

@@ -10,9 +10,7 @@ import contextlib
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -24,10 +22,7 @@ from rallypoint.errors import DeadlineExceeded, RpcError
 from . import agent_in_use, constants, stores
 from .agent import Agent
 from .collect import wait_all
-from .crew import Crew
-from .current_call import SERVING
-from .gather import AllGatherStates, Gatherings
-from .gather import wait as wait_gathered
+from .gather import AllGatherStates, Gatherings, wait as wait_gathered
 from .group import DynamicGroup
 from .internal import PythonUDF, _internal_rpc_pickler
 from .member import Member
@@ -421,9 +416,11 @@ def _all_gather(
         DeadlineExceeded: some have not called it in time; says who.
     """
     agent = _agent()
-    names = sorted(
-        each.name for each in agent.infos()
-    ) if worker_names is None else sorted(worker_names)
+    names = (
+        sorted(each.name for each in agent.infos())
+        if worker_names is None
+        else sorted(worker_names)
+    )
     me = agent.me.name
     if me not in names:
         raise RpcError(f"{me} is not among the workers that gather: {', '.join(names)}")
@@ -451,7 +448,9 @@ def _all_gather(
         with agent.waiting():
             wait_gathered(state, deadline, limit, names)
         if me == leader:
-            _broadcast(agent, sequence_id, state, [name for name in names if name != me], call_timeout)
+            _broadcast(
+                agent, sequence_id, state, [name for name in names if name != me], call_timeout
+            )
     finally:
         _gatherings.take(sequence_id)
     return state.gathered_objects
@@ -606,7 +605,7 @@ def _wait_idle(agent: Agent, deadline: Deadline) -> None:
 
 
 def _finalize_shutdown() -> None:
-    global _current  # noqa: PLW0603  # the one agent of the process
+    global _current  # the one agent of the process
     agent, _current = _current, None
     try:
         if isinstance(agent, Agent):
@@ -655,8 +654,9 @@ def _get_debug_info() -> dict[str, str]:
     info = dict(_rref_context_get_debug_info())
     info.update(_agent().get_debug_info())
     with contextlib.suppress(Exception):
-        import torch.distributed.autograd as dist_autograd
+        import torch.distributed.autograd
 
+        dist_autograd: Any = torch.distributed.autograd
         info.update(dist_autograd._get_debug_info())
     return info
 
@@ -667,8 +667,7 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 __all__ = [
-    "Crew",
-    "SERVING",
+    "AllGatherStates",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
@@ -681,7 +680,5 @@ __all__ = [
     "rpc_sync",
     "shutdown",
     "statistics",
-    "time",
-    "timedelta",
     "wait_for",
 ]

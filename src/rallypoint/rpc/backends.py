@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from rallypoint._core import env
 from rallypoint._core.addresses import hostname
 from rallypoint._core.host import host_identity
@@ -164,9 +162,7 @@ def _construct_tensorpipe(
     init_method: str = constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> RpcBackendOptions:
-    return TensorPipeRpcBackendOptions(
-        rpc_timeout=rpc_timeout, init_method=init_method, **kwargs
-    )
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
 def register_built_in() -> None:
@@ -195,5 +191,3 @@ def restore_tensorpipe() -> None:
 
 
 register_built_in()
-
-__all__ = ["NATIVE", "dist", "register_built_in", "restore_tensorpipe", "stand_in"]

@@ -18,7 +18,10 @@ from .outgoing import Outgoing
 from .tensors import TensorWriter
 
 
-_BY_NAME = {**{kind.name: kind for kind in Kind}, **{name: kind for kind, name in TORCH_NAMES.items()}}
+_BY_NAME = {
+    **{kind.name: kind for kind in Kind},
+    **{name: kind for kind, name in TORCH_NAMES.items()},
+}
 # Messages of torch's that we do not have: asking for their failure is no error.
 _NEVER_SENT = {"CLEANUP_AUTOGRAD_CONTEXT_REQ"}
 # torch's: messages that are sent again when they fail, and what is delayed unless told otherwise.
@@ -52,9 +55,7 @@ class FaultyRpcBackendOptions(NativeRpcBackendOptions):
         self.num_fail_sends = num_fail_sends
         for name in (*self.messages_to_fail, *self.messages_to_delay, *self.messages_to_drop):
             if name not in _BY_NAME and name not in _NEVER_SENT:
-                raise ConfigError(
-                    "message", name, f"expected one of {', '.join(sorted(_BY_NAME))}"
-                )
+                raise ConfigError("message", name, f"expected one of {', '.join(sorted(_BY_NAME))}")
 
 
 class FaultyAgent(Agent):
@@ -80,7 +81,7 @@ class FaultyAgent(Agent):
         with self._count_lock:
             key = (kind, hash(payload))
             self._failed[key] += 1
-            return self._failed[key] <= self._most
+            return bool(self._failed[key] <= self._most)
 
     def _dispatch(
         self,

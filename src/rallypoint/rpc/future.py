@@ -99,7 +99,7 @@ class RpcFuture(Future[T]):
             return False
         outgoing = call.outgoing
         error = CallCancelled(f"{call.describe()} on {outgoing.peer!r} was cancelled")
-        return outgoing.cancel(call.number, error)
+        return bool(outgoing.cancel(call.number, error))
 
     def cancelled(self) -> bool:
         """Whether the call was given up with :meth:`cancel`."""
@@ -118,7 +118,10 @@ class RpcFuture(Future[T]):
             if not done.done():
                 done.set_result(None)
 
-        self.add_done_callback(lambda _: loop.call_soon_threadsafe(settle))
+        def wake(_: Future[T]) -> None:
+            loop.call_soon_threadsafe(settle)
+
+        self.add_done_callback(wake)
         try:
             yield from done.__await__()
         except asyncio.CancelledError:

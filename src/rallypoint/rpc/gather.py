@@ -39,14 +39,18 @@ class Gatherings:
         with self._lock:
             return self._states.setdefault(sequence_id, AllGatherStates())
 
-    def add(self, sequence_id: tuple[str, ...], names: Collection[str], name: str, obj: Any) -> bool:
+    def add(
+        self, sequence_id: tuple[str, ...], names: Collection[str], name: str, obj: Any
+    ) -> bool:
         """An object has come; True if it was the last.
 
         Raises:
             RpcError: this worker takes no part, or has spoken before.
         """
         if name not in names:
-            raise RpcError(f"{name} is not expected to take part in this gathering: {sorted(names)}")
+            raise RpcError(
+                f"{name} is not expected to take part in this gathering: {sorted(names)}"
+            )
         with self._lock:
             state = self._states.setdefault(sequence_id, AllGatherStates())
             if name in state.gathered_objects:
@@ -79,7 +83,9 @@ class Gatherings:
             self._numbers.clear()
 
 
-def wait(state: AllGatherStates, deadline: Deadline, seconds: float | None, names: Collection[str]) -> None:
+def wait(
+    state: AllGatherStates, deadline: Deadline, seconds: float | None, names: Collection[str]
+) -> None:
     """Wait until all objects are there.
 
     Raises:

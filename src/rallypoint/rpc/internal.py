@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .payload import _REDUCERS, Writer
-from .tensors import TensorReader
 
 
 class RPCExecMode(Enum):
@@ -120,7 +119,6 @@ __all__ = [
     "PythonUDF",
     "RPCExecMode",
     "RemoteException",
-    "TensorReader",
     "deserialize",
     "serialize",
 ]

@@ -52,8 +52,6 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         allowed_modules: modules that callers may name in what they send; None: all.
         in_flight_bytes: of tensors, sent to one peer and not answered yet; more waits.
         shared_memory_bytes: that all connections together may use for large tensors.
-        tls_certificate: file with this worker's certificate and key (PEM); TCP is encrypted then.
-        tls_authorities: file with the certificates that peers' must be signed by.
     """
 
     def __init__(
@@ -74,8 +72,6 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         allowed_modules: Sequence[str] | None = None,
         in_flight_bytes: int = 1 << 30,
         shared_memory_bytes: int = 4 << 30,
-        tls_certificate: str | None = None,
-        tls_authorities: str | None = None,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         if isinstance(num_worker_threads, bool) or num_worker_threads < 1:
@@ -102,10 +98,6 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.allowed_modules = None if allowed_modules is None else frozenset(allowed_modules)
         self.in_flight_bytes = in_flight_bytes
         self.shared_memory_bytes = shared_memory_bytes
-        if tls_authorities is not None and tls_certificate is None:
-            raise ConfigError("tls_certificate", None, "is needed beside tls_authorities")
-        self.tls_certificate = tls_certificate
-        self.tls_authorities = tls_authorities
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Tensors on a key's device arrive on its value's device when ``to`` is called; results go back the
@@ -142,9 +134,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
 class TensorPipeRpcBackendOptions(NativeRpcBackendOptions):
     """torch's name for them. What only TensorPipe has (``_transports``, ``_channels``) is taken and has no effect."""
 
-    def __init__(
-        self, *, _transports: Any = None, _channels: Any = None, **options: Any
-    ) -> None:
+    def __init__(self, *, _transports: Any = None, _channels: Any = None, **options: Any) -> None:
         super().__init__(**options)
 
 
@@ -153,7 +143,7 @@ def _seconds(name: str, value: object) -> float:
         raise TypeError(
             f"{name} is {value!r}: incompatible constructor arguments, expected seconds as a number"
         )
-    seconds = float(value)  # type: ignore[arg-type]  # it has __float__
+    seconds = float(value)
     if not seconds >= 0.0:
         raise ConfigError(name, value, "expected seconds, 0 or more")
     return seconds

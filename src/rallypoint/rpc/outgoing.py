@@ -103,9 +103,7 @@ class Outgoing:
 
         def has_room() -> bool:
             return (
-                not self.in_flight
-                or self.in_flight + size <= most
-                or self.lost_reason is not None
+                not self.in_flight or self.in_flight + size <= most or self.lost_reason is not None
             )
 
         with self._room:

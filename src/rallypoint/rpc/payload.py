@@ -13,6 +13,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Collection, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpac
 # What a pickler of ours does with objects of a type: (pickler, object) -> what __reduce__ returns.
 Reducer = Callable[["Writer", Any], Any]
 _REDUCERS: dict[type, Reducer] = {}
+
+Payload = bytes | bytearray | memoryview
 
 # Of these neither they nor what they hold needs a reducer.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
@@ -80,7 +83,7 @@ def _by_value() -> type:
                 reducer = _REDUCERS.get(type(obj))
                 if reducer is None:
                     return super().reducer_override(obj)
-                return reducer(self, obj)  # type: ignore[arg-type]  # it has what a Writer has
+                return reducer(self, obj)
 
         _by_value_class = ByValue
     return _by_value_class
@@ -172,7 +175,11 @@ def unpacked(content: Any) -> Any:
     """The reverse of :func:`packed_call` and :func:`packed_result`."""
     if len(content) == 3:
         func, packed, kwargs = content
-        return func, tuple([unpack(each) if type(each) is tuple else each for each in packed]), kwargs
+        return (
+            func,
+            tuple([unpack(each) if type(each) is tuple else each for each in packed]),
+            kwargs,
+        )
     return unpack(content)
 
 
@@ -251,11 +258,12 @@ _KNOWN_CALLS: dict[bytes, tuple[tuple[Any, tuple[()], None], dict[str, Any], str
 _MOST_KNOWN = 256  # bytes of a payload that is remembered
 
 
-def loads_call(payload: bytes | bytearray, sender: int) -> Any:
+def loads_call(payload: Payload, sender: int) -> Any:
     """What a call without buffers says; the same as :func:`loads`, faster for one without arguments."""
     if len(payload) > _MOST_KNOWN:
         return loads(payload, sender=sender)
-    known = _KNOWN_CALLS.get(payload)  # type: ignore[call-overload]  # short payloads are bytes
+    payload = bytes(payload)
+    known = _KNOWN_CALLS.get(payload)
     if known is not None:
         content, namespace, name = known
         # The name may mean another function by now.
@@ -263,11 +271,13 @@ def loads_call(payload: bytes | bytearray, sender: int) -> Any:
             return content
     content = loads(payload, sender=sender)
     if type(content) is tuple and len(content) == 3:
-        func, args, kwargs = content
-        if type(func) is _FUNCTION and args == () and kwargs is None and type(payload) is bytes:
+        func: object = content[0]
+        _, args, kwargs = content
+        if isinstance(func, FunctionType) and args == () and kwargs is None:
             name = func.__qualname__
-            if func.__globals__.get(name) is func and len(_KNOWN_CALLS) < _MOST_CACHED:
-                _KNOWN_CALLS[payload] = content, func.__globals__, name
+            namespace = func.__globals__
+            if namespace.get(name) is func and len(_KNOWN_CALLS) < _MOST_CACHED:
+                _KNOWN_CALLS[payload] = content, namespace, name
     return content
 
 
@@ -355,8 +365,11 @@ def _refuse_future(_: Writer, __: Any) -> Any:
     )
 
 
-def _reduce_script(_: Writer, function: Any) -> Any:
-    module, _, name = torch._jit_internal._qualified_name(function).removeprefix("__torch__.").rpartition(".")
+def _reduce_script(writer: Writer, function: Any) -> Any:
+    del writer  # it needs no buffers
+    module, _, name = (
+        torch._jit_internal._qualified_name(function).removeprefix("__torch__.").rpartition(".")
+    )
     return load_script_function, (module, name)
 
 

@@ -102,7 +102,7 @@ class BackendType(metaclass=_Backends):
     name: str
     value: BackendValue
 
-    def __new__(cls, name: str) -> BackendType:
+    def __new__(cls, name: str) -> BackendType:  # noqa: PYI034  # there is no other class of them
         return cls[name]
 
     def __repr__(self) -> str:

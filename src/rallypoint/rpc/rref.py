@@ -35,9 +35,7 @@ _NO_AGENT = (
     "Current RPC agent is not set! Did you initialize the RPC framework"
     " (e.g. by calling `rpc.init_rpc`)?"
 )
-_TIMED_OUT = (
-    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
-)
+_TIMED_OUT = "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
 
 
 class RRef(Generic[T]):
@@ -207,9 +205,7 @@ class RRef(Generic[T]):
 
         return RRefProxy(self, "remote", timeout)
 
-    def _get_type(
-        self, timeout: float = constants.UNSET_RPC_TIMEOUT, blocking: bool = True
-    ) -> Any:
+    def _get_type(self, timeout: float = constants.UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The value's type, asked for once; with ``blocking=False`` as a future."""
         from .rref_proxy import type_of
 
@@ -236,9 +232,7 @@ class RRef(Generic[T]):
                 raise RpcError(reason)
             return table.fork_owned(self._rref_id, to, "")
         if table.is_deleted or self._agent.is_closed:
-            raise RpcError(
-                f"{self._fork_id}: Cannot call fork an UserRRef after deletion."
-            )
+            raise RpcError(f"{self._fork_id}: Cannot call fork an UserRRef after deletion.")
         reason = table.why_dead(self._fork_id)
         if reason:
             raise RpcError(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +28,10 @@ def backward(rref: RRef[Any], context: int, retain_graph: bool) -> None:
         raise RpcError("RRef should contain a tensor for .backward()")
     if context != -1:
         # Runs in the context that torch's own distributed autograd keeps in this process, if it has one.
-        import torch.distributed.autograd as dist_autograd
-
+        dist_autograd: Any = importlib.import_module("torch.distributed.autograd")
         dist_autograd.backward(context, [value], retain_graph)
         return
-    value.backward(retain_graph=retain_graph)
+    value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 def _backward_on_owner(rref: RRef[Any], context: int, retain_graph: bool) -> None:

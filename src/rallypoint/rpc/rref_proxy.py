@@ -10,7 +10,6 @@ from torch.futures import Future
 
 from . import constants
 from .answers import AnswerLater
-from .messages import Kind
 
 
 if TYPE_CHECKING:
@@ -55,9 +54,7 @@ class RRefProxy:
         return api.remote(rref.owner(), call_method, content, timeout=timeout)
 
 
-def call_method(
-    rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs on the owner."""
     method = getattr(rref.local_value(), name)
     result = method(*args, **kwargs)
@@ -93,6 +90,3 @@ def type_of(rref: RRef[Any], timeout: float, blocking: bool) -> Any:
     except BaseException:
         rref._type_future = None  # noqa: SLF001
         raise
-
-
-__all__ = ["Kind", "RRefProxy", "call_method", "rref_type", "type_of"]

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
@@ -23,6 +24,7 @@ from .refcount import (
     Confirmed,
     Fork,
     ForkId,
+    Kind as Control,
     Lost,
     Orphaned,
     Received,
@@ -32,7 +34,6 @@ from .refcount import (
     RRefId,
     Send,
 )
-from .refcount import Kind as Control
 
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class RRefTable:
             self._not_made[rref_id] = reason
         future = self.value(rref_id)
         if not future.done():
-            future.set_exception(RpcError(reason))  # type: ignore[arg-type]  # torch takes any exception
+            future.set_exception(RpcError(reason))
 
     def why_not_made(self, rref_id: RRefId) -> str:
         """Why a value of this worker could not be made; empty if it could, or may still."""
@@ -181,9 +182,7 @@ class RRefTable:
                     act(reasons[0] if reasons else "")
 
             for fork_id in pending:
-                self._waiting.setdefault(fork_id, []).append(
-                    lambda reason, fork_id=fork_id: one_less(fork_id, reason)
-                )
+                self._waiting.setdefault(fork_id, []).append(partial(one_less, fork_id))
             return True
 
     # -- objects that are gone ----------------------------------------------------------------------
@@ -229,7 +228,7 @@ class RRefTable:
                 case Orphaned(rref_id, reason):
                     future = self.value(rref_id)
                     if not future.done():
-                        future.set_exception(RpcError(reason))  # type: ignore[arg-type]
+                        future.set_exception(RpcError(reason))
                 case Refuse():
                     # The one who asks looks for it: see serve().
                     continue
@@ -241,7 +240,7 @@ class RRefTable:
     def _wake(self, fork_id: ForkId, reason: str) -> list[Callable[[], None]]:
         with self._lock:
             waiting = self._waiting.pop(fork_id, [])
-        return [lambda act=act: act(reason) for act in waiting]  # type: ignore[misc]
+        return [partial(act, reason) for act in waiting]
 
     def _send(self, command: Send, attempt: int) -> None:
         """Send a control message until it is acknowledged."""
@@ -273,9 +272,7 @@ class RRefTable:
                 over()
                 return
             if attempt < _MOST_RETRIES and not agent.is_gone(command.to):
-                agent.later(
-                    _RETRY_SECONDS * 2**attempt, lambda: self._send(command, attempt + 1)
-                )
+                agent.later(_RETRY_SECONDS * 2**attempt, lambda: self._send(command, attempt + 1))
             elif command.kind == Control.FORK_REQUEST:
                 self.failed(command.fork_id, f"its owner does not answer: {error}")
                 over()
@@ -327,7 +324,9 @@ class RRefTable:
                 with self._lock:
                     commands = self._core.on_user_delete(rref_id, fork_id, sender)
             case _:
-                request.fail(RpcError(f"a request of kind {kind}, which this version does not know"))
+                request.fail(
+                    RpcError(f"a request of kind {kind}, which this version does not know")
+                )
                 return
         self._carry_out(commands)
         request.answer(None)

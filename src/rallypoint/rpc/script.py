@@ -13,7 +13,7 @@ import torch
 def _builtin_names() -> dict[int, str]:
     from torch.jit._builtins import _get_builtin_table
 
-    return dict(_get_builtin_table())
+    return dict(_get_builtin_table())  # type: ignore[no-untyped-call]
 
 
 def builtin_name(func: Any) -> str | None:
@@ -47,7 +47,8 @@ def check_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
             return
     raise RuntimeError(
         "Overloaded torch operator invoked from Python failed to match any schema:"
-        f" {name} does not take these arguments; it has\n" + "\n".join(str(each) for each in schemas)
+        f" {name} does not take these arguments; it has\n"
+        + "\n".join(str(each) for each in schemas)
     )
 
 

@@ -64,8 +64,8 @@ class Request:
         "_flow",
         "_frame",
         "_incoming",
-        "_made",
         "_is_user",
+        "_made",
         "_on_cancel",
     )
 
@@ -292,7 +292,7 @@ class Request:
         if made is not None:
             self._made = None
             if not made.done():
-                made.set_exception(translated(error))  # type: ignore[arg-type]  # torch takes any exception
+                made.set_exception(translated(error))
             if printed:
                 self._print(error)
             self.answer(None)
@@ -392,7 +392,11 @@ class CoroutineLoop:
             deadline = request.call.deadline
             if deadline is not None:
                 loop.call_later(max(0.0, deadline - time.monotonic()), task.cancel)
-            request.on_cancel(lambda: loop.call_soon_threadsafe(task.cancel))
+
+            def cancel() -> None:
+                loop.call_soon_threadsafe(task.cancel)
+
+            request.on_cancel(cancel)
             task.add_done_callback(finish)
 
         def finish(task: asyncio.Task[Any]) -> None:

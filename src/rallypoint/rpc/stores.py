@@ -6,11 +6,15 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
+import torch.distributed as torch_distributed
 
 from rallypoint._core import env
 from rallypoint._core.addresses import is_this_host
 from rallypoint.errors import ConfigError
+
+
+# torch re-exports its names by *.
+dist: Any = torch_distributed
 
 
 def open_store(
@@ -53,7 +57,11 @@ def open_store(
                     "start the workers with rally run, or set them",
                 )
             return _tcp(host, int(port), limit, rank)
-    raise ConfigError("init_method", init_method, "expected env://, tcp://host:port or file:///path")
+        case _:
+            pass
+    raise ConfigError(
+        "init_method", init_method, "expected env://, tcp://host:port or file:///path"
+    )
 
 
 def _tcp(host: str, port: int | None, limit: timedelta, rank: int) -> Any:

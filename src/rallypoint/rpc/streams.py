@@ -213,10 +213,14 @@ class RpcStream(Generic[T]):
         assert call is not None
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(event.set)
+
         with self._changed:
             if self._items or call.done:
                 return
-            self._wake = lambda: loop.call_soon_threadsafe(event.set)
+            self._wake = wake
         try:
             left = None if call.deadline is None else max(0.0, call.deadline - time.monotonic())
             await asyncio.wait_for(event.wait(), left)

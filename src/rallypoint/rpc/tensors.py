@@ -50,9 +50,9 @@ _DTYPES: tuple[torch.dtype, ...] = (
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 # torch.frombuffer does not take these; their bytes are read as the integer of equal size.
-_AS_BYTES = {
-    dtype for dtype in _DTYPES if dtype.itemsize == 1 and dtype.is_floating_point
-} | {torch.complex32}
+_AS_BYTES = {dtype for dtype in _DTYPES if dtype.itemsize == 1 and dtype.is_floating_point} | {
+    torch.complex32
+}
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -308,9 +308,7 @@ def rebuild_spread(
     return made.requires_grad_() if grad else made
 
 
-def rebuild_empty(
-    code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
-) -> Tensor:
+def rebuild_empty(code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool) -> Tensor:
     return torch.empty_strided(size, stride, dtype=_DTYPES[code], requires_grad=grad)
 
 

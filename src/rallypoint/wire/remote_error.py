@@ -228,7 +228,7 @@ def rebuild(description: Mapping[str, object], worker: str) -> BaseException:
 
 
 def _thaw(frozen: bytes) -> BaseException:
-    made = pickle.loads(frozen)  # noqa: S301, TID251  our own bytes, or an authenticated peer's: see the top
+    made = pickle.loads(frozen)  # noqa: S301  our own bytes, or an authenticated peer's: see the top
     if isinstance(made, tuple):
         kind, args, attributes = made
         made = kind.__new__(kind, *args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 from collections.abc import Iterable
 
 from rallypoint._core.addresses import BACKLOG
@@ -107,19 +106,12 @@ def connect(address: Address, deadline: Deadline, heartbeat: float) -> socket.so
     Raises:
         OSError: it cannot be reached.
     """
+    assert isinstance(address, tuple)
     host, port = address
-    sock = socket.create_connection((str(host), int(port)), deadline.remaining())
+    sock = socket.create_connection((host, port), deadline.remaining())
     try:
         prepare(sock, heartbeat)
     except OSError:
         sock.close()
         raise
     return sock
-
-
-def client_context(certificates: str | None) -> ssl.SSLContext:
-    """TLS for the side that connects: the peer's certificate must be one of ours (``certificates``)."""
-    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=certificates)
-    # Peers are known by the job's secret, not by their host's name.
-    context.check_hostname = False
-    return context

@@ -52,6 +52,4 @@ def choose(
         same_process: whether it is this very process.
     """
     reach = {"memory": same_process, "uds": same_host, "tcp": True}
-    return [
-        Choice(kind, theirs[kind]) for kind in ours if kind in theirs and reach.get(kind, True)
-    ]
+    return [Choice(kind, theirs[kind]) for kind in ours if kind in theirs and reach.get(kind, True)]
