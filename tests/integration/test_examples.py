@@ -233,6 +233,32 @@ def test_uneven_shards_learn_what_one_process_learns(tmp_path):
     assert losses_of(tmp_path / "two") == pytest.approx(wanted, rel=1e-9)
 
 
+def test_a_parameter_server_learns_what_one_process_learns(tmp_path):
+    options = [EXAMPLES / "parameter_server.py", "--output"]
+    done = succeed(*command("python"), *options, "alone", cwd=tmp_path)
+    assert reported_accuracy(done.stdout) > 0.95
+    wanted = losses_of(tmp_path / "alone")
+    launch = command(LAUNCHER, "--nproc-per-node", "5")
+    done = succeed(*launch, *options, "five", "--epochs", "3", cwd=tmp_path)
+    assert "69 steps of 4 workers" in done.stdout
+    assert losses_of(tmp_path / "five") == pytest.approx(wanted[:3], rel=1e-9)
+
+
+def test_a_learner_goes_on_while_actors_leave_die_and_join(tmp_path):
+    done = succeed(*command("python"), EXAMPLES / "actor_learner.py", cwd=tmp_path)
+    reward = re.search(r"^reward ([\d.]+) of 200", done.stdout, re.MULTILINE)
+    assert reward, done.stdout
+    assert float(reward[1]) >= 195
+    for happening in (
+        "actor-0, actor-1, actor-2 are here",
+        "actor-0 has gone: it has shut down",
+        "actor-1 has gone: ",
+        "the round of actor-1 is lost",
+        "actor-3 has joined",
+    ):
+        assert happening in done.stderr, done.stderr
+
+
 @pytest.mark.skipif(LAUNCHER != "rally", reason="torchrun has no counterpart")
 def test_a_launched_function_returns_the_single_process_result_from_every_rank(tmp_path):
     done = succeed(*command("python"), EXAMPLES / "function_launch.py", cwd=tmp_path)
