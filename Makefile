@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic clean
+.PHONY: bench-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,12 @@ bench-join: $(STAMP) ## what joining uneven inputs costs per step, beside torch'
 
 bench-collectives: $(STAMP) ## collectives with gradients beside torch's and bare ones; writes bench/results/collectives.json
 	$(BIN)/python bench/collectives.py --output bench/results/collectives.json
+
+bench-rpc: $(STAMP) ## calls between processes beside TensorPipe; writes bench/results/rpc.json
+	$(BIN)/python bench/rpc.py --output bench/results/rpc.json --plot bench/results/rpc.png
+
+parity: $(STAMP) ## torch's own RPC tests, from the installed wheel, against rallypoint.rpc; writes docs/rpc_parity.md
+	$(BIN)/python tests/parity/rpc_suite.py --against rallypoint --output bench/results/rpc_parity.json --markdown docs/rpc_parity.md
 
 soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind; writes bench/results/soak.json
 	$(BIN)/python bench/soak.py --output bench/results/soak.json
