@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcError
+from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RemoteError, RpcError
 from rallypoint.wire import memory, tcp, uds
 from rallypoint.wire.frames import Frame, FrameParser
 from rallypoint.wire.line import Line
@@ -44,7 +44,7 @@ from .group import DynamicGroup, StaticGroup
 from .handshake import Welcome, introduce
 from .incoming import Incoming
 from .member import Member
-from .messages import FAILURE, FLAG_PACKED, FLAG_REFS, NOTHING, STREAM, Kind
+from .messages import CALL, FAILURE, FLAG_PACKED, FLAG_REFS, NOTHING, REMOTES, STREAM, Kind
 from .options import NativeRpcBackendOptions
 from .outgoing import Outgoing
 from .poller import READ, WRITE, Poller
@@ -390,7 +390,7 @@ class Agent:
         """Call and wait. ``content`` is a function, its positional and its keyword arguments."""
         deadline, seconds = self.deadline(timeout)
         outgoing = self.route(to)
-        payload, tensors, flags = self._pickle(content, outgoing, flags)
+        payload, tensors, flags = self._pickle(kind, content, outgoing, flags)
         call = Call(what, deadline, seconds)
         self._dispatch(outgoing, kind, call, payload, tensors, flags)
         crew = Crew.current()
@@ -402,9 +402,14 @@ class Agent:
         return self.decode(call, outgoing)
 
     def _pickle(
-        self, content: tuple[Any, ...], outgoing: Outgoing, flags: int
+        self, kind: int, content: tuple[Any, ...], outgoing: Outgoing, flags: int
     ) -> tuple[bytes, TensorWriter | None, int]:
         """A request's payload, its buffers, and the flags that say how to read it."""
+        if kind in REMOTES:
+            # The ids can be read even where the rest cannot be: then the value is there as an error.
+            rref_id, fork_id, *what = content
+            inner, tensors, flags = self._pickle(CALL, tuple(what), outgoing, flags)
+            return payloads.dumps((rref_id, fork_id, inner))[0], tensors, flags
         options = self.options
         if len(content) == 3 and not flags:
             # The short way first: a call that carries nothing.
@@ -486,7 +491,7 @@ class Agent:
         call.outgoing = outgoing
         done = self._complete if finish is None else functools.partial(_complete_by, finish)
         call.on_done = done
-        payload, tensors, flags = self._pickle(content, outgoing, flags)
+        payload, tensors, flags = self._pickle(kind, content, outgoing, flags)
         made.call = call
         try:
             self._dispatch(
@@ -561,7 +566,7 @@ class Agent:
         func, args, kwargs = content
         kwargs = {**(kwargs or {})}
         payload, tensors, flags = self._pickle(
-            (func, args, {**kwargs, _WINDOW: window}), outgoing, 0
+            STREAM, (func, args, {**kwargs, _WINDOW: window}), outgoing, 0
         )
         stream.begun(call, outgoing)
         self._dispatch(outgoing, Kind.STREAM, call, payload, tensors, flags)
@@ -589,7 +594,7 @@ class Agent:
         if frame.flags & FLAG_PACKED:
             return payloads.unpacked(content)
         if frame.kind == FAILURE:
-            raise rebuild(content, outgoing.peer)
+            raise _harmless(rebuild(content, outgoing.peer), outgoing.peer)
         return content
 
     # -- connections --------------------------------------------------------------------------------
@@ -883,6 +888,10 @@ class Agent:
         except TypeError:
             return False
 
+    def leads(self) -> bool:
+        """Whether the calling thread is the leader's."""
+        return self._crew.leads()
+
     def hand_over(self, job: Job) -> bool:
         """Have a job done by a worker, if this is the leader's thread."""
         if not self._crew.leads():
@@ -1135,6 +1144,14 @@ class _Task:
             self._act()
         except BaseException:
             logger.exception("a task of the agent failed")
+
+
+def _harmless(error: BaseException, worker: str) -> BaseException:
+    """What ends a program (SystemExit, KeyboardInterrupt) over there does not end this one."""
+    if isinstance(error, Exception):
+        return error
+    traceback = getattr(error.__cause__, "traceback", "")
+    return RemoteError(type(error).__name__, str(error), traceback, worker)
 
 
 def node_devices(options: NativeRpcBackendOptions) -> Any:
