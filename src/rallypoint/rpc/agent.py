@@ -296,7 +296,12 @@ class Agent:
         Args:
             timeout: as the user gave it: negative for the default, 0 for no limit.
         """
-        seconds = self.default_timeout if timeout < 0 else timeout
+        try:
+            seconds = self.default_timeout if timeout < 0 else timeout
+        except TypeError:
+            raise TypeError(
+                f"timeout is {timeout!r}: expected seconds as a number (0: no limit)"
+            ) from None
         serving = SERVING.get()
         outer = None if serving is None else serving.deadline
         if not seconds:

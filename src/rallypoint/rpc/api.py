@@ -10,18 +10,19 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
 
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import DeadlineExceeded, RpcError
+from rallypoint.errors import ConfigError, DeadlineExceeded, RpcError
 
 from . import agent_in_use, constants, stores
 from .agent import Agent
 from .collect import wait_all
+from .current_call import SERVING
 from .gather import AllGatherStates, Gatherings, wait as wait_gathered
 from .group import DynamicGroup
 from .internal import PythonUDF, _internal_rpc_pickler
@@ -85,8 +86,11 @@ def init_rpc(
         RpcError: this process is a member already; the name is taken; the group cannot be had.
         DeadlineExceeded: some members have not come; says which.
         TypeError: backend or options are none.
+        ConfigError: the rank is none of a group of that size.
     """
     backend, options = _choose(backend, rpc_backend_options)
+    if not _torch_rules:
+        _check_rank(rank, world_size)
     if _is_current_rpc_agent_set():
         raise RpcError(
             "RPC is already initialized in this process: shut it down before another init_rpc"
@@ -95,12 +99,29 @@ def init_rpc(
         store = stores.open_store(
             options.init_method, rank, world_size, options.rpc_timeout, torch_rules=_torch_rules
         )
-    global _init_count  # noqa: PLW0603  # how often this process has come: each group has keys of its own
-    with _init_lock:
-        number = _init_count if world_size else 0
-        _init_count += 1
+    global _init_count  # noqa: PLW0603  # how many groups this process was in: each has keys of its own
+    number = _init_count if world_size else 0
     prefixed = stores.prefixed(f"rpc_prefix_{number}", store)
     _init_rpc_backend(backend, prefixed, name, rank, world_size, options)
+    # An attempt that failed does not count: the others wait for this process where it was missing.
+    with _init_lock:
+        _init_count += 1
+
+
+def _check_rank(rank: int, world_size: int | None) -> None:
+    if world_size is None:
+        return
+    if world_size < 1:
+        raise ConfigError(
+            "world_size", world_size, "expected at least 1, or None for a dynamic group"
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            "rank",
+            rank,
+            f"expected 0 to {world_size - 1}: each worker of a group of fixed size has a rank of its own",
+            "rank=int(os.environ['RANK']) where rally run starts the workers",
+        )
 
 
 def _choose(backend: Any, options: Any) -> tuple[BackendType, Any]:
@@ -352,17 +373,38 @@ def rpc_stream(
 def _prepare(
     func: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None
 ) -> tuple[int, int, tuple[Any, tuple[Any, ...], dict[str, Any] | None]]:
-    arguments = () if args is None else args if type(args) is tuple else tuple(args)
+    arguments = args if type(args) is tuple else _positional(args)
+    if kwargs is not None and type(kwargs) is not dict and not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"kwargs is {_shown(kwargs)}: expected keyword arguments by name, in a dict"
+        )
     if type(func) is _BUILTIN_TYPE or isinstance(func, torch.jit.ScriptFunction):
         if is_builtin(func):
             check_arguments(func, arguments, kwargs)
             return Kind.SCRIPT_CALL, 0, (func, arguments, kwargs)
     elif not callable(func):
-        raise TypeError("function should be callable.")
+        # torch's words come first.
+        raise TypeError(f"function should be callable. It is {_shown(func)}")
     if _default_pickler is not _internal_rpc_pickler:
         pickled = _default_pickler.serialize(PythonUDF(func, arguments, kwargs or {}))
         return Kind.CALL, FLAG_FOREIGN, (pickled[0], pickled[1])  # type: ignore[return-value]
     return Kind.CALL, 0, (func, arguments, kwargs)
+
+
+def _positional(args: Any) -> tuple[Any, ...]:
+    if args is None:
+        return ()
+    # These can be iterated over, and never are meant to be.
+    if isinstance(args, (str, bytes, torch.Tensor)) or not isinstance(args, Iterable):
+        raise TypeError(
+            f"args is {_shown(args)}: expected positional arguments in a tuple, as in (x,)"
+        )
+    return tuple(args)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @contextlib.contextmanager
@@ -543,7 +585,8 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
 
     Raises:
         DeadlineExceeded: others have not come in time; says who.
-        RpcError: this process is in no group; or values of this worker are still referred to by others.
+        RpcError: this process is in no group; or values of this worker are still referred to by others; or
+            a function that is being served calls this.
     """
     agent = _agent()
     if not isinstance(agent, Agent):
@@ -552,6 +595,11 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
         finally:
             _finalize_shutdown()
         return
+    if graceful and SERVING.get() is not None:
+        raise RpcError(
+            "shutdown() in a function that another worker has called would wait for this very call: let the"
+            " function tell the main thread (threading.Event) to do it, or use graceful=False"
+        )
     deadline = Deadline(timeout or None)
     try:
         if graceful:

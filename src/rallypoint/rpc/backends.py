@@ -18,7 +18,12 @@ from .agent import Agent, node_devices
 from .faulty import FaultyAgent, FaultyRpcBackendOptions
 from .group import DynamicGroup, StaticGroup
 from .member import Member, check_name
-from .options import NativeRpcBackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from .options import (
+    NativeRpcBackendOptions,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    check_secret,
+)
 from .registry import BackendType, backend_registered, register_backend
 
 
@@ -126,7 +131,7 @@ def _agree(store: Any, options: NativeRpcBackendOptions) -> tuple[str, bytes]:
     secret = options.secret
     given = env.get("RALLY_SECRET")
     if secret is None and given:
-        secret = given.encode()
+        secret = check_secret(given, "RALLY_SECRET")
     if secret is None:
         # Whoever can read the store is let in: it is what the processes of the job share.
         secret = store.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))

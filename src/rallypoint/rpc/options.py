@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from rallypoint.errors import ConfigError
+from rallypoint.wire.auth import MIN_SECRET
 
 from . import constants
 from .device_map import Device
@@ -74,9 +75,13 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         shared_memory_bytes: int = 4 << 30,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
-        if isinstance(num_worker_threads, bool) or num_worker_threads < 1:
+        if isinstance(num_worker_threads, bool) or not isinstance(num_worker_threads, int):
+            raise TypeError(
+                f"num_worker_threads is {num_worker_threads!r}: expected a whole number"
+            )
+        if num_worker_threads < 1:
             raise ConfigError("num_worker_threads", num_worker_threads, "expected at least 1")
-        self.num_worker_threads = int(num_worker_threads)
+        self.num_worker_threads = num_worker_threads
         self.device_maps: dict[str, dict[Device, Device]] = {}
         for worker, pairs in (device_maps or {}).items():
             self.set_device_map(worker, pairs)
@@ -86,15 +91,17 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.bind = bind
         self.advertise = advertise
         self.ports = _ports(port)
+        _refuse_text("transports", transports)
         unknown = [each for each in transports if each not in TRANSPORTS]
         if unknown or not transports:
             raise ConfigError(
                 "transports", list(transports), f"expected some of {', '.join(TRANSPORTS)}"
             )
         self.transports = tuple(transports)
-        self.secret = secret.encode() if isinstance(secret, str) else secret
+        self.secret = None if secret is None else check_secret(secret, "secret")
         self.heartbeat = _seconds("heartbeat", heartbeat)
         self.pickle_by_value = pickle_by_value
+        _refuse_text("allowed_modules", allowed_modules)
         self.allowed_modules = None if allowed_modules is None else frozenset(allowed_modules)
         self.in_flight_bytes = in_flight_bytes
         self.shared_memory_bytes = shared_memory_bytes
@@ -149,8 +156,37 @@ def _seconds(name: str, value: object) -> float:
     return seconds
 
 
+def check_secret(secret: str | bytes, field: str) -> bytes:
+    """The secret as bytes.
+
+    Args:
+        field: where it is from.
+
+    Raises:
+        ConfigError: it is too short.
+    """
+    data = secret.encode() if isinstance(secret, str) else secret
+    if len(data) < MIN_SECRET:  # it is shown nowhere
+        raise ConfigError(
+            field,
+            None,
+            f"has {len(data)} bytes, at least {MIN_SECRET} are needed",
+            "secrets.token_hex(32) makes one",
+        )
+    return data
+
+
+def _refuse_text(name: str, value: object) -> None:
+    # Its letters would be taken for the names.
+    if isinstance(value, str):
+        raise ConfigError(name, value, f"expected names in a tuple: ({value!r},)")
+
+
 def _ports(port: int | tuple[int, int]) -> range:
-    first, last = (port, port) if isinstance(port, int) else port
+    try:
+        first, last = (port, port) if isinstance(port, int) else map(int, port)
+    except (TypeError, ValueError):
+        raise ConfigError("port", port, "expected a port, or (first, last) of a range") from None
     if not 0 <= first <= last < 65536:
         raise ConfigError("port", port, "expected a port, or (first, last) of a range")
     return range(first, last + 1)

@@ -103,14 +103,34 @@ def dumps(
     writer = (_by_value() if by_value else Writer)(file, to, devices)
     try:
         writer.dump(obj)
-    except BaseException:
+    except BaseException as error:
         unsent(writer.tensors)
+        _explain(error)
         raise
     return file.getvalue(), writer.tensors
 
 
 # Of a message that has none.
 _NO_TENSORS = TensorWriter()
+
+
+def _explain(error: BaseException) -> None:
+    """Say what can be done about an object that cannot be pickled."""
+    if isinstance(error, (AttributeError, TypeError, pickle.PicklingError)):
+        error.add_note(
+            "while a message was pickled: functions and classes travel by name, so both sides must find them in a"
+            " module (the option pickle_by_value has lambdas and functions in functions travel, too)"
+        )
+
+
+def _dump_plain(content: object) -> bytes:
+    """Pickle a call whose arguments need no reducer."""
+    try:
+        return pickle.dumps(content, 5)
+    except BaseException as error:
+        _explain(error)
+        raise
+
 
 _on_unsent: Callable[[list[Any]], None] = lambda _: None  # noqa: E731
 
@@ -160,7 +180,7 @@ def packed_call(content: tuple[Any, ...]) -> bytes | None:
     if tensors > 1 and len({each.data_ptr() for each in args if type(each) is _TENSOR}) < tensors:
         # They share memory, and shall share it over there.
         return None
-    return pickle.dumps((func, packed, None), 5)
+    return _dump_plain((func, packed, None))
 
 
 def packed_result(result: Any) -> bytes | None:
@@ -213,7 +233,7 @@ def dumps_call(
                 if type(each) not in _PLAIN:
                     break
             else:
-                return pickle.dumps((func, args, None), 5), None
+                return _dump_plain((func, args, None)), None
     return dumps((func, args, kwargs or None), to=to, devices=devices, by_value=by_value)
 
 

@@ -304,6 +304,7 @@ class Request:
                     flags=FLAG_REFS if tensors.forks else 0,
                 )
         except BaseException as error:  # noqa: BLE001  # a result that cannot be pickled
+            error.add_note("This is the result of a call: the function itself has returned.")
             self._incoming.active[number] = self
             self.fail(error)
             return

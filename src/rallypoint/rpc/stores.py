@@ -15,6 +15,8 @@ from rallypoint.errors import ConfigError
 
 # torch re-exports its names by *.
 dist: Any = torch_distributed
+# With these torch's store waits for all workers, unless the address says that there are any number.
+_WAITING = ("env", "tcp")
 
 
 def open_store(
@@ -38,7 +40,17 @@ def open_store(
     """
     limit = timedelta(seconds=timeout) if timeout else dist.constants.default_pg_timeout
     if (rank >= 0 and world_size) or (torch_rules and rank < 0):
-        # torch's own way, so that every scheme that it knows, or was taught, works.
+        # torch's own way, so that every scheme that it knows, or was taught, works. But the store is not to wait
+        # for all workers: that cannot be interrupted, and does not say who is missing. The group waits for them.
+        url = urlsplit(init_method)
+        if (
+            rank >= 0
+            and url.scheme in _WAITING
+            and "rank=" not in url.query
+            and "world_size=" not in url.query
+        ):
+            url = url._replace(query=f"{url.query}&rank={rank}&world_size=-1".lstrip("&"))
+            init_method, rank, world_size = url.geturl(), -1, None
         found = dist.rendezvous(init_method, rank, world_size or -1, timeout=limit)
         return next(iter(found))[0]
     url = urlsplit(init_method)

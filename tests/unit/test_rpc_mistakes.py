@@ -1,0 +1,115 @@
+"""What a user does wrongly is told at once, by name, where it was done."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rallypoint import rpc
+from rallypoint.errors import ConfigError
+
+
+def leave():
+    rpc.shutdown()
+
+
+def add_one(x):
+    return x + 1
+
+
+def lock():
+    return threading.Lock()
+
+
+@pytest.fixture
+def alone():
+    rpc.init_rpc("me", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "told"),
+    [
+        (-1, 2, "rank -1: expected 0 to 1"),
+        (2, 2, "rank 2: expected 0 to 1"),
+        (0, 0, "world_size 0: expected at least 1"),
+    ],
+)
+def test_a_rank_outside_the_group_is_refused_before_anybody_is_waited_for(rank, world_size, told):
+    with pytest.raises(ConfigError, match=told):
+        rpc.init_rpc("me", rank=rank, world_size=world_size, store=dist.HashStore())
+
+
+def test_who_is_missing_is_told_and_a_second_attempt_meets_the_others(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    short = rpc.NativeRpcBackendOptions(rpc_timeout=0.2)
+    with pytest.raises(TimeoutError, match=r"missing: rank 1, 2"):
+        rpc.init_rpc("me", rank=0, world_size=3, rpc_backend_options=short)
+    # The others have not failed: they still look where the first attempt was.
+    store = dist.HashStore()
+    options = rpc.NativeRpcBackendOptions(rpc_timeout=0.2)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            rpc.init_rpc("me", rank=0, world_size=2, rpc_backend_options=options, store=store)
+    prefixes = {prefix for prefix in range(50) if store.check([f"rpc_prefix_{prefix}/job"])}
+    assert len(prefixes) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "kind", "told"),
+    [
+        ({"allowed_modules": "myapp"}, ConfigError, r"\('myapp',\)"),
+        ({"transports": "tcp"}, ConfigError, r"\('tcp',\)"),
+        ({"port": "29500"}, ConfigError, "port '29500': expected a port"),
+        ({"secret": "short"}, ConfigError, "has 5 bytes, at least 16"),
+        ({"num_worker_threads": "4"}, TypeError, "num_worker_threads is '4'"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_named(option, kind, told):
+    with pytest.raises(kind, match=told):
+        rpc.NativeRpcBackendOptions(**option)
+
+
+def test_a_short_secret_in_the_environment_is_refused_and_not_shown(monkeypatch):
+    monkeypatch.setenv("RALLY_SECRET", "hunter2")
+    with pytest.raises(ConfigError, match="RALLY_SECRET: has 7 bytes") as caught:
+        rpc.init_rpc("me", rank=0, world_size=1, store=dist.HashStore())
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("args", [1, "ab", b"ab", torch.ones(2)])
+def test_an_argument_that_was_not_put_into_a_tuple_is_shown(alone, args):
+    with pytest.raises(TypeError, match=r"args is .*expected positional arguments in a tuple"):
+        rpc.rpc_sync("me", add_one, args)
+
+
+def test_a_timeout_that_is_no_number_is_shown(alone):
+    with pytest.raises(TypeError, match="timeout is None: expected seconds"):
+        rpc.rpc_sync("me", add_one, (1,), timeout=None)
+
+
+def test_the_result_of_a_call_in_place_of_a_function_is_shown(alone):
+    with pytest.raises(TypeError, match="It is 2"):
+        rpc.rpc_sync("me", add_one(1))
+
+
+def test_a_lambda_says_how_it_could_travel(alone):
+    with pytest.raises(AttributeError) as caught:
+        rpc.rpc_sync("me", lambda: 1)
+    assert "pickle_by_value" in "".join(caught.value.__notes__)
+
+
+def test_a_result_that_cannot_be_pickled_is_told_from_an_argument(alone):
+    with pytest.raises(TypeError) as caught:
+        rpc.rpc_sync("me", lock)
+    assert "the result of a call" in "".join(caught.value.__notes__)
+
+
+def test_a_served_function_that_shuts_down_is_told_so_and_does_not_wait_for_itself(alone):
+    with pytest.raises(rpc.RpcError, match="would wait for this very call"):
+        rpc.rpc_sync("me", leave, timeout=5)
