@@ -883,6 +883,10 @@ class Agent:
         except TypeError:
             return False
 
+    def leads(self) -> bool:
+        """Whether the calling thread is the leader's."""
+        return self._crew.leads()
+
     def hand_over(self, job: Job) -> bool:
         """Have a job done by a worker, if this is the leader's thread."""
         if not self._crew.leads():

@@ -199,7 +199,8 @@ class Request:
             return
         finally:
             SERVING.reset(token)
-        self.answer(result, later=later)
+        # Who leads sends it together with the next ones; nobody would do so for a worker.
+        self.answer(result, later=later and self._agent.leads())
 
     def answer_with(self, future: Any) -> None:
         """Answer when a future is done, which an ``@async_execution`` function has returned."""
