@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -24,6 +25,31 @@ _wait = torch._C.Future.wait
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+def again(error: BaseException) -> BaseException:
+    """A copy of an exception that a future holds, to be raised instead.
+
+    What is raised refers to the frames that it goes through, and so to the future that somebody waits for there.
+    torch's futures are C++ objects: through them the garbage collector finds no cycle, and what hangs on one
+    that ends in such an error would stay for ever.
+    """
+    kind = type(error)
+    try:
+        made: BaseException = copy.copy(error)
+        if type(made) is not kind or str(made) != str(error):
+            raise TypeError
+    except Exception:  # noqa: BLE001  # a constructor that takes something else
+        try:
+            made = kind.__new__(kind, *error.args)
+            made.args = error.args
+            vars(made).update(vars(error))
+        except Exception:  # noqa: BLE001  # rather a leak than another error
+            return error
+    made.__cause__ = error.__cause__
+    made.__suppress_context__ = error.__suppress_context__
+    error.__traceback__ = None
+    return made
 
 
 class RpcFuture(Future[T]):
@@ -65,12 +91,21 @@ class RpcFuture(Future[T]):
 
     def _value(self) -> T:
         self._unseen = None
-        value: T = _wait(self)
-        return value
+        try:
+            value: T = _wait(self)
+        except BaseException as error:  # noqa: BLE001  # a copy of it is raised
+            raised = again(error)
+        else:
+            return value
+        raise raised
 
     def value(self) -> T:
         self._unseen = None
-        return super().value()
+        try:
+            return super().value()
+        except BaseException as error:  # noqa: BLE001  # a copy of it is raised
+            raised = again(error)
+        raise raised
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         self._has_user()
