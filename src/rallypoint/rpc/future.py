@@ -15,6 +15,7 @@ from rallypoint.errors import CallCancelled
 
 from .calls import Call
 from .crew import Crew
+from .payload import refuse_future, register_reducer
 
 
 logger = logging.getLogger(__name__)
@@ -167,3 +168,6 @@ class RpcFuture(Future[T]):
     def __del__(self) -> None:
         if self._unseen is not None and not self.is_watched:
             logger.warning("a call failed, and nobody has looked at its answer: %s", self._unseen)
+
+
+register_reducer(RpcFuture, refuse_future)

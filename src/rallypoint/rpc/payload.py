@@ -358,7 +358,7 @@ def _reduce_parameter(writer: Writer, parameter: torch.nn.Parameter) -> Any:
     return writer.tensors.reduce_parameter(parameter)
 
 
-def _refuse_future(_: Writer, __: Any) -> Any:
+def refuse_future(_: Writer, __: Any) -> Any:
     raise RuntimeError(
         "Can not pickle torch.futures.Future: a future belongs to its process; wait for it, or return it from"
         " a function with @async_execution"
@@ -376,4 +376,6 @@ def _reduce_script(writer: Writer, function: Any) -> Any:
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
 register_reducer(torch.Tensor, _reduce_tensor)
 register_reducer(torch.nn.Parameter, _reduce_parameter)
-register_reducer(torch.futures.Future, _refuse_future)
+# What ``then`` returns is of the second kind.
+register_reducer(torch.futures.Future, refuse_future)
+register_reducer(torch._C.Future, refuse_future)
