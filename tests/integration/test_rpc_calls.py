@@ -1,0 +1,1062 @@
+"""Calls: what arrives, what comes back, how long it may take, and what becomes of it when nobody wants it."""
+
+import asyncio
+import functools
+import gc
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import rpc_workers
+import torch
+from rpc_workers import Workers, eventually, timed
+
+from rallypoint import rpc
+from rallypoint.errors import DeadlineExceeded
+
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def trio() -> Iterator[Workers]:
+    """w0, w1, w2, with two threads each; they leave in peace, and hold nothing then."""
+    with Workers(3) as workers:
+        before = workers.run(rpc_workers.resources)
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=2))
+        yield workers
+        workers.run(rpc_workers.leave)
+        assert workers.run(rpc_workers.resources) == before
+
+
+# -- what workers call ------------------------------------------------------------------------------
+
+happened: list[Any] = []
+gate = threading.Event()
+
+
+def note(what: Any) -> None:
+    happened.append(what)
+
+
+def seen() -> list[Any]:
+    return list(happened)
+
+
+def forget() -> None:
+    happened.clear()
+    gate.clear()
+
+
+def open_gate() -> None:
+    gate.set()
+
+
+def wait_for_gate() -> None:
+    happened.append("waits")
+    assert gate.wait(10)
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+def echo(x: Any) -> Any:
+    return x
+
+
+def keywords(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def who() -> str:
+    return rpc.get_worker_info().name
+
+
+class Adder:
+    def __init__(self, base: int = 0) -> None:
+        self.base = base
+
+    def add(self, x: int) -> int:
+        return self.base + x
+
+    @classmethod
+    def made(cls, base: int) -> "Adder":
+        return cls(base)
+
+    @staticmethod
+    def twice(x: int) -> int:
+        return 2 * x
+
+
+async def doze(seconds: float, value: Any = None) -> Any:
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        happened.append("cancelled")
+        raise
+    return value
+
+
+def caller_and_time() -> Any:
+    call = rpc.current_call()
+    return call.caller, call.time_left()
+
+
+async def caller_and_time_later() -> Any:
+    await asyncio.sleep(0.01)
+    call = rpc.current_call()
+    return call.caller.name, call.time_left()
+
+
+def ask(to: Any, func: Any, args: Any = (), timeout: float = -1.0) -> Any:
+    return rpc.rpc_sync(to, func, args, timeout=timeout)
+
+
+def bounce(left: int) -> int:
+    """Call the next worker, which calls the next …"""
+    if not left:
+        return 0
+    return 1 + rpc.rpc_sync((rpc.get_worker_info().id + 1) % 3, bounce, (left - 1,))
+
+
+def bounce_by_future(left: int) -> int:
+    if not left:
+        return 0
+    return 1 + rpc.rpc_async((rpc.get_worker_info().id + 1) % 3, bounce_by_future, (left - 1,)).wait()
+
+
+def watch_cancelled(seconds: float) -> bool:
+    happened.append("begun")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not rpc.current_call().cancelled:
+        time.sleep(0.001)
+    happened.append(("cancelled", rpc.current_call().cancelled))
+    return rpc.current_call().cancelled
+
+
+@rpc.async_execution
+def chained(to: str, x: int) -> Any:
+    return rpc.rpc_async(to, double, (x,)).then(lambda done: done.value() + 1)
+
+
+class Relay:
+    @staticmethod
+    @rpc.async_execution
+    def ask(to: str, x: int) -> Any:
+        return rpc.rpc_async(to, double, (x,))
+
+
+class OddError(Exception):
+    """Its constructor takes something else than it hands to Exception."""
+
+    def __init__(self, code: int, *, place: str) -> None:
+        super().__init__(f"odd {code} at {place}")
+        self.code = code
+        self.place = place
+
+
+class LocalOnlyError(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("I do not travel")
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__("it broke here")
+        self.lock = lock
+
+
+def fail(kind: str) -> None:
+    match kind:
+        case "value":
+            raise ValueError("bad\nvalue \\n äöü")
+        case "odd":
+            raise OddError(7, place="there")
+        case "local":
+            raise LocalOnlyError(threading.Lock())
+        case "noted":
+            error = KeyError("key")
+            error.add_note("look into the cupboard")
+            raise error
+        case "group":
+            raise ExceptionGroup("several", [ValueError("one"), TypeError("two")])
+        case "exit":
+            sys.exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "stop":
+            raise StopIteration("at the end")
+
+
+class Stubborn:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("I will not go")
+
+
+class Sticky:
+    """Goes, and cannot be made again."""
+
+    def __reduce__(self) -> Any:
+        return _unmake, ()
+
+
+def _unmake() -> None:
+    raise ZeroDivisionError("I will not arrive")
+
+
+def make(kind: str) -> Any:
+    return {"stubborn": Stubborn, "sticky": Sticky, "lock": threading.Lock}[kind]()
+
+
+# -- what arrives, and what comes back ----------------------------------------------------------
+
+
+def test_a_worker_is_called_by_its_name_rank_or_info_and_may_be_oneself(trio):
+    def case():
+        me, there = rpc.get_worker_info(), rpc.get_worker_info("w2")
+        assert (me.name, me.id, there.id) == ("w0", 0, 2)
+        return [rpc.rpc_sync(to, who) for to in ("w1", 1, there, "w0", 0, me)]
+
+    assert trio.on(0, case) == ["w1", "w1", "w2", "w0", "w0", "w0"]
+
+
+def test_arguments_of_every_form_arrive_and_a_list_of_them_is_fine(trio):
+    def case():
+        assert rpc.rpc_sync("w1", keywords, (1, "a"), {"k": None}) == ((1, "a"), {"k": None})
+        assert rpc.rpc_sync("w1", keywords, [1, 2]) == ((1, 2), {})
+        assert rpc.rpc_sync("w1", keywords, kwargs={"timeout": 3}) == ((), {"timeout": 3})
+        assert rpc.rpc_async("w1", keywords).wait() == ((), {})
+        assert rpc.remote("w1", keywords, (1,), {"x": 2}).to_here() == ((1,), {"x": 2})
+
+    trio.on(0, case)
+
+
+def test_methods_classes_operators_and_partials_are_functions_too(trio):
+    def case():
+        adder = Adder(10)
+        assert rpc.rpc_sync("w1", adder.add, (5,)) == 15
+        adder.base = 20  # a bound method says what its object holds now
+        assert rpc.rpc_sync("w1", adder.add, (5,)) == 25
+        assert rpc.rpc_sync("w1", Adder, (3,)).base == 3
+        assert rpc.rpc_sync("w1", Adder).base == 0
+        assert rpc.rpc_sync("w1", Adder.made, (4,)).base == 4
+        assert rpc.rpc_sync("w1", Adder.twice, (4,)) == 8
+        assert rpc.rpc_sync("w1", functools.partial(double, 4)) == 8
+        assert rpc.rpc_sync("w1", min, (3, 2)) == 2
+        assert rpc.rpc_sync("w1", torch.add, (torch.ones(2), 1)).tolist() == [2, 2]
+        assert rpc.rpc_sync("w1", torch.relu, (torch.tensor([-1.0, 1.0]),)).tolist() == [0, 1]
+
+    trio.on(0, case)
+
+
+def test_a_bound_method_without_arguments_is_not_remembered_with_the_object_of_before(trio):
+    def case():
+        adder = Adder(1)
+        found = []
+        for base in (1, 2, 3):
+            adder.base = base
+            found.append(rpc.rpc_sync("w1", adder.__class__.made, (base,)).base)
+            found.append(rpc.rpc_sync("w1", functools.partial(adder.add, 0)))
+        return found
+
+    assert trio.on(0, case) == [1, 1, 2, 2, 3, 3]
+
+
+def test_tensors_keep_what_they_are_at_every_size_in_both_directions(trio):
+    def case():
+        for count in (0, 1, 100, 5_000, 300_000, 3_000_000):
+            sent = torch.arange(count, dtype=torch.float32)
+            back = rpc.rpc_sync("w1", double, (sent,))
+            assert back.dtype == sent.dtype
+            assert torch.equal(back, 2 * sent), count
+        grid = torch.arange(12.0).reshape(3, 4).t()
+        back = rpc.rpc_sync("w1", echo, (grid,))
+        assert torch.equal(back, grid)
+        assert back.stride() == grid.stride()
+
+    trio.on(0, case)
+
+
+def test_a_tensor_that_came_may_be_written_to_and_is_nobody_elses(trio):
+    def case():
+        sent = torch.zeros(200_000)
+        first, second = rpc.rpc_sync("w1", echo, (sent,)), rpc.rpc_sync("w1", echo, (sent,))
+        first += 1
+        assert not sent.any()
+        assert not second.any()
+        third = rpc.rpc_sync("w1", echo, (sent,))
+        assert not third.any()
+        assert first.all()
+
+    trio.on(0, case)
+
+
+def test_tensors_that_are_kept_are_not_overwritten_by_the_next_ones(trio):
+    def case():
+        kept = [rpc.rpc_sync("w1", double, (torch.full((40_000,), i),)) for i in range(30)]
+        assert [int(each.unique()) for each in kept] == [2 * i for i in range(30)]
+        sent = [rpc.rpc_async("w1", double, (torch.full((40_000,), i),)) for i in range(30)]
+        assert [int(each.wait().unique()) for each in sent] == [2 * i for i in range(30)]
+
+    trio.on(0, case)
+
+
+def test_every_thread_gets_its_own_answer(trio):
+    def case():
+        def one(number):
+            for i in range(60):
+                to = f"w{1 + (number + i) % 2}"
+                if i % 3:
+                    assert rpc.rpc_sync(to, double, (1000 * number + i,)) == 2 * (1000 * number + i)
+                else:
+                    sent = torch.full((20_000,), number)
+                    assert rpc.rpc_async(to, double, (sent,)).wait()[-1] == 2 * number
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(one, range(8)))
+
+    trio.on(0, case)
+
+
+def test_workers_that_all_call_each_other_all_get_their_answers(trio):
+    def case():
+        me = rpc.get_worker_info().id
+        futures = [
+            rpc.rpc_async((me + 1 + i % 2) % 3, double, (torch.full((5_000,), i),))
+            for i in range(100)
+        ]
+        assert [int(each.wait()[0]) for each in futures] == [2 * i for i in range(100)]
+
+    trio.run(case)
+
+
+def test_many_calls_under_way_at_once_are_all_answered(trio):
+    def case():
+        futures = [rpc.rpc_async(1 + i % 2, double, (i,)) for i in range(3_000)]
+        return sum(each.wait() for each in futures)
+
+    assert trio.on(0, case) == 2 * sum(range(3_000))
+
+
+# -- asynchronous functions ---------------------------------------------------------------------
+
+
+def test_async_def_functions_run_beside_each_other_whatever_the_number_of_threads(trio):
+    def case():
+        with timed(0.9):
+            futures = [rpc.rpc_async("w1", doze, (0.2, i)) for i in range(50)]
+            assert [each.wait() for each in futures] == list(range(50))
+
+    trio.on(0, case)
+
+
+def test_a_call_can_be_awaited_in_asyncio(trio):
+    def case():
+        async def main():
+            found = await asyncio.gather(*(rpc.rpc_async("w1", double, (i,)) for i in range(20)))
+            with pytest.raises(ValueError, match="bad"):
+                await rpc.rpc_async("w1", fail, ("value",))
+            return found
+
+        return asyncio.run(main())
+
+    assert trio.on(0, case) == [2 * i for i in range(20)]
+
+
+def test_a_function_that_answers_later_frees_its_thread(trio):
+    def case():
+        assert rpc.rpc_sync("w1", chained, ("w2", 5)) == 11
+        assert rpc.rpc_sync("w1", Relay.ask, ("w0", 5)) == 10
+        futures = [rpc.rpc_async("w1", chained, ("w1", i)) for i in range(40)]
+        assert [each.wait() for each in futures] == [2 * i + 1 for i in range(40)]
+
+    trio.on(0, case)
+
+
+def test_callbacks_may_call_and_wait(trio):
+    def case():
+        def again(done):
+            return rpc.rpc_sync("w2", double, (done.value(),))
+
+        futures = [rpc.rpc_async("w1", double, (i,)).then(again).then(again) for i in range(20)]
+        assert [each.wait() for each in futures] == [8 * i for i in range(20)]
+
+    trio.on(0, case)
+
+
+# -- the pool cannot be used up -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [bounce, bounce_by_future])
+def test_nested_calls_many_times_deeper_than_there_are_threads_come_back(trio, way):
+    def case():
+        futures = [rpc.rpc_async("w1", way, (30,)) for _ in range(4)]
+        return [each.wait() for each in futures]
+
+    assert trio.run(case, limit=20) == [[30] * 4] * 3
+
+
+def test_threads_that_are_all_busy_do_not_keep_answers_from_arriving():
+    """Two threads, both in a call to the other worker, whose two threads are, too."""
+    with Workers(3) as workers:
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))
+
+        def case():
+            me = rpc.get_worker_info().id
+            futures = [
+                rpc.rpc_async((me + 1) % 3, ask, ((me + 2) % 3, nap, (0.02,))) for _ in range(10)
+            ]
+            return [each.wait() for each in futures]
+
+        assert workers.run(case) == [[0.02] * 10] * 3
+
+
+def test_no_more_functions_run_at_once_than_there_are_threads():
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=3))
+
+        def case():
+            futures = [rpc.rpc_async("w1", run_beside) for _ in range(12)]
+            return max(each.wait() for each in futures)
+
+        assert workers.on(0, case) == 3
+
+
+running = 0
+_running_lock = threading.Lock()
+
+
+def run_beside() -> int:
+    global running
+    with _running_lock:
+        running += 1
+        found = running
+    time.sleep(0.02)
+    with _running_lock:
+        found = max(found, running)
+        running -= 1
+    return found
+
+
+# -- deadlines ----------------------------------------------------------------------------------
+
+
+def test_a_call_whose_time_is_up_says_so_in_torchs_words_and_names_callee_and_function(trio):
+    def case():
+        for make_it in (
+            lambda: rpc.rpc_sync("w1", nap, (0.3,), timeout=0.05),
+            lambda: rpc.rpc_async("w1", nap, (0.3,), timeout=0.05).wait(),
+            lambda: rpc.rpc_async("w1", doze, (0.3,), timeout=0.05).wait(),
+        ):
+            with timed(0.25, 0.04), pytest.raises(rpc.RpcTimeout) as caught:
+                make_it()
+            assert isinstance(caught.value, (RuntimeError, TimeoutError, DeadlineExceeded))
+            text = str(caught.value)
+            assert text.startswith("RPC ran for more than set timeout (50 ms)")
+            assert "'w1'" in text
+            assert "nap" in text or "doze" in text
+
+    trio.on(0, case)
+
+
+def test_a_call_without_limit_outlasts_the_default(trio):
+    def case():
+        rpc.api._set_rpc_timeout(0.1)
+        try:
+            assert rpc.rpc_sync("w1", nap, (0.2,), timeout=0) == 0.2
+            with pytest.raises(rpc.RpcTimeout, match=r"100 ms"):
+                rpc.rpc_sync("w1", nap, (0.2,))
+        finally:
+            rpc.api._set_rpc_timeout(60)
+
+    trio.on(0, case)
+
+
+def test_the_callee_knows_who_waits_and_how_long(trio):
+    def case():
+        caller, left = rpc.rpc_sync("w1", caller_and_time, timeout=3)
+        assert caller == rpc.get_worker_info()
+        assert 2.5 < left <= 3
+        assert rpc.rpc_sync("w1", caller_and_time, timeout=0)[1] is None
+        name, left = rpc.rpc_sync("w1", caller_and_time_later, timeout=3)
+        assert name == "w0"
+        assert 2.5 < left < 3
+        assert rpc.current_call() is None
+
+    trio.on(0, case)
+
+
+@pytest.mark.parametrize("asked", [-1.0, 0.0, 5.0])
+def test_a_nested_call_inherits_what_is_left_whatever_it_asks_for(trio, asked):
+    def case():
+        _, left = rpc.rpc_sync("w1", ask, ("w2", caller_and_time, (), asked), timeout=1)
+        assert 0.5 < left < 1
+        _, left = rpc.rpc_sync("w1", ask, ("w2", caller_and_time, (), 0.2), timeout=1)
+        assert 0 < left <= 0.2
+
+    trio.on(0, case)
+
+
+def test_a_nested_call_ends_when_the_first_callers_time_is_up(trio):
+    def case():
+        with pytest.raises(rpc.RpcTimeout):
+            rpc.rpc_sync("w1", ask_and_note, ("w2", 0.3), timeout=0.1)
+        eventually(lambda: "nested call ended" in rpc.rpc_sync("w1", seen))
+        took = next(x for x in rpc.rpc_sync("w1", seen) if isinstance(x, float))
+        assert took < 0.25
+        rpc.rpc_sync("w1", forget)
+
+    trio.on(0, case)
+
+
+def ask_and_note(to: str, seconds: float) -> None:
+    began = time.monotonic()
+    try:
+        rpc.rpc_sync(to, nap, (seconds,), timeout=0)
+    finally:
+        happened.append(time.monotonic() - began)
+        happened.append("nested call ended")
+
+
+def test_calls_whose_time_is_up_in_the_queue_are_not_begun():
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))
+
+        def case():
+            busy = rpc.rpc_async("w1", wait_for_gate)
+            eventually(lambda: rpc.rpc_async("w1", echo, (1,), timeout=5) and True)
+            time.sleep(0.05)
+            late = [rpc.rpc_async("w1", note, (i,), timeout=0.05) for i in range(5)]
+            for each in late:
+                with pytest.raises(rpc.RpcTimeout):
+                    each.wait()
+
+        workers.on(0, case)
+        workers.on(1, open_gate)
+        assert workers.on(0, lambda: rpc.rpc_sync("w1", seen)) == ["waits"]
+
+
+# -- calls that are given up --------------------------------------------------------------------
+
+
+def test_a_cancelled_call_that_waits_in_line_is_never_begun():
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))
+
+        def case():
+            busy = rpc.rpc_async("w1", wait_for_gate)
+            queued = [rpc.rpc_async("w1", note, (i,)) for i in range(6)]
+            time.sleep(0.05)
+            assert all(each.cancel() for each in queued[1::2])
+            for each in queued[1::2]:
+                assert each.cancelled()
+                with pytest.raises(rpc.CallCancelled, match=r"note on 'w1' was cancelled"):
+                    each.wait()
+                assert not each.cancel(), "a second time"
+            return busy, queued
+
+        def begin():
+            global held
+            held = case()
+
+        workers.on(0, begin)
+        workers.on(1, open_gate)
+        workers.on(0, lambda: rpc.rpc_sync("w1", nap, (0,)))
+        assert workers.on(1, seen) == ["waits", 0, 2, 4]
+
+
+def test_cancelling_ends_a_coroutine_that_runs(trio):
+    def case():
+        future = rpc.rpc_async("w1", doze, (10,))
+        time.sleep(0.05)
+        assert future.cancel()
+        with timed(0.1), pytest.raises(rpc.CallCancelled):
+            future.wait()
+        eventually(lambda: rpc.rpc_sync("w1", seen) == ["cancelled"])
+        rpc.rpc_sync("w1", forget)
+
+    trio.on(0, case)
+
+
+def test_a_function_that_runs_can_see_that_it_is_not_wanted_any_more(trio):
+    def case():
+        future = rpc.rpc_async("w1", watch_cancelled, (5,))
+        eventually(lambda: rpc.rpc_sync("w1", seen) == ["begun"])
+        assert future.cancel()
+        eventually(lambda: rpc.rpc_sync("w1", seen) == ["begun", ("cancelled", True)])
+        rpc.rpc_sync("w1", forget)
+
+    trio.on(0, case)
+
+
+def test_a_caller_whose_time_is_up_has_cancelled(trio):
+    def case():
+        for _ in range(2):
+            with pytest.raises(rpc.RpcTimeout):
+                rpc.rpc_sync("w1", watch_cancelled, (5,), timeout=0.05)
+            eventually(lambda: rpc.rpc_sync("w1", seen) == ["begun", ("cancelled", True)])
+            rpc.rpc_sync("w1", forget)
+
+    trio.on(0, case)
+
+
+def test_a_cancelled_task_of_asyncio_cancels_its_call(trio):
+    def case():
+        async def main():
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(rpc.rpc_async("w1", doze, (10,)), 0.05)
+
+        asyncio.run(main())
+        eventually(lambda: rpc.rpc_sync("w1", seen) == ["cancelled"])
+        rpc.rpc_sync("w1", forget)
+
+    trio.on(0, case)
+
+
+def test_an_answer_that_was_there_before_is_not_cancelled(trio):
+    def case():
+        future = rpc.rpc_async("w1", double, (4,))
+        assert future.wait() == 8
+        assert not future.cancel()
+        assert not future.cancelled()
+        assert future.wait() == 8
+
+    trio.on(0, case)
+
+
+def test_callbacks_of_a_cancelled_call_are_called_once(trio):
+    def case():
+        found = []
+        future = rpc.rpc_async("w1", doze, (10,))
+        future.add_done_callback(lambda done: found.append(done.cancelled()))
+        future.cancel()
+        eventually(lambda: found)
+        time.sleep(0.05)
+        assert found == [True]
+        eventually(lambda: rpc.rpc_sync("w1", seen) == ["cancelled"])
+        rpc.rpc_sync("w1", forget)
+
+    trio.on(0, case)
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+def test_no_more_bytes_are_under_way_to_one_worker_than_allowed():
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, in_flight_bytes=1_000_000))
+
+        def case():
+            most = 0
+            stop = threading.Event()
+
+            def look():
+                nonlocal most
+                while not stop.is_set():
+                    for each in rpc.statistics()["peers"]:
+                        most = max(most, each.get("bytes_in_flight", 0))
+                    time.sleep(0.0005)
+
+            watcher = threading.Thread(target=look)
+            rpc.rpc_sync("w1", who)
+            watcher.start()
+            with timed(5, 0.1):
+                futures = [
+                    rpc.rpc_async("w1", nap_with, (0.03, torch.ones(100_000))) for _ in range(10)
+                ]
+                assert [each.wait() for each in futures] == [100_000] * 10
+            # One that is larger than all that is allowed goes alone.
+            assert rpc.rpc_sync("w1", nap_with, (0, torch.ones(1_000_000))) == 1_000_000
+            stop.set()
+            watcher.join()
+            assert 400_000 <= most <= 4_000_000
+            eventually(lambda: rpc.statistics()["peers"][0]["bytes_in_flight"] == 0)
+            return most
+
+        workers.on(0, case)
+
+
+def nap_with(seconds: float, tensor: torch.Tensor) -> int:
+    time.sleep(seconds)
+    return tensor.numel()
+
+
+def test_a_call_that_finds_no_room_before_its_time_is_up_takes_none():
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, in_flight_bytes=1_000_000))
+
+        def case():
+            busy = rpc.rpc_async("w1", nap_with, (0.3, torch.ones(200_000)))
+            with timed(0.25, 0.09), pytest.raises(rpc.RpcTimeout):
+                rpc.rpc_sync("w1", nap_with, (0, torch.ones(200_000)), timeout=0.1)
+            assert busy.wait() == 200_000
+            assert rpc.rpc_sync("w1", nap_with, (0, torch.ones(200_000)), timeout=1) == 200_000
+            assert rpc.statistics()["peers"][0]["bytes_in_flight"] == 0
+
+        workers.on(0, case)
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+def test_what_a_function_raises_keeps_its_type_and_text_and_tells_where(trio):
+    def case():
+        for to in ("w1", "w0"):
+            with pytest.raises(ValueError) as caught:
+                rpc.rpc_sync(to, fail, ("value",))
+            assert str(caught.value) == "bad\nvalue \\n äöü"
+            cause = str(caught.value.__cause__)
+            assert cause.startswith(f"on {to}\n")
+            assert 'raise ValueError("bad' in cause
+        with pytest.raises(OddError) as caught:
+            rpc.rpc_async("w1", fail, ("odd",)).wait()
+        assert (caught.value.code, caught.value.place) == (7, "there")
+        with pytest.raises(KeyError) as caught:
+            rpc.rpc_sync("w1", fail, ("noted",))
+        assert caught.value.__notes__ == ["look into the cupboard"]
+        with pytest.raises(ExceptionGroup) as caught:
+            rpc.rpc_sync("w1", fail, ("group",))
+        assert [type(each) for each in caught.value.exceptions] == [ValueError, TypeError]
+        with pytest.raises(TypeError, match="double"):
+            rpc.rpc_sync("w1", double, (1, 2))
+
+    trio.on(0, case)
+
+
+def test_what_cannot_be_made_again_here_arrives_as_text(trio):
+    def case():
+        with pytest.raises(rpc.RemoteError) as caught:
+            rpc.rpc_sync("w1", fail, ("local",))
+        text = str(caught.value)
+        assert text.startswith("Original exception on remote side was on w1: ")
+        assert "LocalOnlyError: it broke here" in text
+        assert "raise LocalOnlyError" in text
+        assert caught.value.worker == "w1"
+
+    trio.on(0, case)
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"),
+    [("exit", SystemExit), ("interrupt", KeyboardInterrupt), ("stop", (StopIteration, RuntimeError))],
+)
+def test_what_would_end_a_program_ends_neither_the_callee_nor_its_threads(trio, kind, raised):
+    def case():
+        for _ in range(3):
+            with pytest.raises(raised):
+                rpc.rpc_sync("w1", fail, (kind,))
+            with pytest.raises(raised):
+                rpc.rpc_async("w1", fail, (kind,)).wait()
+        return rpc.rpc_sync("w1", double, (2,))
+
+    assert trio.on(0, case) == 4
+
+
+def test_an_error_crosses_two_workers_with_both_tracebacks(trio):
+    def case():
+        with pytest.raises(ValueError) as caught:
+            rpc.rpc_sync("w1", ask, ("w2", fail, ("value",)))
+        text = str(caught.value.__cause__)
+        assert text.startswith("on w1\n")
+        assert "on w2\n" in text
+        assert "in ask" in text
+        assert "in fail" in text
+
+    trio.on(0, case)
+
+
+def test_unknown_workers_are_refused_at_once_with_those_there_are(trio):
+    def case():
+        for to in ("nobody", 3, -1):
+            for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote, rpc.rpc_stream):
+                with timed(0.5), pytest.raises(rpc.RpcError) as caught:
+                    call(to, double, (1,))
+                assert str(caught.value).startswith("could not find destination ")
+                assert "w0" in str(caught.value)
+                assert "w2" in str(caught.value)
+        for to in (1.0, None, True, ("w1",)):
+            with pytest.raises(ValueError, match="a worker is called by its name, its rank"):
+                rpc.rpc_sync(to, double, (1,))
+
+    trio.on(0, case)
+
+
+def test_what_is_no_function_is_refused_before_it_is_sent(trio):
+    def case():
+        sent = rpc.statistics()["calls"]["sent"]
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote, rpc.rpc_stream):
+            with pytest.raises(TypeError, match="function should be callable"):
+                call("w1", "double", (1,))
+        assert rpc.statistics()["calls"]["sent"] == sent
+
+    trio.on(0, case)
+
+
+def test_arguments_that_cannot_be_pickled_raise_here_and_leave_nothing_behind(trio):
+    def case():
+        for argument in (Stubborn(), threading.Lock(), (x for x in [])):
+            for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote, rpc.rpc_stream):
+                with timed(0.5), pytest.raises((ZeroDivisionError, TypeError)) as caught:
+                    call("w1", echo, (argument,))
+                assert "pickle" in str(caught.value) or "I will not go" in str(caught.value)
+        with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
+            rpc.rpc_sync("w1", echo, (torch.futures.Future(),))
+        assert rpc.statistics()["calls"]["under_way"] == 0
+        assert rpc.rpc_sync("w1", double, (2,)) == 4
+
+    trio.on(0, case)
+
+
+def test_arguments_that_cannot_be_made_again_there_raise_here(trio):
+    def case():
+        for call in (rpc.rpc_sync, lambda *a: rpc.rpc_async(*a).wait()):
+            with pytest.raises(ZeroDivisionError, match="I will not arrive"):
+                call("w1", echo, (Sticky(),))
+        with pytest.raises(ZeroDivisionError, match="I will not arrive"):
+            rpc.remote("w1", echo, (Sticky(),)).to_here(timeout=2)
+        with pytest.raises(ZeroDivisionError, match="I will not arrive"):
+            list(rpc.rpc_stream("w1", echo, (Sticky(),), timeout=2))
+        assert rpc.rpc_sync("w1", double, (2,)) == 4
+
+    trio.on(0, case)
+
+
+@pytest.mark.parametrize("kind", ["stubborn", "lock", "sticky"])
+def test_results_that_cannot_travel_raise_here_and_the_connection_goes_on(trio, kind):
+    def case():
+        for call in (rpc.rpc_sync, lambda *a: rpc.rpc_async(*a).wait()):
+            with timed(0.5), pytest.raises((ZeroDivisionError, TypeError, rpc.RemoteError)):
+                call("w1", make, (kind,))
+        assert rpc.rpc_sync("w1", double, (2,)) == 4
+
+    trio.on(0, case)
+
+
+def test_a_function_that_the_callee_does_not_have_is_named(trio):
+    def case():
+        def local():
+            return 1
+
+        with pytest.raises((AttributeError, TypeError)):
+            rpc.rpc_sync("w1", local)
+        only_here.__module__ = __name__
+        setattr(sys.modules[echo.__module__], "only_here", only_here)
+        only_here.__module__ = echo.__module__
+        only_here.__qualname__ = "only_here"
+        with pytest.raises(RuntimeError, match="RPC pickler does not serialize function code") as e:
+            rpc.rpc_sync("w1", only_here)
+        assert "only_here" in str(e.value)
+        assert "pickle_by_value" in str(e.value)
+
+    def only_here():
+        return 1
+
+    trio.on(0, case)
+
+
+def test_functions_without_a_name_travel_by_value_where_that_is_asked_for():
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, pickle_by_value=True))
+
+        def case():
+            base = torch.arange(3.0)
+            assert rpc.rpc_sync("w1", lambda x: x + base, (1,)).tolist() == [1, 2, 3]
+            made = rpc.remote("w1", lambda: [base, base])
+            assert len(made.to_here()) == 2
+            # A class without a name comes back, too.
+            kind = type("Nameless", (), {"value": 5})
+            assert rpc.rpc_sync("w1", lambda: kind()).value == 5
+
+        workers.on(0, case)
+        workers.run(rpc_workers.leave)
+
+
+# -- failures that nobody looks at --------------------------------------------------------------
+
+
+def test_a_failure_that_nobody_waits_for_is_reported_once(trio):
+    def case():
+        rpc_workers.logged.clear()
+        future = rpc.rpc_async("w1", fail, ("value",))
+        eventually(future.done)
+        del future
+        gc.collect()
+        eventually(lambda: rpc_workers.logged)
+        time.sleep(0.05)
+        assert len(rpc_workers.logged) == 1
+        assert rpc_workers.logged[0].startswith("WARNING a call failed, and nobody has looked at")
+        assert "bad\nvalue" in rpc_workers.logged[0]
+
+    trio.on(0, case)
+
+
+def test_failures_that_somebody_looks_at_are_not_reported(trio):
+    def case():
+        rpc_workers.logged.clear()
+
+        def swallow(call):
+            try:
+                call()
+            except ValueError:
+                pass
+
+        swallow(lambda: rpc.rpc_sync("w1", fail, ("value",)))
+        swallow(lambda: rpc.rpc_async("w1", fail, ("value",)).wait())
+        future = rpc.rpc_async("w1", fail, ("value",))
+        eventually(future.done)
+        swallow(future.value)
+        chained = rpc.rpc_async("w1", fail, ("value",)).then(lambda done: done.value())
+        swallow(chained.wait)
+        swallow(torch.futures.collect_all([rpc.rpc_async("w1", fail, ("value",))]).wait)
+        swallow(lambda: torch.futures.wait_all([rpc.rpc_async("w1", fail, ("value",))]))
+        ok = rpc.rpc_async("w1", double, (1,))
+        eventually(ok.done)
+
+        async def main():
+            try:
+                await rpc.rpc_async("w1", fail, ("value",))
+            except ValueError:
+                pass
+
+        asyncio.run(main())
+        del future, ok, chained
+        gc.collect()
+        time.sleep(0.1)
+        assert rpc_workers.logged == []
+
+    trio.on(0, case)
+
+
+# -- devices ------------------------------------------------------------------------------------
+
+
+def test_a_map_of_the_cpu_to_itself_changes_nothing():
+    with Workers(2) as workers:
+        maps = {"w0": {"w1": {"cpu": "cpu"}}, "w1": {}}
+
+        def come():
+            rpc_workers.join(device_maps=maps[f"w{rpc_workers.rank}"])
+
+        workers.run(come)
+
+        def case():
+            sent = torch.arange(1000.0)
+            back = rpc.rpc_sync("w1", double, (sent,))
+            assert back.device.type == "cpu"
+            assert torch.equal(back, 2 * sent)
+
+        workers.run(lambda: rpc_workers.rank == 0 and case())
+
+
+@pytest.mark.parametrize(
+    ("maps", "words"),
+    [
+        ({"nobody": {"cpu": "cpu"}}, "nobody"),
+        ({"w1": {"cuda:0": "cpu"}}, "w0"),
+    ],
+)
+def test_a_map_that_cannot_be_stops_every_member_at_init_with_the_same_reason(maps, words):
+    with Workers(2) as workers:
+
+        def come():
+            before = rpc_workers.resources()["threads"]
+            with timed(3), pytest.raises(ValueError) as caught:
+                rpc_workers.join(device_maps=maps if rpc_workers.rank == 0 else {})
+            assert words in str(caught.value)
+            assert not rpc.api._is_current_rpc_agent_set()
+            assert rpc_workers.resources()["threads"] == before
+            return str(caught.value)
+
+        first, second = workers.run(come)
+        assert first == second
+
+
+def test_a_tensor_on_another_device_without_a_map_says_what_to_do(trio):
+    def case():
+        with pytest.raises(ValueError, match=r"meta.*set_device_map"):
+            rpc.rpc_sync("w1", echo, (torch.ones(2, device="meta"),))
+        assert rpc.rpc_sync("w1", double, (2,)) == 4
+
+    trio.on(0, case)
+
+
+# -- numbers ------------------------------------------------------------------------------------
+
+
+def test_statistics_count_what_happened_and_are_plain_data():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def case():
+            before = rpc.statistics()
+            for i in range(10):
+                rpc.rpc_sync("w1", double, (i,))
+            with pytest.raises(ValueError):
+                rpc.rpc_sync("w1", fail, ("value",))
+            pending = rpc.rpc_async("w1", nap, (0.2,))
+            kept = rpc.remote("w1", Adder)
+            kept.to_here()
+            during = rpc.statistics()
+            pending.wait()
+            json.dumps(during)
+            after = rpc.statistics()
+            assert during["calls"]["sent"] - before["calls"]["sent"] == 14
+            assert during["calls"]["under_way"] == 1
+            assert after["calls"]["under_way"] == 0
+            assert during["worker"] == {"name": "w0", "id": 0}
+            assert during["rrefs"]["users"] == 1
+            (peer,) = (each for each in after["peers"] if each["direction"] == "out")
+            assert (peer["name"], peer["id"], peer["transport"]) == ("w1", 1, "uds")
+            assert peer["bytes_sent"] > 0
+            theirs = rpc.rpc_sync("w1", rpc.statistics)
+            json.dumps(theirs)
+            assert theirs["calls"]["served"] >= 12
+            assert theirs["calls"]["failed"] == 1
+            assert theirs["calls"]["being_served"] == 1, "the one that asks"
+            assert theirs["calls"]["queue"] == 0
+            assert theirs["rrefs"]["owned"] == 1
+            assert 0 < theirs["latency_s"]["p50"] <= theirs["latency_s"]["p99"] < 1
+
+        workers.on(0, case)
+        workers.run(rpc_workers.leave)
+
+
+def test_everybody_gathers_what_everybody_has(trio):
+    def case():
+        me = rpc.get_worker_info().name
+        for turn in range(3):
+            found = rpc.api._all_gather((me, turn), timeout=5)
+            assert found == {f"w{i}": (f"w{i}", turn) for i in range(3)}
+        rpc.api._barrier(["w0", "w1", "w2"])
+
+    trio.run(case)
+
+
+def test_a_gathering_that_somebody_does_not_come_to_names_them(trio):
+    def case():
+        if rpc.get_worker_info().name == "w2":
+            return ""
+        with timed(2), pytest.raises(RuntimeError) as caught:
+            rpc.api._all_gather(1, timeout=0.2)
+        return str(caught.value)
+
+    leader, follower, _ = trio.run(case)
+    assert leader.startswith("timed out in _all_gather after 0.20 seconds; missing: w2")
+    assert follower
+    # Numbers of gatherings have to be equal again: this one, too, nobody comes to but w2.
+    trio.on(2, functools.partial(_gather_alone))
+    trio.run(lambda: rpc.api._all_gather(rpc.get_worker_info().name, timeout=5))
+
+
+def _gather_alone() -> None:
+    with pytest.raises(RuntimeError):
+        rpc.api._all_gather(1, timeout=0.1)
