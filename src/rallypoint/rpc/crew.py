@@ -38,6 +38,7 @@ _QUIET_TICKS = 20
 # Threads that wait for work longer than this end, but for a few.
 _IDLE_SECONDS = 30.0
 _KEPT_IDLE = 2
+_MISTAKE = "a job failed: this is a mistake of Rallypoint's, please report it"
 
 
 class Job(Protocol):
@@ -263,7 +264,10 @@ class Crew:
                         continue
                     return
                 if job is not None:
-                    job.run()
+                    try:
+                        job.run()
+                    except BaseException:
+                        logger.exception(_MISTAKE)
                     with self._lock:
                         self._working -= 1
                     continue
@@ -303,7 +307,13 @@ class Crew:
                 token[serial] = True
                 if self._overseer_sleeps:
                     self._call.set()
-                job.run()
+                try:
+                    job.run()
+                except BaseException:
+                    # A thread that ends here would take the lead with it: nobody would read any more.
+                    logger.exception(_MISTAKE)
+                # What it holds goes now, not when the next one comes.
+                del job
                 if not token.pop(serial, False):
                     # Somebody else leads: this was the job of a worker, and it is done.
                     source.flush()
