@@ -104,9 +104,11 @@ class Incoming:
 
     def claim(self, number: int) -> bool:
         """Whether the caller is the one to answer this request: nobody else has, or has given it up."""
-        if self.active.pop(number, None) is None:
-            return False
+        # Into the one before out of the other: who looks whether all is done must find it.
         self._answering.add(number)
+        if self.active.pop(number, None) is None:
+            self._answering.discard(number)
+            return False
         return True
 
     def answered(self, number: int) -> None:
@@ -116,7 +118,8 @@ class Incoming:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being done for the peer, and all answers are on their way."""
-        return not (self.active or self._answering or self._held)
+        # In the order in which an answer goes through them; the lock is held while some are handed to the kernel.
+        return not (self.active or self._answering or self._held or self._lock.locked())
 
     # -- replies ----------------------------------------------------------------------------------
 
