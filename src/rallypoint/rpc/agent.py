@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcError
+from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RemoteError, RpcError
 from rallypoint.wire import memory, tcp, uds
 from rallypoint.wire.frames import Frame, FrameParser
 from rallypoint.wire.line import Line
@@ -44,7 +44,7 @@ from .group import DynamicGroup, StaticGroup
 from .handshake import Welcome, introduce
 from .incoming import Incoming
 from .member import Member
-from .messages import FAILURE, FLAG_PACKED, FLAG_REFS, NOTHING, STREAM, Kind
+from .messages import FAILURE, FLAG_PACKED, FLAG_REFS, NOTHING, REMOTES, STREAM, Kind
 from .options import NativeRpcBackendOptions
 from .outgoing import Outgoing
 from .poller import READ, WRITE, Poller
@@ -417,6 +417,11 @@ class Agent:
                     return packed, None, FLAG_PACKED
         to = outgoing.info
         devices = self._devices_for(to) if options.device_maps or outgoing.has_maps else None
+        if kind in REMOTES:
+            # The ids can be read even where the rest cannot be: then the value is there as an error.
+            rref_id, fork_id, *what = content
+            inner, tensors, flags = self._pickle(Kind.CALL, tuple(what), outgoing, flags)
+            return payloads.dumps((rref_id, fork_id, inner))[0], tensors, flags
         if len(content) == 3 and not flags:
             payload, tensors = payloads.dumps_call(
                 *content, to=to.id, devices=devices, by_value=options.pickle_by_value
@@ -589,7 +594,7 @@ class Agent:
         if frame.flags & FLAG_PACKED:
             return payloads.unpacked(content)
         if frame.kind == FAILURE:
-            raise rebuild(content, outgoing.peer)
+            raise _harmless(rebuild(content, outgoing.peer), outgoing.peer)
         return content
 
     # -- connections --------------------------------------------------------------------------------
@@ -1139,6 +1144,14 @@ class _Task:
             self._act()
         except BaseException:
             logger.exception("a task of the agent failed")
+
+
+def _harmless(error: BaseException, worker: str) -> BaseException:
+    """What ends a program (SystemExit, KeyboardInterrupt) over there does not end this one."""
+    if isinstance(error, Exception):
+        return error
+    traceback = getattr(error.__cause__, "traceback", "")
+    return RemoteError(type(error).__name__, str(error), traceback, worker)
 
 
 def node_devices(options: NativeRpcBackendOptions) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
-from rallypoint.errors import CallCancelled
+from rallypoint.errors import CallCancelled, RemoteError
 
 from .calls import Call
 from .crew import Crew
@@ -143,6 +143,11 @@ class RpcFuture(Future[T]):
 
     def fail(self, error: BaseException) -> None:
         """Complete it with an error."""
+        if not isinstance(error, Exception):
+            # Not what ends a program: that would end the wrong one; torch's futures do not take it, either.
+            error = RemoteError(type(error).__name__, str(error))
+        # Its frames are ours, and hold this future.
+        error.__traceback__ = None
         self._unseen = error
         self.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception, whatever it says
 

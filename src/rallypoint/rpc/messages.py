@@ -34,9 +34,12 @@ class Kind(IntEnum):
 # The same as plain numbers, for what is done with each message: an enum's member takes longer to find.
 CALL, SCRIPT_CALL, STREAM = int(Kind.CALL), int(Kind.SCRIPT_CALL), int(Kind.STREAM)
 REMOTE, SCRIPT_REMOTE = int(Kind.REMOTE), int(Kind.SCRIPT_REMOTE)
+FETCH, SCRIPT_FETCH = int(Kind.FETCH), int(Kind.SCRIPT_FETCH)
 CANCEL, CREDIT = int(Kind.CANCEL), int(Kind.CREDIT)
 REPLY, NOTHING, FAILURE = int(Kind.REPLY), int(Kind.NOTHING), int(Kind.FAILURE)
 ITEM, END = int(Kind.ITEM), int(Kind.END)
+# Those that make a value, and a reference to it.
+REMOTES = (REMOTE, SCRIPT_REMOTE)
 
 # What `messages_to_fail` and `messages_to_delay` of torch's faulty agent call them.
 TORCH_NAMES: dict[Kind, str] = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from torch.futures import Future
 
-from rallypoint.errors import RpcError, RpcTimeout
+from rallypoint.errors import PeerLost, RpcError, RpcTimeout
 
 from . import constants
 from .agent_in_use import current_agent
@@ -174,6 +174,8 @@ class RRef(Generic[T]):
         assert self._fork_id is not None
         reason = self._agent.rrefs.why_dead(self._fork_id)
         if reason:
+            if self._agent.is_gone(self._owner.id):
+                raise PeerLost(self._owner.name, reason)
             raise RpcError(reason)
 
     def _get_future(self) -> Future[Any]:

@@ -18,6 +18,7 @@ from torch.futures import Future
 from rallypoint.errors import PeerLost, RpcError
 
 from .calls import Call
+from .future import RpcFuture
 from .messages import Kind
 from .refcount import (
     Command,
@@ -85,7 +86,7 @@ class RRefTable:
         """A value of this process gets an id."""
         with self._lock:
             rref_id = self._core.create_owned()
-            future: Future[Any] = Future()
+            future: Future[Any] = RpcFuture()
             future.set_result(value)
             self._values[rref_id] = future
         return rref_id
@@ -95,7 +96,7 @@ class RRefTable:
         with self._lock:
             found = self._values.get(rref_id)
             if found is None:
-                found = self._values[rref_id] = Future()
+                found = self._values[rref_id] = RpcFuture()
             return found
 
     def fail_value(self, rref_id: RRefId, reason: str) -> None:
@@ -341,6 +342,7 @@ class RRefTable:
                 request.answer(value)
 
         future = self.value(rref_id)
+        request.on_cancel(request.give_up)
         future.add_done_callback(done)
 
     def begin_remote(self, rref_id: RRefId, fork_id: ForkId, user: int) -> Future[Any] | None:

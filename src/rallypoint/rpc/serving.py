@@ -16,27 +16,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.futures import Future
 
-from rallypoint.errors import CallCancelled, RpcError
+from rallypoint.errors import CallCancelled, RemoteError, RpcError
 from rallypoint.wire.frames import Frame
-from rallypoint.wire.remote_error import describe
+from rallypoint.wire.remote_error import RemoteTraceback, describe
 
 from .answers import AnswerLater
 from .crew import TICK
 from .current_call import SERVING, CurrentCall
 from .incoming import Incoming
 from .messages import (
-    CALL,
     END,
     FAILURE,
+    FETCH,
     FLAG_FOREIGN,
     FLAG_PACKED,
     FLAG_REFS,
     ITEM,
     NOTHING,
-    REMOTE,
+    REMOTES,
     REPLY,
-    SCRIPT_CALL,
-    SCRIPT_REMOTE,
+    SCRIPT_FETCH,
     STREAM,
 )
 from .payload import loads, loads_call, packed_result, unpacked
@@ -48,8 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CALLS = (CALL, SCRIPT_CALL)
-_REMOTES = (REMOTE, SCRIPT_REMOTE)
+_FETCHES = (FETCH, SCRIPT_FETCH)
 
 
 class Request:
@@ -63,6 +61,7 @@ class Request:
         "_content",
         "_flow",
         "_frame",
+        "_ids",
         "_incoming",
         "_is_user",
         "_made",
@@ -79,7 +78,8 @@ class Request:
         self._content: Any = None
         # Takes the credit of a stream.
         self._flow: Any = None
-        # For a remote call: what its result belongs into.
+        # For a remote call: of the value and of its first fork, once they are read; what the result belongs into.
+        self._ids: tuple[Any, Any] | None = None
         self._made: Future[Any] | None = None
         self._is_user = frame.kind <= STREAM
         self._arrived = time.monotonic()
@@ -91,18 +91,16 @@ class Request:
     def run(self) -> None:
         if self._content is not None:
             content, self._content = self._content, None
+            if self._is_unwanted():
+                self.give_up()
+                return
             self._begin(content, later=False)
             return
         frame = self._frame
-        call = self._call
-        if call is None:
+        if self._call is None:
             deadline = self._arrived + frame.time_left / 1000.0 if frame.time_left else None
-            call = self._call = CurrentCall(self._incoming.peer, deadline)
-            if deadline is not None and deadline <= time.monotonic() and frame.kind not in _REMOTES:
-                # Nobody waits any more. A value that was asked for is made all the same: others may hold it.
-                self._forget()
-                return
-        if call.cancelled:
+            self._call = CurrentCall(self._incoming.peer, deadline)
+        if self._is_unwanted():
             self._forget()
             return
         try:
@@ -114,26 +112,41 @@ class Request:
                 return
             self._begin(content, later=True)
         except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
-            self.fail(error)
+            self._fail_to_begin(error)
+
+    def _is_unwanted(self) -> bool:
+        """Whether nobody waits for it any more."""
+        call = self._call
+        if call is None or call.cancelled:
+            return call is not None
+        # A value that was asked for is made all the same: others may hold it.
+        return (
+            call.deadline is not None
+            and call.deadline <= time.monotonic()
+            and self._frame.kind not in REMOTES
+        )
 
     def _resume(self, content: Any, reason: str) -> None:
         """The references among the arguments are confirmed now, or never will be."""
         if reason:
-            self.fail(RpcError(reason))
+            self._fail_to_begin(RpcError(reason))
             return
         self._content = content
         self._agent.submit(self)
 
+    def _fail_to_begin(self, error: BaseException) -> None:
+        """The function is not called. Whoever fetches the value that it was to make is told."""
+        if self._made is None and self._ids is not None:
+            self._made = self._agent.rrefs.begin_remote(*self._ids, self._incoming.peer.id)
+        self.fail(error)
+
     def _begin(self, content: Any, *, later: bool) -> None:
         """Call the function, or do what else is asked."""
         kind = self._frame.kind
-        if kind in _REMOTES:
-            rref_id, fork_id, target, args, kwargs = content
-        elif kind in _CALLS or kind == STREAM:
-            target, args, kwargs = content
-        else:
+        if kind > STREAM or kind in _FETCHES:
             self._agent.rrefs.serve(self, kind, content)
             return
+        target, args, kwargs = content
         if self._agent.is_own(target):
             self._is_user = False
         if later and self._agent.is_long(target):
@@ -141,8 +154,8 @@ class Request:
             if self._agent.hand_over(self):
                 return
             self._content = None
-        if kind in _REMOTES:
-            made = self._agent.rrefs.begin_remote(rref_id, fork_id, self._incoming.peer.id)
+        if self._ids is not None:
+            made = self._agent.rrefs.begin_remote(*self._ids, self._incoming.peer.id)
             if made is None:
                 self.answer(None)
                 return
@@ -151,15 +164,19 @@ class Request:
 
     def _read(self, frame: Frame, forks: list[Any]) -> Any:
         buffers = frame.buffers
-        if not (frame.flags or buffers) and self._agent.allowed_modules is None:
-            return loads_call(frame.payload, self._incoming.peer.id)
+        payload, allowed = frame.payload, self._agent.allowed_modules
+        if frame.kind in REMOTES:
+            rref_id, fork_id, payload = loads(payload, allowed=allowed)
+            self._ids = rref_id, fork_id
+        if not (frame.flags or buffers) and allowed is None:
+            return loads_call(payload, self._incoming.peer.id)
         if buffers and self._incoming.sharing is not None:
             buffers = self._incoming.sharing.take(buffers)
         content = loads(
-            frame.payload,
+            payload,
             buffers,
             sender=self._incoming.peer.id,
-            allowed=self._agent.allowed_modules,
+            allowed=allowed,
             forks=forks,
         )
         if frame.flags & FLAG_PACKED:
@@ -216,6 +233,8 @@ class Request:
             else:
                 self.answer(result)
 
+        if self._made is None:
+            self.on_cancel(self.give_up)
         # Beneath an RpcFuture's own: this is our code, which needs no thread of its own.
         torch._C.Future.add_done_callback(future, done)
 
@@ -239,6 +258,10 @@ class Request:
         self._on_cancel = act
         if self._call is not None and self._call.cancelled:
             act()
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more, which may never come: a shutdown need not, either."""
+        self._incoming.active.pop(self._frame.call, None)
 
     def _forget(self) -> None:
         """Nobody waits for an answer. What the request carries is taken, and dropped."""
@@ -292,10 +315,10 @@ class Request:
         made = self._made
         if made is not None:
             self._made = None
-            if not made.done():
-                made.set_exception(translated(error))
             if printed:
                 self._print(error)
+            if not made.done():
+                made.set_exception(_kept(translated(error), self._agent.me.name))
             self.answer(None)
             return
         if not self._incoming.claim(self._frame.call):
@@ -309,9 +332,12 @@ class Request:
 
     def _print(self, error: BaseException) -> None:
         # As torch does: who looks at this process's output is to see what happened in it.
-        print(  # noqa: T201
-            f"On {self._agent.me}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr
-        )
+        text = f"On {self._agent.me}:\n{''.join(traceback.format_exception(error))}"
+        try:
+            print(text, file=sys.stderr)  # noqa: T201
+        except (OSError, ValueError):
+            # Its output is closed, or takes no such characters: the caller is told all the same.
+            logger.info("%s", text)
 
     def item(self, value: Any) -> None:
         """Send one item of a stream."""
@@ -362,6 +388,20 @@ def translated(error: BaseException) -> BaseException:
             " RPC pickler does not serialize function code."
         )
         return made.with_traceback(error.__traceback__)
+    return error
+
+
+def _kept(error: BaseException, worker: str) -> Exception:
+    """An error as a reference's value: nothing that ends a program, and the traceback as text.
+
+    As frames it would hold what was called and with what, and never let go of it (``future.again``).
+    """
+    told = describe(error)
+    if not isinstance(error, Exception):
+        return RemoteError(told["type"], told["message"], told["traceback"], worker)
+    error.__cause__ = RemoteTraceback(told["traceback"], worker)
+    error.__context__ = None
+    error.__traceback__ = None
     return error
 
 
