@@ -378,6 +378,8 @@ def _die_with(parent: int) -> None:
 rank = -1
 world_size = 0
 _meeting: dict[str, Any] = {}
+# What cases keep for later ones: their module's own names are copies in a case that travels by value.
+held: dict[str, Any] = {}
 # What the package has logged in this worker, from its start.
 logged: list[str] = []
 
@@ -404,13 +406,21 @@ def _be_worker(order: Mapping[str, Any], fd: int) -> NoReturn:
                 case, args = cloudpickle.loads(work)
                 answer = cloudpickle.dumps((True, case(*args)))
             except BaseException as error:
-                # With the values of variables: the test's own names say what was compared.
-                told = traceback.TracebackException.from_exception(error, capture_locals=True)
-                answer = cloudpickle.dumps((False, "".join(told.format())))
+                answer = cloudpickle.dumps((False, _tell(error, order["file"])))
             connection.send_bytes(answer)
     except (EOFError, OSError):
         os._exit(0)
     sys.exit(0)
+
+
+def _tell(error: BaseException, test: str) -> str:
+    """The traceback, with the values of the test's own variables."""
+    told = traceback.TracebackException.from_exception(error, capture_locals=True)
+    for frame in told.stack:
+        shown = frame.locals if frame.filename == test else None
+        frame.locals = shown and {name: value[:200] for name, value in shown.items()}
+    del told.stack[0]
+    return "".join(told.format())
 
 
 class _Noting(logging.Handler):
@@ -459,7 +469,8 @@ def leave() -> None:
 
 def resources() -> dict[str, Any]:
     """What this process holds: threads, descriptors by kind, mapped memory of ours."""
-    gc.collect()
+    for _ in range(3):  # what a C++ object held is garbage only when that has gone
+        gc.collect()
     kinds: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
