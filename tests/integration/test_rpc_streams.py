@@ -1,0 +1,281 @@
+"""Streams: items in order and no faster than they are taken; ends from either side, in the middle, by death."""
+
+import asyncio
+import functools
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import rpc_workers
+import torch
+from rpc_workers import Workers, eventually, timed
+
+from rallypoint import rpc
+from rallypoint.errors import PeerLost
+
+
+pytestmark = pytest.mark.integration
+
+happened: list[Any] = []
+
+
+@pytest.fixture
+def pair() -> Iterator[Workers]:
+    """w0, w1, with two threads each; in the end nothing is left."""
+    with Workers(2) as workers:
+        before = workers.run(rpc_workers.resources)
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=2))
+        yield workers
+        workers.run(rpc_workers.leave)
+        assert workers.run(rpc_workers.resources) == before
+
+
+def seen() -> list[Any]:
+    return list(happened)
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+def count(to: int, fail_at: int = -1) -> Iterator[int]:
+    """Notes how far it has come, and that it was closed."""
+    try:
+        for i in range(to):
+            if i == fail_at:
+                raise ValueError(f"bad {i}")
+            happened.append(i)
+            yield i
+    finally:
+        happened.append("closed")
+
+
+async def count_later(to: int) -> AsyncIterator[int]:
+    try:
+        for i in range(to):
+            await asyncio.sleep(0.001)
+            yield i
+    finally:
+        happened.append("closed")
+
+
+def slowly(seconds: float) -> Iterator[int]:
+    for i in range(1000):
+        time.sleep(seconds)
+        yield i
+
+
+def tensors(number: int, size: int) -> Iterator[torch.Tensor]:
+    for i in range(number):
+        yield torch.full((size,), i)
+
+
+def strange() -> Iterator[Any]:
+    yield 1
+    yield threading.Lock()
+
+
+def rows() -> list[int]:
+    return [3, 2, 1]
+
+
+def no_generator() -> int:
+    return 5
+
+
+def sum_of_stream(to: str, number: int) -> int:
+    return sum(rpc.rpc_stream(to, count, (number,)))
+
+
+def waits_for_item() -> Iterator[float]:
+    yield 0.0
+    time.sleep(30)
+    yield 1.0
+
+
+def test_items_come_in_order_and_all_of_them(pair):
+    def case():
+        assert list(rpc.rpc_stream("w1", count, (500,))) == list(range(500))
+        assert list(rpc.rpc_stream("w1", count_later, (40,))) == list(range(40))
+        assert list(rpc.rpc_stream("w1", count, kwargs={"to": 3})) == [0, 1, 2]
+        assert list(rpc.rpc_stream("w0", count, (40,))) == list(range(40)), "to oneself"
+        assert list(rpc.rpc_stream("w1", count, (0,))) == []
+        assert list(rpc.rpc_stream("w1", rows)) == [3, 2, 1]
+        with pytest.raises(TypeError):
+            list(rpc.rpc_stream("w1", no_generator))
+
+    pair.on(0, case)
+
+
+def test_a_stream_is_iterated_in_asyncio_too(pair):
+    def case():
+        async def one(number):
+            return [each async for each in rpc.rpc_stream("w1", count, (number,))]
+
+        async def main():
+            return await asyncio.gather(*(one(number) for number in (30, 40, 50)))
+
+        assert asyncio.run(main()) == [list(range(n)) for n in (30, 40, 50)]
+
+    pair.on(0, case)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16])
+def test_the_generator_is_never_further_ahead_than_its_window(pair, window):
+    def case():
+        stream = rpc.rpc_stream("w1", count, (1000,), window=window)
+        time.sleep(0.1)
+        for taken in range(60):
+            made = len(rpc.rpc_sync("w1", seen))
+            # One more is made and waits for its turn.
+            assert made <= taken + window + 1, (taken, made)
+            assert next(stream) == taken
+        stream.close()
+
+    pair.on(0, case)
+
+
+def test_a_stream_that_is_left_early_closes_the_generator(pair):
+    def case():
+        def closed():
+            return rpc.rpc_sync("w1", seen).count("closed")
+
+        with rpc.rpc_stream("w1", count, (1000,)) as stream:
+            assert next(stream) == 0
+        eventually(lambda: closed() == 1)
+        assert list(stream) == []
+        stream = rpc.rpc_stream("w1", count, (1000,))
+        next(stream)
+        stream.close()
+        stream.close()
+        eventually(lambda: closed() == 2)
+        for _ in rpc.rpc_stream("w1", count, (1000,)):
+            break
+        gc.collect()
+        eventually(lambda: closed() == 3)
+        stream = rpc.rpc_stream("w1", count_later, (1000,))
+        next(stream)
+        del stream
+        gc.collect()
+        eventually(lambda: closed() == 4)
+        assert rpc.statistics()["calls"]["under_way"] == 0
+
+    pair.on(0, case)
+
+
+def test_an_error_comes_after_the_items_before_it_and_once(pair):
+    def case():
+        for number in (0, 1, 20):
+            stream = rpc.rpc_stream("w1", count, (100, number))
+            found = []
+            with pytest.raises(ValueError, match=f"bad {number}") as caught:
+                for each in stream:
+                    found.append(each)  # noqa: PERF402  # those before the error are wanted
+            assert found == list(range(number))
+            assert "in count" in str(caught.value.__cause__)
+            assert list(stream) == []
+
+    pair.on(0, case)
+
+
+def test_an_item_that_cannot_be_pickled_ends_the_stream_with_the_reason(pair):
+    def case():
+        stream = rpc.rpc_stream("w1", strange)
+        assert next(stream) == 1
+        with pytest.raises(TypeError, match="pickle"):
+            next(stream)
+        assert rpc.rpc_sync("w1", double, (2,)) == 4
+
+    pair.on(0, case)
+
+
+def test_a_stream_has_one_deadline_for_all_of_it(pair):
+    def case():
+        stream = rpc.rpc_stream("w1", slowly, (0.02,), timeout=0.2)
+        with (
+            timed(0.6, 0.1),
+            pytest.raises(rpc.RpcTimeout, match="RPC ran for more than") as caught,
+        ):
+            for _ in stream:
+                pass
+        assert "slowly" in str(caught.value)
+
+        async def main():
+            async for _ in rpc.rpc_stream("w1", slowly, (0.02,), timeout=0.2):
+                pass
+
+        with timed(0.6, 0.1), pytest.raises(rpc.RpcTimeout):
+            asyncio.run(main())
+
+    pair.on(0, case)
+
+
+def test_tensors_of_any_size_are_items(pair):
+    def case():
+        for size in (1, 1000, 200_000):
+            found = list(rpc.rpc_stream("w1", tensors, (30, size)))
+            assert [int(each.unique()) for each in found] == list(range(30))
+
+    pair.on(0, case)
+
+
+def test_streams_that_nobody_reads_keep_no_thread_from_working(pair):
+    """The callee has two threads, and many more generators that wait for their callers."""
+
+    def case():
+        streams = [rpc.rpc_stream("w1", count, (100,), window=4) for _ in range(10)]
+        time.sleep(0.1)
+        with timed(1):
+            assert [rpc.rpc_sync("w1", double, (i,)) for i in range(20)] == list(range(0, 40, 2))
+        assert [next(each) for each in streams] == [0] * 10
+        assert [sum(each) for each in streams] == [sum(range(100))] * 10
+
+    pair.on(0, case)
+
+
+def test_a_served_function_may_read_a_stream(pair):
+    def case():
+        futures = [rpc.rpc_async("w1", sum_of_stream, ("w0", 100)) for _ in range(6)]
+        assert [each.wait() for each in futures] == [sum(range(100))] * 6
+
+    pair.run(case)
+
+
+def test_a_stream_whose_source_dies_ends_at_once():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def begin():
+            rpc_workers.held["stream"] = rpc.rpc_stream("w1", waits_for_item)
+            assert next(rpc_workers.held["stream"]) == 0.0
+
+        def wait():
+            with timed(2), pytest.raises(PeerLost):
+                next(rpc_workers.held["stream"])
+
+        workers.on(0, begin)
+        waiting = workers.begin(0, wait)
+        time.sleep(0.1)
+        workers.kill(1)
+        waiting.result()
+
+
+def test_a_generator_whose_caller_dies_is_closed():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def begin():
+            rpc_workers.held["stream"] = rpc.rpc_stream("w1", count, (1000,))
+            assert next(rpc_workers.held["stream"]) == 0
+
+        workers.on(0, begin)
+        workers.kill(0)
+
+        def look():
+            eventually(lambda: "closed" in seen())
+            assert len(seen()) < 40
+
+        workers.on(1, look)
