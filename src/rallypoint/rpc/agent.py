@@ -24,7 +24,14 @@ from typing import Any
 import torch
 
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RemoteError, RpcError
+from rallypoint.errors import (
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    RemoteError,
+    RpcError,
+    RpcTimeout,
+)
 from rallypoint.wire import memory, tcp, uds
 from rallypoint.wire.frames import Frame, FrameParser
 from rallypoint.wire.line import Line
@@ -262,18 +269,28 @@ class Agent:
 
     # -- calling ------------------------------------------------------------------------------------
 
-    def route(self, to: Any) -> Outgoing:
-        """The connection to a worker, made if there is none. Blocks for as long as that takes."""
+    def route(self, to: Any, until: float | None = None, seconds: float = 0.0) -> Outgoing:
+        """The connection to a worker, made if there is none. Blocks for as long as that takes.
+
+        Args:
+            until: monotonic seconds, the call's deadline; ``seconds`` is what it was given, for the error.
+
+        Raises:
+            PeerLost: there is no way to it.
+            RpcTimeout: ``until`` is over.
+            RpcError: there is no such worker.
+        """
         try:
             return self._routes[to]
         except (KeyError, TypeError):
-            return self._route(to, None)
+            return self._route(to, until, seconds)
 
-    def _route(self, to: Any, left: float | None) -> Outgoing:
+    def _route(self, to: Any, until: float | None, seconds: float) -> Outgoing:
         member = self.find(to)
         outgoing = self._outgoing.get(member.id)
         if outgoing is None or outgoing.lost_reason is not None:
-            outgoing = self.connect(member, left)
+            with self.waiting():
+                outgoing = self.connect(member, until, seconds)
         with self._lock:
             if outgoing.lost_reason is None and not self._closed:
                 self._routes[to] = outgoing
@@ -394,7 +411,7 @@ class Agent:
     ) -> Any:
         """Call and wait. ``content`` is a function, its positional and its keyword arguments."""
         deadline, seconds = self.deadline(timeout)
-        outgoing = self.route(to)
+        outgoing = self.route(to, deadline, seconds)
         payload, tensors, flags = self._pickle(kind, content, outgoing, flags)
         call = Call(what, deadline, seconds)
         self._dispatch(outgoing, kind, call, payload, tensors, flags)
@@ -478,7 +495,7 @@ class Agent:
         flags: int = 0,
         finish: Callable[[Call, Outgoing], Any] | None = None,
         future: RpcFuture[Any] | None = None,
-        lost: Callable[[PeerLost], None] | None = None,
+        lost: Callable[[RpcError], None] | None = None,
     ) -> RpcFuture[Any]:
         """Call, and give the answer as a future.
 
@@ -490,8 +507,8 @@ class Agent:
         deadline, seconds = self.deadline(timeout)
         call = Call(what, deadline, seconds)
         try:
-            outgoing = self.route(to)
-        except PeerLost as error:
+            outgoing = self.route(to, deadline, seconds)
+        except (PeerLost, RpcTimeout) as error:
             made.fail(error)
             if lost is not None:
                 lost(error)
@@ -545,13 +562,12 @@ class Agent:
         Raises:
             RpcError: it could not be sent.
         """
-        outgoing = self.route(to)
-        call = Call(
-            kind.name if isinstance(kind, Kind) else str(kind), time.monotonic() + timeout, timeout
-        )
+        deadline = time.monotonic() + timeout
+        outgoing = self.route(to, deadline, timeout)
+        call = Call(kind.name if isinstance(kind, Kind) else str(kind), deadline, timeout)
         call.on_done = lambda done: finish(done, outgoing)
         self._dispatch(outgoing, kind, call, payloads.dumps(content)[0], None, block=False)
-        self.expect(time.monotonic() + timeout)
+        self.expect(deadline)
         outgoing.attend()
 
     def new_future(self) -> RpcFuture[Any]:
@@ -568,7 +584,7 @@ class Agent:
     ) -> RpcStream[Any]:
         """Call a generator function; its items come as they are made."""
         deadline, seconds = self.deadline(timeout)
-        outgoing = self.route(to)
+        outgoing = self.route(to, deadline, seconds)
         call = Call(what, deadline, seconds)
         stream: RpcStream[Any] = RpcStream(lambda frame: self.read(frame, outgoing), window)
         call.on_item = stream.on_item
@@ -609,37 +625,58 @@ class Agent:
 
     # -- connections --------------------------------------------------------------------------------
 
-    def connect(self, member: Member, left: float | None = None) -> Outgoing:
+    def connect(
+        self, member: Member, until: float | None = None, seconds: float = 0.0
+    ) -> Outgoing:
         """A connection to a member: the one there is, or a new one by the best way that works.
+
+        Args:
+            until: as for :meth:`route`.
 
         Raises:
             PeerLost: none works; says why each did not.
+            RpcTimeout: ``until`` is over, and nobody has answered yet.
         """
+        limit = time.monotonic() + _CONNECT_SECONDS
+        if until is not None:
+            limit = min(limit, until)
         with self._lock:
             gate = self._connecting.setdefault(member.id, threading.Lock())
-        with gate:
-            outgoing = self._outgoing.get(member.id)
-            if outgoing is not None and outgoing.lost_reason is None:
-                return outgoing
-            dead = self._dead.get(member.incarnation)
-            if dead is not None:
-                raise PeerLost(member.name, dead)
-            outgoing = self._connect(
-                member, Deadline(min(left or _CONNECT_SECONDS, _CONNECT_SECONDS))
-            )
-            with self._lock:
-                if self._closed:
-                    closed = True
-                else:
-                    closed = False
-                    self._outgoing[member.id] = outgoing
-            if closed:
-                outgoing.close()
-                raise PeerLost(member.name, "this worker has left the group")
-            self._poller.add(outgoing.line.fileno(), _Replies(self, outgoing), _HANG_UP)
-            return outgoing
+        try:
+            if not gate.acquire(timeout=max(0.0, limit - time.monotonic())):
+                raise PeerLost(member.name, "it cannot be reached: it does not answer")
+            try:
+                return self._connect_first(member, limit)
+            finally:
+                gate.release()
+        except PeerLost as error:
+            if until is not None and until <= time.monotonic():
+                raise RpcTimeout(seconds, f"a connection to {member.name!r}") from error
+            raise
 
-    def _connect(self, member: Member, deadline: Deadline) -> Outgoing:
+    def _connect_first(self, member: Member, limit: float) -> Outgoing:
+        """By whoever is at it alone."""
+        outgoing = self._outgoing.get(member.id)
+        if outgoing is not None and outgoing.lost_reason is None:
+            return outgoing
+        dead = self._dead.get(member.incarnation)
+        if dead is not None:
+            raise PeerLost(member.name, dead)
+        outgoing = self._connect(member, Deadline(max(0.0, limit - time.monotonic())))
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                # First: who finds it in the table may have it watched at once.
+                self._poller.add(outgoing.line.fileno(), _Replies(self, outgoing), _HANG_UP)
+                self._outgoing[member.id] = outgoing
+        if closed:
+            outgoing.close()
+            raise PeerLost(member.name, "this worker has left the group")
+        return outgoing
+
+    def _connect(
+        self, member: Member, deadline: Deadline, *, probe: bool = False
+    ) -> Outgoing:
         assert self.group is not None
         ways = choose(
             self.options.transports,
@@ -650,7 +687,7 @@ class Agent:
         reasons = []
         for kind, address in ways:
             try:
-                return self._connect_by(kind, address, member, deadline)
+                return self._connect_by(kind, address, member, deadline, probe=probe)
             except (OSError, ProtocolError, DeadlineExceeded) as error:
                 text = getattr(error, "strerror", None) or str(error)
                 reasons.append(f"{kind}: {text}")
@@ -662,7 +699,7 @@ class Agent:
         raise PeerLost(member.name, f"it cannot be reached ({'; '.join(reasons)})")
 
     def _connect_by(
-        self, kind: str, address: Address, member: Member, deadline: Deadline
+        self, kind: str, address: Address, member: Member, deadline: Deadline, *, probe: bool
     ) -> Outgoing:
         match kind:
             case memory.KIND:
@@ -673,8 +710,11 @@ class Agent:
                 sock = tcp.connect(address, deadline, self.options.heartbeat)
         sharing = None
         try:
+            me = self._introduction()
+            if probe:
+                me["probe"] = True
             peer, rest, side = introduce(
-                sock, self._secret, self._introduction(), deadline, side=kind == uds.KIND
+                sock, self._secret, me, deadline, side=kind == uds.KIND and not probe
             )
             if peer.get("incarnation") != member.incarnation:
                 if side is not None:
@@ -767,11 +807,9 @@ class Agent:
         if member.name != info.name or member.incarnation in self._dead:
             return
         try:
-            probe = self._connect(member, Deadline(_PROBE_SECONDS))
+            self._connect(member, Deadline(_PROBE_SECONDS), probe=True).close()
         except PeerLost:
             self._bury(info, member, reason)
-            return
-        probe.close()
 
     def _bury(self, info: WorkerInfo, member: Member | None, reason: str) -> None:
         """A peer is gone: nobody waits for it any more."""
@@ -838,6 +876,13 @@ class Agent:
         side: socket.socket | None,
         jobs: deque[Job],
     ) -> None:
+        if peer.get("probe"):
+            # It wanted to know whether we are there, and does. Its end says nothing about the peer: whoever
+            # probed in return would never come to an end.
+            sock.close()
+            if side is not None:
+                side.close()
+            return
         sharing = None
         try:
             worker = WorkerInfo(str(peer.get("name")), int(peer.get("id", -1)))
@@ -863,7 +908,12 @@ class Agent:
         )
         line.on_full = lambda: self._poller.change(line.fileno(), on=WRITE)
         with self._lock:
-            self._incoming.add(incoming)
+            closed = self._closed
+            if not closed:
+                self._incoming.add(incoming)
+        if closed:
+            incoming.close()
+            return
         self._poller.add(sock.fileno(), _Requests(self, incoming))
         incoming.feed(rest, jobs)
 

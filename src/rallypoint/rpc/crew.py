@@ -268,6 +268,8 @@ class Crew:
                         job.run()
                     except BaseException:
                         logger.exception(_MISTAKE)
+                    # The leader may be asleep: what this job has held back waits for nobody else.
+                    self._source.flush()
                     with self._lock:
                         self._working -= 1
                     continue

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import PeerLost, ProtocolError, RpcTimeout
+from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcTimeout
 from rallypoint.wire.frames import Frame, Shared, encode
 from rallypoint.wire.line import PATIENCE, Closed, Line
 from rallypoint.wire.sharing import Sharing
@@ -165,10 +165,14 @@ class Outgoing:
             else:
                 done = self.line.send(pieces, held)
             if not done and block:
-                self.line.push(Deadline(call.seconds or None))
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                self.line.push(Deadline(left))
         except Closed as error:
             self.fail(str(error))
             self._withdraw(number)
+        except DeadlineExceeded:
+            # What is left of it goes out when the peer reads again: the next request follows it.
+            self._expire(call)
         return number
 
     def adopt(self, call: Call, kind: int) -> int:
@@ -285,21 +289,25 @@ class Outgoing:
             call = self.calls.get(frame.call)
             if call is not None and call.on_item is not None:
                 call.on_item(frame)
-            elif self.sharing is not None:
-                self.sharing.discard(frame.buffers)
+            else:
+                self.discard(frame)
             return
         if kind < REPLY or kind > END:
             raise ProtocolError(f"worker {self.peer!r} has answered with a message of kind {kind}")
         call = self.calls.take(frame.call)
         if call is None:
             # Its time was up, or it was cancelled.
-            if frame.flags & FLAG_REFS:
-                self._watch.unwanted(self, frame)
-            elif self.sharing is not None:
-                self.sharing.discard(frame.buffers)
+            self.discard(frame)
             return
         call.frame = frame
         self._settle(call, theirs)
+
+    def discard(self, frame: Frame) -> None:
+        """An answer that nobody takes: what it holds in shared memory is free, references in it are let go."""
+        if frame.flags & FLAG_REFS:
+            self._watch.unwanted(self, frame)
+        elif self.sharing is not None:
+            self.sharing.discard(frame.buffers)
 
     def _settle(self, call: Call, theirs: list[Call]) -> None:
         """Mark it done and wake who waits; what else there is to do is left to the caller."""

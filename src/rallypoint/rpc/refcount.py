@@ -495,6 +495,11 @@ class References:
         user = self._users.get(fork_id)
         return user is not None and user.confirmed
 
+    def why_absent(self, rref_id: RRefId) -> str:
+        """Why a value of this process is not there, and never will be; empty if it is, or may be."""
+        owned = self._owned.get(rref_id)
+        return self._why_absent(rref_id) if owned is None else owned.orphaned
+
     def why_dead(self, fork_id: ForkId) -> str:
         """Why this reference of ours can not be used any more; empty if it can."""
         user = self._users.get(fork_id)

@@ -266,6 +266,8 @@ def rebuild_rref(fork: Fork, owner: WorkerInfo) -> RRef[Any]:
         raise RpcError(_NO_AGENT)
     received = agent.rrefs.receive(fork)
     if received.fork_id is None:
+        if received.gone:
+            raise RpcError(received.gone)
         made = RRef._of_own(agent, fork.rref_id)
     else:
         made = RRef._of_user(agent, fork.rref_id, received.fork_id, owner)

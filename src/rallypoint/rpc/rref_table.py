@@ -333,6 +333,22 @@ class RRefTable:
         request.answer(None)
 
     def _fetch(self, request: Request, rref_id: RRefId) -> None:
+        # Held until it is answered, or nobody waits any more: a value that is expected and never comes would
+        # be expected for ever.
+        with self._lock:
+            reason = self._core.why_absent(rref_id)
+            if not reason:
+                self._core.owner_local_held(rref_id)
+        if reason:
+            request.fail(RpcError(reason), printed=False)
+            return
+        holds = [rref_id]
+
+        def let_go() -> None:
+            with self._lock:
+                commands = self._core.owner_local_dropped(holds.pop()) if holds else []
+            self._carry_out(commands)
+
         def done(future: Future[Any]) -> None:
             try:
                 value = future.value()
@@ -340,10 +356,14 @@ class RRefTable:
                 request.fail(error, printed=False)
             else:
                 request.answer(value)
+            let_go()
 
-        future = self.value(rref_id)
-        request.on_cancel(request.give_up)
-        future.add_done_callback(done)
+        def cancel() -> None:
+            request.give_up()
+            let_go()
+
+        request.on_cancel(cancel)
+        self.value(rref_id).add_done_callback(done)
 
     def begin_remote(self, rref_id: RRefId, fork_id: ForkId, user: int) -> Future[Any] | None:
         """The call of ``remote`` has come; returns what its result belongs into, None if nobody wants it any more."""

@@ -63,9 +63,12 @@ class ItemSource:
             try:
                 for value in items:
                     if not self._take_credit():
+                        # Not its end: the caller has given up, or finds its own time run out.
+                        request.forget()
                         break
                     request.item(value)
-                request.end_stream()
+                else:
+                    request.end_stream()
             finally:
                 close = getattr(items, "close", None)
                 if close is not None:
@@ -121,6 +124,7 @@ class RpcStream(Generic[T]):
         self._outgoing: Outgoing | None = None
         self._taken = 0
         self._ended = False
+        self._closed = False
         self._wake: Callable[[], None] | None = None
 
     def begun(self, call: Call, outgoing: Outgoing) -> None:
@@ -130,10 +134,16 @@ class RpcStream(Generic[T]):
     # Called by whoever reads the connection.
     def on_item(self, frame: Frame) -> None:
         with self._changed:
-            self._items.append(frame)
-            self._changed.notify()
+            if self._closed:
+                wanted = False
+            else:
+                wanted = True
+                self._items.append(frame)
+                self._changed.notify()
             wake = self._wake
-        if wake is not None:
+        if not wanted:
+            self._discard(frame)
+        elif wake is not None:
             wake()
 
     def on_done(self, _: Call) -> None:
@@ -235,7 +245,16 @@ class RpcStream(Generic[T]):
         self._ended = True
         if call is not None and outgoing is not None and not call.done:
             outgoing.cancel(call.number, StopIteration())
-        self._items.clear()
+        with self._changed:
+            self._closed = True
+            left = list(self._items)
+            self._items.clear()
+        for frame in left:
+            self._discard(frame)
+
+    def _discard(self, frame: Frame) -> None:
+        if self._outgoing is not None:
+            self._outgoing.discard(frame)
 
     def __enter__(self) -> RpcStream[T]:
         return self

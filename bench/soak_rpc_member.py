@@ -1,0 +1,1055 @@
+"""One process of the RPC soak (soak_rpc.py): calls random peers for ever, and checks every answer.
+
+What a member sends to the driver, a JSON object a line: ``hello`` when it has joined, ``problem`` when something is not
+as it must be, ``quiet`` and ``census`` when it is asked, ``bye`` at its end. The driver judges; a member only measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import gc
+import itertools
+import json
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rallypoint import rpc
+from rallypoint.rpc import api
+from rallypoint.rpc.agent import Agent
+from rallypoint.rpc.messages import Kind
+from rallypoint.wire.remote_error import RemoteTraceback
+
+
+# Beyond its time-out a call may take so long to end.
+GRACE = 1.0
+CALLERS = 3
+# Tensors are pieces of this: so either end can check every byte of any of them.
+LENGTH = 16 << 20
+SMALLEST, LARGEST = 1 << 10, 8 << 20
+HELD_BYTES = 32 << 20
+TIMEOUTS = (0.5, 1.0, 2.0, 3.0)
+
+# A reference whose making has failed, or whose sender has gone before its owner had heard of it.
+DEAD_REFERENCE = "RRef creation via rpc.remote|was released before its owner heard|was never made"
+
+BASE = torch.empty(0, dtype=torch.uint8)
+
+
+def prepare(seed: int) -> None:
+    """Once, before any member is forked: they share it."""
+    global BASE  # noqa: PLW0603
+    torch.set_num_threads(1)
+    BASE = torch.randint(
+        0, 256, (LENGTH,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+# -- what this process knows of itself ---------------------------------------------------------------
+
+
+class Given(Exception):
+    """A call ended with an error that a fault explains: the operation ends here."""
+
+
+class Ledger:
+    """Calls that are open, how those that ended have ended, and what was wrong."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.control: socket.socket | None = None
+        self.outcomes: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+        self.running = threading.Event()
+        self.parked = 0
+        self.ending = False
+        self.expelled = False
+        self._open: dict[int, tuple[str, str, float, float]] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._said: Counter[str] = Counter()
+
+    def send(self, **message: Any) -> None:
+        assert self.control is not None
+        with self._lock:
+            self.control.sendall(json.dumps(message).encode() + b"\n")
+
+    def problem(self, kind: str, **facts: Any) -> None:
+        self._said[kind] += 1
+        if self._said[kind] <= 20:
+            with suppress(OSError):
+                self.send(problem=kind, **facts)
+
+    @contextmanager
+    def call(
+        self, operation: str, to: Any, seconds: float, began: float | None = None
+    ) -> Iterator[None]:
+        """Around everything that waits for another process: it must end in time, and as it may."""
+        number = next(self._numbers)
+        entered = time.monotonic()
+        until = max(entered, (entered if began is None else began) + seconds)
+        self._open[number] = (operation, str(to), entered, until)
+        outcome = "answer"
+        try:
+            yield
+        except Given:
+            raise
+        except Exception as error:
+            outcome = self._outcome(operation, to, error, entered, until)
+            raise Given from None
+        finally:
+            ended = time.monotonic()
+            del self._open[number]
+            self.outcomes[outcome] += 1
+            if ended > until + GRACE:
+                self.problem(
+                    "late",
+                    operation=operation,
+                    to=str(to),
+                    began=entered,
+                    until=until,
+                    ended=ended,
+                    outcome=outcome,
+                )
+
+    def _outcome(
+        self, operation: str, to: Any, error: Exception, entered: float, until: float
+    ) -> str:
+        remote = isinstance(error.__cause__, RemoteTraceback)
+        if self.expelled:
+            return "expelled"
+        # What a callback of `then` raises is text to torch.
+        wrapped = re.search(r"(PeerLost|RpcTimeout|CallCancelled): ", str(error))
+        if wrapped and type(error) is RuntimeError:
+            return wrapped[1]
+        if isinstance(error, rpc.RpcError) and re.search(DEAD_REFERENCE, str(error)):
+            return "dead reference"
+        for kind in (rpc.PeerLost, rpc.RpcTimeout, rpc.CallCancelled):
+            if isinstance(error, kind):
+                if (
+                    kind is rpc.RpcTimeout
+                    and not remote
+                    and until > entered
+                    and time.monotonic() < until - 0.005
+                ):
+                    self.problem("early", operation=operation, to=str(to), error=str(error))
+                return kind.__name__
+        self.problem(
+            "error",
+            operation=operation,
+            to=str(to),
+            error=f"{type(error).__name__}: {error}"[:600],
+            trace="".join(traceback.format_exception(error))[-2500:],
+        )
+        return type(error).__name__
+
+    def check(self, operation: str, to: Any, good: bool, got: Any = None) -> None:
+        self.operations[operation] += 1
+        if not good:
+            self.problem("wrong", operation=operation, to=str(to), got=repr(got)[:500])
+
+    def watch(self) -> None:
+        """A thread: says so when a call does not end at all."""
+        told: set[int] = set()
+        while True:
+            time.sleep(0.5)
+            now = time.monotonic()
+            for number, (operation, to, entered, until) in list(self._open.items()):
+                if now > until + 5.0 and number not in told:
+                    told.add(number)
+                    self.problem(
+                        "hang",
+                        operation=operation,
+                        to=to,
+                        began=entered,
+                        until=until,
+                        ended=now,
+                        stacks=stacks(),
+                    )
+
+
+LEDGER = Ledger()
+HELD: deque[tuple[torch.Tensor, int, int, int]] = deque()
+KEPT: deque[tuple[Any, int, int, int]] = deque(maxlen=12)
+COROUTINES: Counter[str] = Counter()
+_held_lock = threading.Lock()
+_held_bytes = 0
+
+
+def stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()[-12000:]
+
+
+def piece(offset: int, size: int) -> torch.Tensor:
+    return BASE[offset : offset + size]
+
+
+def draw_piece(chance: random.Random, largest: int = LARGEST) -> tuple[int, int]:
+    """Where a tensor begins, and its bytes: as many small ones as large ones, by orders of magnitude."""
+    size = int(SMALLEST * (largest / SMALLEST) ** chance.random()) & ~7
+    return chance.randrange(0, LENGTH - size, 64), size
+
+
+def same(tensor: torch.Tensor, offset: int, size: int, added: int = 0) -> bool:
+    expected = piece(offset, size)
+    if added:
+        expected = expected + added
+    return torch.equal(tensor.reshape(-1).view(torch.uint8), expected)
+
+
+def hold(tensor: torch.Tensor, offset: int, size: int, chance: random.Random) -> None:
+    """Keep what came for a while: memory that is given to somebody else too early is noticed."""
+    global _held_bytes  # noqa: PLW0603
+    added = 0
+    if chance.random() < 0.3:
+        tensor = tensor.reshape(-1).view(torch.uint8)
+        tensor += 1  # it is ours to change
+        added = 1
+    gone = []
+    with _held_lock:
+        HELD.append((tensor, offset, size, added))
+        _held_bytes += size
+        while _held_bytes > HELD_BYTES or len(HELD) > 64:
+            gone.append(HELD.popleft())
+            _held_bytes -= gone[-1][2]
+    check_held(gone)
+
+
+def check_held(gone: list[tuple[torch.Tensor, int, int, int]]) -> None:
+    for tensor, offset, size, added in gone:
+        if not same(tensor, offset, size, added):
+            LEDGER.problem("wrong", operation="held tensor", to="", got=f"{size} bytes at {offset}")
+
+
+def let_go() -> None:
+    """Hold nothing any more."""
+    global _held_bytes  # noqa: PLW0603
+    with _held_lock:
+        gone = list(HELD)
+        HELD.clear()
+        _held_bytes = 0
+    check_held(gone)
+    gone.clear()
+    KEPT.clear()
+    gc.collect()
+
+
+# -- what is called ------------------------------------------------------------------------------------
+
+_callee = random.Random(1)
+
+
+def add(nonce: int, a: int, b: int) -> tuple[str, int, int]:
+    return LEDGER.name, nonce, a + b
+
+
+def take(nonce: int, offset: int, size: int, tensor: torch.Tensor) -> tuple[str, int, bool]:
+    good = same(tensor, offset, size)
+    hold(tensor, offset, size, _callee)
+    return LEDGER.name, nonce, good
+
+
+def give(nonce: int, offset: int, size: int, whole: bool) -> tuple[str, int, torch.Tensor]:
+    found = piece(offset, size)
+    return LEDGER.name, nonce, found.clone() if whole else found
+
+
+def swap(nonce: int, tensors: dict[str, Any]) -> tuple[str, int, list[Any]]:
+    return LEDGER.name, nonce, [tensors["b"], tensors["a"], tensors["a"][::2]]
+
+
+def relay(nonce: int, path: list[str]) -> tuple[int, list[str]]:
+    if not path:
+        return nonce, [LEDGER.name]
+    again, names = rpc.rpc_sync(path[0], relay, (nonce, path[1:]))
+    return again, [LEDGER.name, *names]
+
+
+async def nap(nonce: int, seconds: float) -> tuple[str, int]:
+    COROUTINES["begun"] += 1
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        COROUTINES["cancelled"] += 1
+        raise
+    COROUTINES["ended"] += 1
+    return LEDGER.name, nonce
+
+
+async def forward(nonce: int, to: str, a: int, b: int) -> tuple[str, Any]:
+    return LEDGER.name, await rpc.rpc_async(to, add, (nonce, a, b))
+
+
+@rpc.async_execution
+def later(nonce: int, to: str, a: int, b: int) -> Any:
+    name = LEDGER.name
+    return rpc.rpc_async(to, add, (nonce, a, b)).then(lambda done: (name, done.value()))
+
+
+def slow(nonce: int, seconds: float) -> tuple[str, int]:
+    time.sleep(seconds)
+    return LEDGER.name, nonce
+
+
+def fail(nonce: int) -> None:
+    raise ValueError("on purpose", nonce)
+
+
+def count(nonce: int, items: int, size: int) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+    for number in range(items):
+        yield LEDGER.name, nonce, number, piece(64 * number, size)
+
+
+async def count_async(nonce: int, items: int, size: int) -> Any:
+    for number in range(items):
+        await asyncio.sleep(0)
+        yield LEDGER.name, nonce, number, piece(64 * number, size)
+
+
+class Box:
+    """Something to refer to."""
+
+    def __init__(self, nonce: int, offset: int, size: int) -> None:
+        self.made_by = LEDGER.name
+        self.nonce = nonce
+        self.tensor = piece(offset, size).clone()
+
+    def get(self, a: int) -> tuple[str, int, int]:
+        return LEDGER.name, self.nonce, a
+
+    def double(self, nonce: int) -> tuple[str, int]:
+        return LEDGER.name, 2 * nonce
+
+
+def is_box(box: Any, owner: str, nonce: int, offset: int, size: int) -> bool:
+    return (
+        isinstance(box, Box)
+        and box.made_by == owner
+        and box.nonce == nonce
+        and same(box.tensor, offset, size)
+    )
+
+
+def use(rref: Any, owner: str, nonce: int, offset: int, size: int) -> tuple[str, bool]:
+    return LEDGER.name, is_box(rref.to_here(), owner, nonce, offset, size)
+
+
+def keep(rref: Any, nonce: int, offset: int, size: int) -> str:
+    KEPT.append((rref, nonce, offset, size))
+    return LEDGER.name
+
+
+# -- what calls ----------------------------------------------------------------------------------------
+
+
+class Caller:
+    """One thread's operations."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self._nonces = itertools.count(seed << 32)
+
+    def draw(self) -> tuple[str, Any, float, int]:
+        """Somebody by name, the same by any of the ways to say it, a time-out, and a number."""
+        chance = self.chance
+        _, infos = rpc.members()
+        others = [each for each in infos if each.name != LEDGER.name]
+        if not others or chance.random() < 0.03:
+            found = rpc.get_worker_info()
+        else:
+            found = chance.choice(others)
+        to = chance.choice((found.name, found.name, found.id, found))
+        return found.name, to, chance.choice(TIMEOUTS), next(self._nonces)
+
+    def small(self) -> None:
+        for _ in range(self.chance.randint(1, 10)):
+            name, to, seconds, nonce = self.draw()
+            with LEDGER.call("small", name, seconds):
+                got = rpc.rpc_sync(to, add, (nonce, 3, nonce), timeout=seconds)
+                LEDGER.check("small", name, got == (name, nonce, 3 + nonce), got)
+
+    def tensor_there(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        offset, size = draw_piece(self.chance)
+        tensor = piece(offset, size)
+        if self.chance.random() < 0.5:
+            tensor = tensor.clone()
+        if self.chance.random() < 0.5:
+            tensor = tensor.view(self.chance.choice((torch.float32, torch.int64)))
+        with LEDGER.call("tensor there", name, seconds):
+            got = rpc.rpc_sync(to, take, (nonce, offset, size, tensor), timeout=seconds)
+            LEDGER.check("tensor there", name, got == (name, nonce, True), got)
+
+    def tensor_back(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        offset, size = draw_piece(self.chance)
+        args = (nonce, offset, size, self.chance.random() < 0.5)
+        with LEDGER.call("tensor back", name, seconds):
+            who, number, tensor = rpc.rpc_sync(to, give, args, timeout=seconds)
+            good = (who, number) == (name, nonce) and same(tensor, offset, size)
+            LEDGER.check("tensor back", name, good, (who, number, tensor.shape))
+            hold(tensor, offset, size, self.chance)
+
+    def tensors_swapped(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        (i, m), (j, n) = draw_piece(self.chance, 1 << 20), draw_piece(self.chance, 1 << 20)
+        tensors = {"a": piece(i, m), "b": piece(j, n).clone()}
+        with LEDGER.call("swap", name, seconds):
+            who, number, (b, a, half) = rpc.rpc_sync(to, swap, (nonce, tensors), timeout=seconds)
+            good = (who, number) == (name, nonce) and same(a, i, m) and same(b, j, n)
+            good = good and torch.equal(half, piece(i, m)[::2])
+            LEDGER.check("swap", name, good, (who, number))
+
+    def batch(self) -> None:
+        """Many at once, to several."""
+        begun = []
+        for _ in range(self.chance.randint(2, 24)):
+            name, to, seconds, nonce = self.draw()
+            offset, size = draw_piece(self.chance, 256 << 10)
+            began = time.monotonic()
+            with suppress(Given), LEDGER.call("rpc_async()", name, seconds):
+                if self.chance.random() < 0.3:
+                    args: Any = (nonce, offset, size, piece(offset, size))
+                    future: Any = rpc.rpc_async(to, take, args, timeout=seconds)
+                    expected: Any = (name, nonce, True)
+                else:
+                    future = rpc.rpc_async(to, add, (nonce, nonce, 1), timeout=seconds)
+                    expected = (name, nonce, nonce + 1)
+                if self.chance.random() < 0.2:
+                    future = future.then(lambda done: done.value())
+                begun.append((future, expected, name, seconds, began))
+        self.chance.shuffle(begun)
+        for future, expected, name, seconds, began in begun:
+            with suppress(Given), LEDGER.call("batch", name, seconds, began):
+                got = future.wait()
+                LEDGER.check("batch", name, got == expected, got)
+
+    def nested(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        path = [self.draw()[0] for _ in range(self.chance.randint(1, 5))]
+        with LEDGER.call("nested", name, seconds):
+            got = rpc.rpc_sync(to, relay, (nonce, path), timeout=seconds)
+            LEDGER.check("nested", name, got == (nonce, [name, *path]), got)
+
+    def coroutine(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        other = self.draw()[0]
+        with LEDGER.call("async def", name, seconds):
+            if self.chance.random() < 0.5:
+                got: Any = rpc.rpc_sync(to, nap, (nonce, 0.01), timeout=seconds)
+                LEDGER.check("async def", name, got == (name, nonce), got)
+            else:
+                func = self.chance.choice((forward, later))
+                got = rpc.rpc_sync(to, func, (nonce, other, nonce, 5), timeout=seconds)
+                LEDGER.check("async def", name, got == (name, (other, nonce, nonce + 5)), got)
+
+    def exception(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        with LEDGER.call("exception", name, seconds):
+            try:
+                got = rpc.rpc_sync(to, fail, (nonce,), timeout=seconds)
+            except ValueError as error:
+                LEDGER.check(
+                    "exception", name, error.args == ("on purpose", nonce), repr(error.args)
+                )
+            else:
+                LEDGER.check("exception", name, False, got)
+
+    def timeout(self) -> None:
+        name, to, _, nonce = self.draw()
+        with LEDGER.call("time-out", name, 0.1):
+            got = rpc.rpc_sync(to, slow, (nonce, 0.4), timeout=0.1)
+            LEDGER.check("time-out", name, False, got)
+
+    def cancel(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        func = self.chance.choice((slow, nap))
+        began = time.monotonic()
+        with LEDGER.call("cancel", name, seconds):
+            future = rpc.rpc_async(to, func, (nonce, 0.2), timeout=seconds)
+        time.sleep(self.chance.choice((0.0, 0.0, 0.01, 0.1)))
+        cancelled = future.cancel()
+        with LEDGER.call("cancel", name, seconds, began):
+            try:
+                got = future.wait()
+            except rpc.CallCancelled:
+                LEDGER.check("cancel", name, cancelled, "cancelled though cancel() said no")
+                raise
+            LEDGER.check("cancel", name, not cancelled and got == (name, nonce), got)
+
+    def cancel_tensor(self) -> None:
+        """Given up with much of it on its way."""
+        name, to, seconds, nonce = self.draw()
+        offset, size = draw_piece(self.chance)
+        began = time.monotonic()
+        with LEDGER.call("cancel tensor", name, seconds):
+            if self.chance.random() < 0.5:
+                args: Any = (nonce, offset, size, piece(offset, size))
+                future: Any = rpc.rpc_async(to, take, args, timeout=seconds)
+            else:
+                future = rpc.rpc_async(to, give, (nonce, offset, size, True), timeout=seconds)
+        time.sleep(self.chance.choice((0.0, 0.0, 0.001, 0.01)))
+        future.cancel()
+        with LEDGER.call("cancel tensor", name, seconds, began):
+            got = future.wait()
+            good = got[:2] == (name, nonce)
+            LEDGER.check("cancel tensor", name, good, got[:2])
+
+    def reference(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        chance = self.chance
+        offset, size = draw_piece(chance, 1 << 20)
+        what = (nonce, offset, size)
+        with LEDGER.call("remote()", name, seconds):
+            rref = rpc.remote(to, Box, what, timeout=seconds)
+        for _ in range(chance.randint(0, 3)):
+            match chance.randrange(5):
+                case 0:
+                    with LEDGER.call("to_here()", name, seconds):
+                        box = rref.to_here(timeout=seconds)
+                        LEDGER.check("to_here()", name, is_box(box, name, *what))
+                case 1:
+                    with LEDGER.call("rref.rpc_sync()", name, seconds):
+                        got = rref.rpc_sync(timeout=seconds).get(7)
+                        LEDGER.check("rref.rpc_sync()", name, got == (name, nonce, 7), got)
+                case 2:
+                    with LEDGER.call("rref.remote()", name, seconds):
+                        other = rref.remote(timeout=seconds).double(nonce)
+                    with LEDGER.call("rref.remote().to_here()", name, seconds):
+                        got = other.to_here(timeout=seconds)
+                        LEDGER.check("rref.remote()", name, got == (name, 2 * nonce), got)
+                case 3:
+                    third = self.draw()[0]
+                    with LEDGER.call("shared rref", third, seconds):
+                        got = rpc.rpc_sync(third, use, (rref, name, *what), timeout=seconds)
+                        LEDGER.check("shared rref", third, got == (third, True), got)
+                case 4:
+                    third = self.draw()[0]
+                    with LEDGER.call("kept rref", third, seconds):
+                        got = rpc.rpc_sync(third, keep, (rref, *what), timeout=seconds)
+                        LEDGER.check("kept rref", third, got == third, got)
+
+    def kept_reference(self) -> None:
+        try:
+            rref, nonce, offset, size = KEPT.popleft()
+        except IndexError:
+            return
+        owner, seconds = rref.owner_name(), self.chance.choice(TIMEOUTS)
+        with LEDGER.call("use of kept rref", owner, seconds):
+            box = rref.to_here(timeout=seconds)
+            LEDGER.check("use of kept rref", owner, is_box(box, owner, nonce, offset, size))
+
+    def stream(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        chance = self.chance
+        items, size = chance.randint(0, 60), draw_piece(chance, 128 << 10)[1]
+        stop = chance.randint(1, items + 1) if chance.random() < 0.4 else items + 1
+        func = chance.choice((count, count_async))
+        with LEDGER.call("stream", name, seconds):
+            args = (nonce, items, size)
+            window = chance.choice((1, 4, 16))
+            with rpc.rpc_stream(to, func, args, timeout=seconds, window=window) as stream:
+                number = 0
+                for who, again, place, tensor in stream:
+                    good = (who, again, place) == (name, nonce, number)
+                    good = good and same(tensor, 64 * number, size)
+                    if not good:
+                        LEDGER.check("stream", name, False, (who, again, place, number))
+                    number += 1
+                    if number == stop:
+                        break
+            LEDGER.check("stream", name, number == min(stop, items), number)
+
+    OPERATIONS: tuple[tuple[int, Callable[[Caller], None]], ...] = (
+        (20, small),
+        (10, tensor_there),
+        (10, tensor_back),
+        (4, tensors_swapped),
+        (10, batch),
+        (8, nested),
+        (8, coroutine),
+        (4, exception),
+        (1, timeout),
+        (4, cancel),
+        (4, cancel_tensor),
+        (12, reference),
+        (4, kept_reference),
+        (6, stream),
+    )
+
+    def run(self, pause: float) -> None:
+        """A thread."""
+        weights = [weight for weight, _ in self.OPERATIONS]
+        acts = [act for _, act in self.OPERATIONS]
+        while park():
+            with suppress(Given):
+                self.chance.choices(acts, weights)[0](self)
+            time.sleep(self.chance.expovariate(1 / pause))
+
+    # The same from asyncio.
+
+    async def gathered(self) -> None:
+        begun = []
+        for _ in range(self.chance.randint(1, 12)):
+            name, to, seconds, nonce = self.draw()
+            began = time.monotonic()
+            with suppress(Given), LEDGER.call("rpc_async()", name, seconds):
+                func: Any = self.chance.choice((add, forward))
+                if func is add:
+                    args: Any = (nonce, 1, 2)
+                    expected: Any = (name, nonce, 3)
+                else:
+                    args, expected = (nonce, name, 1, 2), (name, (name, nonce, 3))
+                future = rpc.rpc_async(to, func, args, timeout=seconds)
+                begun.append((future, expected, name, seconds, began))
+
+        async def one(future: Any, expected: Any, name: str, seconds: float, began: float) -> None:
+            with suppress(Given), LEDGER.call("await", name, seconds, began):
+                got = await future
+                LEDGER.check("await", name, got == expected, got)
+
+        await asyncio.gather(*(one(*each) for each in begun))
+
+    async def given_up(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        with LEDGER.call("await, given up", name, seconds):
+            future: Any = rpc.rpc_async(to, nap, (nonce, 0.3), timeout=seconds)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await future
+        with LEDGER.call("await, given up", name, seconds):
+            future.wait()
+
+    async def stream_async(self) -> None:
+        name, to, seconds, nonce = self.draw()
+        items = self.chance.randint(0, 40)
+        with LEDGER.call("async stream", name, seconds):
+            number = 0
+            args = (nonce, items, 2048)
+            async for who, again, place, tensor in rpc.rpc_stream(to, count, args, timeout=seconds):
+                if (who, again, place) != (name, nonce, number) or not same(
+                    tensor, 64 * number, 2048
+                ):
+                    LEDGER.check("async stream", name, False, (who, again, place, number))
+                number += 1
+            LEDGER.check("async stream", name, number == items, number)
+
+    def run_async(self, pause: float) -> None:
+        """A thread with a loop."""
+        acts = (self.gathered, self.gathered, self.given_up, self.stream_async)
+        with asyncio.Runner() as runner:
+            runner.get_loop()
+            while park():
+                with suppress(Given):
+                    runner.run(self.chance.choice(acts)())
+                time.sleep(self.chance.expovariate(1 / pause))
+
+
+def park() -> bool:
+    """Between two operations of a thread; False when it is to end."""
+    if not LEDGER.running.is_set():
+        with _held_lock:
+            LEDGER.parked += 1
+        LEDGER.running.wait()
+        with _held_lock:
+            LEDGER.parked -= 1
+    return not LEDGER.ending
+
+
+# -- faults from within --------------------------------------------------------------------------------
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def reset(agent: Any, chance: random.Random) -> str:
+    """One of this member's connections breaks."""
+    lines = [each.line for each in (*list(agent._outgoing.values()), *list(agent._incoming))]
+    if not lines:
+        return "no connection"
+    sock = chance.choice(lines)._sock
+    with suppress(OSError):
+        if sock.family != socket.AF_UNIX and chance.random() < 0.7:
+            # To connect to nowhere is TCP's abort: the other end gets a RST.
+            nowhere = bytes(16)
+            _libc.connect(sock.fileno(), nowhere, len(nowhere))
+            return "RST"
+        how = chance.choice((socket.SHUT_RDWR, socket.SHUT_RDWR, socket.SHUT_RD, socket.SHUT_WR))
+        sock.shutdown(how)
+        return ("SHUT_RD", "SHUT_WR", "SHUT_RDWR")[how]
+    return "closed already"
+
+
+_MESSAGES = (Kind.CALL, Kind.REMOTE, Kind.FETCH, Kind.STREAM)
+_CONTROL = (Kind.FORK_REQUEST, Kind.CHILD_ACCEPT, Kind.USER_DELETE)
+
+
+def disturb(agent: Any, how: str, chance: random.Random) -> None:
+    """Messages are late, lost or refused from here on, until :func:`undisturb`."""
+    match how:
+        case "delay":
+            kinds = chance.sample((*_MESSAGES, *_CONTROL), 3)
+            agent._delay = {kind: chance.uniform(0.01, 0.4) for kind in kinds}
+        case "drop":
+            # Not those about references: they are sent again only after a minute.
+            agent._drop = {chance.choice(_MESSAGES)}
+        case "refuse":
+            agent._fail = set(chance.sample(_CONTROL, 2))
+
+
+def undisturb(agent: Any) -> None:
+    agent._delay, agent._drop, agent._fail = {}, set(), set()
+
+
+# -- what is there: descriptors, threads, memory -------------------------------------------------------
+
+
+def descriptors() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            found[target.partition(":[")[0] if target.startswith("socket") else target] += 1
+    # The listing's own.
+    for each in [each for each in found if each.startswith("/proc/")]:
+        del found[each]
+    return found
+
+
+def threads() -> Counter[str]:
+    """By name, without the numbers. Those that Python does not know count as ``native``."""
+    found: Counter[str] = Counter()
+    for thread in threading.enumerate():
+        found[thread.name.rstrip("0123456789").rstrip("-")] += 1
+    found["native"] = len(os.listdir("/proc/self/task")) - sum(found.values())
+    return found
+
+
+def mappings() -> int:
+    """Pieces of shared memory that are mapped here."""
+    return Path("/proc/self/maps").read_text().count("memfd:rallypoint")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def own_descriptors(agent: Any) -> Counter[str]:
+    """Of a member without connections: the poller's, the listeners', two connections to the store."""
+    found = Counter({"anon_inode:[eventpoll]": 1, "anon_inode:[eventfd]": 1, "socket": 2})
+    for listener in agent._listeners:
+        found["anon_inode:[eventfd]" if listener.kind == "memory" else "socket"] += 1
+    return found
+
+
+def expected_now(agent: Any, base: Counter[str]) -> tuple[Counter[str], int, list[str]]:
+    """What the connections that are there account for: descriptors, mappings; and what of them is not at rest."""
+    fds, maps, unrest = Counter(base), 0, []
+    connections = [*list(agent._outgoing.values()), *list(agent._incoming)]
+    for each in connections:
+        fds["socket"] += 1
+        if each.sharing is not None:
+            fds["socket"] += 1
+            state = each.sharing.statistics()
+            maps += 1 + state["shared_segments"]
+            if each.sharing._mapped is not None:
+                maps += 1 + state["mapped_segments"]
+            if state["shared_leased"]:
+                peer = getattr(each, "info", None) or each.peer
+                unrest.append(
+                    f"{state['shared_leased']} blocks of shared memory are still lent to {peer}"
+                    f" ({type(each).__name__})"
+                )
+    if agent._loop._loop is not None:
+        fds["socket"] += 2
+        fds["anon_inode:[eventpoll]"] += 1
+    return fds, maps, unrest
+
+
+def who_holds() -> list[str]:
+    import weakref
+    from rallypoint.wire import shm
+    out = []
+    def describe(o, depth, seen):
+        if depth == 0: return
+        for r in gc.get_referrers(o):
+            if id(r) in seen or r is seen or type(r).__name__ in ("frame", "list_iterator"): continue
+            seen[id(r)] = 1
+            text = f"{'  ' * (6 - depth)}{type(r)} {repr(r)[:160]}"
+            out.append(text)
+            if len(out) > 80: return
+            describe(r, depth - 1, seen)
+    for f, info in list(weakref.finalize._registry.items()):
+        if info.func in (shm._munmap, shm._free_block):
+            o = info.weakref()
+            if o is not None:
+                out.append(f"== {info.func} {info.args} {type(o)} refs {sys.getrefcount(o)}")
+                describe(o, 3, {})
+                if len(out) > 80: break
+    return out
+
+
+def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
+    """What is there while nobody calls anybody; waits for rest, and says what is not at rest in the end."""
+    until = time.monotonic() + patience
+    while True:
+        gc.collect()
+        fds, maps, unrest = expected_now(agent, base)
+        refs = agent.rrefs.overview()
+        unrest += [f"{count} rrefs {what}" for what, count in refs.items() if count]
+        for each in list(agent._outgoing.values()):
+            if each.calls:
+                open_calls = [call.describe() for call in list(each.calls._calls.values())]
+                unrest.append(f"calls to {each.info}: {open_calls[:5]}")
+            if each.in_flight:
+                unrest.append(f"{each.in_flight} bytes in flight to {each.info}")
+            if each._waiting:
+                unrest.append(f"{len(each._waiting)} wait for {each.info}")
+        for each in list(agent._incoming):
+            if each.active:
+                kinds = Counter(Kind(r.frame.kind).name for r in list(each.active.values()))
+                unrest.append(f"requests of {each.peer}: {dict(kinds)}")
+            if each.line.is_full:
+                unrest.append(f"replies to {each.peer} are not sent")
+        values = agent.rrefs._values
+        if values:
+            unrest.append(f"{len(values)} values")
+        if agent.rrefs._waiting:
+            unrest.append(f"{len(agent.rrefs._waiting)} wait for confirmations")
+        if agent._strangers:
+            unrest.append(f"{len(agent._strangers)} strangers")
+        if agent._timers:
+            unrest.append(f"{len(agent._timers)} timers")
+        if agent.queue():
+            unrest.append(f"{agent.queue()} jobs in line")
+        if agent._loop.count():
+            unrest.append(f"{agent._loop.count()} coroutines")
+        found = descriptors()
+        if found != fds:
+            more, less = found - fds, fds - found
+            unrest.append(f"descriptors: {dict(more)} too many, {dict(less)} too few")
+        mapped = mappings()
+        if mapped != maps:
+            unrest.append(f"{mapped} pieces of shared memory are mapped instead of {maps}")
+        if not unrest or time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    if unrest and any("mapped" in u for u in unrest):
+        LEDGER.problem("debug", who=who_holds()[:60])
+    if unrest:
+        with agent.rrefs._lock:
+            core = agent.rrefs._core
+            LEDGER.problem("debug", users=repr(core._users)[:2000], owned=repr(core._owned)[:2000], children=repr(core._children)[:1000], unack=repr(agent.rrefs._unacknowledged)[:500], stacks=stacks())
+    return {
+        "unrest": unrest,
+        "descriptors": sum(found.values()),
+        "threads": dict(threads()),
+        "mappings": mapped,
+        "resident": resident(),
+        "connections": len(agent._outgoing) + len(agent._incoming),
+    }
+
+
+# -- a member's life -----------------------------------------------------------------------------------
+
+
+class Complaints(logging.Handler):
+    """Errors that the package logs are problems, too."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        LEDGER.problem("logged", error=text[-3000:])
+
+
+def live(name: str, control: socket.socket, settings: dict[str, Any]) -> None:
+    """Be a member until the driver says otherwise. Does not return."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # What functions raise is printed there.
+        os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+        faulthandler.enable(open(settings["crashes"], "a"))  # noqa: SIM115  # for the process's life
+        LEDGER.name, LEDGER.control = name, control
+        logging.getLogger("rallypoint").addHandler(Complaints(logging.ERROR))
+        threading.excepthook = lambda args: LEDGER.problem(
+            "thread", error="".join(traceback.format_exception(args.exc_value))[-3000:]
+        )
+        sys.unraisablehook = lambda args: LEDGER.problem(
+            "unraisable", error=repr(args.exc_value)[:300], where=repr(args.object)[:300]
+        )
+        code = _live(name, control, settings)
+    except BaseException:
+        LEDGER.problem("member", error=traceback.format_exc()[-3000:])
+    finally:
+        os._exit(code)
+
+
+def _live(name: str, control: socket.socket, settings: dict[str, Any]) -> int:
+    chance = random.Random(settings["seed"])
+    threading.Thread(target=LEDGER.watch, name="soak-watch", daemon=True).start()
+    callers = [Caller(settings["seed"] * 16 + number) for number in range(CALLERS + 1)]
+    working = [
+        threading.Thread(target=each.run, args=(settings["pause"],), name="soak", daemon=True)
+        for each in callers[:CALLERS]
+    ]
+    working.append(
+        threading.Thread(
+            target=callers[CALLERS].run_async,
+            args=(2 * settings["pause"],),
+            name="soak",
+            daemon=True,
+        )
+    )
+    for each in working:
+        each.start()
+    while LEDGER.parked < len(working):
+        time.sleep(0.002)
+    before = descriptors(), threads()
+    _join(name, settings)
+    agent = api._get_current_rpc_agent()
+    base = before[0] + own_descriptors(agent)
+    expelled = threading.Event()
+    me = rpc.get_worker_info()
+
+    def left(info: rpc.WorkerInfo, _: str) -> None:
+        if info.id == me.id:
+            expelled.set()
+            LEDGER.expelled = True
+            with suppress(OSError):
+                control.shutdown(socket.SHUT_RD)
+
+    rpc.on_leave(left)
+    LEDGER.send(
+        hello=name,
+        id=me.id,
+        incarnation=agent.incarnation,
+        addresses=dict(agent.group.me.addresses),
+        job=agent._job,
+        secret=agent._secret.hex(),
+    )
+    LEDGER.running.set()
+    graceful = _obey(control, agent, base, chance, len(working))
+    if expelled.is_set():
+        with suppress(OSError):
+            LEDGER.send(expelled=True)
+    # The end: nothing may be left of the group in this process.
+    LEDGER.ending = True
+    LEDGER.running.set()
+    for each in working:
+        each.join(10.0)
+        if each.is_alive():
+            LEDGER.problem("hang", operation="end", to="", stacks=stacks())
+    let_go()
+    rpc.shutdown(graceful=graceful, timeout=20.0)
+    del agent
+    _check_end(before)
+    LEDGER.send(bye=name, outcomes=LEDGER.outcomes, operations=LEDGER.operations)
+    return 0
+
+
+def _join(name: str, settings: dict[str, Any]) -> None:
+    store = dist.TCPStore(
+        "127.0.0.1",
+        settings["port"],
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+    )
+    options = rpc.FaultyRpcBackendOptions(
+        messages_to_fail=[],
+        rpc_timeout=3.0,
+        transports=settings["transports"],
+        bind="127.0.0.1",
+        advertise="127.0.0.1",
+        num_worker_threads=8,
+        shared_memory_bytes=settings["shared_memory_bytes"],
+    )
+    rpc.init_rpc(
+        name, rpc.BackendType["RALLYPOINT_FAULTY"], rpc_backend_options=options, store=store
+    )
+
+
+def _obey(
+    control: socket.socket, agent: Any, base: Counter[str], chance: random.Random, working: int
+) -> bool:
+    """Do what the driver says until it says to end; whether that is to be graceful."""
+    for line in control.makefile("r"):
+        command = json.loads(line)
+        match command["do"]:
+            case "reset":
+                LEDGER.send(done="reset", how=reset(agent, chance))
+            case "disturb":
+                disturb(agent, command["how"], chance)
+            case "undisturb":
+                undisturb(agent)
+            case "pause":
+                undisturb(agent)
+                LEDGER.running.clear()
+                until = time.monotonic() + command["patience"]
+                while LEDGER.parked < working and time.monotonic() < until:
+                    time.sleep(0.005)
+                if LEDGER.parked < working:
+                    LEDGER.problem("hang", operation="pause", to="", stacks=stacks())
+                let_go()
+                LEDGER.send(quiet=True)
+            case "census":
+                let_go()
+                LEDGER.send(
+                    census=census(agent, base, command["patience"]),
+                    outcomes=LEDGER.outcomes,
+                    operations=LEDGER.operations,
+                    coroutines=COROUTINES,
+                )
+            case "resume":
+                LEDGER.running.set()
+            case "end":
+                return True
+    return False
+
+
+def _check_end(before: tuple[Counter[str], Counter[str]]) -> None:
+    """After the shutdown all is as it was before the group."""
+    until = time.monotonic() + 5.0
+    while True:
+        gc.collect()
+        left = []
+        more = descriptors() - before[0]
+        if more:
+            left.append(f"descriptors: {dict(more)}")
+        after = threads()
+        del after["soak"]
+        more = after - before[1]
+        if more:
+            left.append(f"threads: {dict(more)}")
+        mapped = mappings()
+        if mapped:
+            left.append(f"{mapped} pieces of shared memory")
+        if not left or time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    if left:
+        LEDGER.problem("leak", operation="shutdown", error="; ".join(left), stacks=stacks(), who=who_holds())
+
+
+__all__ = ["Agent", "live", "prepare"]

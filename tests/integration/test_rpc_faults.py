@@ -1,0 +1,231 @@
+"""What goes wrong between two workers, and what the others must not notice of it."""
+
+import contextlib
+import gc
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import PeerLost, RpcError, RpcTimeout
+from rallypoint.rpc import NativeRpcBackendOptions
+from rallypoint.rpc.agent import Agent
+from rallypoint.rpc.backends import _init
+from rallypoint.rpc.messages import Kind
+
+
+pytestmark = pytest.mark.integration
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def give(size: int) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.uint8)
+
+
+def nap(seconds: float) -> bool:
+    time.sleep(seconds)
+    return True
+
+
+def count(items: int) -> Iterator[int]:
+    yield from range(items)
+
+
+class Place:
+    """Agents in one process, that meet in one store."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.agents: list[Agent] = []
+
+    def join(self, name: str, *transports: str) -> Agent:
+        options = NativeRpcBackendOptions(
+            transports=transports or ("uds",), bind="127.0.0.1", rpc_timeout=10.0
+        )
+        agent = _init(Agent, NativeRpcBackendOptions, self.store, name, -1, None, options)
+        self.agents.append(agent)
+        agent.start()
+        return agent
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    before = set(threading.enumerate())
+    made = Place()
+    yield made
+    for agent in made.agents:
+        with contextlib.suppress(Exception):
+            agent.group.leave()
+        agent.close()
+    eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def eventually(is_so: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = Deadline(seconds)
+    while not is_so():
+        assert not deadline.expired()
+        time.sleep(0.01)
+
+
+def call(agent: Agent, to: str, func: Any, *args: Any, timeout: float = -1.0) -> Any:
+    return agent.call_sync(to, Kind.CALL, func, (func, args, None), timeout)
+
+
+def call_async(agent: Agent, to: str, func: Any, *args: Any, timeout: float = -1.0) -> Any:
+    return agent.call_async(to, Kind.CALL, func, (func, args, None), timeout)
+
+
+def never_answers(place: Place, name: str, *transports: str) -> Agent:
+    """A member that is there, and whose process does nothing, as if it were stopped."""
+    agent = place.join(name, *transports)
+    for listener in agent._listeners:
+        agent._poller.remove(listener.fileno())
+    return agent
+
+
+@pytest.mark.parametrize("transport", ["uds", "tcp"])
+def test_connecting_takes_no_longer_than_the_call_may(place: Place, transport: str) -> None:
+    a = place.join("a", transport)
+    never_answers(place, "b", transport)
+    began = time.monotonic()
+    with pytest.raises(RpcTimeout, match="connection to 'b'"):
+        call(a, "b", add, 1, 2, timeout=0.3)
+    with pytest.raises(RpcTimeout, match="connection to 'b'"):
+        call_async(a, "b", add, 1, 2, timeout=0.3).wait()
+    assert time.monotonic() - began < 2.0
+
+
+def test_calls_that_wait_for_the_same_connection_end_in_time_too(place: Place) -> None:
+    a = place.join("a")
+    never_answers(place, "b")
+    ended: list[float] = []
+
+    def one(seconds: float) -> None:
+        with pytest.raises(RpcTimeout):
+            call(a, "b", add, 1, 2, timeout=seconds)
+        ended.append(time.monotonic())
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=one, args=(seconds,)) for seconds in (2.0, 0.2, 0.2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    assert max(sorted(ended)[:2]) - began < 1.0
+
+
+@pytest.mark.parametrize("transport", ["uds", "tcp"])
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_peer_that_does_not_read_costs_no_more_than_the_time_out(
+    place: Place, transport: str, sync: bool
+) -> None:
+    a, b = place.join("a", transport), place.join("b", transport)
+    assert call(a, "b", add, 1, 2) == 3
+    for incoming in b._incoming:
+        b._poller.remove(incoming.line.fileno())
+    tensor = torch.zeros(40 << 20, dtype=torch.uint8)
+    outgoing = a.route("b")
+    if outgoing.sharing is not None:
+        outgoing.sharing.place = lambda buffers: (buffers, [])  # as when the memory is spent
+    began = time.monotonic()
+    with pytest.raises(RpcTimeout):
+        if sync:
+            call(a, "b", len, tensor, timeout=0.3)
+        else:
+            call_async(a, "b", len, tensor, timeout=0.3).wait()
+    assert time.monotonic() - began < 1.3
+    assert not outgoing.calls
+
+
+def test_a_job_that_had_to_wait_in_line_is_answered(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    b._crew._limit = 1
+    assert [each.wait() for each in [call_async(a, "b", nap, each) for each in (0.2, 0.01)]]
+
+
+def test_a_request_that_nobody_waits_for_gives_its_memory_back(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    b._crew._limit = 1
+    busy = [call_async(a, "b", nap, 1.0), call_async(a, "b", nap, 0.01)]
+    time.sleep(0.1)
+    waiting = [call_async(a, "b", len, torch.zeros(1 << 20)) for _ in range(4)]
+    timed_out = [call_async(a, "b", len, torch.zeros(1 << 20), timeout=0.2) for _ in range(4)]
+    time.sleep(0.05)
+    sharing = a.route("b").sharing
+    assert sharing is not None
+    assert sharing.statistics()["shared_leased"] >= 4
+    for each in waiting:
+        each.cancel()
+    for each in timed_out:
+        with pytest.raises(RpcTimeout):
+            each.wait()
+    for each in busy:
+        each.wait()
+    eventually(lambda: gc.collect() >= 0 and not sharing.statistics()["shared_leased"])
+
+
+def test_a_connection_that_breaks_is_not_looked_into_for_ever(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    assert call(a, "b", add, 1, 2) == 3
+    assert call(b, "a", add, 1, 2) == 3
+    a.route("b").line._sock.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(PeerLost):
+        call(a, "b", add, 1, 2)
+    assert call(a, "b", add, 1, 2) == 3
+    time.sleep(0.3)
+    probed: list[Any] = []
+    for agent in (a, b):
+        real = agent._connect
+
+        def noted(*args: Any, _real: Any = real, **more: Any) -> Any:
+            probed.append(args[0].name)
+            return _real(*args, **more)
+
+        agent._connect = noted  # type: ignore[method-assign]
+    time.sleep(0.5)
+    assert not probed
+
+
+def test_a_value_that_never_comes_is_not_expected_for_ever(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    rref_id, _ = a.rrefs.create_remote(b.me.id)
+    with pytest.raises(RpcTimeout):
+        a.call_sync("b", Kind.FETCH, "to_here()", (rref_id,), 0.1)
+    eventually(lambda: not b.rrefs._values)
+    assert b.is_idle()
+    assert not any(b.rrefs.overview().values())
+
+
+def test_a_value_that_was_released_is_refused_at_once(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    rref_id = b.rrefs.own(7)
+    assert a.call_sync("b", Kind.FETCH, "to_here()", (rref_id,), 1.0) == 7
+    b.rrefs.drop(rref_id)
+    eventually(lambda: not b.rrefs._values)
+    with pytest.raises(RpcError, match="was released"):
+        a.call_sync("b", Kind.FETCH, "to_here()", (rref_id,), 1.0)
+
+
+def test_a_stream_that_runs_out_of_time_is_not_taken_for_complete(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    # The callee's time is up first: it has the milliseconds rounded down.
+    for _ in range(5):
+        stream = a.call_stream("b", count, (count, (50,), None), 0.1, 4)
+        outgoing = a.route("b")
+        got = [next(stream)]
+        time.sleep(0.099)
+        outgoing.line.read_now()
+        with pytest.raises(RpcTimeout):
+            got.extend(stream)
+        assert len(got) < 50
+    eventually(b.is_idle)
