@@ -444,11 +444,6 @@ class Agent:
                     return packed, None, FLAG_PACKED
         to = outgoing.info
         devices = self._devices_for(to) if options.device_maps or outgoing.has_maps else None
-        if kind in REMOTES:
-            # The ids can be read even where the rest cannot be: then the value is there as an error.
-            rref_id, fork_id, *what = content
-            inner, tensors, flags = self._pickle(Kind.CALL, tuple(what), outgoing, flags)
-            return payloads.dumps((rref_id, fork_id, inner))[0], tensors, flags
         if len(content) == 3 and not flags:
             payload, tensors = payloads.dumps_call(
                 *content, to=to.id, devices=devices, by_value=options.pickle_by_value
