@@ -58,7 +58,7 @@ from .poller import READ, WRITE, Poller
 from .rref_table import RRefTable
 from .serving import CoroutineLoop, Request
 from .statistics import Counters, of_incoming, of_outgoing
-from .streams import WINDOW, ItemSource, RpcStream
+from .streams import WINDOW, ItemChannel, ItemSource, RpcStream
 from .tensors import Devices, TensorWriter
 from .worker_info import WorkerInfo
 
@@ -581,7 +581,7 @@ class Agent:
         deadline, seconds = self.deadline(timeout)
         outgoing = self.route(to, deadline, seconds)
         call = Call(what, deadline, seconds)
-        stream: RpcStream[Any] = RpcStream(lambda frame: self.read(frame, outgoing), window)
+        stream: ItemChannel[Any] = ItemChannel(lambda frame: self.read(frame, outgoing), window)
         call.on_item = stream.on_item
         call.on_done = stream.on_done
         func, args, kwargs = content
@@ -594,7 +594,7 @@ class Agent:
         if deadline is not None:
             self.expect(deadline)
         outgoing.attend()
-        return stream
+        return RpcStream(stream, self.soon)
 
     def decode(self, call: Call, outgoing: Outgoing) -> Any:
         """What a completed call has returned; raises what it has raised."""

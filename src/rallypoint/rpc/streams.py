@@ -109,11 +109,8 @@ def _drive(items: AsyncIterator[Any]) -> Iterator[Any]:
         loop.close()
 
 
-class RpcStream(Generic[T]):
-    """What ``rpc_stream`` returns: an iterator over what the generator over there yields, and an asynchronous one.
-
-    Leave it early with :meth:`close` (or use it in a ``with`` block): the generator is closed, too.
-    """
+class ItemChannel(Generic[T]):
+    """The caller's end: takes items as they come, and gives credit. The call holds it, the user a handle."""
 
     def __init__(self, decode: Callable[[Frame], T], window: int) -> None:
         self._decode = decode
@@ -256,6 +253,33 @@ class RpcStream(Generic[T]):
         if self._outgoing is not None:
             self._outgoing.discard(frame)
 
+
+class RpcStream(Generic[T]):
+    """What ``rpc_stream`` returns: an iterator over what the generator over there yields, and an asynchronous one.
+
+    Leave it early with :meth:`close`, at the end of a ``with`` block, or by dropping it: the generator is closed, too.
+    """
+
+    def __init__(self, channel: ItemChannel[T], soon: Callable[[Callable[[], None]], None]) -> None:
+        self._channel = channel
+        self._soon = soon
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        return next(self._channel)
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        return await anext(self._channel)
+
+    def close(self) -> None:
+        """Take no more. A second call does nothing."""
+        self._channel.close()
+
     def __enter__(self) -> RpcStream[T]:
         return self
 
@@ -263,4 +287,5 @@ class RpcStream(Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        # A collection may run anywhere, also where locks are held that closing takes.
+        self._soon(self._channel.close)
