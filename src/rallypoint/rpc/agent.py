@@ -620,9 +620,7 @@ class Agent:
 
     # -- connections --------------------------------------------------------------------------------
 
-    def connect(
-        self, member: Member, until: float | None = None, seconds: float = 0.0
-    ) -> Outgoing:
+    def connect(self, member: Member, until: float | None = None, seconds: float = 0.0) -> Outgoing:
         """A connection to a member: the one there is, or a new one by the best way that works.
 
         Args:
@@ -669,9 +667,7 @@ class Agent:
             raise PeerLost(member.name, "this worker has left the group")
         return outgoing
 
-    def _connect(
-        self, member: Member, deadline: Deadline, *, probe: bool = False
-    ) -> Outgoing:
+    def _connect(self, member: Member, deadline: Deadline, *, probe: bool = False) -> Outgoing:
         assert self.group is not None
         ways = choose(
             self.options.transports,

@@ -13,12 +13,12 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Collection, Sequence
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-from .script import load_script_function
+from .script import check_with, load_script_function, load_torch_function
 from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
 
 
@@ -253,6 +253,7 @@ class _Reading(threading.local):
     reader: TensorReader | None = None
     sender: int | None = None
     forks: list[Any] | None = None
+    allowed: Collection[str] | None = None
 
 
 _current = _Reading()
@@ -309,28 +310,63 @@ class _Checked(pickle.Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        if not is_allowed(module, self._allowed):
+        if (module, name) in _OURS:
+            return super().find_class(module, name)
+        self._check(module, module, name)
+        found = super().find_class(module, name)
+        # A module on the list may have imported others, and functions of others: these are not on it.
+        home = getattr(found, "__module__", None)
+        if isinstance(found, ModuleType):
+            self._check(found.__name__, module, name)
+        elif isinstance(home, str):
+            self._check(home, module, name)
+        return found
+
+    def _check(self, home: str, module: str, name: str) -> None:
+        if not is_allowed(home, self._allowed):
             raise NotAllowed(
-                f"a peer has named {module}.{name}, and module {module!r} is not on this worker's"
+                f"a peer has named {module}.{name}, and module {home!r} is not on this worker's"
                 " allow-list (option allowed_modules)"
             )
-        return super().find_class(module, name)
 
 
-# What every message may need: our own rebuilding functions, and torch's for tensors' types.
-_ALWAYS_ALLOWED = (
-    "rallypoint.rpc.tensors",
-    "rallypoint.rpc.rref",
-    "rallypoint.rpc.payload",
-    "rallypoint.rpc.script",
-    "rallypoint.rpc.gather",
+def check_allowed(module: str) -> None:
+    """Whether the message that this thread is unpickling may name a module.
+
+    Raises:
+        NotAllowed: it may not.
+    """
+    allowed = _current.allowed
+    if allowed is not None and not is_allowed(module, allowed):
+        raise NotAllowed(
+            f"a peer has named a function of module {module!r}, which is not on this worker's allow-list"
+            " (option allowed_modules)"
+        )
+
+
+check_with(check_allowed)
+
+# What every message may need, name by name: to rebuild tensors and references, to gather, to call a method.
+_PACKAGE = "rallypoint.rpc."
+_OURS = frozenset(
+    (_PACKAGE + module, name)
+    for module, names in {
+        "tensors": "rebuild_tensor rebuild_small rebuild_strided rebuild_spread rebuild_empty rebuild_meta rebuild_grad"
+        " rebuild_parameter rebuild_on_device rebuild_coo rebuild_compressed",
+        "rref": "rebuild_rref",
+        "refcount": "Fork RRefId ForkId",
+        "worker_info": "WorkerInfo",
+        "script": "load_script_function load_torch_function",
+        "rref_proxy": "call_method rref_type",
+        "rref_backward": "_run_backward",
+        "api": "_gather_to_leader _broadcast_to_followers",
+    }.items()
+    for name in names.split()
 )
 
 
 def is_allowed(module: str, allowed: Collection[str]) -> bool:
     """Whether a module, or a package that it is in, is on the list."""
-    if module in _ALWAYS_ALLOWED:
-        return True
     return any(module == each or module.startswith(each + ".") for each in allowed)
 
 
@@ -364,7 +400,11 @@ def loads(
     current.reader, current.sender, current.forks = TensorReader(buffers), sender, forks
     try:
         if allowed is not None:
-            return _Checked(bytes(payload), allowed).load()
+            outer, current.allowed = current.allowed, allowed
+            try:
+                return _Checked(bytes(payload), allowed).load()
+            finally:
+                current.allowed = outer
         return pickle.loads(payload)  # noqa: S301  # the sender has proved the job's secret
     finally:
         current.reader, current.sender, current.forks = before
@@ -393,6 +433,15 @@ def _reduce_script(writer: Writer, function: Any) -> Any:
     return load_script_function, (module, name)
 
 
+def _reduce_builtin(writer: Writer, function: Any) -> Any:
+    del writer  # it needs no buffers
+    name = function.__name__
+    if getattr(torch, name, None) is function:
+        return load_torch_function, (name,)
+    return NotImplemented
+
+
+register_reducer(type(torch.add), _reduce_builtin)
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
 register_reducer(torch.Tensor, _reduce_tensor)
 register_reducer(torch.nn.Parameter, _reduce_parameter)

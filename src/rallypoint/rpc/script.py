@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -69,9 +70,30 @@ def _may_fit(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     )
 
 
+_check: Callable[[str], None] = lambda _: None  # noqa: E731
+
+
+def check_with(check: Callable[[str], None]) -> None:
+    """Say who knows which modules a message may name."""
+    global _check  # noqa: PLW0603  # set once, by the module that unpickles
+    _check = check
+
+
+def load_torch_function(name: str) -> Any:
+    """An operator that a message names."""
+    _check("torch")
+    found = getattr(torch, name)
+    if type(found) is not _BUILTIN:
+        raise TypeError(f"torch.{name} is no operator")
+    return found
+
+
 def load_script_function(module: str, name: str) -> Any:
     """A TorchScript function that a message names."""
+    _check(module)
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
+    if not isinstance(found, torch.jit.ScriptFunction):
+        raise TypeError(f"{module}.{name} is no scripted function")
     return found
