@@ -112,6 +112,8 @@ class Agent:
         self.long_ones: dict[Any, int] = {}
         self.rrefs: RRefTable = None  # type: ignore[assignment]  # set by start(), before anything is served
         self.group: Group | None = None
+        # Called with the name of a worker that is gone, and why.
+        self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self._secret = secret
         self._job = job
         self._soon: deque[Callable[[], None]] = deque()
@@ -295,6 +297,18 @@ class Agent:
             if outgoing.lost_reason is None and not self._closed:
                 self._routes[to] = outgoing
         return outgoing
+
+    def watch(self, to: str) -> None:
+        """Be connected to a worker: that is how its loss is noticed.
+
+        Raises:
+            PeerLost: it is gone. One that is only late is not.
+        """
+        try:
+            self.route(to)
+        except PeerLost as error:
+            if not isinstance(error.__cause__, DeadlineExceeded):
+                raise
 
     def is_connected_to(self, worker: int) -> bool:
         """Whether a call to this worker would go out at once."""
@@ -676,10 +690,12 @@ class Agent:
             same_process=member.incarnation == self.incarnation,
         )
         reasons = []
+        late: DeadlineExceeded | None = None
         for kind, address in ways:
             try:
                 return self._connect_by(kind, address, member, deadline, probe=probe)
             except (OSError, ProtocolError, DeadlineExceeded) as error:
+                late = error if isinstance(error, DeadlineExceeded) else late
                 text = getattr(error, "strerror", None) or str(error)
                 reasons.append(f"{kind}: {text}")
         if not ways:
@@ -687,7 +703,7 @@ class Agent:
                 f"it offers {', '.join(member.addresses) or 'no transport'}, and this worker may use"
                 f" {', '.join(self.options.transports)}"
             ]
-        raise PeerLost(member.name, f"it cannot be reached ({'; '.join(reasons)})")
+        raise PeerLost(member.name, f"it cannot be reached ({'; '.join(reasons)})") from late
 
     def _connect_by(
         self, kind: str, address: Address, member: Member, deadline: Deadline, *, probe: bool
@@ -815,6 +831,7 @@ class Agent:
             outgoing.hang_up()
         logger.info("worker %s has gone: %s", info.name, reason)
         self.rrefs.peer_lost(info.id, reason)
+        self.on_lost(info.name, reason)
         if member is not None and isinstance(self.group, DynamicGroup):
             with contextlib.suppress(RpcError, OSError):
                 self.group.report_lost(member, reason)

@@ -7,6 +7,7 @@ State of the module is what torch's module has as state, since programs and torc
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -190,6 +191,7 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
     _current = agent
     agent_in_use.set_current_agent(agent)
     if isinstance(agent, Agent):
+        agent.on_lost = functools.partial(_gatherings.lose, agent.me.name)
         try:
             agent.start()
         except BaseException:
@@ -209,7 +211,6 @@ def _is_current_rpc_agent_set() -> bool:
 
 def _require_initialized(func: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator of torch's: the function needs a group."""
-    import functools
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -456,6 +457,7 @@ def _all_gather(
 
     Raises:
         DeadlineExceeded: some have not called it in time; says who.
+        PeerLost: one of them is gone, and has not called it before.
     """
     agent = _agent()
     names = (
@@ -487,6 +489,11 @@ def _all_gather(
         )
     state = _gatherings.state(sequence_id)
     try:
+        if isinstance(agent, Agent):
+            # Who waits must notice when the others die, also those that it has never called.
+            for name in names if me == leader else [leader]:
+                if name not in state.gathered_objects and not state.proceed_signal.is_set():
+                    agent.watch(name)
         with agent.waiting():
             wait_gathered(state, deadline, limit, names)
         if me == leader:
@@ -585,6 +592,7 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
 
     Raises:
         DeadlineExceeded: others have not come in time; says who.
+        PeerLost: another one of a static group is gone.
         RpcError: this process is in no group; or values of this worker are still referred to by others; or
             a function that is being served calls this.
     """

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import DeadlineExceeded, RpcError
+from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError
 
 
 class AllGatherStates:
@@ -16,7 +16,7 @@ class AllGatherStates:
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
         self.proceed_signal = threading.Event()
-        self.failed: str = ""
+        self.lost: PeerLost | None = None
 
 
 class Gatherings:
@@ -63,14 +63,20 @@ class Gatherings:
 
     def put(self, sequence_id: tuple[str, ...], objects: dict[str, Any]) -> None:
         """The leader has sent all of them."""
-        state = self.state(sequence_id)
-        state.gathered_objects = objects
-        state.proceed_signal.set()
+        with self._lock:
+            state = self.state(sequence_id)
+            state.gathered_objects = objects
+            state.proceed_signal.set()
 
-    def fail(self, sequence_id: tuple[str, ...], reason: str) -> None:
-        state = self.state(sequence_id)
-        state.failed = reason
-        state.proceed_signal.set()
+    def lose(self, me: str, name: str, reason: str) -> None:
+        """A worker is gone: the gatherings that wait for it here end."""
+        with self._lock:
+            for (_, *names), state in self._states.items():
+                leader = names[0]
+                is_missing = me == leader and name in names and name not in state.gathered_objects
+                if (name == leader or is_missing) and not state.proceed_signal.is_set():
+                    state.lost = PeerLost(name, reason)
+                    state.proceed_signal.set()
 
     def take(self, sequence_id: tuple[str, ...]) -> AllGatherStates:
         """The end of a gathering here."""
@@ -90,6 +96,7 @@ def wait(
 
     Raises:
         DeadlineExceeded: says who is missing.
+        PeerLost: one that is missing is gone.
     """
     if not state.proceed_signal.wait(deadline.remaining()):
         missing = sorted(set(names) - set(state.gathered_objects))
@@ -98,8 +105,8 @@ def wait(
         raise GatherTimeout(
             f"timed out in _all_gather after {shown} seconds; missing: {', '.join(missing) or 'the answer'}"
         )
-    if state.failed:
-        raise RpcError(state.failed)
+    if state.lost is not None:
+        raise state.lost
 
 
 class GatherTimeout(DeadlineExceeded, RpcError):
