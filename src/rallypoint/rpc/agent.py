@@ -132,6 +132,8 @@ class Agent:
         self._outgoing: dict[int, Outgoing] = {}
         self._connecting: dict[int, threading.Lock] = {}
         self._incoming: set[Incoming] = set()
+        # Those that have ended and are not closed yet.
+        self._ended: set[Outgoing | Incoming] = set()
         self._strangers: set[Welcome] = set()
         self._dead: dict[str, str] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -224,6 +226,12 @@ class Agent:
             each.close()
         for peer in incoming:
             peer.close()
+        with self._lock:
+            # Nobody is left to close those that were lost just before.
+            left = list(self._ended)
+            self._ended.clear()
+        for connection in left:
+            connection.close()
         if self.group is not None:
             self.group.close()
         self._recycler.clear()
@@ -792,6 +800,7 @@ class Agent:
                 del self._outgoing[outgoing.info.id]
             for key in [key for key, each in self._routes.items() if each is outgoing]:
                 del self._routes[key]
+            self._ended.add(outgoing)
             closed = self._closed
         if not closed:
             self._crew.submit(_Task(lambda: self._investigate(outgoing.info, reason, outgoing)))
@@ -804,6 +813,8 @@ class Agent:
         """A connection has broken: is it only that, or is the peer gone?"""
         if ended is not None:
             ended.close()
+            with self._lock:
+                self._ended.discard(ended)
         if self._closed:
             return
         try:
@@ -939,6 +950,7 @@ class Agent:
         self._poller.remove(incoming.line.fileno())
         with self._lock:
             self._incoming.discard(incoming)
+            self._ended.add(incoming)
             closed = self._closed
         if not closed:
             self._crew.submit(_Task(lambda: self._investigate(incoming.peer, reason, incoming)))

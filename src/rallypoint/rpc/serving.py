@@ -352,10 +352,6 @@ class Request:
             flags=FLAG_REFS if tensors.forks else 0,
         )
 
-    def forget(self) -> None:
-        """It is not answered: the caller has given up, or finds that its time is up."""
-        self._incoming.active.pop(self._frame.call, None)
-
     def end_stream(self) -> None:
         if self._incoming.claim(self._frame.call):
             self._incoming.reply(END, self._frame.call)

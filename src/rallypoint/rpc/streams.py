@@ -64,7 +64,7 @@ class ItemSource:
                 for value in items:
                     if not self._take_credit():
                         # Not its end: the caller has given up, or finds its own time run out.
-                        request.forget()
+                        request.give_up()
                         break
                     request.item(value)
                 else:
