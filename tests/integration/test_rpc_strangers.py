@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -272,6 +274,22 @@ def test_calls_that_nobody_waits_for_any_more_give_their_memory_back(agent: Agen
             stranger.send(data)
         until(lambda: sharing.statistics()["shared_leased"] == 0, "memory is still lent")
         sharing.close()
+
+
+def test_who_waits_for_a_value_that_never_comes_is_forgotten_when_it_leaves(agent: Agent) -> None:
+    with contextlib.closing(Stranger(agent)) as stranger:
+        stranger.send(*encode(Kind.FETCH, 1, pickle.dumps(((5, 987_654),))))
+        until(
+            lambda: any(each.peer.id == 77 and each.active for each in agent._incoming),
+            "the request did not come",
+        )
+        kept = next(weakref.ref(each) for each in agent._incoming if each.peer.id == 77)
+
+    def is_forgotten() -> bool:
+        gc.collect()
+        return kept() is None
+
+    until(is_forgotten, "its connection is kept")
 
 
 # -- a peer that reads slowly ----------------------------------------------------------------------

@@ -333,7 +333,15 @@ class RRefTable:
         request.answer(None)
 
     def _fetch(self, request: Request, rref_id: RRefId) -> None:
+        # The future keeps the callback for as long as there is no value, perhaps for ever: the request, and with it
+        # the whole connection, is let go when the caller gives up.
+        waiting = [request]
+
         def done(future: Future[Any]) -> None:
+            try:
+                request = waiting.pop()
+            except IndexError:
+                return
             try:
                 value = future.value()
             except BaseException as error:  # noqa: BLE001  # it belongs to whoever fetches
@@ -341,8 +349,12 @@ class RRefTable:
             else:
                 request.answer(value)
 
+        def give_up() -> None:
+            waiting.clear()
+            request.give_up()
+
         future = self.value(rref_id)
-        request.on_cancel(request.give_up)
+        request.on_cancel(give_up)
         future.add_done_callback(done)
 
     def begin_remote(self, rref_id: RRefId, fork_id: ForkId, user: int) -> Future[Any] | None:

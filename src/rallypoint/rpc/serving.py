@@ -272,8 +272,8 @@ class Request:
                 self._read(frame, [])
             elif frame.buffers and self._incoming.sharing is not None:
                 self._incoming.sharing.discard(frame.buffers)
-        except Exception:
-            logger.exception("a request that was given up could not be read")
+        except Exception as error:  # noqa: BLE001  # whatever the peer has sent
+            logger.info("a request that was given up could not be read: %s", error)
 
     def answer(self, result: Any, *, later: bool = False) -> None:
         """Send what the function has returned."""
