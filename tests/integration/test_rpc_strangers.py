@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from rallypoint.rpc.agent_in_use import current_agent
 from rallypoint.rpc.handshake import introduce
 from rallypoint.rpc.messages import Kind
 from rallypoint.rpc.poller import WRITE
+from rallypoint.rpc.refcount import ForkId, RRefId
 from rallypoint.wire import tcp, uds
 from rallypoint.wire.auth import Connecting
 from rallypoint.wire.frames import DESCRIPTOR, INLINE, FrameParser, Shared, encode, header
@@ -272,6 +275,46 @@ def test_calls_that_nobody_waits_for_any_more_give_their_memory_back(agent: Agen
             stranger.send(data)
         until(lambda: sharing.statistics()["shared_leased"] == 0, "memory is still lent")
         sharing.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (Kind.REMOTE, (abs, (-5,), None)),
+        (Kind.REMOTE, (RRefId(5, 1), (5, 2), b"")),
+        (Kind.REMOTE, (RRefId(5, "x"), ForkId(5, 2), b"")),
+        (Kind.SCRIPT_REMOTE, (RRefId(5, None), ForkId(5, 2), b"")),
+        (Kind.FETCH, (abs,)),
+        (Kind.SCRIPT_FETCH, (ForkId(5, 1),)),
+        (Kind.FORK_REQUEST, (7, 8)),
+        (Kind.CHILD_ACCEPT, (ForkId(5, 1), RRefId(5, 1))),
+        (Kind.USER_DELETE, ("x", 2.5)),
+    ],
+)
+def test_what_is_no_id_is_not_put_among_ids(
+    stranger: Stranger, kind: int, content: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # It would be compared with true ones, in the statistics of everyone.
+    stranger.send(*encode(kind, 1, pickle.dumps(content)))
+    assert answer(stranger)[4] == Kind.FAILURE
+    rpc.statistics()
+    capsys.readouterr()
+
+
+def test_who_waits_for_a_value_that_never_comes_is_forgotten_when_it_leaves(agent: Agent) -> None:
+    with contextlib.closing(Stranger(agent)) as stranger:
+        stranger.send(*encode(Kind.FETCH, 1, pickle.dumps((RRefId(5, 987_654),))))
+        until(
+            lambda: any(each.peer.id == 77 and each.active for each in agent._incoming),
+            "the request did not come",
+        )
+        kept = next(weakref.ref(each) for each in agent._incoming if each.peer.id == 77)
+
+    def is_forgotten() -> bool:
+        gc.collect()
+        return kept() is None
+
+    until(is_forgotten, "its connection is kept")
 
 
 # -- a peer that reads slowly ----------------------------------------------------------------------

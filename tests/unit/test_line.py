@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -384,6 +385,22 @@ def test_an_end_of_our_own_wakes_who_pushes(ends: Ends) -> None:
     ends.a.shut()
     sender.join(5.0)
     assert said == ["this end has closed the connection"]
+
+
+def test_a_lines_memory_goes_when_it_is_closed() -> None:
+    # A quarter of a megabyte for each connection that there was: no collection is waited for.
+    a, b = socket.socketpair()
+    line = Line(a, FrameParser())
+    line.on_full = partial(print, line)
+    kept = weakref.ref(line)
+    gc.disable()
+    try:
+        line.close()
+        del line
+        assert kept() is None
+    finally:
+        gc.enable()
+    b.close()
 
 
 def test_a_push_that_the_end_overtakes_says_so(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

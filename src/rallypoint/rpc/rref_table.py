@@ -11,11 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.futures import Future
 
-from rallypoint.errors import PeerLost, RpcError
+from rallypoint.errors import PeerLost, ProtocolError, RpcError
 
 from .calls import Call
 from .future import RpcFuture
@@ -55,6 +55,27 @@ _RETRY_SECONDS = 0.05
 _MOST_RETRIES = 10
 # What an acknowledgement may take, whatever the user's time-out is.
 _PATIENCE = 60.0
+
+
+Id = TypeVar("Id", RRefId, ForkId)
+
+
+def check_id(claimed: Any, kind: type[Id]) -> Id:
+    """An id that a peer has named.
+
+    Raises:
+        ProtocolError: it is none; among true ones it would be in the way for ever.
+    """
+    if type(claimed) is kind and type(claimed[0]) is int and type(claimed[1]) is int:
+        return claimed
+    raise ProtocolError(
+        f"a peer has named {type(claimed).__name__} where the id of a value belongs"
+    )
+
+
+def check_ids(rref_id: Any, fork_id: Any) -> tuple[RRefId, ForkId]:
+    """Both ids of a user reference; raises the same."""
+    return check_id(rref_id, RRefId), check_id(fork_id, ForkId)
 
 
 class RRefTable:
@@ -306,10 +327,10 @@ class RRefTable:
         match kind:
             case Kind.FETCH | Kind.SCRIPT_FETCH:
                 (rref_id,) = content
-                self._fetch(request, rref_id)
+                self._fetch(request, check_id(rref_id, RRefId))
                 return
             case Kind.FORK_REQUEST:
-                rref_id, fork_id = content
+                rref_id, fork_id = check_ids(*content)
                 with self._lock:
                     commands = self._core.on_fork_request(rref_id, fork_id, sender)
                 refusal = next((each for each in commands if isinstance(each, Refuse)), None)
@@ -317,11 +338,11 @@ class RRefTable:
                     request.fail(LookupError(refusal.reason), printed=False)
                     return
             case Kind.CHILD_ACCEPT:
-                _, fork_id = content
+                _, fork_id = check_ids(*content)
                 with self._lock:
                     commands = self._core.on_child_accept(fork_id)
             case Kind.USER_DELETE:
-                rref_id, fork_id = content
+                rref_id, fork_id = check_ids(*content)
                 with self._lock:
                     commands = self._core.on_user_delete(rref_id, fork_id, sender)
             case _:
@@ -342,6 +363,9 @@ class RRefTable:
         if reason:
             request.fail(RpcError(reason), printed=False)
             return
+        # The future keeps the callback for as long as there is no value, perhaps for ever: the request, and with it
+        # the whole connection, is let go when the caller gives up.
+        waiting = [request]
         holds = [rref_id]
 
         def let_go() -> None:
@@ -351,6 +375,10 @@ class RRefTable:
 
         def done(future: Future[Any]) -> None:
             try:
+                request = waiting.pop()
+            except IndexError:
+                return
+            try:
                 value = future.value()
             except BaseException as error:  # noqa: BLE001  # it belongs to whoever fetches
                 request.fail(error, printed=False)
@@ -358,11 +386,12 @@ class RRefTable:
                 request.answer(value)
             let_go()
 
-        def cancel() -> None:
+        def give_up() -> None:
+            waiting.clear()
             request.give_up()
             let_go()
 
-        request.on_cancel(cancel)
+        request.on_cancel(give_up)
         self.value(rref_id).add_done_callback(done)
 
     def begin_remote(self, rref_id: RRefId, fork_id: ForkId, user: int) -> Future[Any] | None:

@@ -39,6 +39,7 @@ from .messages import (
     STREAM,
 )
 from .payload import loads, loads_call, packed_result, unpacked
+from .rref_table import check_ids
 
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Request:
         payload, allowed = frame.payload, self._agent.allowed_modules
         if frame.kind in REMOTES:
             rref_id, fork_id, payload = loads(payload, allowed=allowed)
-            self._ids = rref_id, fork_id
+            self._ids = check_ids(rref_id, fork_id)
         if not (frame.flags or buffers) and allowed is None:
             return loads_call(payload, self._incoming.peer.id)
         if buffers and self._incoming.sharing is not None:
@@ -272,8 +273,8 @@ class Request:
                 self._read(frame, [])
             elif frame.buffers and self._incoming.sharing is not None:
                 self._incoming.sharing.discard(frame.buffers)
-        except Exception:
-            logger.exception("a request that was given up could not be read")
+        except Exception as error:  # noqa: BLE001  # whatever the peer has sent
+            logger.info("a request that was given up could not be read: %s", error)
 
     def answer(self, result: Any, *, later: bool = False) -> None:
         """Send what the function has returned."""

@@ -120,8 +120,9 @@ class Line:
             if not self._outbox:
                 return True
             self._held.append(held)
-        if self.on_full is not None:
-            self.on_full()
+        on_full = self.on_full
+        if on_full is not None:
+            on_full()
         return False
 
     def send_later(self, piece: bytes) -> int:
@@ -262,3 +263,5 @@ class Line:
             self._outbox.clear()
             self._held.clear()
             self._sock.close()
+        # It usually refers to us: without it, the parser's memory goes now and not with some later collection.
+        self.on_full = None

@@ -23,8 +23,6 @@ from .shm import SMALLEST, Block, Budget, Mapped, Pool, copy_into
 _CONTROL = INLINE
 _ENTRY = struct.Struct("<QI")
 _FD = struct.Struct("i")
-# The other end sends a descriptor before the message that needs it, so none is ever waited for.
-_PATIENCE = 5.0
 
 
 class Sharing:
@@ -45,10 +43,9 @@ class Sharing:
         self._mapped: Mapped | None = None
         self._early: set[int] = set()
         try:
-            # Receiving waits so long; sending never does.
-            side.settimeout(None)
-            patience = struct.pack("ll", int(_PATIENCE), 0)
-            side.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+            # Neither end ever waits here. A descriptor is in the other end's queue before the message that needs
+            # it is sent: one that is not there when the message has come was never sent.
+            side.setblocking(False)
             self._pool, control = Pool.open(budget)
         except OSError:
             side.close()
@@ -116,9 +113,6 @@ class Sharing:
 
     def close(self) -> None:
         """Give back what no tensor lives in."""
-        with contextlib.suppress(OSError):
-            # Wakes who waits for a descriptor.
-            self._side.shutdown(socket.SHUT_RDWR)
         self._side.close()
         self._pool.close()
         if self._mapped is not None:
@@ -159,15 +153,14 @@ class Sharing:
 
     def _send(self, number: int, capacity: int, fd: int) -> None:
         with self._send_lock:
-            # socket.send_fds and recv_fds take flags and drop them.
             self._side.sendmsg(
                 [_ENTRY.pack(capacity, number)],
                 [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))],
-                socket.MSG_DONTWAIT,
             )
 
     def _receive(self) -> tuple[int, int, int]:
         try:
+            # Not socket.recv_fds, which drops the flag: a child of this process would inherit what came.
             data, ancillary, _, _ = self._side.recvmsg(
                 _ENTRY.size, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
             )
