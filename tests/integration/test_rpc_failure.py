@@ -74,7 +74,7 @@ def wait_for_death(way: str) -> float:
         "sending": lambda: [
             rpc.rpc_sync("w1", double, (torch.ones(2_000_000),)) for _ in range(999)
         ],
-        "pipelined": lambda: [rpc.rpc_async("w1", double, (i,)) for i in range(300_000)][-1].wait(),
+        "pipelined": lambda: [rpc.rpc_async("w1", double, (i,)) for i in range(60_000)][-1].wait(),
     }
     try:
         calls[way]()
@@ -326,7 +326,7 @@ def test_a_worker_of_another_job_is_not_taken_for_ours():
 
         def come(number):
             rpc_workers.join(
-                transports=["tcp"], secret="shared", port=number if rpc_workers.rank == 1 else 0
+                transports=["tcp"], secret="the secret of the job", port=number if rpc_workers.rank == 1 else 0
             )
 
         first.run(come, port)
