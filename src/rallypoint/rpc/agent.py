@@ -554,6 +554,8 @@ class Agent:
     def _finish(self, call: Call) -> None:
         """The answer of a call that has a future."""
         future = call.future
+        # It has the call: in a cycle, it and what has come would stay until the garbage collector comes by.
+        call.future = None
         try:
             error = call.error
             if error is not None:
@@ -561,6 +563,7 @@ class Agent:
             frame = call.frame
             assert frame is not None
             value = None if frame.kind == NOTHING else self.read(frame, call.outgoing)
+            call.frame = None
         except BaseException as raised:  # noqa: BLE001  # it belongs to whoever waits
             future.fail(raised)
         else:
@@ -1186,12 +1189,13 @@ _set_result = torch._C.Future.set_result
 
 def _complete_by(finish: Callable[[Call, Outgoing], Any], call: Call) -> None:
     """The same, where the value is made out of the reply by ``finish``."""
+    future, call.future = call.future, None
     try:
         value = finish(call, call.outgoing)
     except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
-        call.future.fail(error)
+        future.fail(error)
     else:
-        call.future.set_result(value)
+        future.set_result(value)
 
 
 class _Completion:
