@@ -42,6 +42,7 @@ from rallypoint.wire.shm import Budget
 from rallypoint.wire.transport import Address, Listener, choose
 
 from . import payload as payloads
+from .allowlist import AllowList
 from .calls import Call
 from .crew import TICK, Crew, Job
 from .current_call import SERVING
@@ -104,7 +105,9 @@ class Agent:
         # One bound method for all calls.
         self._complete = self._finish
         self.default_timeout = options.rpc_timeout
-        self.allowed_modules = options.allowed_modules
+        self.allowed = (
+            None if options.allowed_modules is None else AllowList(options.allowed_modules)
+        )
         self.counters = Counters()
         self.incarnation = secrets.token_hex(8)
         self.skipped: dict[str, str] = {}

@@ -12,12 +12,13 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Callable, Collection, Sequence
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 
+from .allowlist import AllowList
 from .script import check_with, load_script_function, load_torch_function
 from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
 
@@ -32,10 +33,6 @@ Payload = bytes | bytearray | memoryview
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _EMPTY_CALLS: dict[Any, bytes] = {}
 _MOST_CACHED = 4096
-
-
-class NotAllowed(pickle.UnpicklingError):
-    """A peer has named a module that is not on this process's allow-list."""
 
 
 def register_reducer(kind: type, reducer: Reducer) -> None:
@@ -253,7 +250,7 @@ class _Reading(threading.local):
     reader: TensorReader | None = None
     sender: int | None = None
     forks: list[Any] | None = None
-    allowed: Collection[str] | None = None
+    allowed: AllowList | None = None
 
 
 _current = _Reading()
@@ -305,29 +302,12 @@ def loads_call(payload: Payload, sender: int) -> Any:
 class _Checked(pickle.Unpickler):
     """Names only what the allow-list permits."""
 
-    def __init__(self, payload: bytes, allowed: Collection[str]) -> None:
+    def __init__(self, payload: bytes, allowed: AllowList) -> None:
         super().__init__(io.BytesIO(payload))
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OURS:
-            return super().find_class(module, name)
-        self._check(module, module, name)
-        found = super().find_class(module, name)
-        # A module on the list may have imported others, and functions of others: these are not on it.
-        home = getattr(found, "__module__", None)
-        if isinstance(found, ModuleType):
-            self._check(found.__name__, module, name)
-        elif isinstance(home, str):
-            self._check(home, module, name)
-        return found
-
-    def _check(self, home: str, module: str, name: str) -> None:
-        if not is_allowed(home, self._allowed):
-            raise NotAllowed(
-                f"a peer has named {module}.{name}, and module {home!r} is not on this worker's"
-                " allow-list (option allowed_modules)"
-            )
+        return self._allowed.find(module, name)
 
 
 def check_allowed(module: str) -> None:
@@ -336,38 +316,11 @@ def check_allowed(module: str) -> None:
     Raises:
         NotAllowed: it may not.
     """
-    allowed = _current.allowed
-    if allowed is not None and not is_allowed(module, allowed):
-        raise NotAllowed(
-            f"a peer has named a function of module {module!r}, which is not on this worker's allow-list"
-            " (option allowed_modules)"
-        )
+    if _current.allowed is not None:
+        _current.allowed.check(module)
 
 
 check_with(check_allowed)
-
-# What every message may need, name by name: to rebuild tensors and references, to gather, to call a method.
-_PACKAGE = "rallypoint.rpc."
-_OURS = frozenset(
-    (_PACKAGE + module, name)
-    for module, names in {
-        "tensors": "rebuild_tensor rebuild_small rebuild_strided rebuild_spread rebuild_empty rebuild_meta rebuild_grad"
-        " rebuild_parameter rebuild_on_device rebuild_coo rebuild_compressed",
-        "rref": "rebuild_rref",
-        "refcount": "Fork RRefId ForkId",
-        "worker_info": "WorkerInfo",
-        "script": "load_script_function load_torch_function",
-        "rref_proxy": "call_method rref_type",
-        "rref_backward": "_run_backward",
-        "api": "_gather_to_leader _broadcast_to_followers",
-    }.items()
-    for name in names.split()
-)
-
-
-def is_allowed(module: str, allowed: Collection[str]) -> bool:
-    """Whether a module, or a package that it is in, is on the list."""
-    return any(module == each or module.startswith(each + ".") for each in allowed)
 
 
 def current_forks() -> list[Any] | None:
@@ -380,7 +333,7 @@ def loads(
     buffers: Sequence[Any] = (),
     *,
     sender: int | None = None,
-    allowed: Collection[str] | None = None,
+    allowed: AllowList | None = None,
     forks: list[Any] | None = None,
 ) -> Any:
     """What a message says.
@@ -388,7 +341,7 @@ def loads(
     Args:
         buffers: memory that the tensors will live in.
         sender: who sent it.
-        allowed: modules that it may name; None for all.
+        allowed: what it may name; None for all.
         forks: takes the remote references that it carries.
 
     Raises:

@@ -56,6 +56,9 @@ class RRefProxy:
 
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs on the owner."""
+    # A proxy has no such names. One that were called all the same would lead from any value to anything.
+    if name.startswith("__"):
+        raise AttributeError(f"{name} is not called through a reference")
     method = getattr(rref.local_value(), name)
     result = method(*args, **kwargs)
     if hasattr(method, "_wrapped_async_rpc_function"):

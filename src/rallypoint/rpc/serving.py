@@ -20,6 +20,7 @@ from rallypoint.errors import CallCancelled, RemoteError, RpcError
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.remote_error import RemoteTraceback, describe
 
+from .allowlist import NotAllowed
 from .answers import AnswerLater
 from .crew import TICK
 from .current_call import SERVING, CurrentCall
@@ -165,7 +166,7 @@ class Request:
 
     def _read(self, frame: Frame, forks: list[Any]) -> Any:
         buffers = frame.buffers
-        payload, allowed = frame.payload, self._agent.allowed_modules
+        payload, allowed = frame.payload, self._agent.allowed
         if frame.kind in REMOTES:
             rref_id, fork_id, payload = loads(payload, allowed=allowed)
             self._ids = check_ids(rref_id, fork_id)
@@ -183,6 +184,11 @@ class Request:
         if frame.flags & FLAG_PACKED:
             return unpacked(content)
         if frame.flags & FLAG_FOREIGN:
+            if allowed is not None:
+                raise NotAllowed(
+                    "a peer has sent what another pickler than ours has written: this worker's allow-list (option"
+                    " allowed_modules) cannot look into it"
+                )
             content = self._agent.read_foreign(content)
         return content
 

@@ -334,6 +334,13 @@ def rebuild_saved(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+def rebuild_weights(data: bytes) -> Any:
+    """The same for messages that may not name everything."""
+    import io
+
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
 def rebuild_coo(
     indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool, grad: bool
 ) -> Tensor:
