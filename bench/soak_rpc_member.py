@@ -634,12 +634,13 @@ class Caller:
 
     async def given_up(self) -> None:
         name, to, seconds, nonce = self.draw()
+        began = time.monotonic()
         with LEDGER.call("await, given up", name, seconds):
             future: Any = rpc.rpc_async(to, nap, (nonce, 0.3), timeout=seconds)
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.02):
                     await future
-        with LEDGER.call("await, given up", name, seconds):
+        with LEDGER.call("await, given up", name, seconds, began):
             future.wait()
 
     async def stream_async(self) -> None:
@@ -788,25 +789,33 @@ def expected_now(agent: Any, base: Counter[str]) -> tuple[Counter[str], int, lis
 
 
 def who_holds() -> list[str]:
-    import weakref
-    from rallypoint.wire import shm
+    from rallypoint.wire.sharing import Sharing
     out = []
-    def describe(o, depth, seen):
-        if depth == 0: return
-        for r in gc.get_referrers(o):
-            if id(r) in seen or r is seen or type(r).__name__ in ("frame", "list_iterator"): continue
-            seen[id(r)] = 1
-            text = f"{'  ' * (6 - depth)}{type(r)} {repr(r)[:160]}"
-            out.append(text)
-            if len(out) > 80: return
-            describe(r, depth - 1, seen)
-    for f, info in list(weakref.finalize._registry.items()):
-        if info.func in (shm._munmap, shm._free_block):
-            o = info.weakref()
-            if o is not None:
-                out.append(f"== {info.func} {info.args} {type(o)} refs {sys.getrefcount(o)}")
-                describe(o, 3, {})
-                if len(out) > 80: break
+    mine = {}
+    for o in [o for o in gc.get_objects() if type(o) is Sharing and o._side.fileno() == -1]:
+        out.append(f"== {o}")
+        seen = {id(o): None}
+        level = [o]
+        skip = {id(seen), id(level), id(out), id(mine)}
+        for depth in range(9):
+            nxt = []
+            for x in level:
+                for r in gc.get_referrers(x):
+                    if id(r) in seen or id(r) in skip or r is level or r is nxt: continue
+                    if type(r).__name__ == "frame" and r.f_code.co_name in ("who_holds", "<listcomp>", "census"): continue
+                    if type(r) is list and len(r) > 1000: continue
+                    seen[id(r)] = id(x)
+                    if type(r).__name__ == "module" : continue
+                    extra = ""
+                    if type(r).__name__ == "frame": extra = f"{r.f_code.co_name}:{r.f_lineno}"
+                    elif type(r) is dict: extra = str(list(r)[:12])[:150]
+                    elif type(r).__name__ == "function": extra = r.__qualname__
+                    else: extra = repr(r)[:150]
+                    out.append(f"{depth} {id(r):x}<-{id(x):x} {type(r).__name__} {extra}")
+                    nxt.append(r)
+                    if len(out) > 120: return out
+            skip.add(id(nxt))
+            level = nxt[:12]
     return out
 
 

@@ -1,10 +1,12 @@
 """What goes wrong between two workers, and what the others must not notice of it."""
 
+import asyncio
 import contextlib
 import gc
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,3 +254,49 @@ def test_a_connection_lost_while_its_agent_closes_is_closed(place: Place) -> Non
     incoming.end("as if it had broken")
     b.close()
     assert incoming.line._sock.fileno() == -1
+
+
+def test_a_call_that_failed_keeps_nothing(place: Place) -> None:
+    a = place.join("a")
+    gone = place.join("b")
+    gone.group.leave = lambda *_: None  # type: ignore[method-assign]
+    gone.close()
+
+    class Large:
+        pass
+
+    def fail() -> weakref.ref[Large]:
+        large = Large()  # in a frame that calls
+        with pytest.raises(PeerLost):
+            call_async(a, "b", add, 1, 2).wait()
+        return weakref.ref(large)
+
+    kept = [fail() for _ in range(3)]
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
+
+
+def test_a_worker_that_has_gone_is_lost_and_not_unknown(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    rank = b.me.id
+    b.group.leave("it was tired")
+    b.close()
+    for to in ("b", rank, WorkerInfo("b", rank)):
+        with pytest.raises(PeerLost, match="'b' is lost: could not find destination.*it was tired"):
+            call(a, to, add, 1, 2)  # type: ignore[arg-type]
+    with pytest.raises(RpcError) as caught:
+        call(a, "c", add, 1, 2)
+    assert not isinstance(caught.value, PeerLost)
+
+
+async def sleep(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+def test_a_coroutine_whose_time_is_up_is_not_taken_for_cancelled(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    for _ in range(10):
+        # Of half a millisecond nothing is left in what the callee is told: its time is up first.
+        with pytest.raises(RpcTimeout):
+            call(a, "b", sleep, 1.0, timeout=0.0209)
+    eventually(b.is_idle)

@@ -53,6 +53,18 @@ def again(error: BaseException) -> BaseException:
     return made
 
 
+def forget_frames(error: BaseException) -> None:
+    """Of an exception that is kept, and of those that led to it: frames hold all that they have seen, and their callers."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            left += [each.__cause__, each.__context__]
+
+
 class RpcFuture(Future[T]):
     """What ``rpc_async`` returns.
 
@@ -146,8 +158,8 @@ class RpcFuture(Future[T]):
         if not isinstance(error, Exception):
             # Not what ends a program: that would end the wrong one; torch's futures do not take it, either.
             error = RemoteError(type(error).__name__, str(error))
-        # Its frames are ours, and hold this future.
-        error.__traceback__ = None
+        # Their frames are ours, and hold this future.
+        forget_frames(error)
         if not isinstance(error, CallCancelled):
             self._unseen = error
         self.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception, whatever it says

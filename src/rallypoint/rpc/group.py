@@ -33,6 +33,7 @@ from rallypoint.errors import (
     ConfigError,
     DeadlineExceeded,
     InternalError,
+    PeerLost,
     ProtocolError,
     RpcError,
 )
@@ -264,6 +265,7 @@ class DynamicGroup:
         self._news: deque[Event] = deque()
         self._callbacks: list[tuple[int, OnJoin | None, OnLeave | None]] = []
         self._gone: dict[str, str] = {}  # incarnation to reason
+        self._departed: dict[str | int, tuple[str, str]] = {}  # name or rank to name and reason
         self._members: tuple[int, tuple[Member, ...]] = (0, ())
         self._listens = True  # somebody will want the news
         self._closing = threading.Event()
@@ -336,13 +338,18 @@ class DynamicGroup:
 
         Raises:
             RpcError: there is none, in torch's words; or the store is lost.
+            PeerLost: there was one.
         """
         member = self._view.find(key)
         if member is None:
             self._read_on()
             member = self._view.find(key)
         if member is None:
-            raise _no_destination(key, self.members()[1])
+            unknown = _no_destination(key, self.members()[1])
+            gone = self._departed.get(key)
+            if gone is not None:
+                raise PeerLost(gone[0], f"{unknown}; it is gone: {gone[1]}")
+            raise unknown
         return member
 
     def wait_for(self, names: Iterable[str], timeout: float | None = None) -> tuple[Member, ...]:
@@ -527,9 +534,13 @@ class DynamicGroup:
             self._view, events = membership.advance(self._view, first, entries)
             for event in events:
                 if isinstance(event, Gone):
-                    self._gone[event.member.incarnation] = event.reason
-                    if len(self._gone) > REMEMBERED:
-                        del self._gone[next(iter(self._gone))]
+                    gone = event.member
+                    self._gone[gone.incarnation] = event.reason
+                    for key in (gone.name, gone.id):
+                        self._departed[key] = gone.name, event.reason or "it has left"
+                    for known in (self._gone, self._departed):
+                        while len(known) > REMEMBERED:
+                            del known[next(iter(known))]
             if self._listens:
                 self._news.extend(events)
             self._changed.notify_all()

@@ -237,6 +237,8 @@ class RRef(Generic[T]):
             raise RpcError(f"{self._fork_id}: Cannot call fork an UserRRef after deletion.")
         reason = table.why_dead(self._fork_id)
         if reason:
+            if self._agent.is_gone(self._owner.id):
+                raise PeerLost(self._owner.name, reason)
             raise RpcError(reason)
         return table.fork_user(self._fork_id, to, "")
 

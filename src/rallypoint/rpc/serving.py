@@ -440,7 +440,14 @@ class CoroutineLoop:
             self._count += 1
             deadline = request.call.deadline
             if deadline is not None:
-                loop.call_later(max(0.0, deadline - time.monotonic()), task.cancel)
+
+                def expire() -> None:
+                    # No answer: that the time is up is the caller's to find, in words of its own.
+                    request.give_up()
+                    task.cancel()
+
+                alarm = loop.call_later(max(0.0, deadline - time.monotonic()), expire)
+                task.add_done_callback(lambda _: alarm.cancel())
 
             def cancel() -> None:
                 loop.call_soon_threadsafe(task.cancel)
