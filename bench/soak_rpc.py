@@ -617,9 +617,7 @@ class Soak:
         patience = PAUSE_PATIENCE
         self.gather("pause", "quiet", patience + 5.0, patience=patience)
         paused = time.monotonic()
-        found = self.gather(
-            "census", "census", CENSUS_PATIENCE + 10.0, patience=CENSUS_PATIENCE
-        )
+        found = self.gather("census", "census", CENSUS_PATIENCE + 10.0, patience=CENSUS_PATIENCE)
         unrest = 0
         for each in found:
             for what in each.answers["census"]["unrest"]:

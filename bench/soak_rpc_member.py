@@ -790,6 +790,7 @@ def expected_now(agent: Any, base: Counter[str]) -> tuple[Counter[str], int, lis
 
 def who_holds() -> list[str]:
     from rallypoint.wire.sharing import Sharing
+
     out = []
     mine = {}
     for o in [o for o in gc.get_objects() if type(o) is Sharing and o._side.fileno() == -1]:
@@ -801,19 +802,32 @@ def who_holds() -> list[str]:
             nxt = []
             for x in level:
                 for r in gc.get_referrers(x):
-                    if id(r) in seen or id(r) in skip or r is level or r is nxt: continue
-                    if type(r).__name__ == "frame" and r.f_code.co_name in ("who_holds", "<listcomp>", "census"): continue
-                    if type(r) is list and len(r) > 1000: continue
+                    if id(r) in seen or id(r) in skip or r is level or r is nxt:
+                        continue
+                    if type(r).__name__ == "frame" and r.f_code.co_name in (
+                        "who_holds",
+                        "<listcomp>",
+                        "census",
+                    ):
+                        continue
+                    if type(r) is list and len(r) > 1000:
+                        continue
                     seen[id(r)] = id(x)
-                    if type(r).__name__ == "module" : continue
+                    if type(r).__name__ == "module":
+                        continue
                     extra = ""
-                    if type(r).__name__ == "frame": extra = f"{r.f_code.co_name}:{r.f_lineno}"
-                    elif type(r) is dict: extra = str(list(r)[:12])[:150]
-                    elif type(r).__name__ == "function": extra = r.__qualname__
-                    else: extra = repr(r)[:150]
+                    if type(r).__name__ == "frame":
+                        extra = f"{r.f_code.co_name}:{r.f_lineno}"
+                    elif type(r) is dict:
+                        extra = str(list(r)[:12])[:150]
+                    elif type(r).__name__ == "function":
+                        extra = r.__qualname__
+                    else:
+                        extra = repr(r)[:150]
                     out.append(f"{depth} {id(r):x}<-{id(x):x} {type(r).__name__} {extra}")
                     nxt.append(r)
-                    if len(out) > 120: return out
+                    if len(out) > 120:
+                        return out
             skip.add(id(nxt))
             level = nxt[:12]
     return out
@@ -869,7 +883,14 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
     if unrest:
         with agent.rrefs._lock:
             core = agent.rrefs._core
-            LEDGER.problem("debug", users=repr(core._users)[:2000], owned=repr(core._owned)[:2000], children=repr(core._children)[:1000], unack=repr(agent.rrefs._unacknowledged)[:500], stacks=stacks())
+            LEDGER.problem(
+                "debug",
+                users=repr(core._users)[:2000],
+                owned=repr(core._owned)[:2000],
+                children=repr(core._children)[:1000],
+                unack=repr(agent.rrefs._unacknowledged)[:500],
+                stacks=stacks(),
+            )
     return {
         "unrest": unrest,
         "descriptors": sum(found.values()),
@@ -1058,7 +1079,9 @@ def _check_end(before: tuple[Counter[str], Counter[str]]) -> None:
             break
         time.sleep(0.05)
     if left:
-        LEDGER.problem("leak", operation="shutdown", error="; ".join(left), stacks=stacks(), who=who_holds())
+        LEDGER.problem(
+            "leak", operation="shutdown", error="; ".join(left), stacks=stacks(), who=who_holds()
+        )
 
 
 __all__ = ["Agent", "live", "prepare"]

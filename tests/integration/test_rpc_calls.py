@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import rpc_workers
 import torch
-from rpc_workers import Workers, eventually, timed
 
+import rpc_workers
 from rallypoint import rpc
 from rallypoint.errors import DeadlineExceeded
+from rpc_workers import Workers, eventually, timed
 
 
 pytestmark = pytest.mark.integration
@@ -534,7 +534,7 @@ def test_calls_whose_time_is_up_in_the_queue_are_not_begun():
         workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))
 
         def case():
-            busy = rpc.rpc_async("w1", wait_for_gate)
+            rpc.rpc_async("w1", wait_for_gate)
             eventually(lambda: rpc.rpc_async("w1", echo, (1,), timeout=5) and True)
             time.sleep(0.05)
             late = [rpc.rpc_async("w1", note, (i,), timeout=0.05) for i in range(5)]
@@ -584,7 +584,7 @@ def test_a_function_that_is_known_to_be_long_is_not_begun_for_nobody_either():
             for _ in range(2):
                 rpc.rpc_sync("w1", nap_and_note, ("before",))
             rpc.rpc_async("w1", wait_for_gate)
-            kept, given_up = (rpc.rpc_async("w1", nap_and_note, (i,)) for i in range(2))
+            _kept, given_up = (rpc.rpc_async("w1", nap_and_note, (i,)) for i in range(2))
             late = rpc.rpc_async("w1", nap_and_note, (2,), timeout=0.05)
             time.sleep(0.1)
             assert given_up.cancel()
@@ -670,7 +670,8 @@ def test_callbacks_of_a_cancelled_call_are_called_once(trio):
         eventually(lambda: found)
         time.sleep(0.05)
         assert found == [True]
-        eventually(lambda: rpc.rpc_sync("w1", seen) == ["cancelled"])
+        # It may have been cancelled before it had begun: then it never does.
+        eventually(lambda: rpc.rpc_sync("w1", seen) in ([], ["cancelled"]))
         rpc.rpc_sync("w1", forget)
 
     trio.on(0, case)
@@ -894,7 +895,7 @@ def test_a_function_that_the_callee_does_not_have_is_named(trio):
         with pytest.raises((AttributeError, TypeError)):
             rpc.rpc_sync("w1", local)
         only_here.__module__ = __name__
-        setattr(sys.modules[echo.__module__], "only_here", only_here)
+        sys.modules[echo.__module__].only_here = only_here
         only_here.__module__ = echo.__module__
         only_here.__qualname__ = "only_here"
         with pytest.raises(RuntimeError, match="RPC pickler does not serialize function code") as e:

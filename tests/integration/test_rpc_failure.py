@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 import pytest
-import rpc_workers
 import torch
-from rpc_workers import Workers, eventually, timed
 
+import rpc_workers
 from rallypoint import rpc
 from rallypoint.errors import PeerLost
+from rpc_workers import Workers, eventually, timed
 
 
 pytestmark = pytest.mark.integration
@@ -326,7 +326,9 @@ def test_a_worker_of_another_job_is_not_taken_for_ours():
 
         def come(number):
             rpc_workers.join(
-                transports=["tcp"], secret="what both jobs know", port=number if rpc_workers.rank == 1 else 0
+                transports=["tcp"],
+                secret="what both jobs know",
+                port=number if rpc_workers.rank == 1 else 0,
             )
 
         first.run(come, port)

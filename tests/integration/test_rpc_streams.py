@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-import rpc_workers
 import torch
-from rpc_workers import Workers, eventually, timed
 
+import rpc_workers
 from rallypoint import rpc
 from rallypoint.errors import PeerLost
+from rpc_workers import Workers, eventually, timed
 
 
 pytestmark = pytest.mark.integration

@@ -538,9 +538,10 @@ class DynamicGroup:
                     self._gone[gone.incarnation] = event.reason
                     for key in (gone.name, gone.id):
                         self._departed[key] = gone.name, event.reason or "it has left"
-                    for known in (self._gone, self._departed):
-                        while len(known) > REMEMBERED:
-                            del known[next(iter(known))]
+                    while len(self._gone) > REMEMBERED:
+                        del self._gone[next(iter(self._gone))]
+                    while len(self._departed) > REMEMBERED:
+                        del self._departed[next(iter(self._departed))]
             if self._listens:
                 self._news.extend(events)
             self._changed.notify_all()
