@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: bench-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic clean
+.PHONY: bench-rpc fuzz-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ bench-collectives: $(STAMP) ## collectives with gradients beside torch's and bar
 
 bench-rpc: $(STAMP) ## calls between processes beside TensorPipe; writes bench/results/rpc.json
 	$(BIN)/python bench/rpc.py --output bench/results/rpc.json --plot bench/results/rpc.png
+
+fuzz-rpc: $(STAMP) ## a million bad frames at an agent and its parser; writes bench/results/fuzz_rpc.json
+	$(BIN)/python bench/fuzz_rpc.py --frames 1000000 --output bench/results/fuzz_rpc.json
 
 parity: $(STAMP) ## torch's own RPC tests, from the installed wheel, against rallypoint.rpc; writes docs/rpc_parity.md
 	$(BIN)/python tests/parity/rpc_suite.py --against rallypoint --output bench/results/rpc_parity.json --markdown docs/rpc_parity.md
