@@ -174,9 +174,20 @@ class RRef(Generic[T]):
         assert self._fork_id is not None
         reason = self._agent.rrefs.why_dead(self._fork_id)
         if reason:
-            if self._agent.is_gone(self._owner.id):
+            if self._agent.is_gone(self._owner.id) or self._was_lost():
                 raise PeerLost(self._owner.name, reason)
             raise RpcError(reason)
+
+    def _was_lost(self) -> bool:
+        """Whether the value could not be made since its owner is gone: known here before it is known of the owner."""
+        if self._creation is not None and self._creation.done():
+            try:
+                self._creation.value()
+            except PeerLost:
+                return True
+            except Exception:  # noqa: BLE001  # another reason
+                return False
+        return False
 
     def _get_future(self) -> Future[Any]:
         """Completed when the owner has made the value (or it failed to hear of it)."""
