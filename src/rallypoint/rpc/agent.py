@@ -142,6 +142,8 @@ class Agent:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
         self._closed = False
+        # Whether the crew has ended.
+        self._is_alone = False
         # Set when the agent closes.
         self._idle = threading.Event()
 
@@ -223,6 +225,9 @@ class Agent:
             peer.finish(Deadline(_LAST_WORDS))
         self._loop.close(timeout)
         ended = self._crew.close(timeout)
+        # Nobody else tells those who wait for an answer that there is none.
+        self._is_alone = True
+        self._complete_left()
         for stranger in strangers:
             stranger.close("this worker has left the group")
         for each in outgoing:
@@ -798,6 +803,14 @@ class Agent:
     def defer(self, calls: list[Call]) -> None:
         for call in calls:
             self._crew.submit(_Completion(call))
+        if self._is_alone:
+            self._complete_left()
+
+    def _complete_left(self) -> None:
+        """The crew has ended: complete the calls that it has not."""
+        for job in self._crew.take_left():
+            if isinstance(job, _Completion):
+                job.run()
 
     def lost(self, outgoing: Outgoing, reason: str) -> None:
         self._poller.remove(outgoing.line.fileno())
@@ -1083,6 +1096,26 @@ class Agent:
             # Nothing tells when the last one is done; the ends of calls are too frequent to tell it each time.
             self._idle.wait(_IDLE_LOOK if left is None else min(left, _IDLE_LOOK))
         return True
+
+    def work(self) -> str:
+        """The calls that are under way, for an error."""
+        own = [
+            f"{call.describe()} on {each.peer!r}"
+            for each in list(self._outgoing.values())
+            for call in each.calls.all()
+        ]
+        theirs = [
+            f"{len(each.active)} of {each.peer.name!r}"
+            for each in list(self._incoming)
+            if each.active
+        ]
+        more = f" and {len(own) - 8} more" if len(own) > 8 else ""
+        parts = []
+        if own:
+            parts.append(f"this worker waits for {', '.join(own[:8])}{more}")
+        if theirs:
+            parts.append(f"it still serves calls: {', '.join(theirs)}")
+        return "; ".join(parts)
 
     def is_idle(self) -> bool:
         """Whether no call is under way, in either direction."""

@@ -24,7 +24,7 @@ from . import agent_in_use, constants, stores
 from .agent import Agent
 from .collect import wait_all
 from .current_call import SERVING
-from .gather import AllGatherStates, Gatherings, wait as wait_gathered
+from .gather import AllGatherStates, Gatherings, GatherTimeout, wait as wait_gathered
 from .group import DynamicGroup
 from .internal import PythonUDF, _internal_rpc_pickler
 from .member import Member
@@ -613,7 +613,9 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
         if graceful:
             if not isinstance(agent.group, DynamicGroup):
                 _wait_all_workers(timeout)
-            _delete_all_user_and_unforked_owner_rrefs()
+            left = deadline.remaining()
+            # Without an argument where there is no limit: programs, and torch's tests, put theirs in its place.
+            _delete_all_user_and_unforked_owner_rrefs(*(() if left is None else (left,)))
             _quiesce(agent, deadline)
             # Others may still wait for the answers to their last words.
             agent.wait_idle(Deadline(_LAST_WORDS))
@@ -657,7 +659,9 @@ def _quiesce(agent: Agent, deadline: Deadline) -> None:
 
 def _wait_idle(agent: Agent, deadline: Deadline) -> None:
     if not agent.wait_idle(deadline):
-        logger.warning("calls were still under way when the shutdown's time was up")
+        raise GatherTimeout(
+            f"calls were still under way when the shutdown's time was up: {agent.work()}"
+        )
 
 
 def _finalize_shutdown() -> None:

@@ -106,6 +106,9 @@ class CallTable:
     def get(self, number: int) -> Call | None:
         return self._calls.get(number)
 
+    def all(self) -> list[Call]:
+        return list(self._calls.values())
+
     def __len__(self) -> int:
         return len(self._calls)
 

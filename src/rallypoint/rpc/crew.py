@@ -194,7 +194,6 @@ class Crew:
         """End all threads but those that are in the middle of a job; True if none is left."""
         with self._lock:
             self._closed = True
-            self._line.clear()
             parked = list(self._parked)
             self._parked.clear()
             threads = list(self._threads)
@@ -209,6 +208,14 @@ class Crew:
         return not any(
             thread.is_alive() for thread in threads if thread is not threading.current_thread()
         )
+
+    def take_left(self) -> list[Job]:
+        """The jobs that no thread will do any more, after :meth:`close`."""
+        left: list[Job] = []
+        for each in (self._jobs, self._line):
+            while each:
+                left.append(each.popleft())
+        return left
 
     # -- threads ---------------------------------------------------------------------------------
 
