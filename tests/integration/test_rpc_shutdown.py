@@ -1,0 +1,381 @@
+"""The beginning and the end: what is refused before and after, what an end waits for, and that it comes."""
+
+import functools
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import rpc_workers
+from rallypoint import rpc
+from rallypoint.errors import ConfigError, DeadlineExceeded, PeerLost
+from rpc_workers import Workers, eventually, timed
+
+
+pytestmark = pytest.mark.integration
+
+happened: list[Any] = []
+
+
+def seen() -> list[Any]:
+    return list(happened)
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def nap_then_call(seconds: float, to: str) -> None:
+    """A function that still calls others when its caller has long been at its end."""
+    time.sleep(seconds)
+    rpc.rpc_sync(to, note, (rpc.get_worker_info().name,))
+
+
+def note(what: Any) -> None:
+    happened.append(what)
+
+
+def value(x: Any) -> Any:
+    return rpc.RRef(x)
+
+
+_NOT_IN = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+
+
+def nothing_can_be_done() -> None:
+    """Every way in is refused at once, in torch's words."""
+    ways = [
+        lambda: rpc.rpc_sync("w1", double, (1,)),
+        lambda: rpc.rpc_async("w1", double, (1,)),
+        lambda: rpc.remote("w1", double, (1,)),
+        lambda: rpc.rpc_stream("w1", range, (3,)),
+        rpc.get_worker_info,
+        lambda: rpc.get_worker_info("w1"),
+        rpc.get_rpc_timeout,
+        rpc.members,
+        rpc.statistics,
+        lambda: rpc.wait_for("w1"),
+        lambda: rpc.on_join(print),
+        lambda: rpc.on_leave(print),
+        rpc.shutdown,
+    ]
+    for way in ways:
+        with timed(0.2), pytest.raises(rpc.RpcError) as caught:
+            way()
+        assert str(caught.value) == _NOT_IN
+    with timed(0.2), pytest.raises(rpc.RpcError, match="Current RPC agent is not set!"):
+        rpc.RRef(1)
+
+
+# -- before and after ---------------------------------------------------------------------------
+
+
+def test_calls_before_init_and_after_shutdown_are_refused_in_torchs_words():
+    with Workers(2) as workers:
+        workers.run(nothing_can_be_done)
+        workers.run(rpc_workers.join)
+        workers.run(rpc_workers.leave)
+        workers.run(nothing_can_be_done)
+
+
+def test_a_process_comes_and_goes_many_times_and_keeps_nothing():
+    with Workers(2) as workers:
+
+        def once():
+            with rpc_workers.timed(10):
+                rpc_workers.join()
+            other = f"w{1 - rpc_workers.rank}"
+            assert rpc.rpc_sync(other, double, (2,)) == 4
+            assert rpc.remote(other, double, (3,)).to_here() == 6
+            rpc.shutdown()
+
+        workers.run(once)
+        before = workers.run(rpc_workers.resources)
+        for _ in range(5):
+            workers.run(once)
+        assert workers.run(rpc_workers.resources) == before
+
+
+def test_a_second_init_is_refused_and_the_first_goes_on():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def case():
+            with timed(0.5), pytest.raises(rpc.RpcError, match="is already initialized"):
+                rpc_workers.join()
+            return rpc.rpc_sync("w1", double, (1,))
+
+        assert workers.on(0, case) == 2
+        workers.run(rpc_workers.leave)
+
+
+def test_two_of_one_name_are_told_so_everywhere_and_leave_nothing():
+    with Workers(3) as workers:
+        before = workers.run(rpc_workers.resources)
+
+        def come():
+            name = "same" if rpc_workers.rank else "other"
+            with timed(5), pytest.raises(rpc.RpcError, match="same is not unique"):
+                rpc.init_rpc(name, rank=rpc_workers.rank, world_size=3, store=rpc_workers.store())
+            nothing_can_be_done()
+
+        workers.run(come)
+        assert workers.run(rpc_workers.resources) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("", "must be non-empty"),
+        ("a b", "Worker name must match"),
+        ("x" * 200, "shorter than 128"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_before_anybody_is_waited_for(name, told):
+    with Workers(1) as workers:
+
+        def come():
+            with timed(1), pytest.raises(rpc.RpcError, match=told):
+                rpc.init_rpc(name, rank=0, world_size=2, store=rpc_workers.store())
+
+        workers.on(0, come)
+
+
+def test_a_member_that_never_comes_is_named_and_what_was_begun_is_given_back():
+    with Workers(3) as workers:
+        before = workers.run(rpc_workers.resources)
+
+        def come():
+            if rpc_workers.rank == 1:
+                return
+            with timed(4), pytest.raises(DeadlineExceeded) as caught:
+                rpc_workers.join(rpc_timeout=0.3)
+            assert "rank 1" in str(caught.value) or "gave up" in str(caught.value)
+            nothing_can_be_done()
+
+        workers.run(come)
+        assert workers.run(rpc_workers.resources) == before
+
+
+# -- the end ------------------------------------------------------------------------------------
+
+
+def test_an_end_in_good_order_serves_what_late_ones_still_ask_for():
+    with Workers(3) as workers:
+        workers.run(rpc_workers.join)
+
+        def work():
+            if rpc_workers.rank == 0:
+                for i in range(10):
+                    rpc.rpc_async(f"w{1 + i % 2}", nap_then_call, (0.2, f"w{2 - i % 2}"))
+            rpc.shutdown()
+
+        workers.run(work)
+        notes = workers.run(seen)
+        assert notes == [[], ["w2"] * 5, ["w1"] * 5]
+
+
+def test_an_end_waits_for_one_that_still_works():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def end():
+            if rpc_workers.rank:
+                time.sleep(0.4)
+            began = time.monotonic()
+            rpc.shutdown()
+            return time.monotonic() - began
+
+        waited, _ = workers.run(end)
+        assert waited > 0.3
+
+
+def test_an_end_that_somebody_never_comes_to_names_them_and_still_cleans_up():
+    with Workers(3) as workers:
+        before = workers.run(rpc_workers.resources)
+        workers.run(rpc_workers.join)
+
+        def end():
+            if rpc_workers.rank == 2:
+                return ""
+            with timed(3, 0.2), pytest.raises(RuntimeError) as caught:
+                rpc.shutdown(timeout=0.3)
+            nothing_can_be_done()
+            return str(caught.value)
+
+        told = workers.run(end)
+        assert "timed out in _all_gather after 0.30 seconds; missing: w2" in told[0]
+        assert workers.run(rpc_workers.resources)[:2] == before[:2]
+
+
+def test_an_end_without_grace_waits_for_nobody():
+    with Workers(2) as workers:
+        before = workers.run(rpc_workers.resources)
+        workers.run(rpc_workers.join)
+
+        def end():
+            pending = rpc.rpc_async("w1", nap, (0.3,))
+            kept = rpc.remote("w1", double, (1,))
+            with timed(0.6):
+                rpc.shutdown(graceful=False)
+            with timed(0.1), pytest.raises(PeerLost):
+                pending.wait()
+            with pytest.raises(RuntimeError, match="after deletion"):
+                kept.to_here()
+
+        workers.on(0, end)
+        workers.on(1, functools.partial(rpc.shutdown, graceful=False))
+        assert workers.run(rpc_workers.resources) == before
+
+
+def test_an_end_right_after_the_beginning_is_fine():
+    with Workers(3) as workers:
+        before = workers.run(rpc_workers.resources)
+
+        def once(graceful):
+            rpc_workers.join()
+            rpc.shutdown(graceful=graceful)
+
+        workers.run(once, True)
+        workers.run(once, False)
+        assert workers.run(rpc_workers.resources) == before
+
+
+def test_threads_that_call_while_their_worker_leaves_are_told_and_do_not_hang():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def end():
+            errors = []
+
+            def call():
+                try:
+                    while True:
+                        rpc.rpc_async("w1", double, (1,)).wait()
+                        rpc.rpc_sync("w1", double, (1,))
+                except RuntimeError as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=call) for _ in range(4)]
+            for each in threads:
+                each.start()
+            time.sleep(0.1)
+            rpc.shutdown(graceful=False)
+            for each in threads:
+                each.join(3)
+                assert not each.is_alive()
+            assert len(errors) == 4
+
+        workers.on(0, end)
+
+
+def test_a_served_function_that_never_ends_does_not_hold_up_an_end_with_a_limit():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def begin():
+            rpc_workers.held["call"] = rpc.rpc_async("w1", nap, (60,), timeout=0)
+            time.sleep(0.05)
+
+        def end():
+            with timed(9), pytest.raises(RuntimeError) as caught:
+                rpc.shutdown(timeout=0.5)
+            return str(caught.value)
+
+        workers.on(0, begin)
+        told = workers.run(end)
+        assert any("this worker waits for" in each and "nap on 'w1'" in each for each in told)
+
+
+def test_a_program_that_ends_without_leaving_ends_at_once():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def use():
+            rpc_workers.held["call"] = rpc.rpc_async("w1", nap, (30,))
+            rpc_workers.held["value"] = rpc.remote("w1", double, (1,))
+            return rpc.rpc_sync("w1", double, (1,))
+
+        workers.on(0, use)
+        assert workers.leave(0, limit=10) == 0
+        assert "Fatal" not in workers.output(0)
+        assert workers.leave(1, limit=10) == 0
+
+
+def test_the_import_starts_nothing():
+    script = (
+        "import threading, os\n"
+        "import torch\n"
+        "fds = len(os.listdir('/proc/self/fd'))\n"
+        "import rallypoint.rpc, rallypoint.compat\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert len(os.listdir('/proc/self/fd')) == fds\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_group_of_one_is_a_group():
+    with Workers(1) as workers:
+
+        def case():
+            rpc_workers.join()
+            assert rpc.rpc_sync("w0", double, (1,)) == 2
+            assert rpc.rpc_async(0, double, (1,)).wait() == 2
+            assert rpc.remote("w0", double, (2,)).to_here() == 4
+            assert rpc.rpc_sync("w0", value, (5,)).local_value() == 5
+            assert list(rpc.rpc_stream("w0", range, (3,))) == [0, 1, 2]
+            rpc.shutdown()
+
+        workers.on(0, case)
+
+
+def test_members_that_do_not_agree_on_their_number_are_told():
+    with Workers(2) as workers:
+
+        def come():
+            with timed(5), pytest.raises((ConfigError, DeadlineExceeded, rpc.RpcError)) as caught:
+                rpc.init_rpc(
+                    f"w{rpc_workers.rank}",
+                    rank=rpc_workers.rank,
+                    world_size=2 + rpc_workers.rank,
+                    store=rpc_workers.store(),
+                    rpc_backend_options=rpc.NativeRpcBackendOptions(rpc_timeout=1),
+                )
+            nothing_can_be_done()
+            return str(caught.value)
+
+        assert any("world_size" in each for each in workers.run(come))
+
+
+def test_the_end_of_one_is_no_surprise_to_those_who_are_idle():
+    """They log no error, and hold nothing of it."""
+    with Workers(3) as workers:
+        workers.run(rpc_workers.join)
+        workers.on(0, lambda: [rpc.rpc_sync(f"w{i}", double, (1,)) for i in (1, 2)])
+        workers.run(rpc_workers.leave)
+        for text in workers.run(lambda: list(rpc_workers.logged)):
+            assert not [line for line in text if line.startswith(("ERROR", "CRITICAL"))]
+        assert not any(workers.output(rank) for rank in range(3))
+
+
+def test_what_was_asked_of_a_worker_before_it_served_is_not_lost():
+    """Its listener is there before it has come to the end of its init."""
+    with Workers(2) as workers:
+
+        def come():
+            rpc_workers.join()
+            futures = [rpc.rpc_async(f"w{1 - rpc_workers.rank}", double, (i,)) for i in range(50)]
+            return sum(each.wait() for each in futures)
+
+        for _ in range(3):
+            assert workers.run(come) == [2 * sum(range(50))] * 2
+            workers.run(rpc_workers.leave)
+            eventually(lambda: True)
