@@ -1,0 +1,377 @@
+"""Groups whose members come and go: who is called, who is told, and what a name means after a death."""
+
+import functools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import rpc_workers
+from rallypoint import rpc
+from rallypoint.errors import DeadlineExceeded, PeerLost
+from rpc_workers import Workers, eventually, timed
+
+
+pytestmark = pytest.mark.integration
+
+happened: list[Any] = []
+
+
+@pytest.fixture
+def trio() -> Iterator[Workers]:
+    """w0, w1, w2 of a dynamic group; those that are left leave in the end and hold nothing."""
+    with Workers(3) as workers:
+        before = workers.run(rpc_workers.resources)
+        workers.run(rpc_workers.join_dynamic)
+        yield workers
+        workers.run(leave_if_in)
+        for resources in workers.run(rpc_workers.resources):
+            assert resources == before[0] | {"fds": resources["fds"]}
+            assert sum(resources["fds"].values()) == sum(before[0]["fds"].values())
+
+
+def leave_if_in() -> None:
+    if rpc.api._is_current_rpc_agent_set():
+        rpc.shutdown()
+
+
+def seen() -> list[Any]:
+    return list(happened)
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def nap_and_note(seconds: float) -> None:
+    time.sleep(seconds)
+    happened.append("done")
+
+
+def names() -> list[str]:
+    return [each.name for each in rpc.members()[1]]
+
+
+def listen() -> None:
+    rpc.on_join(lambda who: happened.append(f"+{who.name}"))
+    rpc.on_leave(lambda who, reason: happened.append((f"-{who.name}", reason)))
+
+
+def listen_and_call() -> None:
+    rpc.on_join(lambda who: happened.append(rpc.rpc_sync(who, double, (21,))))
+
+
+def named() -> list[str]:
+    return [each if isinstance(each, str) else each[0] for each in happened]
+
+
+def call(to: Any) -> Any:
+    return rpc.rpc_sync(to, double, (3,))
+
+
+def call_in_the_end(to: str) -> Any:
+    """Until the name means one who answers."""
+
+    def attempt():
+        try:
+            return rpc.rpc_sync(to, double, (3,), timeout=5)
+        except rpc.RpcError:
+            return None
+
+    return eventually(attempt)
+
+
+def test_who_comes_later_calls_and_is_called_at_once(trio):
+    def case():
+        return [rpc.rpc_sync(f"w{i}", double, (i,)) for i in range(3)]
+
+    assert trio.run(case) == [[0, 2, 4]] * 3
+    new = trio.more()
+    trio.on(new, rpc_workers.join_dynamic, "late")
+    assert trio.on(new, call, "w0") == 6
+    # Nobody has told w1 of it: the first look at the journal does.
+    assert trio.on(1, call, "late") == 6
+    assert trio.on(2, call, 3) == 6, "by its number"
+
+
+def test_all_agree_on_who_is_there_at_each_epoch(trio):
+    trio.run(listen)
+    first = trio.run(rpc.members)
+    epochs = []
+    for turn in range(3):
+        trio.on(2, rpc.shutdown)
+        trio.on(2, rpc_workers.join_dynamic, f"again{turn}")
+        found = [
+            trio.on(rank, lambda name=f"again{turn}": (rpc.wait_for(name, 5), rpc.members())[1])
+            for rank in range(3)
+        ]
+        assert len({epoch for epoch, _ in found}) == 1, found
+        assert all(each == found[0] for each in found)
+        epochs.append(found[0][0])
+    assert epochs == sorted(set(epochs))
+    assert epochs[0] > first[0][0]
+    assert all("w2" not in each for each in trio.run(names))
+
+
+def test_callbacks_tell_who_has_come_and_who_has_left_in_that_order(trio):
+    trio.on(0, listen)
+    new = trio.more()
+    trio.on(new, rpc_workers.join_dynamic, "late")
+    trio.on(new, rpc.shutdown)
+    trio.on(1, rpc.shutdown)
+    trio.on(0, lambda: eventually(lambda: named() == ["+late", "-late", "-w1"]))
+    assert [reason for _, reason in trio.on(0, seen)[1:]] == ["it has shut down"] * 2
+
+
+def test_a_callback_that_fails_does_not_keep_the_others_from_being_called(trio):
+    def listen_badly():
+        rpc.on_join(lambda _: 1 / 0)
+        listen()
+
+    trio.on(0, listen_badly)
+    new = trio.more()
+    trio.on(new, rpc_workers.join_dynamic, "late")
+    trio.on(0, lambda: eventually(lambda: named() == ["+late"]))
+    assert any("a callback of the group failed" in line for line in trio.on(0, all_logged))
+
+
+def all_logged() -> list[str]:
+    return list(rpc_workers.logged)
+
+
+def test_a_callback_may_call_the_one_that_has_come(trio):
+    trio.on(0, listen_and_call)
+    new = trio.more()
+    trio.on(new, rpc_workers.join_dynamic, "late")
+    trio.on(0, lambda: eventually(lambda: seen() == [42]))
+
+
+def test_waiting_for_names_ends_when_all_are_there_and_says_who_is_not(trio):
+    def wait():
+        with timed(5):
+            found = rpc.wait_for(["w1", "late", "later"], timeout=5)
+        return [each.name for each in found]
+
+    waiting = [trio.begin(rank, wait) for rank in range(3)]
+    for name in ("later", "late"):
+        new = trio.more()
+        trio.on(new, rpc_workers.join_dynamic, name)
+    assert [each.result() for each in waiting] == [["w1", "late", "later"]] * 3
+
+    def wait_in_vain():
+        with timed(1, 0.2), pytest.raises(DeadlineExceeded) as caught:
+            rpc.wait_for(["w1", "nobody", "noone"], timeout=0.3)
+        assert "nobody, noone not in the group" in str(caught.value)
+        with timed(0.2):
+            assert rpc.wait_for("w1")[0].name == "w1"
+
+    trio.on(0, wait_in_vain)
+
+
+def test_one_that_has_left_is_unknown_and_calls_to_it_fail_at_once(trio):
+    trio.on(0, call, "w1")
+    number = trio.on(1, rpc.get_worker_info).id
+    trio.on(1, rpc.shutdown)
+
+    def case():
+        eventually(lambda: "w1" not in names())
+        for to in ("w1", number):
+            with timed(0.5), pytest.raises(rpc.RpcError, match="could not find destination"):
+                rpc.rpc_sync(to, double, (1,))
+
+    trio.on(0, case)
+    trio.on(2, case)
+
+
+def test_a_death_is_told_to_everybody_and_the_name_is_free_for_another(trio):
+    trio.run(listen)
+    trio.on(0, call, "w1")
+    trio.kill(1)
+
+    def hear():
+        eventually(lambda: "-w1" in named())
+        eventually(lambda: "w1" not in names())
+
+    # Only w0 had a connection to it; w2 hears of it from the group.
+    for rank in (0, 2):
+        trio.on(rank, hear)
+    new = trio.more()
+    trio.on(new, rpc_workers.join_dynamic, "w1")
+    for rank in (0, 2):
+        assert trio.on(rank, call_in_the_end, "w1") == 6
+    ids = trio.on(0, lambda: {each.name: each.id for each in rpc.members()[1]})
+    assert ids["w1"] == 3, "numbers are not used again"
+
+
+def test_a_name_that_is_in_use_is_refused_and_the_group_goes_on(trio):
+    new = trio.more()
+
+    def come():
+        with timed(5), pytest.raises(rpc.RpcError, match="w1"):
+            rpc_workers.join_dynamic("w1")
+        assert not rpc.api._is_current_rpc_agent_set()
+        rpc_workers.join_dynamic("another")
+        return rpc.rpc_sync("w1", double, (1,))
+
+    assert trio.on(new, come) == 2
+
+
+def test_one_that_leaves_in_good_order_finishes_what_it_has_asked_for(trio):
+    def leave():
+        rpc.rpc_async("w1", nap_and_note, (0.3,))
+        rpc.shutdown()
+
+    trio.on(0, leave)
+    assert trio.on(1, seen) == ["done"]
+
+
+def test_one_that_leaves_finishes_what_it_is_asked_for(trio):
+    def ask():
+        future = rpc.rpc_async("w1", nap, (0.4,))
+        time.sleep(0.1)
+        return future.wait()
+
+    asking = trio.begin(0, ask)
+    time.sleep(0.2)
+    trio.on(1, rpc.shutdown)
+    assert asking.result() == 0.4
+
+
+def test_calls_to_one_that_dies_while_many_come_and_go_all_end(trio):
+    stop = 1.5
+
+    def churn():
+        until = time.monotonic() + stop
+        count = 0
+        rpc.shutdown()
+        while time.monotonic() < until:
+            rpc_workers.join_dynamic(f"guest{rpc_workers.rank}-{count}")
+            rpc.rpc_sync("w0", double, (1,))
+            rpc.shutdown()
+            count += 1
+        rpc_workers.join_dynamic("last")
+        return count
+
+    def calls():
+        until = time.monotonic() + stop
+        outcomes = set()
+        while time.monotonic() < until:
+            for name in names():
+                try:
+                    assert rpc.rpc_sync(name, double, (2,), timeout=5) == 4
+                    outcomes.add("answered")
+                except rpc.RpcError as error:
+                    assert isinstance(error, PeerLost) or "could not find" in str(error), error  # noqa: PT017
+                    outcomes.add("gone")
+        return sorted(outcomes)
+
+    begun = [trio.begin(0, calls), trio.begin(2, churn)]
+    time.sleep(0.5)
+    trio.kill(1)
+    outcomes, count = (each.result() for each in begun)
+    assert "answered" in outcomes
+    assert count > 2
+    trio.on(0, lambda: eventually(lambda: names() == ["w0", "last"]))
+
+
+def test_one_that_was_stopped_for_a_while_is_still_a_member(trio):
+    trio.on(0, call, "w1")
+    trio.signal(1, signal.SIGSTOP)
+
+    def late():
+        with pytest.raises(rpc.RpcTimeout):
+            rpc.rpc_sync("w1", double, (1,), timeout=0.3)
+
+    trio.on(0, late)
+    trio.signal(1, signal.SIGCONT)
+    assert trio.on(0, call, "w1") == 6
+    assert sorted(trio.on(0, names)) == ["w0", "w1", "w2"]
+
+
+def test_references_to_values_of_one_that_left_say_so(trio):
+    def hold():
+        rpc_workers.held["it"] = rpc.remote("w1", double, (1,))
+        assert rpc_workers.held["it"].to_here() == 2
+
+    def use():
+        eventually(lambda: "w1" not in names())
+        with timed(1), pytest.raises(rpc.RpcError):
+            rpc_workers.held["it"].to_here()
+
+    trio.on(0, hold)
+    trio.on(1, functools.partial(rpc.shutdown, graceful=False))
+    trio.on(0, use)
+
+
+def test_ranks_may_be_given_and_are_unique(trio):
+    new, other = trio.more(), trio.more()
+
+    def come(name, rank):
+        rpc.init_rpc(name, rank=rank, store=rpc_workers.store())
+        return rpc.get_worker_info().id
+
+    assert trio.on(new, come, "tenth", 10) == 10
+
+    def refused():
+        with timed(5), pytest.raises(rpc.RpcError, match="10"):
+            come("another", 10)
+
+    trio.on(other, refused)
+    assert trio.on(0, call_in_the_end, "tenth") == 6
+    assert trio.on(0, call, 10) == 6
+
+
+def test_what_only_dynamic_groups_do_is_refused_in_a_static_one():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def case():
+            for way in (
+                lambda: rpc.wait_for("w1"),
+                lambda: rpc.on_join(print),
+                lambda: rpc.on_leave(print),
+            ):
+                with pytest.raises(rpc.RpcError, match="members are fixed"):
+                    way()
+            epoch, found = rpc.members()
+            assert (epoch, [each.name for each in found]) == (1, ["w0", "w1"])
+
+        workers.on(0, case)
+
+
+def test_static_and_dynamic_members_do_not_mix():
+    with Workers(2) as workers:
+        prefix = "rpc_prefix_0"
+        workers.on(0, rpc_workers.join_dynamic)
+
+        def come():
+            with timed(5), pytest.raises(rpc.RpcError, match="mixes statically and dynamically"):
+                rpc_workers.join(rpc_timeout=1)
+
+        assert prefix
+        workers.on(1, come)
+
+
+def test_many_join_at_the_same_moment_and_all_see_all():
+    with Workers(8) as workers:
+        workers.run(rpc_workers.join_dynamic)
+        wanted = [f"w{i}" for i in range(8)]
+
+        def case():
+            rpc.wait_for(wanted, timeout=10)
+            assert sorted(names()) == wanted
+            futures = [rpc.rpc_async(name, double, (1,)) for name in wanted]
+            return sum(each.wait() for each in futures)
+
+        assert workers.run(case) == [16] * 8
+        threads = threading.active_count()
+        workers.run(rpc_workers.leave)
+        assert threading.active_count() == threads
