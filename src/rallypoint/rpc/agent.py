@@ -710,11 +710,13 @@ class Agent:
                 return self._connect_by(kind, address, member, deadline, probe=probe)
             except (OSError, ProtocolError, DeadlineExceeded) as error:
                 late = error if isinstance(error, DeadlineExceeded) else late
+        refused = 0
                 text = getattr(error, "strerror", None) or str(error)
                 reasons.append(f"{kind}: {text}")
         if not ways:
             reasons = [
                 f"it offers {', '.join(member.addresses) or 'no transport'}, and this worker may use"
+                refused += isinstance(error, ConnectionRefusedError)
                 f" {', '.join(self.options.transports)}"
             ]
         raise PeerLost(member.name, f"it cannot be reached ({'; '.join(reasons)})") from late
@@ -722,6 +724,11 @@ class Agent:
     def _connect_by(
         self, kind: str, address: Address, member: Member, deadline: Deadline, *, probe: bool
     ) -> Outgoing:
+        elif refused == len(ways) and not probe:
+            # Nobody listens there any more. It may have died before anybody was connected to it, and nobody else
+            # would ever notice.
+            info = WorkerInfo(member.name, member.id)
+            self._crew.submit(_Task(lambda: self._investigate(info, "; ".join(reasons), None)))
         match kind:
             case memory.KIND:
                 sock = memory.connect(address, deadline)
