@@ -143,6 +143,8 @@ class Ledger:
             return wrapped[1]
         if isinstance(error, rpc.RpcError) and re.search(DEAD_REFERENCE, str(error)):
             return "dead reference"
+        if remote and "RPC has not been initialized" in str(error):
+            return "callee left"
         for kind in (rpc.PeerLost, rpc.RpcTimeout, rpc.CallCancelled):
             if isinstance(error, kind):
                 if (

@@ -41,6 +41,13 @@ def nap(seconds: float) -> bool:
     return True
 
 
+GATE = threading.Event()
+
+
+def wait_at_gate() -> bool:
+    return GATE.wait(10.0)
+
+
 def count(items: int) -> Iterator[int]:
     yield from range(items)
 
@@ -87,6 +94,12 @@ def call(agent: Agent, to: str, func: Any, *args: Any, timeout: float = -1.0) ->
 
 def call_async(agent: Agent, to: str, func: Any, *args: Any, timeout: float = -1.0) -> Any:
     return agent.call_async(to, Kind.CALL, func, (func, args, None), timeout)
+
+
+def dies(agent: Agent) -> None:
+    """As if its process had been killed: it says nothing to anybody."""
+    agent.group.leave = lambda *_: None  # type: ignore[method-assign]
+    agent.close()
 
 
 def never_answers(place: Place, name: str, *transports: str) -> Agent:
@@ -161,11 +174,11 @@ def test_a_job_that_had_to_wait_in_line_is_answered(place: Place) -> None:
 def test_a_request_that_nobody_waits_for_gives_its_memory_back(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
     b._crew._limit = 1
-    busy = [call_async(a, "b", nap, 1.0), call_async(a, "b", nap, 0.01)]
-    time.sleep(0.1)
+    GATE.clear()
+    busy = call_async(a, "b", wait_at_gate)
+    eventually(lambda: b._crew._working)
     waiting = [call_async(a, "b", len, torch.zeros(1 << 20)) for _ in range(4)]
     timed_out = [call_async(a, "b", len, torch.zeros(1 << 20), timeout=0.2) for _ in range(4)]
-    time.sleep(0.05)
     sharing = a.route("b").sharing
     assert sharing is not None
     assert sharing.statistics()["shared_leased"] >= 4
@@ -174,8 +187,8 @@ def test_a_request_that_nobody_waits_for_gives_its_memory_back(place: Place) -> 
     for each in timed_out:
         with pytest.raises(RpcTimeout):
             each.wait()
-    for each in busy:
-        each.wait()
+    GATE.set()
+    busy.wait()
     eventually(lambda: gc.collect() >= 0 and not sharing.statistics()["shared_leased"])
 
 
@@ -258,9 +271,7 @@ def test_a_connection_lost_while_its_agent_closes_is_closed(place: Place) -> Non
 
 def test_a_call_that_failed_keeps_nothing(place: Place) -> None:
     a = place.join("a")
-    gone = place.join("b")
-    gone.group.leave = lambda *_: None  # type: ignore[method-assign]
-    gone.close()
+    dies(place.join("b"))
 
     class Large:
         pass
@@ -300,3 +311,43 @@ def test_a_coroutine_whose_time_is_up_is_not_taken_for_cancelled(place: Place) -
         with pytest.raises(RpcTimeout):
             call(a, "b", sleep, 1.0, timeout=0.0209)
     eventually(b.is_idle)
+
+
+def test_who_died_before_anybody_was_connected_to_it_does_not_stay_a_member(place: Place) -> None:
+    a, c = place.join("a"), place.join("c")
+    dies(place.join("b"))
+    with pytest.raises(PeerLost, match="refused"):
+        call(a, "b", add, 1, 2)
+    eventually(lambda: [each.name for each in c.infos()] == ["a", "c"])
+
+
+def test_who_cannot_be_reached_for_other_reasons_stays_a_member(place: Place) -> None:
+    a = place.join("a", "uds")
+    place.join("b", "tcp")
+    never_answers(place, "c", "uds")
+    with pytest.raises(PeerLost, match="offers tcp"):
+        call(a, "b", add, 1, 2)
+    with pytest.raises(RpcTimeout):
+        call(a, "c", add, 1, 2, timeout=0.2)
+    time.sleep(0.3)
+    assert [each.name for each in a.infos()] == ["a", "b", "c"]
+
+
+def test_a_descriptor_that_does_not_come_is_the_loss_of_the_peer(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    assert call(a, "b", add, 1, 2) == 3
+    (incoming,) = b._incoming
+    assert incoming.sharing is not None
+    incoming.sharing._announce = lambda _: True  # type: ignore[method-assign]  # it does not leave
+    with pytest.raises(PeerLost, match="descriptor"):
+        call(a, "b", give, 1 << 20)
+    assert call(a, "b", give, 1 << 20).numel() == 1 << 20
+
+
+def test_who_leaves_does_not_say_that_its_callers_have_given_up(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    future = call_async(a, "b", sleep, 5.0)
+    eventually(b._loop.count)
+    b.close()
+    with pytest.raises(PeerLost):
+        future.wait()

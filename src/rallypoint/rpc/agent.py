@@ -643,7 +643,12 @@ class Agent:
         """The content of a reply; raises the error that it tells of."""
         buffers = frame.buffers
         if buffers and outgoing.sharing is not None:
-            buffers = outgoing.sharing.take(buffers)
+            try:
+                buffers = outgoing.sharing.take(buffers)
+            except ProtocolError as error:
+                # Of the connection's two sockets one may end before the other.
+                outgoing.fail(str(error))
+                raise PeerLost(outgoing.peer, str(error)) from error
         content = payloads.loads(frame.payload, buffers, sender=outgoing.info.id)
         if frame.flags & FLAG_PACKED:
             return payloads.unpacked(content)
@@ -710,11 +715,13 @@ class Agent:
         )
         reasons = []
         late: DeadlineExceeded | None = None
+        refused = 0
         for kind, address in ways:
             try:
                 return self._connect_by(kind, address, member, deadline, probe=probe)
             except (OSError, ProtocolError, DeadlineExceeded) as error:
                 late = error if isinstance(error, DeadlineExceeded) else late
+                refused += isinstance(error, ConnectionRefusedError)
                 text = getattr(error, "strerror", None) or str(error)
                 reasons.append(f"{kind}: {text}")
         if not ways:
@@ -722,6 +729,11 @@ class Agent:
                 f"it offers {', '.join(member.addresses) or 'no transport'}, and this worker may use"
                 f" {', '.join(self.options.transports)}"
             ]
+        elif refused == len(ways) and not probe:
+            # Nobody listens there any more. It may have died before anybody was connected to it, and nobody else
+            # would ever notice.
+            info = WorkerInfo(member.name, member.id)
+            self._crew.submit(_Task(lambda: self._investigate(info, "; ".join(reasons), None)))
         raise PeerLost(member.name, f"it cannot be reached ({'; '.join(reasons)})") from late
 
     def _connect_by(

@@ -140,6 +140,9 @@ class Incoming:
             held: kept until the buffers are sent.
             later: send it together with the next ones, at :meth:`flush`.
         """
+        if self._ended:
+            # What it asked for was given up with it: that is not what it shall read in its last moment.
+            return
         placed: Sequence[Shared | memoryview] = buffers
         if buffers and self.sharing is not None:
             placed, _ = self.sharing.place(buffers)

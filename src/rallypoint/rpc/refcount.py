@@ -495,6 +495,11 @@ class References:
         user = self._users.get(fork_id)
         return user is not None and user.confirmed
 
+    def owner_of(self, fork_id: ForkId) -> int | None:
+        """Where the value of this reference of ours lives; None if there is no such reference (any more)."""
+        user = self._users.get(fork_id)
+        return None if user is None else user.owner
+
     def why_absent(self, rref_id: RRefId) -> str:
         """Why a value of this process is not there, and never will be; empty if it is, or may be."""
         owned = self._owned.get(rref_id)

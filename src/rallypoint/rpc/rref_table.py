@@ -183,8 +183,10 @@ class RRefTable:
         with self._lock:
             return self._core.why_dead(fork_id)
 
-    def when_confirmed(self, fork_ids: Iterable[ForkId], act: Callable[[str], None]) -> bool:
-        """Call ``act`` once when none of these is pending any more, with a reason if one is dead.
+    def when_confirmed(
+        self, fork_ids: Iterable[ForkId], act: Callable[[RpcError | None], None]
+    ) -> bool:
+        """Call ``act`` once when none of these is pending any more, with an error if one is dead.
 
         Returns:
             False if none is pending now: ``act`` is not called then.
@@ -194,18 +196,26 @@ class RRefTable:
             if not pending:
                 return False
             left = set(pending)
-            reasons: list[str] = []
+            errors: list[RpcError] = []
 
             def one_less(fork_id: ForkId, reason: str) -> None:
                 left.discard(fork_id)
                 if reason:
-                    reasons.append(reason)
+                    errors.append(self._dead(fork_id, reason))
                 if not left:
-                    act(reasons[0] if reasons else "")
+                    act(errors[0] if errors else None)
 
             for fork_id in pending:
                 self._waiting.setdefault(fork_id, []).append(partial(one_less, fork_id))
             return True
+
+    def _dead(self, fork_id: ForkId, reason: str) -> RpcError:
+        """Why a reference that somebody waits for cannot be used."""
+        with self._lock:
+            owner = self._core.owner_of(fork_id)
+        if owner is not None and self._agent.is_gone(owner):
+            return PeerLost(f"worker {owner}", reason)
+        return RpcError(reason)
 
     # -- objects that are gone ----------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Request:
             forks: list[Any] = []
             content = self._read(frame, forks)
             if forks and self._agent.rrefs.when_confirmed(
-                forks, lambda reason: self._resume(content, reason)
+                forks, lambda error: self._resume(content, error)
             ):
                 return
             self._begin(content, later=True)
@@ -128,10 +128,10 @@ class Request:
             and self._frame.kind not in REMOTES
         )
 
-    def _resume(self, content: Any, reason: str) -> None:
+    def _resume(self, content: Any, error: RpcError | None) -> None:
         """The references among the arguments are confirmed now, or never will be."""
-        if reason:
-            self._fail_to_begin(RpcError(reason))
+        if error is not None:
+            self._fail_to_begin(error)
             return
         self._content = content
         self._agent.submit(self)
