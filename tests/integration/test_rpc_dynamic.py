@@ -269,7 +269,7 @@ def test_calls_to_one_that_dies_while_many_come_and_go_all_end(trio):
                     assert rpc.rpc_sync(name, double, (2,), timeout=5) == 4
                     outcomes.add("answered")
                 except rpc.RpcError as error:
-                    assert isinstance(error, PeerLost) or "could not find" in str(error), error  # noqa: PT017
+                    assert isinstance(error, PeerLost) or "could not find" in str(error), error
                     outcomes.add("gone")
         return sorted(outcomes)
 
