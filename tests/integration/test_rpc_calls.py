@@ -20,7 +20,7 @@ from rallypoint.errors import DeadlineExceeded
 from rpc_workers import Workers, eventually, timed
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 
 @pytest.fixture

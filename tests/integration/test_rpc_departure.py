@@ -12,7 +12,7 @@ from rallypoint.rpc import agent
 from rpc_workers import Workers
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 
 def shut_down_without(*names):

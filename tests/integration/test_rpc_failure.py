@@ -18,7 +18,7 @@ from rallypoint.errors import PeerLost
 from rpc_workers import Workers, eventually, timed
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 # Seconds in which a death on the same host is to be noticed.
 NOTICED = 0.1

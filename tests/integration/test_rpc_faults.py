@@ -25,7 +25,7 @@ from rallypoint.rpc.streams import ItemSource
 from rallypoint.rpc.worker_info import WorkerInfo
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 
 def add(a: int, b: int) -> int:

@@ -27,7 +27,7 @@ from rallypoint.rpc.group import DynamicGroup, Group, StaticGroup
 from rallypoint.rpc.member import Member, dump
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 KINDS = ["tcp", "tcp-old", "file", "hash", "memory"]
 

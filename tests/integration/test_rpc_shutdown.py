@@ -15,7 +15,7 @@ from rallypoint.errors import ConfigError, DeadlineExceeded, PeerLost
 from rpc_workers import Workers, eventually, timed
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 happened: list[Any] = []
 

@@ -17,7 +17,7 @@ from rallypoint.errors import PeerLost
 from rpc_workers import Workers, eventually, timed
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 happened: list[Any] = []
 
