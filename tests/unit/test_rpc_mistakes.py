@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -18,6 +19,16 @@ def leave():
 
 def add_one(x):
     return x + 1
+
+
+def ask_in_vain():
+    """A call that would have the default time, in one that has none left."""
+    rpc.current_call().deadline = time.monotonic() + 0.05
+    try:
+        rpc.rpc_sync("me", time.sleep, (0.3,))
+    except rpc.RpcTimeout as error:
+        return error.seconds
+    return None
 
 
 def lock():
@@ -67,6 +78,7 @@ def test_who_is_missing_is_told_and_a_second_attempt_meets_the_others(monkeypatc
         ({"transports": "tcp"}, ConfigError, r"\('tcp',\)"),
         ({"port": "29500"}, ConfigError, "port '29500': expected a port"),
         ({"secret": "short"}, ConfigError, "has 5 bytes, at least 16"),
+        ({"heartbeat": 0}, ConfigError, "heartbeat 0: expected seconds, more than 0"),
         ({"num_worker_threads": "4"}, TypeError, "num_worker_threads is '4'"),
     ],
 )
@@ -113,3 +125,7 @@ def test_a_result_that_cannot_be_pickled_is_told_from_an_argument(alone):
 def test_a_served_function_that_shuts_down_is_told_so_and_does_not_wait_for_itself(alone):
     with pytest.raises(rpc.RpcError, match="would wait for this very call"):
         rpc.rpc_sync("me", leave, timeout=5)
+
+
+def test_a_call_that_inherits_its_time_names_the_time_it_had(alone):
+    assert rpc.rpc_sync("me", ask_in_vain) <= 0.05

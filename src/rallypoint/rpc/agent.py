@@ -355,9 +355,11 @@ class Agent:
             if outer is None:
                 return None, 0.0
             return outer, max(0.0, outer - time.monotonic())
-        deadline = time.monotonic() + seconds
+        now = time.monotonic()
+        deadline = now + seconds
         if outer is not None and outer < deadline:
-            return outer, seconds
+            # What it really has: an error that names the default would send people to the wrong setting.
+            return outer, max(0.0, outer - now)
         return deadline, seconds
 
     def dumps(self, obj: Any, to: WorkerInfo) -> tuple[bytes, TensorWriter]:

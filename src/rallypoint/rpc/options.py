@@ -101,6 +101,8 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.transports = tuple(transports)
         self.secret = None if secret is None else check_secret(secret, "secret")
         self.heartbeat = _seconds("heartbeat", heartbeat)
+        if not self.heartbeat:
+            raise ConfigError("heartbeat", heartbeat, "expected seconds, more than 0")
         self.pickle_by_value = pickle_by_value
         _refuse_text("allowed_modules", allowed_modules)
         self.allowed_modules = None if allowed_modules is None else frozenset(allowed_modules)

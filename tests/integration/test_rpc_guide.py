@@ -1,0 +1,109 @@
+"""The programs in docs/rpc.md do what it says."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rallypoint import rpc
+
+
+pytestmark = pytest.mark.integration
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "rpc.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+FILES = {block.split()[1]: block for block in BLOCKS if block.startswith("# ")}
+# The others are pieces of one program, which runs on worker a.
+PIECES = [block for block in BLOCKS if not block.startswith("# ")]
+
+BEGIN = """\
+import os, sys
+sys.path.insert(0, ".")
+import asyncio, json, torch
+from rallypoint import rpc
+from work import *
+
+rank = int(os.environ["RANK"])
+rpc.init_rpc("ab"[rank], rank=rank, world_size=2)
+if rank == 0:
+    exec(open("pieces.py").read())
+    json.dumps(numbers)
+    assert rpc.rpc_sync("b", rpc.statistics)["worker"]["name"] == "b"
+    print("the end")
+rpc.shutdown()
+"""
+
+
+def start(folder, *command):
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, limit=40):
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output = process.communicate()[0]
+        raise AssertionError(f"it did not end within {limit} s:\n{output}") from None
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pieces.py").write_text("\n".join(PIECES))
+    (tmp_path / "begin.py").write_text(BEGIN)
+    return tmp_path
+
+
+def test_the_first_program_prints_what_it_says(folder):
+    output = finish(start(folder, "-m", "rallypoint", "run", "--nproc-per-node", 2, "hello.py"))
+    assert output.strip() == re.search(r"#( tensor.*)", FILES["hello.py"])[1].strip()
+
+
+def test_the_pieces_run_one_after_the_other(folder):
+    output = finish(start(folder, "-m", "rallypoint", "run", "--nproc-per-node", 2, "begin.py"))
+    assert re.search(r"^RPC ran for more than set timeout \(\d{2,3} ms\)", output, re.MULTILINE)
+    assert "the end" in output
+
+
+def test_the_learner_waits_for_its_actors(folder, unused_port):
+    learner = start(folder, "learner.py", "learner", unused_port)
+    actors = [start(folder, "learner.py", f"actor{i}", unused_port) for i in (1, 2)]
+    output = finish(learner)
+    assert "[4, 4]" in output
+    for each in actors:
+        finish(each)
+
+
+def test_code_of_torchs_runs_as_it_is(folder):
+    finish(start(folder, "moved.py"))
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def test_every_option_is_in_the_guide():
+    named = set(re.findall(r"`(\w+)`", GUIDE.partition("## Options")[2].partition("\n## ")[0]))
+    assert set(inspect.signature(rpc.NativeRpcBackendOptions).parameters) <= named
