@@ -534,7 +534,8 @@ class Agent:
         deadline, seconds = self.deadline(timeout)
         call = Call(what, deadline, seconds)
         try:
-            outgoing = self.route(to, deadline, seconds)
+            # A value that was asked for is made even if that is too late for whoever asked: others may hold it.
+            outgoing = self.route(to, None if kind in REMOTES else deadline, seconds)
         except (PeerLost, RpcTimeout) as error:
             made.fail(error)
             if lost is not None:
