@@ -79,6 +79,7 @@ class RpcFuture(Future[T]):
     # A future whose call could not be sent has none.
     call: Call | None = None
     _unseen: BaseException | None = None
+    _is_seen = False
     # Somebody else reports the failure, if need be.
     is_watched = False
 
@@ -102,8 +103,14 @@ class RpcFuture(Future[T]):
                 return self._value()
         return self._value()
 
-    def _value(self) -> T:
+    def _look(self) -> None:
+        """Somebody looks at the answer, or will when it comes."""
+        # In this order: the failure may come in between, and looks whether anybody does.
+        self._is_seen = True
         self._unseen = None
+
+    def _value(self) -> T:
+        self._look()
         try:
             value: T = _wait(self)
         except BaseException as error:  # noqa: BLE001  # a copy of it is raised
@@ -113,7 +120,7 @@ class RpcFuture(Future[T]):
         raise raised
 
     def value(self) -> T:
-        self._unseen = None
+        self._look()
         try:
             return super().value()
         except BaseException as error:  # noqa: BLE001  # a copy of it is raised
@@ -129,7 +136,7 @@ class RpcFuture(Future[T]):
         super().add_done_callback(callback)
 
     def _has_user(self) -> None:
-        self._unseen = None
+        self._look()
         if self.call is not None:
             self.call.has_callbacks = True
 
@@ -162,6 +169,8 @@ class RpcFuture(Future[T]):
         forget_frames(error)
         if not isinstance(error, CallCancelled):
             self._unseen = error
+            if self._is_seen:
+                self._unseen = None
         self.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception, whatever it says
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -1,0 +1,55 @@
+"""A failure that somebody looks at is not reported as one that nobody looks at."""
+
+import logging
+import threading
+
+import pytest
+
+from rallypoint.errors import RpcError
+from rallypoint.rpc.future import RpcFuture
+
+
+def fail_after(future, act):
+    act(future)
+    future.fail(RpcError("lost"))
+
+
+def wait_in_a_thread(future):
+    looks = threading.Event()
+
+    class Watched(type(future)):
+        def _look(self):
+            super()._look()
+            looks.set()
+
+    future.__class__ = Watched
+
+    def look():
+        with pytest.raises(RpcError):
+            future.wait()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    looks.wait(5)
+    return thread
+
+
+def test_who_waited_before_the_failure_has_seen_it(caplog):
+    future = RpcFuture()
+    thread = wait_in_a_thread(future)
+    future.fail(RpcError("lost"))
+    thread.join(5)
+    del future, thread
+    assert not caplog.records
+
+
+def test_a_callback_that_was_there_before_the_failure_sees_it(caplog):
+    for act in (lambda future: future.add_done_callback(id), lambda future: future.then(id)):
+        fail_after(RpcFuture(), act)
+    assert not caplog.records
+
+
+def test_a_failure_that_nobody_looks_at_is_told(caplog):
+    with caplog.at_level(logging.WARNING):
+        fail_after(RpcFuture(), lambda future: None)
+    assert "nobody has looked at its answer: lost" in caplog.text
