@@ -18,6 +18,8 @@ import signal
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Self
 
@@ -204,18 +206,25 @@ def play_all(
 ) -> list[tuple[Tensor, ...]]:
     """A round of every actor that is there; those that are lost meanwhile bring nothing."""
     _, present = rpc.members()
-    calls = []
+    calls, rounds = [], []
     for worker in present:
         if worker.name != "learner":
-            arguments = (weights, episodes, seed * 1000 + worker.id)
-            calls.append((worker, rpc.rpc_async(worker, play, arguments)))
-    rounds = []
+            with or_lost(worker, progress):
+                arguments = (weights, episodes, seed * 1000 + worker.id)
+                calls.append((worker, rpc.rpc_async(worker, play, arguments)))
     for worker, call in calls:
-        try:
+        with or_lost(worker, progress):
             rounds.append(call.wait())
-        except rpc.PeerLost:
-            progress.say(f"the round of {worker.name} is lost")
     return rounds
+
+
+@contextmanager
+def or_lost(worker: rpc.WorkerInfo, progress: ProgressReport) -> Iterator[None]:
+    """An actor may go at any time: between two lines, and while it plays."""
+    try:
+        yield
+    except rpc.RpcError as error:
+        progress.say(f"the round of {worker.name} is lost: {error}")
 
 
 def learn(
