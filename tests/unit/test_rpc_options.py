@@ -27,7 +27,6 @@ def test_the_defaults_are_torchs_where_torch_has_them():
     [
         ("num_worker_threads", 0),
         ("num_worker_threads", -1),
-        ("num_worker_threads", True),
         ("rpc_timeout", -1.0),
         ("rpc_timeout", float("nan")),
         ("heartbeat", -0.1),
