@@ -333,7 +333,15 @@ def _fork_store(sock: socket.socket) -> int:
         _die_with(server)
         sock.close()
         os.close(reader)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # c10d asks for the name of who connects, which may take seconds: that of an IPv4 address is in /etc/hosts.
+        listener = socket.create_server(("127.0.0.1", 0))
+        store = TCPStore(
+            "127.0.0.1",
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         os.write(writer, str(store.port).encode())
         os.close(writer)
         while True:
@@ -432,7 +440,12 @@ def store() -> Any:
     """The store of this set of workers."""
     import torch.distributed as dist
 
-    shared = dist.TCPStore("127.0.0.1", _meeting["port"], is_master=False, wait_for_workers=False)
+    from rallypoint._core import resolver
+
+    with resolver.without_name_servers():
+        shared = dist.TCPStore(
+            "127.0.0.1", _meeting["port"], is_master=False, wait_for_workers=False
+        )
     return dist.PrefixStore(_meeting["prefix"], shared)
 
 

@@ -49,6 +49,7 @@ _OWN = frozenset(
         "tensors.rebuild_on_device",
         "tensors.rebuild_parameter",
         "tensors.rebuild_small",
+        "tensors.rebuild_small_view",
         "tensors.rebuild_spread",
         "tensors.rebuild_strided",
         "tensors.rebuild_tensor",

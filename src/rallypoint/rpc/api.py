@@ -259,7 +259,10 @@ def wait_for(names: str | Sequence[str], timeout: float | None = None) -> tuple[
 
 def members() -> tuple[int, tuple[WorkerInfo, ...]]:
     """The membership's epoch, and who is in. An epoch's number only grows; in a static group it is 1."""
-    epoch, found = _agent().group.members()
+    agent = _agent()
+    if not isinstance(agent, Agent):
+        return 1, tuple(agent.infos())
+    epoch, found = agent.group.members()  # type: ignore[union-attr]  # it is in one
     return epoch, tuple(WorkerInfo(each.name, each.id) for each in found)
 
 
@@ -684,6 +687,8 @@ def _finalize_shutdown() -> None:
 def statistics() -> dict[str, Any]:
     """What this worker has done, and what is under way, as numbers and lists that JSON takes."""
     agent = _agent()
+    if not isinstance(agent, Agent):
+        raise RpcError(f"a {type(agent).__name__} has no statistics: use the native backend")
     counters = agent.counters
     return {
         "worker": {"name": agent.me.name, "id": agent.me.id},
@@ -706,7 +711,9 @@ def statistics() -> dict[str, Any]:
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    info: dict[str, str] = _agent().rrefs.debug_info()
+    agent = _agent()
+    source = agent.rrefs.debug_info if isinstance(agent, Agent) else agent.rref_debug_info
+    info: dict[str, str] = source()
     return info
 
 

@@ -31,6 +31,8 @@ class TensorPipe:
         )
         for worker, pairs in options.device_maps.items():
             theirs.set_device_map(worker, {str(a): str(b) for a, b in pairs.items()})
+        # torch's init_rpc does this first; its agent asks for it with every call.
+        importlib.import_module("torch.distributed.autograd")._init(rank)
         self._torch._init_rpc_backend(
             backend=self._torch.BackendType.TENSORPIPE,
             store=store,
@@ -88,6 +90,10 @@ class TensorPipe:
 
     def get_debug_info(self) -> dict[str, str]:
         info: dict[str, str] = self._torch.api._get_current_rpc_agent().get_debug_info()
+        return info
+
+    def rref_debug_info(self) -> dict[str, str]:
+        info: dict[str, str] = self._torch._rref_context_get_debug_info()
         return info
 
     def enable_gil_profiling(self, flag: bool) -> None:

@@ -108,7 +108,12 @@ class TensorWriter:
                 return rebuild_small, (self._copy(storage, whole), code, size, grad)
             return rebuild_tensor, (self._add(storage, whole), code, size, grad)
         if whole <= _MOST_SPREAD * bytes_shown:
-            index, offset = self._add(storage, whole), tensor.storage_offset()
+            offset = tensor.storage_offset()
+            if whole <= SMALL:
+                # As the rest of its memory, if that is in the same message.
+                copy = self._copy(storage, whole)
+                return rebuild_small_view, (copy, code, size, tensor.stride(), offset, grad)
+            index = self._add(storage, whole)
             return rebuild_strided, (index, code, size, tensor.stride(), offset, grad)
         return self._reduce_part(tensor, code, size, item, bytes_shown, grad)
 
@@ -255,7 +260,10 @@ class TensorReader:
         dtype = _DTYPES[code]
         if dtype in _AS_BYTES:
             return torch.frombuffer(self._buffers[index], dtype=torch.uint8).view(dtype)
-        return torch.frombuffer(self._buffers[index], dtype=dtype)
+        buffer = self._buffers[index]
+        # Of memory that was made as bytes, some may be left over behind the last element.
+        count = memoryview(buffer).nbytes // dtype.itemsize
+        return torch.frombuffer(buffer, dtype=dtype, count=count)
 
 
 # -- what a pickle names; ``_reading`` is the message that is being unpickled by this thread -------
@@ -284,6 +292,18 @@ def rebuild_small(data: bytearray, code: int, size: tuple[int, ...], grad: bool)
         made = torch.frombuffer(data, dtype=dtype)
     if len(size) != 1:
         made = made.view(size)
+    return made.requires_grad_() if grad else made
+
+
+def rebuild_small_view(
+    data: bytearray,
+    code: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    grad: bool,
+) -> Tensor:
+    made = TensorReader((data,)).flat(0, code).as_strided(size, stride, offset)
     return made.requires_grad_() if grad else made
 
 

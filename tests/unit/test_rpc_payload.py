@@ -1,0 +1,462 @@
+"""What arrives of what was sent: tensors of every kind, what shares memory, what has no name, what is not allowed."""
+
+import collections
+import io
+import os
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from rallypoint.rpc.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.payload import dumps, dumps_call, loads, loads_call
+from rallypoint.rpc.tensors import _DTYPES
+
+
+def sent(obj: Any, **options: Any) -> Any:
+    """To the other side and into memory of its own."""
+    data, writer = dumps(obj, **options)
+    return loads(data, [bytearray(each) for each in writer.buffers])
+
+
+def same(found: torch.Tensor, original: torch.Tensor) -> bool:
+    if (
+        type(found) is not type(original)
+        or found.dtype != original.dtype
+        or found.shape != original.shape
+        or found.layout != original.layout
+        or found.requires_grad != original.requires_grad
+        or found.device != original.device
+    ):
+        return False
+    if found.layout is torch.strided:
+        steps = zip(found.stride(), original.stride(), original.shape, strict=True)
+        if original.numel() and any(a != b for a, b, count in steps if count > 1):
+            return False
+        if found.is_quantized:
+            return torch.equal(found.int_repr(), original.int_repr())
+        if found.dtype.itemsize == 1 and found.dtype.is_floating_point:
+            return torch.equal(found.view(torch.uint8), original.view(torch.uint8))
+    return torch.equal(found.detach().to_dense(), original.detach().to_dense())
+
+
+def random_bytes(count: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.arange(count) % 3 == 0
+    return torch.randint(0, 100, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+
+
+# -- tensors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(), (1,), (0,), (7,), (3, 5), (2, 0, 3), (200, 30)])
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+def test_every_type_arrives_at_every_size(dtype, size):
+    count = 1
+    for each in size:
+        count *= each
+    original = random_bytes(count, dtype).reshape(size)
+    found = sent(original)
+    assert found.dtype == dtype
+    assert found.shape == original.shape
+    assert found.reshape(-1).view(torch.uint8).equal(original.reshape(-1).view(torch.uint8))
+
+
+def test_types_that_come_with_later_versions_of_torch_arrive_too():
+    known = set(_DTYPES)
+    for name in dir(torch):
+        dtype = getattr(torch, name)
+        if isinstance(dtype, torch.dtype) and dtype not in known:
+            try:
+                original = torch.zeros(4, dtype=dtype)
+                torch.save(original, io.BytesIO())
+            except (RuntimeError, NotImplementedError, TypeError, KeyError):
+                continue  # torch itself cannot send it anywhere
+            assert sent(original).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(12.0).reshape(3, 4).t(),
+        lambda: torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        lambda: torch.arange(100.0)[::2],
+        lambda: torch.arange(100.0)[3:7],
+        lambda: torch.arange(10_000.0)[::1000],
+        lambda: torch.arange(10_000.0)[5_000:5_003],
+        lambda: torch.ones(1).expand(1000),
+        lambda: torch.ones(3, 1).expand(3, 500),
+        lambda: torch.arange(6.0).reshape(2, 3)[:, None].expand(2, 4, 3),
+        lambda: torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.arange(10_000.0).reshape(100, 100)[10:20, 30:33],
+        lambda: torch.empty(0, 3).t(),
+        lambda: torch.tensor(3.5),
+        lambda: torch.arange(20.0).as_strided((4, 4), (2, 1), 3),
+        # Memory that is no multiple of an element.
+        lambda: torch.arange(10, dtype=torch.uint8)[:8].view(torch.int32),
+        lambda: torch.arange(4099, dtype=torch.int32).view(torch.uint8)[:-2].view(torch.int16),
+        lambda: torch.zeros(20_003, dtype=torch.uint8)[:20_000].view(torch.float64),
+        lambda: torch.zeros(20_003, dtype=torch.uint8)[3:11].view(torch.uint8),
+    ],
+)
+def test_strides_are_kept_whatever_part_of_its_memory_a_tensor_shows(make):
+    original = make()
+    assert same(sent(original), original)
+
+
+@given(data=st.data())
+def test_any_view_of_any_memory_arrives(data):
+    base = torch.arange(data.draw(st.integers(1, 200), "memory"), dtype=torch.int32)
+    size = data.draw(st.lists(st.integers(0, 5), max_size=3), "size")
+    stride = [data.draw(st.integers(0, 9), "stride") for _ in size]
+    span = 1 + sum(step * (count - 1) for step, count in zip(stride, size, strict=True) if count)
+    if span > base.numel():
+        base = torch.arange(span, dtype=torch.int32)
+    offset = data.draw(st.integers(0, base.numel() - span), "offset")
+    original = base.as_strided(size, stride, offset)
+    assert same(sent(original), original)
+
+
+def test_a_small_part_of_a_large_memory_does_not_take_it_along():
+    whole = torch.arange(1_000_000.0)
+    for part in (whole[10:20], whole[::100_000], whole.reshape(1000, 1000)[5:7, 3:5]):
+        _, writer = dumps(part)
+        assert sum(each.nbytes for each in writer.buffers) <= 4 * 2100
+
+
+def test_what_shares_memory_shares_it_over_there():
+    base = torch.arange(10.0)
+    whole, again, first, second = sent([base, base, base[:8], base[1:]])
+    whole[5] = 99
+    assert again[5] == 99
+    assert first[5] == 99
+    assert second[4] == 99
+    apart = sent([torch.ones(3), torch.ones(3)])
+    apart[0].zero_()
+    assert apart[1].all()
+
+
+def test_what_shares_memory_shares_it_in_a_call_too():
+    base = torch.arange(10.0)
+    for args in ((base, base), (base, base[2:]), (base[1:], base[:9])):
+        data, writer = dumps_call(same, args, None)
+        buffers = [bytearray(each) for each in writer.buffers] if writer else []
+        _, (one, other), _ = loads(data, buffers)
+        one += 100
+        assert (other >= 100).sum() >= 8
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], [3.0, 4, 5], (2, 3)),
+        lambda: torch.sparse_coo_tensor([[0, 0], [2, 2]], [3.0, 4], (2, 3)),
+        lambda: torch.sparse_coo_tensor([[0, 1]], torch.ones(2, 4), (3, 4)).coalesce(),
+        lambda: torch.sparse_coo_tensor([[], []], [], (2, 3)),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.eye(4).to_sparse_csc(),
+        lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+        lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+        lambda: torch.eye(3).to_sparse().requires_grad_(),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_tensors_keep_their_layout(make):
+    original = make()
+    found = sent(original)
+    assert found.layout == original.layout
+    assert found.shape == original.shape
+    assert found.requires_grad == original.requires_grad
+    if original.layout is torch.sparse_coo:
+        assert found.is_coalesced() == original.is_coalesced()
+    assert torch.equal(found.detach().to_dense(), original.detach().to_dense())
+
+
+def test_gradients_are_wanted_over_there_where_they_are_here_and_the_graph_stays():
+    leaf = torch.ones(3, requires_grad=True)
+    assert sent(leaf).requires_grad
+    result = leaf * 2
+    found = sent(result)
+    assert found.requires_grad
+    assert found.is_leaf
+    assert not sent(result.detach()).requires_grad
+    assert sent(torch.ones(0, requires_grad=True)).requires_grad
+    assert sent(torch.ones(50_000, requires_grad=True)[::2]).requires_grad
+
+
+def test_parameters_modules_and_their_shared_weights_arrive():
+    parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    found = sent(parameter)
+    assert type(found) is torch.nn.Parameter
+    assert not found.requires_grad
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    copy = sent(module)
+    assert copy[1].weight is copy[0].weight
+    assert torch.equal(copy[1].bias, module[1].bias)
+    inputs = torch.ones(2, 4)
+    assert torch.equal(copy(inputs), module(inputs))
+
+
+class Named(torch.Tensor):
+    """A subclass with something of its own."""
+
+    label: str = ""
+
+
+def test_subclasses_stay_what_they_are():
+    original = torch.arange(6.0).as_subclass(Named)
+    original.label = "mine"
+    found = sent(original)
+    assert type(found) is Named
+    assert found.label == "mine"
+    assert found.tolist() == original.tolist()
+    buffer = torch.nn.Buffer(torch.ones(2))
+    assert torch.equal(sent(buffer), buffer)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_lazy_negatives_conjugates_and_quantized_tensors_arrive_as_their_values():
+    complex_ = torch.tensor([1 + 2j, 3 - 4j])
+    assert torch.equal(sent(complex_.conj()), complex_.conj())
+    assert torch.equal(sent(complex_.conj().imag), complex_.conj().imag)
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.quint8)
+    assert torch.equal(sent(quantized).dequantize(), quantized.dequantize())
+
+
+def test_a_tensor_on_another_device_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"meta.*options\.set_device_map"):
+        dumps(torch.ones(3, device="meta"))
+
+
+def test_what_arrives_is_not_the_senders_memory():
+    original = torch.zeros(5_000)
+    data, writer = dumps([original])
+    found = loads(data, [bytearray(each) for each in writer.buffers])[0]
+    found += 1
+    assert not original.any()
+
+
+# -- anything else ------------------------------------------------------------------------------
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Thing:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def method(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -(2**70),
+        1.5,
+        "text \udce4 \0",
+        b"\0" * 10_000,
+        bytearray(b"x"),
+        (),
+        [1, [2, (3,)]],
+        {"a": {1: {2}}},
+        frozenset({1}),
+        range(3),
+        ...,
+        1 + 2j,
+        Point(1, [2]),
+        collections.OrderedDict(a=1),
+        ValueError("bad"),
+        int,
+        len,
+        os.path.join,
+        torch.float16,
+        torch.Size([1, 2]),
+        torch.device("cpu"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_anything_that_pickles_arrives(value):
+    found = sent(value)
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+
+
+def test_tensors_inside_of_things_are_not_pickled_but_sent_beside():
+    thing = Thing({"deep": [torch.ones(10_000), (torch.zeros(10_000),)]})
+    data, writer = dumps(Point(thing, [thing]))
+    assert len(data) < 1000
+    assert len(writer.buffers) == 2
+    found = loads(data, [bytearray(each) for each in writer.buffers])
+    assert found.x is found.y[0]
+    assert found.x.value["deep"][0].sum() == 10_000
+
+
+def test_cycles_arrive():
+    cycle: list[Any] = [torch.ones(2)]
+    cycle.append(cycle)
+    found = sent(cycle)
+    assert found[1] is found
+
+
+def test_things_pickled_within_a_pickling_do_not_disturb_it():
+    class_ = Nesting(torch.ones(3))
+    found = sent([torch.zeros(4), class_, torch.full((2,), 7.0)])
+    assert found[0].tolist() == [0.0] * 4
+    assert found[1].tensor.tolist() == [1.0] * 3
+    assert found[2].tolist() == [7.0] * 2
+
+
+class Nesting:
+    """Writes and reads a message of its own while it is written and read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> Any:
+        data, writer = dumps(self.tensor)
+        return data, [bytes(each) for each in writer.buffers]
+
+    def __setstate__(self, state: Any) -> None:
+        data, buffers = state
+        self.tensor = loads(data, [bytearray(each) for each in buffers])
+
+
+def test_a_message_that_fails_in_the_middle_leaves_the_next_one_alone():
+    for bad in (threading.Lock(), torch.futures.Future()):
+        with pytest.raises((TypeError, RuntimeError)):
+            dumps([torch.ones(3), bad])
+    assert sent(torch.ones(3)).tolist() == [1, 1, 1]
+    with pytest.raises(pickle.UnpicklingError, match="part of a message"):
+        pickle.loads(dumps(torch.ones(5_000))[0])
+
+
+# -- calls --------------------------------------------------------------------------------------
+
+
+def first() -> str:
+    return "first"
+
+
+def test_a_call_is_the_same_with_and_without_the_short_ways():
+    tensor = torch.arange(3.0)
+    calls = [
+        (first, (), None),
+        (first, (1, "a", None, b"x", 2.5, True), None),
+        (first, (), {"key": 1}),
+        (first, ([1],), None),
+        (first, (tensor,), None),
+        (Thing(3).method, (), None),
+        (max, (1, 2), None),
+    ]
+    for func, args, kwargs in calls * 2:
+        data, writer = dumps_call(func, args, kwargs)
+        buffers = [bytearray(each) for each in writer.buffers] if writer else []
+        found, its_args, its_kwargs = loads(data, buffers)
+        assert repr(tuple(its_args)) == repr(args)
+        assert (its_kwargs or None) == kwargs
+        assert getattr(found, "__name__", "") == func.__name__
+
+
+def test_a_name_that_means_another_function_now_is_looked_up_again(monkeypatch):
+    data, _ = dumps_call(first, (), None)
+    for _ in range(3):
+        assert loads_call(data, 0)[0]() == "first"
+
+    def second() -> str:
+        return "second"
+
+    monkeypatch.setitem(globals(), "first", second)
+    assert loads_call(data, 0)[0]() == "second"
+
+
+def test_what_has_no_name_travels_by_value_only_where_that_is_asked_for():
+    base = torch.arange(3.0)
+
+    def closure(x: int) -> Any:
+        return base + x
+
+    for func in (closure, lambda x: base + x):
+        with pytest.raises((AttributeError, pickle.PicklingError, TypeError)):
+            dumps_call(func, (1,), None)
+        data, writer = dumps_call(func, (1,), None, by_value=True)
+        found, args, _ = loads(data, [bytearray(each) for each in writer.buffers])
+        assert found(*args).tolist() == [1, 2, 3]
+    # Tensors go beside it here, too, and a name is still a name.
+    data, writer = dumps([torch.ones(10_000), Thing], by_value=True)
+    assert len(data) < 1000
+    assert loads(data, [bytearray(each) for each in writer.buffers])[1] is Thing
+
+
+# -- the allow-list -----------------------------------------------------------------------------
+
+
+MINE = __name__
+READABLE = AllowList([MINE, "collections"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        3,
+        [torch.ones(3), torch.ones(10_000)[::3], torch.eye(3).to_sparse()],
+        torch.nn.Parameter(torch.ones(2)),
+        Point(1, 2),
+        collections.OrderedDict(a=1),
+        Thing(torch.ones(2)),
+        (first, (), None),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_what_is_on_the_list_arrives(value):
+    data, writer = dumps(value)
+    found = loads(data, [bytearray(each) for each in writer.buffers], allowed=READABLE)
+    assert type(found) is type(value)
+
+
+def calling(module: str, name: str, args: tuple[Any, ...]) -> bytes:
+    body = pickle.dumps(args, 2)[2:-1]  # without protocol and STOP
+    names = b"".join(
+        b"X" + len(text.encode()).to_bytes(4, "little") + text.encode() for text in (module, name)
+    )
+    return b"\x80\x04" + names + b"\x93" + body + b"R."
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "args"),
+    [
+        ("os", "system", ("true",)),
+        ("posix", "system", ("true",)),
+        ("builtins", "eval", ("1",)),
+        ("builtins", "getattr", ("", "upper")),
+        ("subprocess", "run", (["true"],)),
+        # Through what a module on the list, or of ours, has imported.
+        (MINE, "os.system", ("true",)),
+        (MINE, "pickle.loads", ("N.",)),
+        (MINE, "threading.Lock", ()),
+        (MINE, "dumps.__globals__.get", ("pickle",)),
+        (MINE, "Thing.__init__.__globals__.get", ("os",)),
+        ("rallypoint.rpc.payload", "pickle.loads", ("N.",)),
+        ("rallypoint.rpc.payload", "io.open", ("/dev/null",)),
+        ("rallypoint.rpc.tensors", "rebuild_saved", ("",)),
+        ("rallypoint.rpc.tensors", "torch.load", ("/dev/null",)),
+        ("rallypoint.rpc.script", "importlib.import_module", ("os",)),
+        ("rallypoint.rpc.script", "load_script_function", ("os", "system")),
+        ("rallypoint.rpc.api", "shutdown", ()),
+        ("collections", "_sys.exit", ()),
+    ],
+)
+def test_nothing_else_can_be_named_on_any_way(module, name, args):
+    data = calling(module, name, args)
+    # rebuild_saved is there, and reads nothing but weights.
+    with pytest.raises((NotAllowed, AttributeError, TypeError)):
+        loads(data, allowed=READABLE)
