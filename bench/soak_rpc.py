@@ -558,7 +558,7 @@ class Faults:
 
 KINDS = (
     ("reset", 36),
-    ("kill", 6),
+    ("kill", 9),
     ("stop", 9),
     ("delay", 8),
     ("drop", 5),
@@ -757,7 +757,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--minutes", type=float, help="stop after so long, even with fewer faults")
-    parser.add_argument("--rate", type=float, default=30.0, help="faults per second (default 30)")
+    parser.add_argument("--rate", type=float, default=40.0, help="faults per second (default 40)")
     parser.add_argument("--every", type=int, default=500, help="faults between two quiet points")
     parser.add_argument("--output", type=Path, help="write the JSON there too")
     args = parser.parse_args()

@@ -16,13 +16,17 @@ import torch.distributed as dist
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import PeerLost, RpcError, RpcTimeout
-from rallypoint.rpc import NativeRpcBackendOptions
+from rallypoint.rpc import NativeRpcBackendOptions, RRef, payload
 from rallypoint.rpc.agent import Agent
 from rallypoint.rpc.backends import _init
 from rallypoint.rpc.current_call import CurrentCall
 from rallypoint.rpc.messages import Kind
+from rallypoint.rpc.rref import _take_back
+from rallypoint.rpc.serving import Request
 from rallypoint.rpc.streams import ItemSource
+from rallypoint.rpc.tensors import TensorWriter
 from rallypoint.rpc.worker_info import WorkerInfo
+from rallypoint.wire.frames import Frame
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
@@ -351,3 +355,58 @@ def test_who_leaves_does_not_say_that_its_callers_have_given_up(place: Place) ->
     b.close()
     with pytest.raises(PeerLost):
         future.wait()
+
+
+def test_references_in_messages_that_a_broken_connection_lost_are_let_go(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    assert call(a, "b", add, 1, 2) == 3
+    rref_id = a.rrefs.own(7)
+    came, lost = (a.rrefs.fork_owned(rref_id, b.me.id, "") for _ in range(2))
+    b.rrefs.receive(came)
+    outgoing = a.route("b")
+    outgoing.passed.add([came, lost], a.rrefs.unsettled)
+    assert a.rrefs.overview()["forks"] == 2
+    outgoing.line._sock.shutdown(socket.SHUT_RDWR)
+    eventually(lambda: a.rrefs.overview()["forks"] == 1)
+    # What is still read later, of what had come on the old connection, is no reference any more.
+    assert b.rrefs.receive(lost).gone
+    assert b.rrefs.is_confirmed(came.fork_id)
+
+
+def test_an_answer_that_does_not_leave_takes_its_references_back(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    assert call(a, "b", add, 1, 2) == 3
+    (incoming,) = b._incoming
+    incoming.end("the caller has gone")
+    request = Request(b, incoming, Frame(Kind.CALL, 0, 9, 0, b"", ()))
+    fork = b.rrefs.fork_owned(b.rrefs.own(7), a.me.id, "")
+    tensors = TensorWriter()
+    tensors.forks.append(fork)
+    taken: list[Any] = []
+    payload.when_unsent(taken.extend)
+    request._reply(Kind.REPLY, b"", tensors)
+    payload.when_unsent(_take_back)
+    assert taken == [fork]
+
+
+def test_who_waits_for_an_own_value_that_never_comes_waits_no_longer_than_the_caller(
+    place: Place,
+) -> None:
+    a, b = place.join("a"), place.join("b")
+    rref_id, fork_id = a.rrefs.create_remote(b.me.id)
+    fork = a.rrefs.fork_user(fork_id, b.me.id, "")
+    CURRENT[:] = [b]
+    with pytest.raises(RpcTimeout):
+        call(a, "b", wait_for_own, fork, timeout=0.2)
+    eventually(lambda: b.is_idle() and not b._crew._working)
+    eventually(lambda: gc.collect() >= 0 and rref_id not in b.rrefs._values)
+
+
+def wait_for_own(fork: Any) -> Any:
+    """Made here from a reference that has come, as if it were the argument."""
+    agent = CURRENT[0]
+    agent.rrefs.receive(fork)
+    return RRef._of_own(agent, fork.rref_id).local_value()
+
+
+CURRENT: list[Agent] = []

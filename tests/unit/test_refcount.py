@@ -123,6 +123,32 @@ def test_a_call_to_oneself_keeps_the_value_until_it_has_arrived() -> None:
     assert a.owner_local_dropped(rref) == [Release(rref)]
 
 
+def test_what_a_broken_connection_may_have_lost_is_asked_for() -> None:
+    a, b, c, _ = workers()
+    rref, mine = shared(a, b)
+    came, lost = b.fork_user(mine, 2), b.fork_user(mine, 2)
+    assert b.unsettled([came, lost]) == [came, lost]
+    assert c.receive(came).commands == [Send(0, REQUEST, rref, came.fork_id)]
+    assert c.on_inquiry([came.fork_id, lost.fork_id]) == [lost.fork_id]
+    assert b.unsent(lost) == []
+    assert b.unsettled([came, lost]) == [came]
+    # It was only slow: it is dead, and leaves nothing behind.
+    assert "second time" in c.receive(lost).gone
+    c.dropped(lost.fork_id)
+    assert b.dropped(mine) == [] and b.on_child_accept(came.fork_id) == [Send(0, DELETE, rref, mine)]
+    assert is_empty(b)
+
+
+def test_what_an_owner_has_passed_to_nobody_is_let_go() -> None:
+    a, b, *_ = workers()
+    rref = a.create_owned()
+    fork = a.fork_owned(rref, 1)
+    assert a.owner_local_dropped(rref) == [] and a.unsettled([fork]) == [fork]
+    assert b.on_inquiry([fork.fork_id]) == [fork.fork_id]
+    assert a.unsent(fork) == [Release(rref)]
+    assert a.unsettled([fork]) == [] and is_empty(a)
+
+
 # Rule 2: users pass references on
 
 

@@ -418,6 +418,7 @@ class Agent:
         """Send a request that carries buffers or references. Raises what :meth:`Outgoing.begin` does."""
         if tensors.forks:
             flags |= FLAG_REFS
+            outgoing.passed.add(tensors.forks, self.rrefs.unsettled)
         if not tensors.buffers:
             outgoing.begin(kind, call, payload, flags=flags, block=block)
             return
@@ -862,6 +863,9 @@ class Agent:
             self._connect(member, Deadline(_PROBE_SECONDS), probe=True).close()
         except PeerLost:
             self._bury(info, member, reason)
+        else:
+            if ended is not None and ended.passed:
+                self.rrefs.inquire(info.id, ended.passed.all())
 
     def _bury(self, info: WorkerInfo, member: Member | None, reason: str) -> None:
         """A peer is gone: nobody waits for it any more."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from rallypoint.errors import ConfigError, RpcError
 
-from . import constants
+from . import constants, payload as payloads
 from .agent import Agent
 from .calls import Call
 from .messages import TORCH_NAMES, Kind
@@ -95,11 +95,13 @@ class FaultyAgent(Agent):
         block: bool = True,
     ) -> None:
         if kind in self._fail and self._strikes(kind, payload):
+            payloads.unsent(tensors)
             raise RpcError(
                 f"RPC Error: failed intentionally: a message of kind {Kind(kind).name} to {outgoing.peer!r}"
             )
         if kind in self._drop and self._strikes(kind, payload):
             outgoing.adopt(call, kind)
+            payloads.unsent(tensors)
             return
         seconds = self._delay.get(Kind(kind))
         if not seconds:

@@ -16,6 +16,7 @@ from rallypoint.wire.sharing import Sharing
 
 from .crew import Job
 from .messages import CANCEL, CREDIT, REPLY
+from .passed import Passed
 from .poller import WRITE
 from .worker_info import WorkerInfo
 
@@ -56,6 +57,7 @@ class Incoming:
         self.peer = peer
         self.sharing = sharing
         self.active: dict[int, Served] = {}
+        self.passed = Passed()
         # Taken out of the others, and not handed to the kernel yet.
         self._answering: set[int] = set()
         self._job = job
@@ -133,16 +135,19 @@ class Incoming:
         held: Any = None,
         later: bool = False,
         flags: int = 0,
-    ) -> None:
+    ) -> bool:
         """Answer a request. Does not wait; an answer to a peer that has gone is dropped.
 
         Args:
             held: kept until the buffers are sent.
             later: send it together with the next ones, at :meth:`flush`.
+
+        Returns:
+            False if it has certainly not left.
         """
         if self._ended:
             # What it asked for was given up with it: that is not what it shall read in its last moment.
-            return
+            return False
         placed: Sequence[Shared | memoryview] = buffers
         if buffers and self.sharing is not None:
             placed, _ = self.sharing.place(buffers)
@@ -153,9 +158,10 @@ class Incoming:
             if not self._is_marked:
                 self._is_marked = True
                 self._hold_back(self)
-            return
+            return True
         with contextlib.suppress(Closed):
             self.line.send(pieces, held)
+        return True
 
     def flush(self) -> None:
         """Send what was held back."""

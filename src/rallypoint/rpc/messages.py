@@ -23,6 +23,7 @@ class Kind(IntEnum):
     CREDIT = 12
     SEGMENT = 13
     LEAVE = 14
+    INQUIRY = 15
     # From the one that accepted.
     REPLY = 32
     NOTHING = 33

@@ -22,6 +22,7 @@ from rallypoint.wire.sharing import Sharing
 
 from .calls import Call, CallTable
 from .messages import CANCEL, END, FLAG_REFS, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
+from .passed import Passed
 from .worker_info import WorkerInfo
 
 
@@ -82,6 +83,7 @@ class Outgoing:
         self.is_armed = False
         self.lost_reason: str | None = None
         self.in_flight = 0
+        self.passed = Passed()
         self._watch = watch
         self._numbers = itertools.count(1)
         self._role = threading.Lock()

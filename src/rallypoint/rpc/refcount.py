@@ -27,6 +27,8 @@ deleted as long as it covers:
 
 Every message may come twice and late. What registers a fork (FORK_REQUEST, the call of ``remote``) must not do so once
 the fork is deleted: its id is remembered. So is the id of a released value, lest it be expected for ever.
+A message whose connection ends may have come or not. Its sender asks (``on_inquiry``): what has not come then never
+will, and was not sent (``unsent``).
 A confirmation that was given up (``failed``) leaves it open whether the fork is registered. Such a reference is dead
 to its holder, but it covers its children still, keeps its own parent until these are accepted, and is deleted as
 others are; a delete may then come before what it undoes, and the remembered id takes care of that, too.
@@ -447,6 +449,16 @@ class References:
             return []
         return self._delete_fork(rref_id, fork_id)
 
+    def on_inquiry(self, fork_ids: Iterable[ForkId]) -> list[ForkId]:
+        """Another worker asks which of these references have come here; returns those that have not, and never will.
+
+        It has sent them on a connection that has ended since. One that comes after this answer is dead.
+        """
+        missing = [each for each in fork_ids if each not in self._users]
+        for fork_id in missing:
+            self._deleted.add(fork_id)
+        return missing
+
     # Ends
 
     def peer_lost(self, worker: int, reason: str) -> list[Command]:
@@ -494,6 +506,15 @@ class References:
         """Whether the owner has registered this reference of ours."""
         user = self._users.get(fork_id)
         return user is not None and user.confirmed
+
+    def unsettled(self, forks: Iterable[Fork]) -> list[Fork]:
+        """Which of these, sent by this worker, keep something alive here."""
+        return [
+            each
+            for each in forks
+            if each.fork_id in self._children
+            or (each.rref_id in self._owned and each.fork_id in self._owned[each.rref_id].forks)
+        ]
 
     def owner_of(self, fork_id: ForkId) -> int | None:
         """Where the value of this reference of ours lives; None if there is no such reference (any more)."""

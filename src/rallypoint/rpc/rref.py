@@ -152,19 +152,18 @@ class RRef(Generic[T]):
             return cast("T", future.wait())
 
     def local_value(self) -> T:
-        """The value itself, on its owner.
+        """The value itself, on its owner; waits until it has been made.
 
         Raises:
             RpcError: this worker is not the owner.
+            RpcTimeout: in a call that is served: its caller waits no longer, and the value has not been made.
         """
         if self._fork_id is not None:
             raise RpcError(
                 f"For UserRRef(rref_id={self._rref_id}, fork_id={self._fork_id}), can't call localValue()"
                 f" on user {self._agent.me}. Call it on owner {self._owner}"
             )
-        future = self._agent.rrefs.value(self._rref_id)
-        with self._agent.waiting():
-            return cast("T", future.wait())
+        return self._wait_here(0.0)
 
     def _check_usable(self, what: str) -> None:
         if self._agent.rrefs.is_deleted or self._agent.is_closed:

@@ -168,6 +168,38 @@ class RRefTable:
                 commands = self._core.unsent(fork)
             self._carry_out(commands)
 
+    def unsettled(self, forks: Iterable[Fork]) -> list[Fork]:
+        """Which of these, sent by this worker, keep something alive here."""
+        with self._lock:
+            return self._core.unsettled(forks)
+
+    def inquire(self, to: int, forks: Iterable[Fork], attempt: int = 0) -> None:
+        """The connection on which these were sent to a worker has ended: find out which have come."""
+        agent = self._agent
+        unsettled = self.unsettled(forks)
+        if not unsettled or agent.is_closed or agent.is_gone(to) or attempt > _MOST_RETRIES:
+            return
+
+        def finish(call: Call, outgoing: Outgoing) -> None:
+            try:
+                missing = set(agent.decode(call, outgoing))
+            except RpcError as error:
+                again(error)
+            else:
+                self.unsent([each for each in unsettled if each.fork_id in missing])
+
+        def again(error: BaseException) -> None:
+            logger.debug("worker %d has not said which references have come: %s", to, error)
+            agent.later(
+                _RETRY_SECONDS * 2**attempt, lambda: self.inquire(to, unsettled, attempt + 1)
+            )
+
+        try:
+            fork_ids = [each.fork_id for each in unsettled]
+            agent.call_control(to, Kind.INQUIRY, (fork_ids,), _PATIENCE, finish)
+        except RpcError as error:
+            again(error)
+
     def receive(self, fork: Fork) -> Received:
         """A reference has come in a message."""
         with self._lock:
@@ -355,6 +387,13 @@ class RRefTable:
                 rref_id, fork_id = check_ids(*content)
                 with self._lock:
                     commands = self._core.on_user_delete(rref_id, fork_id, sender)
+            case Kind.INQUIRY:
+                (fork_ids,) = content
+                checked = [check_id(each, ForkId) for each in fork_ids]
+                with self._lock:
+                    missing = self._core.on_inquiry(checked)
+                request.answer(missing)
+                return
             case _:
                 request.fail(
                     RpcError(f"a request of kind {kind}, which this version does not know")

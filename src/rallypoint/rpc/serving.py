@@ -39,12 +39,13 @@ from .messages import (
     SCRIPT_FETCH,
     STREAM,
 )
-from .payload import loads, loads_call, packed_result, unpacked
+from .payload import loads, loads_call, packed_result, unpacked, unsent
 from .rref_table import check_ids
 
 
 if TYPE_CHECKING:
     from .agent import Agent
+    from .tensors import TensorWriter
 
 
 logger = logging.getLogger(__name__)
@@ -301,15 +302,7 @@ class Request:
                 self._incoming.reply(REPLY, number, packed, later=later, flags=FLAG_PACKED)
             else:
                 payload, tensors = self._agent.dumps(result, self._incoming.peer)
-                self._incoming.reply(
-                    REPLY,
-                    number,
-                    payload,
-                    tensors.buffers,
-                    held=tensors.held,
-                    later=later,
-                    flags=FLAG_REFS if tensors.forks else 0,
-                )
+                self._reply(REPLY, payload, tensors, later=later)
         except BaseException as error:  # noqa: BLE001  # a result that cannot be pickled
             error.add_note("This is the result of a call: the function itself has returned.")
             self._incoming.active[number] = self
@@ -350,14 +343,25 @@ class Request:
     def item(self, value: Any) -> None:
         """Send one item of a stream."""
         payload, tensors = self._agent.dumps(value, self._incoming.peer)
-        self._incoming.reply(
-            ITEM,
+        self._reply(ITEM, payload, tensors)
+
+    def _reply(
+        self, kind: int, payload: bytes, tensors: TensorWriter, *, later: bool = False
+    ) -> None:
+        incoming, forks = self._incoming, tensors.forks
+        if forks:
+            incoming.passed.add(forks, self._agent.rrefs.unsettled)
+        sent = incoming.reply(
+            kind,
             self._frame.call,
             payload,
             tensors.buffers,
             held=tensors.held,
-            flags=FLAG_REFS if tensors.forks else 0,
+            later=later,
+            flags=FLAG_REFS if forks else 0,
         )
+        if not sent:
+            unsent(tensors)
 
     def end_stream(self) -> None:
         if self._incoming.claim(self._frame.call):

@@ -1,0 +1,40 @@
+"""The references that were sent on one connection: when it ends, it is not known which of them have come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from .refcount import Fork
+
+
+# Those that do not matter any more are looked for beyond this many.
+_FEW = 64
+
+
+class Passed:
+    """References in the order in which they were sent. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._forks: list[Fork] = []
+        self._enough = _FEW
+
+    def add(self, forks: Iterable[Fork], unsettled: Callable[[list[Fork]], list[Fork]]) -> None:
+        """These are about to be sent.
+
+        Args:
+            unsettled: tells which of some references still keep something alive; the others are forgotten.
+        """
+        with self._lock:
+            self._forks += forks
+            if len(self._forks) > self._enough:
+                self._forks = unsettled(self._forks)
+                self._enough = max(_FEW, 2 * len(self._forks))
+
+    def all(self) -> list[Fork]:
+        with self._lock:
+            return list(self._forks)
+
+    def __len__(self) -> int:
+        return len(self._forks)
