@@ -15,7 +15,7 @@ from rallypoint import compat, rpc
 from rpc_workers import Workers, eventually
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 
 def double(x: Any) -> Any:
@@ -138,7 +138,7 @@ def test_a_member_of_a_group_does_not_change_horses():
 
 def program(address: str) -> Any:
     """As somebody wrote it for torch, unmodified."""
-    import torch.distributed.rpc as rpc  # noqa: PLC0415  # as such programs do
+    import torch.distributed.rpc as rpc  # as such programs do
 
     rank, size = rpc_workers.rank, rpc_workers.world_size
     options = rpc.TensorPipeRpcBackendOptions(
@@ -225,7 +225,12 @@ def test_torchs_agent_runs_behind_our_functions(tensorpipe):
 
     tensorpipe.on(0, case)
     tensorpipe.run(rpc.shutdown)
-    tensorpipe.run(lambda: pytest.raises(rpc.RpcError, rpc.get_worker_info) and None)
+
+    def is_out():
+        with pytest.raises(rpc.RpcError):
+            rpc.get_worker_info()
+
+    tensorpipe.run(is_out)
 
 
 def test_what_torchs_agent_cannot_do_is_said(tensorpipe):

@@ -410,3 +410,37 @@ def wait_for_own(fork: Any) -> Any:
 
 
 CURRENT: list[Agent] = []
+
+
+def test_a_fetch_that_was_given_up_before_it_began_leaves_nothing(place: Place) -> None:
+    a, b = place.join("a"), place.join("b")
+    assert call(a, "b", add, 1, 2) == 3
+    (incoming,) = b._incoming
+    rref_id, _ = a.rrefs.create_remote(b.me.id)
+    request = Request(b, incoming, Frame(Kind.FETCH, 0, 9, 0, b"", ()))
+    request.cancel()
+    b.rrefs.serve(request, Kind.FETCH, (rref_id,))
+    assert not b.rrefs._values
+    assert incoming.is_idle
+
+
+def test_calls_of_a_worker_that_leaves_end_before_its_peers_have_read_all_answers(
+    place: Place,
+) -> None:
+    a, b = place.join("a"), place.join("b")
+    assert call(b, "a", add, 1, 2) == 3
+    future = call_async(a, "b", nap, 1.0)
+    (incoming,) = a._incoming
+    ended = threading.Event()
+    real = incoming.finish
+
+    def slow(deadline: Any) -> None:
+        assert ended.wait(5.0)
+        real(deadline)
+
+    incoming.finish = slow  # type: ignore[method-assign]
+    future.add_done_callback(lambda _: ended.set())
+    a.close()
+    with pytest.raises(PeerLost):
+        future.wait()
+    assert ended.is_set()

@@ -135,7 +135,9 @@ def test_what_a_broken_connection_may_have_lost_is_asked_for() -> None:
     # It was only slow: it is dead, and leaves nothing behind.
     assert "second time" in c.receive(lost).gone
     c.dropped(lost.fork_id)
-    assert b.dropped(mine) == [] and b.on_child_accept(came.fork_id) == [Send(0, DELETE, rref, mine)]
+    assert b.dropped(mine) == [] and b.on_child_accept(came.fork_id) == [
+        Send(0, DELETE, rref, mine)
+    ]
     assert is_empty(b)
 
 

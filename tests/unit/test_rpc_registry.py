@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from rallypoint import rpc
-from rallypoint.rpc import BackendType, WorkerInfo, api, backend_registered, register_backend, registry
+from rallypoint.rpc import (
+    BackendType,
+    WorkerInfo,
+    api,
+    backend_registered,
+    register_backend,
+    registry,
+)
 
 
 class Stub:
@@ -22,7 +29,9 @@ class Stub:
     def get_worker_infos(self) -> list[WorkerInfo]:
         return [WorkerInfo("me", 0)]
 
-    def call_sync(self, to: Any, kind: Any, what: Any, content: Any, timeout: float, flags: int = 0):
+    def call_sync(
+        self, to: Any, kind: Any, what: Any, content: Any, timeout: float, flags: int = 0
+    ):
         func, args, kwargs = content
         return ("stub", to, func(*args, **(kwargs or {})))
 
@@ -152,9 +161,7 @@ def test_the_backend_is_told_by_its_options():
 
     register("MINE")
     options = StubOptions(5.0, "env://")
-    rpc.init_rpc(
-        "me", rank=0, world_size=1, store=dist.HashStore(), rpc_backend_options=options
-    )
+    rpc.init_rpc("me", rank=0, world_size=1, store=dist.HashStore(), rpc_backend_options=options)
     try:
         assert api._get_current_rpc_agent().arguments["rpc_backend_options"] is options
     finally:

@@ -521,6 +521,10 @@ class References:
         user = self._users.get(fork_id)
         return None if user is None else user.owner
 
+    def is_expected(self, rref_id: RRefId) -> bool:
+        """Whether anybody refers to this value of this process, be it there or not."""
+        return rref_id in self._owned
+
     def why_absent(self, rref_id: RRefId) -> str:
         """Why a value of this process is not there, and never will be; empty if it is, or may be."""
         owned = self._owned.get(rref_id)

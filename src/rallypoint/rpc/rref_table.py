@@ -290,7 +290,11 @@ class RRefTable:
                         self._values.pop(rref_id, None)
                         self._not_made.pop(rref_id, None)
                 case Orphaned(rref_id, reason):
-                    future = self.value(rref_id)
+                    with self._lock:
+                        if not self._core.is_expected(rref_id):
+                            # Everybody has let it go in the meantime.
+                            continue
+                        future = self.value(rref_id)
                     if not future.done():
                         future.set_exception(RpcError(reason))
                 case Refuse():
@@ -409,6 +413,8 @@ class RRefTable:
             reason = self._core.why_absent(rref_id)
             if not reason:
                 self._core.owner_local_held(rref_id)
+                # Now: who has given up already lets it go below, and it must not come back.
+                future = self.value(rref_id)
         if reason:
             request.fail(RpcError(reason), printed=False)
             return
@@ -441,7 +447,7 @@ class RRefTable:
             let_go()
 
         request.on_cancel(give_up)
-        self.value(rref_id).add_done_callback(done)
+        future.add_done_callback(done)
 
     def begin_remote(self, rref_id: RRefId, fork_id: ForkId, user: int) -> Future[Any] | None:
         """The call of ``remote`` has come; returns what its result belongs into, None if nobody wants it any more."""
