@@ -246,7 +246,7 @@ def test_a_job_that_fails_ends_no_thread(make, error, caplog):
     place.inbox.put(place.note("after"))
     place.crew.submit(Act(place.note("after")))
     place.noted("after", "after")
-    assert place.crew._working == 0
+    eventually(lambda: place.crew._working == 0)
     assert "please report it" in caplog.text
 
 
