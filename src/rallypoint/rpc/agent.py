@@ -221,12 +221,13 @@ class Agent:
             each.fail("this worker has left the group")
         # Answers of what has just been done go out first.
         self._crew.close(_LAST_WORDS)
+        # Nobody else tells those who wait for an answer that there is none.
+        self._is_alone = True
+        self._complete_left()
         for peer in incoming:
             peer.finish(Deadline(_LAST_WORDS))
         self._loop.close(timeout)
         ended = self._crew.close(timeout)
-        # Nobody else tells those who wait for an answer that there is none.
-        self._is_alone = True
         self._complete_left()
         for stranger in strangers:
             stranger.close("this worker has left the group")
