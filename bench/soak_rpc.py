@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import soak_rpc_calls as calls
 import soak_rpc_member as member
 import torch.distributed as dist
 from jobs import Progress, machine, publish
@@ -55,7 +56,6 @@ JOIN_TIMEOUT = 30.0
 # Until calls that are under way at a quiet point have ended, and all that follows from them.
 PAUSE_PATIENCE = 20.0
 CENSUS_PATIENCE = 12.0
-HOLD = "RALLY_SOAK_RPC"
 
 
 # -- the nursery: forks members without importing torch anew ----------------------------------------
@@ -266,7 +266,7 @@ class Crowd:
         if kind in ("late", "hang") and "until" in said:
             stopped = process.stopped_within(said["began"], said["ended"])
             over = said["ended"] - said["until"] - stopped
-            if over <= member.GRACE:
+            if over <= calls.GRACE:
                 return
             said["seconds_over"] = round(over, 3)
         facts = {key: value for key, value in said.items() if key != "problem"}
@@ -404,7 +404,7 @@ class Stranger:
                     data = HEADER.pack(64, Kind.CALL, 0, 65535, 1, 0, 0) + bytes(64)
                 case _:
                     # A call that is served after its caller has gone.
-                    call = pickle.dumps((member.give, (1, 0, 4 << 20, True), None), 5)
+                    call = pickle.dumps((calls.give, (1, 0, 4 << 20, True), None), 5)
                     data = b"".join(encode(Kind.CALL, n, call, time_left=2000)[0] for n in (1, 2))
             sock.sendall(data)
             if chance.random() < 0.3:
@@ -422,10 +422,10 @@ class Stranger:
             for number in range(chance.randint(4, 24)):
                 size = chance.randint(1, 4) << 20
                 if chance.random() < 0.3:
-                    what: Any = (member.count, (number, 50, 100_000), {" window": 50})
+                    what: Any = (calls.count, (number, 50, 100_000), {" window": 50})
                     kind = Kind.STREAM
                 else:
-                    what, kind = (member.give, (number, 0, size, True), None), Kind.CALL
+                    what, kind = (calls.give, (number, 0, size, True), None), Kind.CALL
                 call = pickle.dumps(what, 5)
                 sock.sendall(encode(kind, number, call, time_left=3000)[0])
             time.sleep(chance.uniform(0.5, 2.0))
@@ -698,7 +698,7 @@ def soak(
     faults: int, seed: int, minutes: float | None, rate: float, every: int, progress: Progress
 ) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="rally-soak-"))
-    member.prepare(seed)
+    calls.prepare(seed)
     ours, theirs = socket.socketpair()
     nursery_pid = os.fork()
     if nursery_pid == 0:
