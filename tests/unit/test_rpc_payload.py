@@ -96,6 +96,8 @@ def test_types_that_come_with_later_versions_of_torch_arrive_too():
         lambda: torch.empty(0, 3).t(),
         lambda: torch.tensor(3.5),
         lambda: torch.arange(20.0).as_strided((4, 4), (2, 1), 3),
+        # Elements in the same place, with wide gaps between them.
+        lambda: torch.arange(60.0).as_strided((2, 3), (0, 25), 3),
         # Memory that is no multiple of an element.
         lambda: torch.arange(10, dtype=torch.uint8)[:8].view(torch.int32),
         lambda: torch.arange(4099, dtype=torch.int32).view(torch.uint8)[:-2].view(torch.int16),

@@ -323,9 +323,37 @@ def rebuild_strided(
 def rebuild_spread(
     index: int, code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
 ) -> Tensor:
+    packed = _reading().flat(index, code)
     made = torch.empty_strided(size, stride, dtype=_DTYPES[code])
-    made.copy_(_reading().flat(index, code).view(size))
+    if 0 in stride or not _is_free_of_overlaps(size, stride):
+        # Elements that lie in the same place: copy_ refuses them, an index does not, and they are equal.
+        flat = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
+        places = torch.arange(flat.numel()).as_strided(size, stride).reshape(-1)
+        flat.view(_BYTES[flat.element_size()])[places] = packed.view(_BYTES[flat.element_size()])
+    else:
+        made.copy_(packed.view(size))
     return made.requires_grad_() if grad else made
+
+
+# Indexing takes these; what the bits mean does not matter to it.
+_BYTES = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+
+
+def _is_free_of_overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether each step leaves room for all smaller ones; False where that does not tell."""
+    reach = 1
+    for step, count in sorted(zip(stride, size, strict=True)):
+        if count > 1:
+            if step < reach:
+                return False
+            reach = step * (count - 1) + reach
+    return True
 
 
 def rebuild_empty(code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool) -> Tensor:
