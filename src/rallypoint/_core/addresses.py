@@ -70,13 +70,13 @@ def _resolve(host: str, port: int, flag: str = "--master-addr") -> tuple[int, tu
     return family, address  # type: ignore[return-value]  # IPv6 addresses have two more fields; bind takes them
 
 
-def check_host(host: str) -> None:
+def check_host(host: str, flag: str = "--master-addr") -> None:
     """Ask whether there is such a host at all.
 
     Raises:
         ConfigError: its name has no address.
     """
-    _resolve(host, 0)
+    _resolve(host, 0, flag)
 
 
 def is_loopback(host: str) -> bool:

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -400,10 +400,6 @@ class Agent:
             return str(found)
 
         return Devices(target)
-
-    def device_map(self, to: WorkerInfo) -> Mapping[Device, Device]:
-        """Where tensors that are sent to a worker end up."""
-        return self.options.device_maps.get(to.name, {})
 
     def send(
         self,
@@ -891,9 +887,6 @@ class Agent:
         self._crew.submit(
             _Task(lambda: self._bury(WorkerInfo(member.name, member.id), member, reason))
         )
-
-    def is_dead(self, member: Member) -> bool:
-        return member.incarnation in self._dead
 
     # -- serving ------------------------------------------------------------------------------------
 

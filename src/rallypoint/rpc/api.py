@@ -56,7 +56,7 @@ _gatherings = Gatherings()
 _thread_local_var = threading.local()
 
 # torch's words: programs look for them.
-_NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+_NOT_INITIALIZED = "RPC has not been initialized in this process: call init_rpc first"
 
 
 # -- coming ---------------------------------------------------------------------------------------

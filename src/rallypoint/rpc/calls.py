@@ -45,7 +45,6 @@ class Call:
         "outgoing",
         "seconds",
         "size",
-        "started",
         "waiter",
         "what",
     )
@@ -73,7 +72,6 @@ class Call:
         self.future: Any = None
         self.outgoing: Any = None
         self.has_callbacks = False
-        self.started = 0.0
 
     def describe(self) -> str:
         """The call, for an error."""

@@ -266,11 +266,6 @@ def _current_reader() -> TensorReader:
 read_with(_current_reader)
 
 
-def current_sender() -> int | None:
-    """Who sent the message that this thread is unpickling."""
-    return _current.sender
-
-
 # Calls without arguments that have come: their payload, and where the function is found by its name.
 _KNOWN_CALLS: dict[bytes, tuple[tuple[Any, tuple[()], None], dict[str, Any], str]] = {}
 _MOST_KNOWN = 256  # bytes of a payload that is remembered

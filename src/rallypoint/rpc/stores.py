@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import torch.distributed as torch_distributed
 
 from rallypoint._core import env
-from rallypoint._core.addresses import is_this_host
+from rallypoint._core.addresses import check_host, is_this_host
 from rallypoint.errors import ConfigError
 
 
@@ -39,6 +39,7 @@ def open_store(
         ConfigError: it is none of these.
     """
     limit = timedelta(seconds=timeout) if timeout else dist.constants.default_pg_timeout
+    _check_host(init_method)
     if (rank >= 0 and world_size) or (torch_rules and rank < 0):
         # torch's own way, so that every scheme that it knows, or was taught, works. But the store is not to wait
         # for all workers: that cannot be interrupted, and does not say who is missing. The group waits for them.
@@ -89,6 +90,14 @@ def _tcp(host: str, port: int | None, limit: timedelta, rank: int) -> Any:
             # Somebody serves it already.
             pass
     return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+
+
+def _check_host(init_method: str) -> None:
+    """Tell at once of a name that is nobody's: c10d tries it until the time is up."""
+    url = urlsplit(init_method)
+    host = env.get("MASTER_ADDR") if url.scheme == "env" else url.hostname
+    if url.scheme in ("env", "tcp") and host:
+        check_host(host, "MASTER_ADDR" if url.scheme == "env" else "init_method")
 
 
 def prefixed(prefix: str, store: Any) -> Any:
