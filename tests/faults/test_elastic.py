@@ -628,6 +628,28 @@ def test_nodes_that_meet_in_a_folder(local: Cluster) -> None:
     kill_one_and_scale_up(local, f"file://{local.folder / 'shared'}")
 
 
+def test_workers_that_die_of_anothers_admission_cost_nothing(local: Cluster) -> None:
+    """One node stops its workers for the newcomer before the other has heard of it: no restart is used."""
+    (local.folder / "shared").mkdir()
+    endpoint = f"file://{local.folder / 'shared'}"
+    flags = (*words("1:3", lease=6.0), "--rdzv-endpoint", endpoint, "--rdzv-backend", "file")
+    for index in range(2):
+        local.start(f"n{index}", *flags)
+    first = local.formed(2)
+    local.goes_on(first)
+    late = local.node(first.names[1])
+    late.signal(signal.SIGSTOP)
+    try:
+        local.start("new", *flags)
+        local.node(first.names[0]).wait_said("a node wants to join")
+        time.sleep(0.2)  # the late one's worker dies of it
+    finally:
+        late.signal(signal.SIGCONT)
+    second = local.formed(3, after=first.generation)
+    assert second.restarts == 0
+    finish(local, *second.names)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or shutil.which("mount") is None:

@@ -48,11 +48,11 @@ def value(x: Any) -> Any:
     return rpc.RRef(x)
 
 
-_NOT_IN = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+_NOT_IN = "RPC has not been initialized in this process: call init_rpc first"
 
 
 def nothing_can_be_done() -> None:
-    """Every way in is refused at once, in torch's words."""
+    """Every way in is refused at once; torch's words come first, as programs look for them."""
     ways = [
         lambda: rpc.rpc_sync("w1", double, (1,)),
         lambda: rpc.rpc_async("w1", double, (1,)),
@@ -79,7 +79,7 @@ def nothing_can_be_done() -> None:
 # -- before and after ---------------------------------------------------------------------------
 
 
-def test_calls_before_init_and_after_shutdown_are_refused_in_torchs_words():
+def test_calls_before_init_and_after_shutdown_are_refused():
     with Workers(2) as workers:
         workers.run(nothing_can_be_done)
         workers.run(rpc_workers.join)

@@ -19,7 +19,8 @@ Rules:
    overrules a restart: who says stop means it.
 3. The restart budget is the job's, and the round says how much of it is used: all nodes know the same
    number. A failure is charged. A node that is lost, leaves or joins is not (``elastic`` jobs); a failure that says
-   no more than that a peer is gone (*symptom*) is charged only if the next round finds nobody missing.
+   no more than that a peer is gone (*symptom*) is charged only if the next round finds nobody missing and
+   nobody who ended the generation for such a change.
 4. A generation is over only when ``swept``: nothing of it is left when the next one starts.
 5. An elastic node whose workers have ended well leaves at once, but the one that serves the job's store
    (``serves``) stays until all others are done, whatever rounds they need for it.

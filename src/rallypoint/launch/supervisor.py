@@ -632,7 +632,7 @@ class Supervisor:
         attempt, budget = state.restarts + 2, state.max_restarts + 1
         again = f"attempt {attempt} of {budget}"
         if state.verdict is policy.Verdict.SUSPECT:
-            again = "no attempt is used if a node is lost"
+            again = "no attempt is used if a node came or went"
         why = "another node failed"
         # Where a peer told first, its failure is the cause of ours.
         failures = in_order_of_blame((*self._peer_failures, *self._failures))

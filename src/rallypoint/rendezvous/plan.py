@@ -82,8 +82,9 @@ def restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
     """How much of the job's restart budget is used, with this round.
 
     A failure is charged; a node that came or went is not. A failure that may be no more than the echo of
-    a lost node is charged if all of the last round are here (``whole``): then nobody was lost. Who was no
-    member of the last round knows nothing of its end: what befell it in an earlier one is settled.
+    a lost node is charged if all of the last round are here (``whole``): then nobody was lost. It is the echo
+    of workers that another node stopped where that one says that members came or went. Who was no member of
+    the last round knows nothing of its end: what befell it in an earlier one is settled.
     """
     used = max(
         (fields.number(fields.facts_in(each).get("restarts", 0)) for each in records), default=0
@@ -93,7 +94,8 @@ def restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
         for each in records
         if isinstance(each.get("last_rank"), int)
     }
-    return used + int("failed" in verdicts or ("suspect" in verdicts and whole))
+    unexplained = whole and "suspect" in verdicts and "changed" not in verdicts
+    return used + int("failed" in verdicts or unexplained)
 
 
 def ids_key(generation: int, plan: Mapping[str, Any]) -> str:
