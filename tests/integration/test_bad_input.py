@@ -69,7 +69,7 @@ class Asker:
             check=False,
             preexec_fn=without_privileges if unprivileged and os.geteuid() == 0 else None,
         )
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         assert "Traceback" not in done.stderr
         assert done.stdout == ""
         assert done.stderr.endswith("\n")

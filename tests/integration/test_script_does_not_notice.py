@@ -285,9 +285,9 @@ ENDS: dict[str, str | bytes] = {
     ),
     "an executor that still works": (
         "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"
-        "pool = ThreadPoolExecutor(2)\n"
+        "pool = ThreadPoolExecutor(1)\n"
         "for n in range(3):\n"
-        "    pool.submit(lambda n=n: (time.sleep(0.05 * (n + 1)), print('task', n)))\n"
+        "    pool.submit(lambda n=n: (time.sleep(0.05), print('task', n)))\n"
         "print('main')"
     ),
     "a pool of processes that still works": (

@@ -523,9 +523,11 @@ class Supervisor:
         )
         folder = self._folder.generation(ready.generation)
         factory = StreamFactory(config.logs, folder, self._relay, self._console)
+        # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
+        settings = [self._settings_of(ranks, facts, factory) for ranks in ranks_of_workers]
         self._workers = Generation(ready.generation, ready.node_rank)
-        for ranks in ranks_of_workers:
-            self._workers.add(self._start_worker(ranks, facts, factory))
+        for ranks, each in zip(ranks_of_workers, settings, strict=True):
+            self._workers.add(self._start_worker(ranks, facts, factory, each))
 
     def _start_nothing(self) -> None:
         """Told to stop while the fork server still imports: the workers end before they began."""
@@ -536,13 +538,26 @@ class Supervisor:
         for index in sorted(self._state.running):
             self._decide(policy.WorkerEnded(index, failed=False))
 
-    def _start_worker(
+    def _settings_of(
         self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
+    ) -> dict[str, Any]:
+        """Of one worker: what is to be in its environment, and where it may run."""
+        folder = factory.worker_folder(ranks.local_rank)
+        error_file = "" if folder is None else str(folder / "error.json")
+        return {
+            "env": worker_env.worker_env(self._env, ranks, facts, error_file),
+            "cpus": self._cpus_of(ranks),
+        }
+
+    def _start_worker(
+        self,
+        ranks: WorkerRanks,
+        facts: worker_env.RoundFacts,
+        factory: StreamFactory,
+        settings: dict[str, Any],
     ) -> Worker:
         prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
         streams = factory.open(ranks.local_rank, prefix)
-        folder = factory.worker_folder(ranks.local_rank)
-        error_file = "" if folder is None else str(folder / "error.json")
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         # The name holds the generation: a report about an earlier one's must not be taken for its.
@@ -553,12 +568,7 @@ class Supervisor:
             worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
             payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
             fds += [payload, worker.result_fd]
-        message = {
-            "do": "spawn",
-            "name": worker.name,
-            "env": worker_env.worker_env(self._env, ranks, facts, error_file),
-            "cpus": self._cpus_of(ranks),
-        }
+        message = {"do": "spawn", "name": worker.name, **settings}
         self._server.channel.send(message, fds)
         theirs.close()
         streams.given()

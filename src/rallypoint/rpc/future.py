@@ -72,16 +72,18 @@ class RpcFuture(Future[T]):
     (:meth:`cancel`), and it reports a failure that nobody ever looks at.
     """
 
+    # Without a dict of its own it is one object less, of the many that are under way, for the garbage collector.
+    __slots__ = ("_is_seen", "_unseen", "call", "is_watched")
+
     def __init__(self) -> None:
         # torch's own constructor only makes a list of devices for this.
         _init(self, _NO_DEVICES)
-
-    # A future whose call could not be sent has none.
-    call: Call | None = None
-    _unseen: BaseException | None = None
-    _is_seen = False
-    # Somebody else reports the failure, if need be.
-    is_watched = False
+        # A future whose call could not be sent has none.
+        self.call: Call | None = None
+        self._unseen: BaseException | None = None
+        self._is_seen = False
+        # Somebody else reports the failure, if need be.
+        self.is_watched = False
 
     def wait(self) -> T:
         """Wait for the answer.

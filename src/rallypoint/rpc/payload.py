@@ -158,8 +158,8 @@ def known_call(content: tuple[Any, ...]) -> bytes | None:
 def packed_call(content: tuple[Any, ...]) -> bytes | None:
     """The payload of a call whose arguments are plain or small tensors (``FLAG_PACKED``); None for any other."""
     func, args, kwargs = content
-    if kwargs or type(func) is not _FUNCTION:
-        return None
+    if kwargs or not args or type(func) is not _FUNCTION:
+        return None  # one without arguments is pickled once, and known from then on
     packed: list[Any] = []
     tensors = 0
     for each in args:
