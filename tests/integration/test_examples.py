@@ -127,6 +127,7 @@ def test_the_demo_learns_the_same_alone_and_on_two_ranks(demo, alone):
     assert losses[:2] == pytest.approx(load_checkpoint(alone)["losses"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_the_demo_learns_the_same_under_torchrun(tmp_path, demo):
     script = EXAMPLES / "digits_ddp.py"
     succeed(*command("torchrun"), script, "--epochs", "2", "--min-accuracy", "0", cwd=tmp_path)
@@ -134,6 +135,7 @@ def test_the_demo_learns_the_same_under_torchrun(tmp_path, demo):
     assert losses == pytest.approx(load_checkpoint(demo[1])["losses"][:2], rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_demo_begun_alone_resumes_on_two_ranks_as_if_uninterrupted(tmp_path, alone, demo):
     shutil.copytree(alone, tmp_path / "demo-output")
     done = succeed(
@@ -195,6 +197,7 @@ def test_the_demo_fails_below_the_asked_accuracy(alone):
     assert "is below --min-accuracy 100.00%" in done.stderr
 
 
+@pytest.mark.long
 def test_fsdp2_restores_an_accurate_model_from_its_sharded_checkpoint(tmp_path):
     done = succeed(*command(LAUNCHER), EXAMPLES / "digits_fsdp2.py", cwd=tmp_path)
     assert reported_accuracy(done.stdout) > 0.90

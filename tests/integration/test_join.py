@@ -731,7 +731,7 @@ def check_configuration(found: tuple[list[list[int]], str, str, str, int, dict[s
 
 
 @given(configurations())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_random_configurations(found: Any) -> None:
     check_configuration(found)
 

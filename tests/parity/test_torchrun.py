@@ -363,6 +363,10 @@ SELDOM = {
     *("three workers", "standalone overrules", "master address and port", "no log folder"),
     *("settings of the rendezvous", "log folder without redirects", "restarts used up"),
     *("a program in the path", "underscores, equals signs, short forms"),
+    *("c10d with a name", "static endpoint", "standalone", "a folder", "run path"),
+    *("redirects in the short form", "teed ranks filtered", "lines of shown ranks duplicated"),
+    *("restarts by variable", "switch by variable", "workers by variable", "another signal"),
+    *("arguments like flags", "prefix template", "master port"),
 }
 
 
@@ -419,7 +423,9 @@ def _compare_logs(ours: dict[str, str], theirs: dict[str, str]) -> None:
             assert text == theirs[name], name
 
 
-@pytest.mark.parametrize("name", ["told to stop", "another signal"])
+@pytest.mark.parametrize(
+    "name", ["told to stop", pytest.param("another signal", marks=pytest.mark.long)]
+)
 def test_workers_get_the_signal_of_the_launcher(name: str, pair: tuple[Run, Run]) -> None:
     for run in pair:
         assert set(run.signals.values()) == {CASES[name].send.name}

@@ -272,7 +272,7 @@ def serves(endpoint: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("scheme", ["etcd", "file"])
+@pytest.mark.parametrize("scheme", ["etcd", pytest.param("file", marks=pytest.mark.long)])
 def test_nodes_meet_elsewhere_and_survive_the_loss_of_one(
     job: Job, scheme: str, request: pytest.FixtureRequest
 ) -> None:

@@ -822,7 +822,7 @@ class Agent:
     def _complete_left(self) -> None:
         """The crew has ended: complete the calls that it has not."""
         for job in self._crew.take_left():
-            if isinstance(job, _Completion):
+            if isinstance(job, (_Completion, _Completions)):
                 job.run()
 
     def lost(self, outgoing: Outgoing, reason: str) -> None:
@@ -1230,7 +1230,7 @@ class _Replies:
                 outgoing.fail(str(error))
                 return
         if mask & ~WRITE:
-            outgoing.read_now(lambda calls: jobs.extend(map(_Completion, calls)))
+            outgoing.read_now(lambda calls: _complete_soon(calls, jobs))
 
 
 _set_result = torch._C.Future.set_result
@@ -1245,6 +1245,38 @@ def _complete_by(finish: Callable[[Call, Outgoing], Any], call: Call) -> None:
         future.fail(error)
     else:
         future.set_result(value)
+
+
+def _complete_soon(calls: list[Call], jobs: deque[Job]) -> None:
+    """User code hangs on some of them, which may take long: those are jobs of their own."""
+    short = [each for each in calls if not each.has_callbacks]
+    if short:
+        jobs.append(_Completions(short, jobs))
+    if len(short) < len(calls):
+        jobs.extend(_Completion(each) for each in calls if each.has_callbacks)
+
+
+class _Completions:
+    """Calls whose replies have come together, and on which nothing of the user's hangs."""
+
+    __slots__ = ("_calls", "_jobs")
+
+    def __init__(self, calls: list[Call], jobs: deque[Job]) -> None:
+        self._calls = deque(calls)
+        self._jobs = jobs
+
+    def run(self) -> None:
+        if not self._calls:
+            return
+        # Something of the user's may be hung on one of them at this moment, and wait for a later one: whoever leads
+        # then goes on with the rest.
+        self._jobs.append(self)
+        while self._calls:
+            try:
+                call = self._calls.popleft()
+            except IndexError:
+                return
+            _Completion(call).run()
 
 
 class _Completion:

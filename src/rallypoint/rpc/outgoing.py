@@ -158,8 +158,12 @@ class Outgoing:
         try:
             if crowd and not buffers and len(self.calls) > crowd:
                 # Many are under way: their answers will have this one sent, or the overseer's next tick.
-                if self.line.send_later(pieces[0]) < _MOST_KEPT:  # type: ignore[arg-type]  # it is bytes
-                    self._watch.kept(self)
+                piece: bytes = pieces[0]  # type: ignore[assignment]  # the only piece is bytes
+                kept = self.line.send_later(piece)
+                if kept < _MOST_KEPT:
+                    if kept == len(piece):
+                        # The first since the last write: the others need no word of their own.
+                        self._watch.kept(self)
                     return number
                 done = self.line.flush()
                 if not done:

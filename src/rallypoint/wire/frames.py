@@ -213,7 +213,8 @@ class FrameParser:
             stop = body + length
             if stop > end:
                 break
-            frames.append(Frame(kind, flags, call, time_left, bytes(view[body:stop]), ()))
+            payload = bytes(view[body:stop]) if length else b""
+            frames.append(Frame(kind, flags, call, time_left, payload, ()))
             start = stop
         if start == end:
             start = end = 0
