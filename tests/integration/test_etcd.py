@@ -521,6 +521,7 @@ def test_a_user_who_may_not_is_told_at_once(
     store.close()
 
 
+@pytest.mark.long
 def test_an_expired_token_is_renewed(guarded: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd, "WATCH_SLICE", 1.5)  # each new watch finds the token expired
     store = EtcdStore(
@@ -553,6 +554,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.long
 def test_keys_of_a_dead_job_vanish_and_those_of_a_live_one_stay(single: EtcdCluster) -> None:
     live = EtcdStore(endpoints=single.endpoints, prefix="leased/live", ttl=2)
     live.set("k", b"v")  # and nothing more: an idle connection is alive, too

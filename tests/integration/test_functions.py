@@ -667,7 +667,7 @@ except KeyboardInterrupt:
     [
         (signal.SIGINT, "forkserver", "interrupted\n"),
         (signal.SIGTERM, "forkserver", ""),
-        (signal.SIGKILL, "forkserver", ""),
+        pytest.param(signal.SIGKILL, "forkserver", "", marks=pytest.mark.long),
         (signal.SIGKILL, "fork", ""),
     ],
 )

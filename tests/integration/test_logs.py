@@ -220,7 +220,12 @@ def job(
 
 @pytest.mark.parametrize(
     ("start", "console"),
-    [("forkserver", "eager"), ("exec", "eager"), ("exec", "late"), ("exec", "non-blocking")],
+    [
+        ("forkserver", "eager"),
+        ("exec", "eager"),
+        pytest.param("exec", "late", marks=pytest.mark.long),
+        ("exec", "non-blocking"),
+    ],
 )
 def test_a_burst_is_complete_in_files_and_on_the_console(tmp_path, start, console):
     """``late`` reads nothing until the workers are long gone; Python's own writers would wait too."""

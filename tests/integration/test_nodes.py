@@ -136,6 +136,7 @@ def test_nodes_may_have_different_numbers_of_workers_and_come_late(start) -> Non
     assert f"waiting for the rendezvous at 127.0.0.1:{port}" in late.says()
 
 
+@pytest.mark.long
 def test_c10d_endpoint_assigns_ranks(start) -> None:
     endpoint = f"localhost:{free_port()}"
     words = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "probe.py")
@@ -179,7 +180,7 @@ def looping_nodes(start, tmp_path: Path, *flags: str) -> tuple[Node, Node]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_supervisor_ends_the_job_on_the_other_node_with_its_name(
     start, tmp_path: Path, victim: int
 ) -> None:
@@ -254,6 +255,7 @@ def slurm(rank: int, port: int, **more: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_inside_slurm_nodes_find_each_other_and_say_so_in_one_line(start) -> None:
     port = free_port()
     # The first host of the list is this machine, as on a real cluster's node 0.
@@ -269,6 +271,7 @@ def test_inside_slurm_nodes_find_each_other_and_say_so_in_one_line(start) -> Non
         assert len(found) == 1 and f"node {rank} of 2" in found[0]
 
 
+@pytest.mark.long
 def test_under_mpirun_each_task_is_one_worker_with_its_local_rank(start) -> None:
     port = str(free_port())
     env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": port}
@@ -293,6 +296,7 @@ def test_under_mpirun_each_task_is_one_worker_with_its_local_rank(start) -> None
     assert {r["GROUP_RANK"] for r in records} == {"0"}
 
 
+@pytest.mark.long
 def test_variables_of_kubeflow_are_the_flags_defaults(start) -> None:
     port = str(free_port())
     env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
@@ -304,6 +308,7 @@ def test_variables_of_kubeflow_are_the_flags_defaults(start) -> None:
     assert sorted(r["RANK"] for node in nodes for r in node.records()) == ["0", "1"]
 
 
+@pytest.mark.long
 def test_a_master_pod_that_calls_itself_localhost_is_reached_by_its_name_elsewhere(start) -> None:
     port = str(free_port())
     env = {"WORLD_SIZE": "2", "MASTER_PORT": port}

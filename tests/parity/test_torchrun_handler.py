@@ -236,6 +236,7 @@ def test_two_nodes_restart_when_a_worker_fails(job: Job) -> None:
         agent.ends()
 
 
+@pytest.mark.long
 def test_a_third_node_comes_in_and_is_lost_again(job: Job) -> None:
     flags = ("--max-restarts", "1")
     agents = [job.start(node, *flags, nnodes="2:4") for node in "ab"]

@@ -41,8 +41,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 ATTEMPT = 1.0
 # The first connection of all.
 FIRST_TURN = 10.0
-# The new host looks this often whether somebody serves an empty store at the old place.
-FORWARD_EVERY = 2.0
+# The new host looks this often whether somebody serves an empty store at the old place: before a newcomer there
+# has made a round of its own. Where it has left a note it looks less often whether that still stands.
+FORWARD_EVERY, FORWARD_AGAIN = 0.5, 2.0
 
 
 class TcpHome:
@@ -299,7 +300,9 @@ class TcpHome:
     def _keep_forwarding(self, here: Place, before: tuple[str, int]) -> None:
         """Lead those who still go to where the store was (a host may wake up) to where the job is now."""
         assert self._forward is not None
-        while not self._closed.wait(FORWARD_EVERY) and self._server is not None:
+        pause = FORWARD_EVERY
+        while not self._closed.wait(pause) and self._server is not None:
+            pause = FORWARD_EVERY
             for host, port in dict.fromkeys((*self._hosts, before)):
                 if (host, port) == (here.addr, here.port) or (
                     port == here.port and addresses.is_this_host(host)
@@ -312,6 +315,7 @@ class TcpHome:
                     self._forward(own, there, (here.addr, here.port), (host, port))
                     own.close()
                     there.close()
+                    pause = FORWARD_AGAIN
 
     def follow(self, addr: str, port: int) -> None:
         self._current = Place(addr, port)
