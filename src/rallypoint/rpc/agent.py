@@ -956,6 +956,9 @@ class Agent:
             job=self._make_job,
             lost=self._lose,
             hold_back=self._poller.hold_back,
+            most_unread=self.options.in_flight_bytes,
+            listen=self._listen_to,
+            submit=self._crew.submit,
         )
         line.on_full = lambda: self._poller.change(line.fileno(), on=WRITE)
         with self._lock:
@@ -967,6 +970,17 @@ class Agent:
             return
         self._poller.add(sock.fileno(), _Requests(self, incoming))
         incoming.feed(rest, jobs)
+
+    def _listen_to(self, incoming: Incoming, listen: bool) -> None:
+        fd = incoming.line.fileno()
+        if listen:
+            self._poller.change(fd, on=READ)
+        else:
+            self._poller.change(fd, off=READ)
+            logger.info(
+                "%s does not read its answers: no further calls of it are taken until it does",
+                incoming.peer.name,
+            )
 
     def is_written(self, line: Line) -> None:
         """Nothing is left to be sent on it: the poller need not say when it can be written to."""

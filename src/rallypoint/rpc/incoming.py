@@ -41,6 +41,9 @@ class Incoming:
         job: makes what the crew does out of a request.
         lost: called once when the connection ends, with the reason.
         hold_back: has :meth:`flush` called when the leader has no more jobs at hand.
+        most_unread: bytes of answers that the peer may leave unread; beyond that no further requests of it are taken.
+        listen: told whether there are to be any, when that changes.
+        submit: has a request done that was read, and waited.
     """
 
     def __init__(
@@ -52,6 +55,9 @@ class Incoming:
         job: Callable[[Incoming, Frame], Job],
         lost: Callable[[Incoming, str], None],
         hold_back: Callable[[Incoming], None],
+        most_unread: int,
+        listen: Callable[[Incoming, bool], None],
+        submit: Callable[[Job], None],
     ) -> None:
         self.line = line
         self.peer = peer
@@ -63,6 +69,13 @@ class Incoming:
         self._job = job
         self._lost = lost
         self._hold_back = hold_back
+        self._most_unread = most_unread
+        self._listen = listen
+        self._submit = submit
+        # Set under its lock: the peer is not listened to until it reads. And its requests that wait for that.
+        self.is_deaf = False
+        self._deaf_lock = threading.Lock()
+        self._parked: list[Job] = []
         self._held: deque[bytes] = deque()
         self._is_marked = False
         self._lock = threading.Lock()
@@ -74,7 +87,9 @@ class Incoming:
         try:
             if mask & WRITE:
                 self.line.flush()
-            self._take(self.line.read_now(), jobs)
+                self._hear()
+            if mask & ~WRITE or not self.is_deaf:
+                self._take(self.line.read_now(), jobs)
         except (Closed, ProtocolError) as error:
             self.end(str(error))
 
@@ -160,8 +175,30 @@ class Incoming:
                 self._hold_back(self)
             return True
         with contextlib.suppress(Closed):
-            self.line.send(pieces, held)
+            if not self.line.send(pieces, held):
+                self._hear()
         return True
+
+    def _hear(self) -> None:
+        """Listen to a peer that reads what it is told, and to no other."""
+        parked: list[Job] = []
+        with self._deaf_lock:
+            left = self.line.left
+            deaf = left > (self._most_unread // 2 if self.is_deaf else self._most_unread)
+            if deaf != self.is_deaf:
+                self.is_deaf = deaf
+                self._listen(self, not deaf)
+            if not deaf:
+                parked, self._parked = self._parked, parked
+        for each in parked:
+            self._submit(each)
+
+    def park(self, job: Job) -> bool:
+        """Keep a request until the peer reads; False if it does again."""
+        with self._deaf_lock:
+            if self.is_deaf:
+                self._parked.append(job)
+            return self.is_deaf
 
     def flush(self) -> None:
         """Send what was held back."""
@@ -172,7 +209,8 @@ class Incoming:
                 pieces.append(self._held.popleft())
             if pieces:
                 with contextlib.suppress(Closed):
-                    self.line.send([b"".join(pieces) if len(pieces) > 1 else pieces[0]])
+                    if not self.line.send([b"".join(pieces) if len(pieces) > 1 else pieces[0]]):
+                        self._hear()
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -184,6 +222,11 @@ class Incoming:
             self._ended = True
         for served in list(self.active.values()):
             served.cancel()
+        with self._deaf_lock:
+            self.is_deaf = False
+            parked, self._parked = self._parked, []
+        for each in parked:
+            self._submit(each)  # which drops what they carry
         self._lost(self, reason)
 
     def finish(self, deadline: Deadline) -> None:

@@ -52,7 +52,8 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         pickle_by_value: functions without a name (lambdas, closures) travel, too; needs the same Python.
         allowed_modules: what callers may name in what they send: modules and packages, for what these define, or
             single names (``package.module.function``); None: all.
-        in_flight_bytes: of tensors, sent to one peer and not answered yet; more waits.
+        in_flight_bytes: of tensors, sent to one peer and not answered yet; more waits. Of a peer that leaves as many
+            bytes of its answers unread, no further calls are taken until it reads.
         shared_memory_bytes: that all connections together may use for large tensors.
     """
 

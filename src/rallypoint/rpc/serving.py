@@ -99,6 +99,8 @@ class Request:
                 return
             self._begin(content, later=False)
             return
+        if self._incoming.is_deaf and self._incoming.park(self):
+            return
         frame = self._frame
         if self._call is None:
             deadline = self._arrived + frame.time_left / 1000.0 if frame.time_left else None

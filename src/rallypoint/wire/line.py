@@ -56,6 +56,8 @@ class Line:
         self.on_full = on_full
         self._lock = threading.Lock()
         self._outbox: deque[memoryview] = deque()
+        # Bytes of it.
+        self._left = 0
         # What lies in the outbox is somebody's memory: a tensor that must not be freed before it is sent.
         self._held: list[object] = []
         self._closed = False
@@ -92,8 +94,8 @@ class Line:
                 pieces = [*self._take_kept(), *pieces]
             if self._outbox:
                 # No empty ones: the kernel takes nothing of them, and they would be tried for ever.
-                views = (memoryview(each).cast("B") for each in pieces)
-                self._outbox.extend(view for view in views if view)
+                for each in pieces:
+                    self._put(memoryview(each).cast("B"))
                 self._held.append(held)
                 return False
             try:
@@ -115,7 +117,7 @@ class Line:
                 if sent >= len(view):
                     sent -= len(view)
                 else:
-                    self._outbox.append(view[sent:])
+                    self._put(view[sent:])
                     sent = 0
             if not self._outbox:
                 return True
@@ -124,6 +126,11 @@ class Line:
         if on_full is not None:
             on_full()
         return False
+
+    def _put(self, view: memoryview) -> None:
+        if view:
+            self._outbox.append(view)
+            self._left += len(view)
 
     def send_later(self, piece: bytes) -> int:
         """Keep a whole frame until the next :meth:`send` or :meth:`flush`: one write for many frames.
@@ -150,7 +157,8 @@ class Line:
         """Send what is left, as far as the kernel takes it. True if nothing is left."""
         with self._lock:
             if self._kept:
-                self._outbox.extend(memoryview(each) for each in self._take_kept())
+                for each in self._take_kept():
+                    self._put(memoryview(each))
             while self._outbox:
                 pieces = [self._outbox[0]]
                 if len(self._outbox) > 1:
@@ -162,6 +170,7 @@ class Line:
                 except OSError as error:
                     raise self._gone(error) from None
                 self.bytes_sent += sent
+                self._left -= sent
                 while sent:
                     first = self._outbox.popleft()
                     if sent < len(first):
@@ -188,6 +197,11 @@ class Line:
     def is_full(self) -> bool:
         """Whether something is left to be sent."""
         return bool(self._outbox)
+
+    @property
+    def left(self) -> int:
+        """Bytes that wait for the kernel to take them."""
+        return self._left
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -261,6 +275,7 @@ class Line:
         self._closed = True
         with self._lock:
             self._outbox.clear()
+            self._left = 0
             self._held.clear()
             self._sock.close()
         # It usually refers to us: without it, the parser's memory goes now and not with some later collection.
