@@ -305,17 +305,25 @@ class TlsSocket:
                 part = buffer[filled : filled + _RECORD]
                 try:
                     # A number, where there is a buffer; the stubs know of bytes only.
-                    filled += cast("int", self._tls.read(len(part), part))
+                    count = cast("int", self._tls.read(len(part), part))
                 except ssl.SSLWantReadError:
                     break
                 except ssl.SSLError as error:
-                    self._failure = error
-                    with contextlib.suppress(OSError):
-                        self._sock.shutdown(socket.SHUT_RD)
+                    self._fail(error)
+                    break
+                if not count:
+                    self._fail(ssl.SSLZeroReturnError())
+                    break
+                filled += count
                 if not self._incoming.pending and not self._tls.pending():
                     # To ask once more would only raise that more must come.
                     break
         return filled
+
+    def _fail(self, error: ssl.SSLError) -> None:
+        self._failure = error
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
 
     # -- as any socket ---------------------------------------------------------------------------
 
