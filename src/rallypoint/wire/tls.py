@@ -299,9 +299,12 @@ class TlsSocket:
 
         Of damage, the next :meth:`fetch` tells; the descriptor can be read from then.
         """
+        if self._failure is not None:
+            return 0
         filled = 0
         with self._lock:
-            while filled < len(buffer) and self._failure is None:
+            # Where there is nothing to be read, to ask OpenSSL would only raise that more must come.
+            while filled < len(buffer) and (self._incoming.pending or self._tls.pending()):
                 part = buffer[filled : filled + _RECORD]
                 try:
                     # A number, where there is a buffer; the stubs know of bytes only.
@@ -315,9 +318,6 @@ class TlsSocket:
                     self._fail(ssl.SSLZeroReturnError())
                     break
                 filled += count
-                if not self._incoming.pending and not self._tls.pending():
-                    # To ask once more would only raise that more must come.
-                    break
         return filled
 
     def _fail(self, error: ssl.SSLError) -> None:
