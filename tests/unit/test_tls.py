@@ -28,6 +28,7 @@ from rallypoint.errors import AuthenticationError, ConfigError, DeadlineExceeded
 from rallypoint.rpc import NativeRpcBackendOptions, Tls
 from rallypoint.rpc.certificates import identity_of
 from rallypoint.rpc.handshake import Welcome, introduce
+from rallypoint.rpc.tensorpipe import TensorPipe
 from rallypoint.wire.auth import Accepting, Connecting
 from rallypoint.wire.frames import Frame, FrameParser, encode
 from rallypoint.wire.line import Closed
@@ -480,6 +481,25 @@ def test_what_comes_with_the_last_proof_is_handed_on(
     assert theirs is host.sock
 
 
+def test_a_hello_that_comes_with_the_end_of_the_handshake_is_answered(
+    raw: tuple[socket.socket, socket.socket],
+) -> None:
+    # It is in OpenSSL's hands then, and the descriptor does not tell of it.
+    ours = connecting(raw[0])
+    host = Host(raw[1], tls_ends.an_identity())
+    ours.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        ours.step()
+    host.welcome.on_ready(select.EPOLLIN, deque())
+    assert ours.step()
+    talk = Connecting(SECRET, A, b"n" * 32, ours.channel)
+    ours.send(talk.start())
+    host.welcome.on_ready(select.EPOLLIN, deque())
+    assert not select.select([host.welcome.sock], [], [], 0.0)[0]
+    assert b'"role":"accepting"' in received(ours)
+    host.welcome.close("the test is over")
+
+
 def test_a_plain_worker_and_one_with_tls_tell_each_other() -> None:
     for ours_plain in (True, False):
         a, b = socket.socketpair()
@@ -768,6 +788,8 @@ def test_the_option_says_what_it_takes_and_what_it_needs(
     with pytest.raises(ConfigError, match=r"pip install 'rallypoint\[tls\]'"):
         NativeRpcBackendOptions(tls=True)
     assert NativeRpcBackendOptions(tls=files).tls is files
+    with pytest.raises(ConfigError, match=r"torch's own agent encrypts nothing"):
+        TensorPipe(None, "a", 0, 1, NativeRpcBackendOptions(tls=files))
 
 
 def test_a_key_that_was_made_here_is_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
