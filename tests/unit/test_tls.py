@@ -15,7 +15,8 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,55 @@ def test_large_frames_in_both_directions_at_once_from_many_threads(slow: Lines) 
         for sender in range(threads_each):
             mine = [each.call for each in frames if each.kind == 1 + sender]
             assert mine == list(range(frames_each))
+
+
+class Alone:
+    """OpenSSL's object, or a BIO, which notes when two threads use it at once."""
+
+    def __init__(self, inner: Any, busy: threading.Lock, clashes: list[str]) -> None:
+        self._inner, self._busy, self._clashes = inner, busy, clashes
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return partial(self._use, name, found) if callable(found) else found
+
+    def _use(self, name: str, act: Callable[..., Any], *args: Any) -> Any:
+        if not self._busy.acquire(False):
+            self._clashes.append(name)
+            return act(*args)
+        try:
+            time.sleep(0.0001)  # others may run
+            return act(*args)
+        finally:
+            self._busy.release()
+
+
+def test_one_thread_at_a_time_uses_openssl(slow: Lines) -> None:
+    clashes: list[str] = []
+    for line in (slow.a, slow.b):
+        busy = threading.Lock()
+        for name in ("_tls", "_incoming", "_outgoing"):
+            setattr(line._sock, name, Alone(getattr(line._sock, name), busy, clashes))
+
+    def use(line: TlsLine) -> None:
+        for number in range(20):
+            line.send(encode(1, number, bytes(20_000)))
+            line.push(Deadline(10.0))
+
+    senders = [threading.Thread(target=use, args=(line,)) for line in (slow.a, slow.b)]
+    counts = {"a": 0, "b": 0}
+
+    def receive(line: TlsLine) -> None:
+        while counts[line.kind] < 20:
+            counts[line.kind] += len(line.read(5.0))
+
+    receivers = [threading.Thread(target=receive, args=(line,)) for line in (slow.a, slow.b)]
+    for each in senders + receivers:
+        each.start()
+    for each in senders + receivers:
+        each.join(20.0)
+    assert counts == {"a": 20, "b": 20}
+    assert clashes == []
 
 
 def test_a_line_is_full_until_the_kernel_has_the_last_record(slow: Lines) -> None:
