@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 OpenSSL does no I/O here: an ``SSLObject`` turns bytes into records between two memory BIOs, and the socket is ours, with
 the flags that :class:`Line` wants. OpenSSL's objects take one thread at a time, so one lock is around every use of
-them; it is never held while the kernel is asked for anything.
+them; it is not held while the kernel sends or receives.
 
 *Sending.* Once bytes are encrypted, their records must go out, each exactly once and in order: a record that is lost or
 encrypted again ends the connection. So a chunk counts as sent when the kernel has all of its records, and not before.
@@ -23,8 +23,8 @@ With an authority both ends look at each other's chain beforehand, at no host na
 not do:
 
 - The length and the time of messages can be seen.
-- Who has the accepting end's key, and the job's secret, can be either end. (Not read what was sent before: each connection
-  has keys of its own.)
+- Who has the accepting end's key can be in the middle; who has the job's secret can be either end. Neither can read what
+  he has only recorded: each connection has keys of its own.
 - Keys are not renewed within a connection; Python has no call for it. RFC 8446 (5.5) advises that after some 400 GB.
 - An end without ``close_notify`` is an end: frames say how long they are, so nothing shorter is taken for whole.
 """
