@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[examples,etcd]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[examples,etcd,tls]'
 	touch $@
 
 demo: $(STAMP)   ## train a real model on two processes, with plots, in under a minute

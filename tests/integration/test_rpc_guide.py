@@ -76,6 +76,11 @@ def test_the_first_program_prints_what_it_says(folder):
     assert output.strip() == re.search(r"#( tensor.*)", FILES["hello.py"])[1].strip()
 
 
+def test_the_encrypted_program_prints_what_it_says(folder):
+    output = finish(start(folder, "-m", "rallypoint", "run", "--nproc-per-node", 2, "encrypted.py"))
+    assert output.strip() == re.search(r"# (tcp.*)", FILES["encrypted.py"])[1].strip()
+
+
 def test_the_pieces_run_one_after_the_other(folder):
     output = finish(start(folder, "-m", "rallypoint", "run", "--nproc-per-node", 2, "begin.py"))
     assert re.search(r"^RPC ran for more than set timeout \(\d{2,3} ms\)", output, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Lines over real sockets: full ones, broken ones, many threads at once."""
+"""Lines over real sockets, plain and within TLS: full ones, broken ones, many threads at once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from functools import partial
 
 import pytest
 
+import tls_ends
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, ProtocolError
 from rallypoint.wire.frames import Frame, FrameParser, Limits, encode, header
 from rallypoint.wire.line import PATIENCE, Closed, Line
+from rallypoint.wire.tls import new_line
 
 
 # More than any socket's memory.
@@ -27,9 +29,9 @@ LARGE = 8 << 20
 
 
 class Ends:
-    def __init__(self) -> None:
-        a, b = socket.socketpair()
-        self.a, self.b = Line(a, FrameParser(), "test"), Line(b, FrameParser(), "test")
+    def __init__(self, kind: str) -> None:
+        a, b = socket.socketpair() if kind == "plain" else tls_ends.pair()
+        self.a, self.b = new_line(a, FrameParser(), kind), new_line(b, FrameParser(), kind)
 
     def receive(self, count: int, line: Line | None = None) -> list[Frame]:
         """So many frames at the other end."""
@@ -46,10 +48,10 @@ class Ends:
             pass
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
+@pytest.fixture(params=["plain", "tls"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     before = set(os.listdir("/proc/self/fd"))
-    made = Ends()
+    made = Ends(request.param)
     yield made
     for each in (made.a, made.b):
         each.shut()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.wire import transport
-from rallypoint.wire.transport import Address, Choice, choose
+from rallypoint.wire.transport import Address, Choice, choose, why_none
 
 
 THEIRS: dict[str, Address] = {"memory": "7-1", "uds": "rallypoint-7-ab", "tcp": ("10.0.0.1", 5000)}
@@ -71,6 +71,21 @@ def test_ways_are_ours_in_our_order_and_all_of_them_theirs(
     assert ("memory" in kinds) <= same_process
     assert ("uds" in kinds) <= same_host
     assert ("tcp" in kinds) == ("tcp" in ours and "tcp" in theirs)
+
+
+def test_with_tls_and_without_do_not_meet_and_it_is_said_why() -> None:
+    secure: dict[str, Address] = {"uds": "rallypoint-7-ab", "tcp+tls": ("10.0.0.1", 5000)}
+    ours = ("memory", "uds", "tcp+tls")
+    assert ways(ours, secure, same_host=False, same_process=False) == ["tcp+tls"]
+    assert ways(ours, secure, same_host=True, same_process=False) == ["uds", "tcp+tls"]
+    assert ways(ours, same_host=False, same_process=False) == []
+    assert ways(ALL, secure, same_host=False, same_process=False) == []
+    assert why_none(ours, THEIRS).startswith("it does not use TLS and this worker requires it")
+    assert why_none(ALL, secure).startswith("it requires TLS and this worker does not use it")
+    assert why_none(("uds",), {"tcp": ("h", 1)}) == "it offers tcp, and this worker may use uds"
+    assert (
+        why_none(("uds", "tcp"), {}) == "it offers no transport, and this worker may use uds, tcp"
+    )
 
 
 def test_it_is_pure() -> None:

@@ -28,6 +28,7 @@ from .api import (
     statistics,
     wait_for,
 )
+from .certificates import Tls
 from .current_call import CurrentCall, current_call
 from .device_map import Device, NodeDevices, device_list, find_problem, reverse_maps
 from .faulty import FaultyRpcBackendOptions
@@ -64,6 +65,7 @@ __all__ = [
     "RpcStream",
     "RpcTimeout",
     "TensorPipeRpcBackendOptions",
+    "Tls",
     "WorkerInfo",
     "async_execution",
     "backend_registered",

@@ -32,18 +32,19 @@ from rallypoint.errors import (
     RpcError,
     RpcTimeout,
 )
-from rallypoint.wire import memory, tcp, uds
+from rallypoint.wire import memory, tcp, tls, uds
 from rallypoint.wire.frames import Frame, FrameParser
 from rallypoint.wire.line import Line
 from rallypoint.wire.recycler import Recycler
 from rallypoint.wire.remote_error import rebuild
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
-from rallypoint.wire.transport import Address, Listener, choose
+from rallypoint.wire.transport import Address, Listener, choose, why_none
 
 from . import payload as payloads
 from .allowlist import AllowList
 from .calls import Call
+from .certificates import identity_of
 from .crew import TICK, Crew, Job
 from .current_call import SERVING
 from .device_map import Device
@@ -118,6 +119,11 @@ class Agent:
         # Called with the name of a worker that is gone, and why.
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self._secret = secret
+        self._identity = identity_of(options.tls)
+        self._transports = tuple(
+            tls.KIND if self._identity is not None and each == tcp.KIND else each
+            for each in options.transports
+        )
         self._job = job
         self._soon: deque[Callable[[], None]] = deque()
         self._poller = Poller(self._on_wake)
@@ -158,8 +164,7 @@ class Agent:
         Raises:
             RpcError: none of the transports can be used; says why.
         """
-        options = self.options
-        for kind in options.transports:
+        for kind in self._transports:
             try:
                 self._listeners.append(self._open(kind, advertise))
             except OSError as error:
@@ -179,9 +184,9 @@ class Agent:
             case _:
                 pass
         options = self.options
-        host = options.bind
-        return tcp.TcpListener(
-            host, options.advertise or advertise, options.ports, options.heartbeat
+        listener = tls.TlsListener if kind == tls.KIND else tcp.TcpListener
+        return listener(
+            options.bind, options.advertise or advertise, options.ports, options.heartbeat
         )
 
     def enter(self, group: Group) -> None:
@@ -709,7 +714,7 @@ class Agent:
     def _connect(self, member: Member, deadline: Deadline, *, probe: bool = False) -> Outgoing:
         assert self.group is not None
         ways = choose(
-            self.options.transports,
+            self._transports,
             member.addresses,
             same_host=self.group.me.shares_host(member),
             same_process=member.incarnation == self.incarnation,
@@ -726,10 +731,7 @@ class Agent:
                 text = getattr(error, "strerror", None) or str(error)
                 reasons.append(f"{kind}: {text}")
         if not ways:
-            reasons = [
-                f"it offers {', '.join(member.addresses) or 'no transport'}, and this worker may use"
-                f" {', '.join(self.options.transports)}"
-            ]
+            reasons = [why_none(self._transports, member.addresses)]
         elif refused == len(ways) and not probe:
             # Nobody listens there any more. It may have died before anybody was connected to it, and nobody else
             # would ever notice.
@@ -740,6 +742,7 @@ class Agent:
     def _connect_by(
         self, kind: str, address: Address, member: Member, deadline: Deadline, *, probe: bool
     ) -> Outgoing:
+        sock: tls.Connection
         match kind:
             case memory.KIND:
                 sock = memory.connect(address, deadline)
@@ -747,6 +750,9 @@ class Agent:
                 sock = uds.connect(address, deadline)
             case _:
                 sock = tcp.connect(address, deadline, self.options.heartbeat)
+                if kind == tls.KIND:
+                    assert self._identity is not None
+                    sock = tls.TlsSocket(sock, self._identity, accepts=False)
         sharing = None
         try:
             me = self._introduction()
@@ -763,7 +769,7 @@ class Agent:
                 )
             if side is not None:
                 sharing = Sharing(side, self._budget)
-            line = Line(sock, FrameParser(allocate=self._recycler.allocate), kind)
+            line = tls.new_line(sock, FrameParser(allocate=self._recycler.allocate), kind)
             outgoing = Outgoing(
                 line, WorkerInfo(member.name, member.id), self, sharing, bool(member.devices.maps)
             )
@@ -904,6 +910,7 @@ class Agent:
                 self._secret,
                 self._introduction(),
                 takes_side=listener.kind == uds.KIND,
+                identity=self._identity if listener.kind == tls.KIND else None,
                 accepted=functools.partial(self._accept, listener.kind),
                 ended=self._dismiss,
             )
@@ -921,7 +928,7 @@ class Agent:
     def _accept(
         self,
         kind: str,
-        sock: socket.socket,
+        sock: tls.Connection,
         peer: dict[str, Any],
         rest: bytes,
         side: socket.socket | None,
@@ -939,7 +946,7 @@ class Agent:
             worker = WorkerInfo(str(peer.get("name")), int(peer.get("id", -1)))
             if side is not None:
                 sharing = Sharing(side, self._budget)
-            line = Line(sock, FrameParser(allocate=self._recycler.allocate), kind)
+            line = tls.new_line(sock, FrameParser(allocate=self._recycler.allocate), kind)
         except (OSError, TypeError, ValueError, OverflowError) as error:
             # It has gone again, or does not say who it is.
             logger.info("a connection of %r was given up: %s", peer.get("name"), error)

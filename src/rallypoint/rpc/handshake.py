@@ -1,4 +1,4 @@
-"""Both ends of a new connection prove themselves: the bytes of ``wire.auth`` over a socket."""
+"""Both ends of a new connection prove themselves: the bytes of ``wire.auth`` over a socket, within TLS where there is one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, ProtocolError
 from rallypoint.wire.auth import NONCE_BYTES, Accepting, Connecting
+from rallypoint.wire.tls import Connection, Identity, TlsSocket
 
 from .crew import Job
 
@@ -27,7 +28,7 @@ PATIENCE = 10.0
 
 
 def introduce(
-    sock: socket.socket,
+    sock: Connection,
     secret: bytes,
     me: Mapping[str, Any],
     deadline: Deadline,
@@ -37,7 +38,7 @@ def introduce(
     """The connecting side's handshake. Blocks.
 
     Args:
-        side: also set up a second socket, for descriptors.
+        side: also set up a second socket, for descriptors; not through TLS.
 
     Returns:
         who the other end is, what came after its last message, and our end of the side socket.
@@ -48,7 +49,11 @@ def introduce(
         DeadlineExceeded: it does not answer.
         OSError: the connection broke.
     """
-    talk = Connecting(secret, me, secrets.token_bytes(NONCE_BYTES))
+    channel = b""
+    if isinstance(sock, TlsSocket):
+        _secure(sock, deadline)
+        channel = sock.channel
+    talk = Connecting(secret, me, secrets.token_bytes(NONCE_BYTES), channel)
     ours: socket.socket | None = None
     theirs: socket.socket | None = None
     try:
@@ -57,10 +62,13 @@ def introduce(
         first = talk.start()
         sock.settimeout(deadline.remaining())
         if theirs is not None:
+            assert isinstance(sock, socket.socket)
             sent = socket.send_fds(sock, [first], [theirs.fileno()])
             first = first[sent:]
         if first:
-            sock.sendall(first)
+            # Who has refused our certificate has closed; what it said of it can be read.
+            with contextlib.suppress(ConnectionError) if channel else contextlib.nullcontext():
+                sock.sendall(first)
         while not talk.done:
             left = deadline.remaining()
             if left == 0.0:
@@ -70,6 +78,9 @@ def introduce(
                 data = sock.recv(_CHUNK)
             except TimeoutError:
                 raise DeadlineExceeded("the other end has not proved itself in time") from None
+            except BlockingIOError:
+                # Less than a record.
+                continue
             if not data:
                 raise talk.ended()
             try:
@@ -91,11 +102,29 @@ def introduce(
     return talk.peer, talk.rest, ours
 
 
+def _secure(sock: TlsSocket, deadline: Deadline) -> None:
+    """The connecting side's TLS handshake. Blocks; raises what :func:`introduce` does."""
+    late = "the other end has not finished the TLS handshake in time"
+    try:
+        sock.settimeout(deadline.remaining())
+        while not sock.step():
+            left = deadline.remaining()
+            if left == 0.0:
+                raise DeadlineExceeded(late)
+            sock.settimeout(left)
+    except BlockingIOError:
+        # No time was left at all: a time-out of 0 does not wait.
+        raise DeadlineExceeded(late) from None
+    except TimeoutError as error:
+        raise (error if isinstance(error, DeadlineExceeded) else DeadlineExceeded(late)) from None
+
+
 class Welcome:
     """A connection that somebody has opened and not proved anything on yet. Lives in the poller.
 
     Args:
         sock: accepted; it is taken over, and handed to ``accepted`` or closed.
+        identity: of this end, for a TLS handshake before the proof; None: the connection is plain.
         accepted: called with the socket, the peer, what came after the handshake, and the side socket.
         ended: called when this is over, either way.
     """
@@ -107,15 +136,21 @@ class Welcome:
         me: Mapping[str, Any],
         *,
         takes_side: bool,
+        identity: Identity | None = None,
         accepted: Callable[
-            [socket.socket, dict[str, Any], bytes, socket.socket | None, deque[Job]], None
+            [Connection, dict[str, Any], bytes, socket.socket | None, deque[Job]], None
         ],
         ended: Callable[[Welcome, str], None],
     ) -> None:
         sock.setblocking(False)
-        self.sock = sock
+        self.sock: Connection = sock
+        self._tls: TlsSocket | None = None
+        channel = b""
+        if identity is not None:
+            self.sock = self._tls = TlsSocket(sock, identity, accepts=True)
+            channel = identity.fingerprint
         self.until = time.monotonic() + PATIENCE
-        self._talk = Accepting(secret, me, secrets.token_bytes(NONCE_BYTES))
+        self._talk = Accepting(secret, me, secrets.token_bytes(NONCE_BYTES), channel)
         self._takes_side = takes_side
         self._accepted = accepted
         self._ended = ended
@@ -124,6 +159,8 @@ class Welcome:
 
     def on_ready(self, mask: int, jobs: deque[Job]) -> None:
         try:
+            if self._tls is not None and not self._tls.is_open and not self._secure(self._tls):
+                return
             if mask & select.EPOLLOUT and self._outbox:
                 self._send(b"")
             data = self._receive()
@@ -133,8 +170,9 @@ class Welcome:
                 raise self._talk.ended()
             self._send(self._talk.receive(data))
         except ProtocolError as error:
-            with contextlib.suppress(OSError):
-                self.sock.send(self._talk.refusal)
+            if not self._outbox:
+                with contextlib.suppress(OSError):
+                    self.sock.send(self._talk.refusal)
             self.close(str(error))
             return
         except OSError as error:
@@ -147,9 +185,15 @@ class Welcome:
             self._ended(self, "")
             self._accepted(self.sock, peer, rest, side, jobs)
 
+    def _secure(self, sock: TlsSocket) -> bool:
+        try:
+            return sock.step()
+        except BlockingIOError:
+            return False
+
     def _receive(self) -> bytes | None:
         try:
-            if not self._takes_side:
+            if not self._takes_side or isinstance(self.sock, TlsSocket):
                 return self.sock.recv(_CHUNK)
             # Not socket.recv_fds, which drops the flag: a child of this process would inherit what came.
             data, ancillary, _, _ = self.sock.recvmsg(

@@ -68,7 +68,7 @@ class Member:
         check_name(self.name)
 
     def __str__(self) -> str:
-        where = self.addresses.get("tcp")
+        where = self.addresses.get("tcp") or self.addresses.get("tcp+tls")
         place = f" at {where[0]}:{where[1]}" if isinstance(where, tuple) else ""
         return f"{self.name!r} (rank {self.id}, pid {self.pid}{place})"
 

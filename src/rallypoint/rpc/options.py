@@ -10,6 +10,7 @@ from rallypoint.errors import ConfigError
 from rallypoint.wire.auth import MIN_SECRET
 
 from . import constants
+from .certificates import Tls, check_tls
 from .device_map import Device
 
 
@@ -48,6 +49,8 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         transports: ways to other workers, the best first; one that cannot be used is skipped.
         secret: what all workers of the group know; None: RALLY_SECRET, else one that the first member puts
             into the store.
+        tls: whether TCP is encrypted: True, with a certificate that each worker makes for itself; :class:`Tls`, with
+            files; None or False, not. The same for all workers.
         heartbeat: seconds after which a peer whose packets vanish is lost.
         pickle_by_value: functions without a name (lambdas, closures) travel, too; needs the same Python.
         allowed_modules: what callers may name in what they send: modules and packages, for what these define, or
@@ -70,6 +73,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         port: int | tuple[int, int] = 0,
         transports: Sequence[str] = TRANSPORTS,
         secret: str | bytes | None = None,
+        tls: bool | Tls | None = None,
         heartbeat: float = 5.0,
         pickle_by_value: bool = False,
         allowed_modules: Sequence[str] | None = None,
@@ -101,6 +105,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
             )
         self.transports = tuple(transports)
         self.secret = None if secret is None else check_secret(secret, "secret")
+        self.tls = check_tls(tls)
         self.heartbeat = _seconds("heartbeat", heartbeat)
         if not self.heartbeat:
             raise ConfigError("heartbeat", heartbeat, "expected seconds, more than 0")

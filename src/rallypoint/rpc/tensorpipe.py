@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rallypoint.errors import RpcError
+from rallypoint.errors import ConfigError, RpcError
 
 from .worker_info import WorkerInfo
 
@@ -18,11 +18,17 @@ class TensorPipe:
 
     Raises:
         RpcError: this torch has no RPC.
+        ConfigError: ``tls`` is asked for, which torch's agent has not.
     """
 
     def __init__(
         self, store: Any, name: str, rank: int, world_size: int | None, options: Any
     ) -> None:
+        if options.tls:
+            # The one option that must not be without effect.
+            raise ConfigError(
+                "tls", None, "torch's own agent encrypts nothing", "use the backend RALLYPOINT"
+            )
         self._torch = torch_rpc()
         theirs = self._torch.TensorPipeRpcBackendOptions(
             num_worker_threads=options.num_worker_threads,

@@ -19,7 +19,14 @@ Either end may send ``{refused}`` with a reason instead of what is due. It is wo
 word: it ends the connection and is shown in quotes.
 
 What this does not do: later bytes are neither signed nor encrypted, so who can change the packets of a
-connection that is open can do so; and who listens reads them. The magic stays as it is in later versions, and
+connection that is open can do so; and who listens reads them.
+
+Within TLS (``wire.tls``), which does both, the proofs cover the *channel*, too: the SHA-256 of the certificate that
+the accepting end has shown. It is not sent; each end uses what it has seen. So whoever sits between the two
+with a certificate of his own can relay all four messages, and neither end believes the other. It does not help against
+one who has the accepting end's key. Without a channel proofs are what they are without TLS.
+
+The magic stays as it is in later versions, and
 ``version`` is looked at before any other field, so that versions can tell each other apart.
 """
 
@@ -46,6 +53,9 @@ _MAGIC = b"RLY1"
 _HEADER_BYTES = 8
 _HELLO = {"version", "role", "nonce", "me"}
 _LABEL = b"rallypoint handshake: proof of the %b process\0"
+# How the first record of a TLS connection begins.
+_TLS = b"\x16\x03"
+_RELAYED = ", and so does somebody between the two who shows another certificate"
 # Strangers' text in our messages is cut to this.
 _MAX_SHOWN = 200
 
@@ -58,6 +68,7 @@ class _Handshake:
         me: what the other end is told, and can trust; has the text ``job`` and the number ``generation``,
             in which both ends must agree.
         nonce: ``NONCE_BYTES`` random bytes, drawn for this connection alone.
+        channel: what tells the encrypted connection around this handshake from one to somebody else; empty without.
 
     Attributes:
         done: the other end has proved that it knows the secret, and nothing is left to be waited for.
@@ -73,9 +84,12 @@ class _Handshake:
     _other: ClassVar[str]
     _begins: ClassVar[bool]
 
-    def __init__(self, secret: bytes, me: Mapping[str, JSON], nonce: bytes) -> None:
+    def __init__(
+        self, secret: bytes, me: Mapping[str, JSON], nonce: bytes, channel: bytes = b""
+    ) -> None:
         _check_own(secret, me, nonce)
         self._secret = bytes(secret)
+        self._channel = bytes(channel)
         self._job, self._generation = me["job"], me["generation"]
         hello: dict[str, JSON] = {
             "version": VERSION,
@@ -139,6 +153,12 @@ class _Handshake:
 
     def _next_payload(self) -> bytes | None:
         buffer = self._buffer
+        if buffer[:2] == _TLS:
+            self._fail(
+                ProtocolError,
+                f"the {self._other} process uses TLS and this worker does not: give all workers the same tls=...",
+                answer=False,
+            )
         if not _MAGIC.startswith(buffer[: len(_MAGIC)]):
             self._fail(
                 ProtocolError,
@@ -225,7 +245,8 @@ class _Handshake:
             self._fail(
                 AuthenticationError,
                 "the two do not share a secret: start both within one job, or give both the same secret"
-                f" (the proof of the {self._other} process is wrong; a hello changed on the way looks the same)",
+                f" (the proof of the {self._other} process is wrong; a hello changed on the way looks the same"
+                f"{_RELAYED if self._channel else ''})",
             )
         self.peer = self._claimed
         self.done = True
@@ -239,9 +260,9 @@ class _Handshake:
     def _proof_of(self, role: str) -> str:
         hellos = (self._own, self._theirs) if self._begins else (self._theirs, self._own)
         said = hmac.new(self._secret, _LABEL % role.encode(), hashlib.sha256)
-        for hello in hellos:
-            said.update(len(hello).to_bytes(4, "little"))
-            said.update(hello)
+        for each in (*hellos, self._channel) if self._channel else hellos:
+            said.update(len(each).to_bytes(4, "little"))
+            said.update(each)
         return said.hexdigest()
 
     def _malformed(self, fault: str) -> NoReturn:

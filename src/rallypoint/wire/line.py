@@ -12,7 +12,8 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded
@@ -33,6 +34,28 @@ class Closed(ConnectionError):
     """The other end has closed the line, or has gone."""
 
 
+class Stream(Protocol):
+    """What a line does with its socket."""
+
+    def fileno(self) -> int: ...
+
+    def send(self, data: Piece, flags: int = ..., /) -> int: ...
+
+    def sendmsg(
+        self, pieces: Iterable[Piece], ancillary: Iterable[Any] = ..., flags: int = ..., /
+    ) -> int: ...
+
+    def recv_into(self, buffer: memoryview, size: int = ..., flags: int = ..., /) -> int: ...
+
+    def settimeout(self, seconds: float | None, /) -> None: ...
+
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
+
+    def shutdown(self, how: int, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Line:
     """A stream socket that carries frames.
 
@@ -45,7 +68,7 @@ class Line:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         parser: FrameParser,
         kind: str = "",
         on_full: Callable[[], None] | None = None,

@@ -1,6 +1,7 @@
 """Ways from one process to another, and which one two processes take.
 
-Each transport has a file of its own with a ``listen`` and a ``connect``: ``uds.py``, ``tcp.py``, ``memory.py``.
+Each transport has a file of its own with a ``listen`` and a ``connect``: ``uds.py``, ``tcp.py``, ``memory.py``. TCP with TLS
+(``tls.py``) is a transport of another name, ``tcp+tls``: who has the one does not meet who has the other.
 """
 
 from __future__ import annotations
@@ -51,5 +52,16 @@ def choose(
         same_host: whether it is on this host, in namespaces that can see each other.
         same_process: whether it is this very process.
     """
-    reach = {"memory": same_process, "uds": same_host, "tcp": True}
+    # What is not named reaches everybody.
+    reach = {"memory": same_process, "uds": same_host}
     return [Choice(kind, theirs[kind]) for kind in ours if kind in theirs and reach.get(kind, True)]
+
+
+def why_none(ours: Sequence[str], theirs: Mapping[str, Address]) -> str:
+    """Why no way leads from us to a peer, as a clause about it. Pure."""
+    same = "give all workers the same tls=..."
+    if "tcp+tls" in ours and "tcp" in theirs:
+        return f"it does not use TLS and this worker requires it: {same}"
+    if "tcp" in ours and "tcp+tls" in theirs:
+        return f"it requires TLS and this worker does not use it: {same}"
+    return f"it offers {', '.join(theirs) or 'no transport'}, and this worker may use {', '.join(ours)}"
