@@ -6,6 +6,7 @@ from torch.futures import Future
 
 from rallypoint.errors import (
     CallCancelled,
+    MessageTooLarge,
     PeerLost,
     RemoteError,
     RpcError,
@@ -54,6 +55,7 @@ __all__ = [
     "Device",
     "FaultyRpcBackendOptions",
     "Future",
+    "MessageTooLarge",
     "NativeRpcBackendOptions",
     "NodeDevices",
     "PeerLost",

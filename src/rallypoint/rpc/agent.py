@@ -11,6 +11,7 @@ import functools
 import heapq
 import itertools
 import logging
+import math
 import secrets
 import select
 import socket
@@ -352,7 +353,7 @@ class Agent:
             ) from None
         serving = SERVING.get()
         outer = None if serving is None else serving.deadline
-        if not seconds:
+        if not seconds or seconds == math.inf:
             if outer is None:
                 return None, 0.0
             return outer, max(0.0, outer - time.monotonic())
@@ -461,7 +462,11 @@ class Agent:
             # The ids can be read even where the rest cannot be: then the value is there as an error.
             rref_id, fork_id, *what = content
             inner, tensors, flags = self._pickle(CALL, tuple(what), outgoing, flags)
-            return payloads.dumps((rref_id, fork_id, inner))[0], tensors, flags
+            try:
+                return payloads.dumps((rref_id, fork_id, inner))[0], tensors, flags
+            except BaseException:
+                payloads.unsent(tensors)
+                raise
         options = self.options
         if len(content) == 3 and not flags:
             # The short way first: a call that carries nothing.

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from rallypoint.wire.frames import check
+
 from .allowlist import AllowList
 from .script import check_with, load_script_function, load_torch_function
 from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
@@ -33,6 +35,8 @@ Payload = bytes | bytearray | memoryview
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _EMPTY_CALLS: dict[Any, bytes] = {}
 _MOST_CACHED = 4096
+# Payloads up to here are not compared with the limit, which is no less.
+_CHECKED = 1 << 16
 
 
 def register_reducer(kind: type, reducer: Reducer) -> None:
@@ -92,19 +96,23 @@ def dumps(
     """Pickle a message for a peer.
 
     Raises:
+        MessageTooLarge: the peer would not take it.
         Exception: whatever an object raises that cannot be pickled.
     """
     if type(obj) in _PLAIN:
-        return pickle.dumps(obj, 5), _NO_TENSORS
+        return _dump_plain(obj), _NO_TENSORS
     file = io.BytesIO()
     writer = (_by_value() if by_value else Writer)(file, to, devices)
     try:
         writer.dump(obj)
+        payload = file.getvalue()
+        if writer.tensors.buffers or len(payload) > _CHECKED:
+            check(len(payload), writer.tensors.buffers)
     except BaseException as error:
         unsent(writer.tensors)
         _explain(error)
         raise
-    return file.getvalue(), writer.tensors
+    return payload, writer.tensors
 
 
 # Of a message that has none.
@@ -121,12 +129,15 @@ def _explain(error: BaseException) -> None:
 
 
 def _dump_plain(content: object) -> bytes:
-    """Pickle a call whose arguments need no reducer."""
+    """Pickle what needs no reducer."""
     try:
-        return pickle.dumps(content, 5)
+        payload = pickle.dumps(content, 5)
     except BaseException as error:
         _explain(error)
         raise
+    if len(payload) > _CHECKED:
+        check(len(payload), ())
+    return payload
 
 
 _on_unsent: Callable[[list[Any]], None] = lambda _: None  # noqa: E731
