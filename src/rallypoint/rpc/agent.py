@@ -655,11 +655,13 @@ class Agent:
                 # Of the connection's two sockets one may end before the other.
                 outgoing.fail(str(error))
                 raise PeerLost(outgoing.peer, str(error)) from error
-        content = payloads.loads(frame.payload, buffers, sender=outgoing.info.id)
+        allowed = self.allowed
+        content = payloads.loads(frame.payload, buffers, sender=outgoing.info.id, allowed=allowed)
         if frame.flags & FLAG_PACKED:
             return payloads.unpacked(content)
         if frame.kind == FAILURE:
-            raise _harmless(rebuild(content, outgoing.peer), outgoing.peer)
+            load = None if allowed is None else payloads.checked(allowed)
+            raise _harmless(rebuild(content, outgoing.peer, load), outgoing.peer)
         return content
 
     # -- connections --------------------------------------------------------------------------------

@@ -7,16 +7,22 @@ means, and not only begin in a module that is on it:
 - what a module has imported from elsewhere is elsewhere's;
 - ``getattr``, by which methods are pickled, finds public methods of classes and objects on the list, and nothing else.
 
+It holds for what callers send and for what those answer who are called: values, items of streams, exceptions. The
+exceptions of Python and of this package need no entry.
+
 A list is as narrow as what is on it: who lists ``torch`` has listed ``torch.load``.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import pickle
 from collections.abc import Callable, Collection
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+
+from rallypoint import errors
 
 from .tensors import rebuild_weights
 
@@ -58,6 +64,22 @@ _OWN = frozenset(
 )
 # Values that Python's pickles have no sign of their own for.
 _HARMLESS = frozenset(f"builtins.{name}" for name in ("bytearray", "complex", "range", "slice"))
+# So that they are raised as what they are. To make one does nothing; of those that end a program, a caller takes the
+# text only.
+_ERRORS = frozenset(
+    {
+        f"builtins.{name}"
+        for name, kind in vars(builtins).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+    }
+    | {f"rallypoint.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)}
+    | {
+        "_pickle.PicklingError",
+        "_pickle.UnpicklingError",
+        "rallypoint.rpc.allowlist.NotAllowed",
+    }
+)
+_PERMITTED = _OWN | _HARMLESS | _ERRORS
 
 
 class AllowList:
@@ -84,7 +106,7 @@ class AllowList:
         if instead is not None:
             return instead
         full = f"{module}.{name}"
-        is_listed = full in self._names or full in _OWN or full in _HARMLESS
+        is_listed = full in self._names or full in _PERMITTED
         if not is_listed:
             self.check(module, full)
         found: Any = importlib.import_module(module)

@@ -50,7 +50,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
             into the store.
         heartbeat: seconds after which a peer whose packets vanish is lost.
         pickle_by_value: functions without a name (lambdas, closures) travel, too; needs the same Python.
-        allowed_modules: what callers may name in what they send: modules and packages, for what these define, or
+        allowed_modules: what others may name in calls and answers: modules and packages, for what these define, or
             single names (``package.module.function``); None: all.
         in_flight_bytes: of tensors, sent to one peer and not answered yet; more waits.
         shared_memory_bytes: that all connections together may use for large tensors.

@@ -316,6 +316,11 @@ class _Checked(pickle.Unpickler):
         return self._allowed.find(module, name)
 
 
+def checked(allowed: AllowList) -> Callable[[bytes], Any]:
+    """Unpickles what is in a message on its own, and names only what the list permits."""
+    return lambda payload: loads(payload, allowed=allowed)
+
+
 def check_allowed(module: str) -> None:
     """Whether the message that this thread is unpickling may name a module.
 
