@@ -6,7 +6,6 @@ import functools
 import os
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

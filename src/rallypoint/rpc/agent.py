@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rallypoint._core import env
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import (
     DeadlineExceeded,
@@ -46,6 +47,7 @@ from . import payload as payloads
 from .allowlist import AllowList
 from .calls import Call
 from .crew import TICK, Crew, Job
+from .cuda_ipc import Way, visible_names, way_to
 from .current_call import SERVING
 from .device_map import Device
 from .future import RpcFuture
@@ -379,11 +381,12 @@ class Agent:
 
     def _devices_for(self, to: WorkerInfo) -> Devices | None:
         """What becomes of tensors on accelerators on their way to a peer: our map, else its own backwards."""
+        group = self.group
+        assert group is not None
         own = self.options.device_maps.get(to.name)
         if own is None:
-            assert self.group is not None
             with contextlib.suppress(RpcError):
-                theirs = self.group.find(to.name).devices.maps.get(self.me.name)
+                theirs = group.find(to.name).devices.maps.get(self.me.name)
                 if theirs:
                     own = {there: here for here, there in theirs.items()}
         if not own:
@@ -400,7 +403,14 @@ class Agent:
                 )
             return str(found)
 
-        return Devices(target)
+        def way(device: torch.device, target: str, nbytes: int) -> Way:
+            options = self.options
+            decide = way_to(
+                group.me, group.find(to.name), options.transports, enabled=options.cuda_ipc
+            )
+            return decide(device, target, nbytes)
+
+        return Devices(target, way)
 
     def send(
         self,
@@ -414,6 +424,8 @@ class Agent:
         block: bool = True,
     ) -> None:
         """Send a request that carries buffers or references. Raises what :meth:`Outgoing.begin` does."""
+        if tensors.parcels:
+            flags |= FLAG_REFS
         if tensors.forks:
             flags |= FLAG_REFS
             outgoing.passed.add(tensors.forks, self.rrefs.unsettled)
@@ -505,7 +517,7 @@ class Agent:
         counters.sent += 1
         if kind <= STREAM and not self.is_own(call.what):
             counters.user_sent += 1
-        if tensors is None or not (tensors.buffers or tensors.forks):
+        if tensors is None or not (tensors.buffers or tensors.forks or tensors.parcels):
             crowd = _CROWD if call.on_done is not None else 0
             outgoing.begin(kind, call, payload, flags=flags, block=block, crowd=crowd)
             return
@@ -1299,4 +1311,13 @@ def node_devices(options: NativeRpcBackendOptions) -> Any:
     from .device_map import NodeDevices
 
     counts = {"cuda": torch.cuda.device_count()} if torch.cuda.is_available() else {}
-    return NodeDevices(counts=counts, devices=tuple(options.devices), maps=options.device_maps)
+    visible: tuple[str, ...] = ()
+    if counts and options.cuda_ipc and torch.version.cuda:
+        setting, order = env.get("CUDA_VISIBLE_DEVICES"), env.get("CUDA_DEVICE_ORDER")
+        visible = visible_names(counts["cuda"], setting, order)
+    return NodeDevices(
+        counts=counts,
+        devices=tuple(options.devices),
+        maps=options.device_maps,
+        visible=visible,
+    )

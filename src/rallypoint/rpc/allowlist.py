@@ -37,6 +37,9 @@ _OWN = frozenset(
     for name in (
         "api._broadcast_to_followers",
         "api._gather_to_leader",
+        "cuda_ipc.arrive_handed",
+        "cuda_ipc.arrive_shared",
+        "cuda_ipc.arrive_staged",
         "refcount.Fork",
         "refcount.ForkId",
         "refcount.RRefId",
@@ -50,6 +53,7 @@ _OWN = frozenset(
         "tensors.rebuild_compressed",
         "tensors.rebuild_coo",
         "tensors.rebuild_empty",
+        "tensors.rebuild_empty_there",
         "tensors.rebuild_grad",
         "tensors.rebuild_meta",
         "tensors.rebuild_on_device",
@@ -57,8 +61,10 @@ _OWN = frozenset(
         "tensors.rebuild_small",
         "tensors.rebuild_small_view",
         "tensors.rebuild_spread",
+        "tensors.rebuild_spread_there",
         "tensors.rebuild_strided",
         "tensors.rebuild_tensor",
+        "tensors.rebuild_there",
         "worker_info.WorkerInfo",
     )
 )

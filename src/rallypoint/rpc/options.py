@@ -54,6 +54,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
             single names (``package.module.function``); None: all.
         in_flight_bytes: of tensors, sent to one peer and not answered yet; more waits.
         shared_memory_bytes: that all connections together may use for large tensors.
+        cuda_ipc: whether GPU tensors may go from process to process of one host without leaving the GPUs.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         allowed_modules: Sequence[str] | None = None,
         in_flight_bytes: int = 1 << 30,
         shared_memory_bytes: int = 4 << 30,
+        cuda_ipc: bool = True,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         if isinstance(num_worker_threads, bool) or not isinstance(num_worker_threads, int):
@@ -108,6 +110,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.allowed_modules = None if allowed_modules is None else frozenset(allowed_modules)
         self.in_flight_bytes = in_flight_bytes
         self.shared_memory_bytes = shared_memory_bytes
+        self.cuda_ipc = cuda_ipc
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Tensors on a key's device arrive on its value's device when ``to`` is called; results go back the

@@ -21,6 +21,7 @@ import torch
 from rallypoint.wire.frames import check
 
 from .allowlist import AllowList
+from .cuda_ipc import salvage
 from .script import check_with, load_script_function, load_torch_function
 from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
 
@@ -151,9 +152,13 @@ def when_unsent(act: Callable[[list[Any]], None]) -> None:
 
 def unsent(tensors: TensorWriter | None) -> None:
     """A message that was pickled does not leave."""
-    if tensors is not None and tensors.forks:
+    if tensors is None:
+        return
+    if tensors.forks:
         forks, tensors.forks = tensors.forks, []
         _on_unsent(forks)
+    while tensors.parcels:
+        tensors.parcels.pop().take_back()
 
 
 def known_call(content: tuple[Any, ...]) -> bytes | None:
@@ -370,6 +375,9 @@ def loads(
             finally:
                 current.allowed = outer
         return pickle.loads(payload)  # noqa: S301  # the sender has proved the job's secret
+    except BaseException:
+        salvage(payload)
+        raise
     finally:
         current.reader, current.sender, current.forks = before
 
