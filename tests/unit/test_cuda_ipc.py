@@ -94,7 +94,7 @@ def member(name: str, **more: Any) -> Member:
     [
         (member("b"), ("memory", "uds", "tcp"), Way.SHARED),
         (member("a"), ("memory", "uds", "tcp"), Way.HANDED),
-        (member("a"), ("uds", "tcp"), Way.SHARED),
+        (member("a"), ("uds", "tcp"), Way.HANDED),  # CUDA opens no block of the same process
         (member("b"), ("tcp",), Way.STAGED),
         (member("b", host="two"), ("memory", "uds", "tcp"), Way.STAGED),
         (member("b", addresses={"tcp": ("h", 1)}), ("memory", "uds", "tcp"), Way.STAGED),

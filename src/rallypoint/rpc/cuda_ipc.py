@@ -133,17 +133,16 @@ def way_to(
     """What :func:`decide` says for tensors of this worker that go to ``peer``."""
 
     def way(device: torch.device, target: str, nbytes: int) -> Way:
+        # A process cannot open its own blocks, on whatever way it calls itself.
+        is_own = me.incarnation == peer.incarnation
         ways = choose(
-            transports,
-            peer.addresses,
-            same_host=me.shares_host(peer),
-            same_process=me.incarnation == peer.incarnation,
+            transports, peer.addresses, same_host=me.shares_host(peer), same_process=is_own
         )
         return decide(
             Device.parse(device),
             Device.parse(target),
             nbytes,
-            transport=ways[0].kind if ways else "",
+            transport="memory" if is_own else ways[0].kind if ways else "",
             enabled=enabled,
             ours=me.devices.visible,
             theirs=peer.devices.visible,
