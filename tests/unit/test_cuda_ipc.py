@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from rallypoint.errors import RpcError
 from rallypoint.rpc import cuda_ipc
@@ -410,3 +413,79 @@ def test_a_view_stays_in_its_memory(size, stride, offset):
 def test_a_number_that_nobody_has_handed_over_is_refused():
     with pytest.raises(RpcError, match="not there"):
         cuda_ipc.arrive_handed(-1)
+
+
+# -- torch's own ------------------------------------------------------------------------------------
+
+# As torch gives it: the device, and what follows.
+SHARED = (3, b"handle", 400, 512, b"/torch_1_2_0", 7, bytes(64), True)
+
+
+class Asked(Exception):
+    pass
+
+
+class Storage:
+    """Tells what it was asked for."""
+
+    device = torch.device("cuda", 3)
+
+    def _share_cuda_(self) -> Any:
+        return SHARED
+
+    @classmethod
+    def _new_shared_cuda(cls, *args: Any) -> Any:
+        raise Asked(args)
+
+
+class Flat:
+    device = torch.device("cuda", 3)
+
+    def untyped_storage(self) -> Any:
+        return Storage()
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    properties = [types.SimpleNamespace(uuid=f"gpu{i}", total_memory=80 << 30) for i in range(4)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties[i])
+    monkeypatch.setattr(torch, "UntypedStorage", Storage)
+    return cuda_ipc.CudaMemory()
+
+
+def test_torch_is_asked_as_torch_itself_asks(cuda):
+    block = cuda.share(Flat())
+    assert block == Block("gpu3", b"handle", 400, 512, b"/torch_1_2_0", 7, bytes(64), True)
+    cuda_ipc._check_block(block)
+    assert cuda.find("gpu3") == (3, 80 << 30)
+    assert cuda.find("gpu9") is None
+    with pytest.raises(Asked) as ours:
+        cuda.open(2, block)
+    # What multiprocessing makes of the same.
+    _, handle, size, offset, counter, counter_offset, event, waits = SHARED
+    with pytest.raises(Asked) as theirs:
+        reductions.rebuild_cuda_tensor(
+            *(Tensor, (100,), (1,), 0, Storage, torch.float32, 2, handle, size, offset),
+            *(False, counter, counter_offset, event, waits),
+        )
+    assert ours.value.args == theirs.value.args
+
+
+def test_torch_says_in_this_order_what_it_has_shared(monkeypatch):
+    """If another version of torch says more, or less, this is to be looked at again."""
+    typed = types.SimpleNamespace(
+        _untyped_storage=Storage(), _share_cuda_=Storage()._share_cuda_, __weakref__=None
+    )
+    monkeypatch.setattr(reductions, "StorageWeakRef", lambda _: None)
+    monkeypatch.setattr(reductions, "shared_cache", {})
+    monkeypatch.setattr(torch.utils.hooks, "warn_if_has_hooks", lambda _: None)
+    tensor = torch.ones(3)
+    monkeypatch.setattr(Tensor, "_typed_storage", lambda _: typed)
+    _, given = reductions.reduce_tensor(tensor)
+    device, handle, size, offset, counter, counter_offset, event, waits = SHARED
+    assert given[6:10] == (device, handle, size, offset)
+    assert given[11:] == (counter, counter_offset, event, waits)
+    assert all(hasattr(torch.UntypedStorage, name) for name in ("_release_ipc_counter_cuda",))

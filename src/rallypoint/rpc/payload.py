@@ -36,7 +36,7 @@ Payload = bytes | bytearray | memoryview
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _EMPTY_CALLS: dict[Any, bytes] = {}
 _MOST_CACHED = 4096
-# Payloads up to here are not compared with the limit, which is no less.
+# Payloads, and buffers that are alone, are not compared with the limits up to here: those are no less.
 _CHECKED = 1 << 16
 
 
@@ -107,8 +107,11 @@ def dumps(
     try:
         writer.dump(obj)
         payload = file.getvalue()
-        if writer.tensors.buffers or len(payload) > _CHECKED:
-            check(len(payload), writer.tensors.buffers)
+        buffers = writer.tensors.buffers
+        if len(payload) > _CHECKED or (
+            buffers and (len(buffers) > 1 or buffers[0].nbytes > _CHECKED)
+        ):
+            check(len(payload), buffers)
     except BaseException as error:
         unsent(writer.tensors)
         _explain(error)
@@ -157,8 +160,10 @@ def unsent(tensors: TensorWriter | None) -> None:
     if tensors.forks:
         forks, tensors.forks = tensors.forks, []
         _on_unsent(forks)
-    while tensors.parcels:
-        tensors.parcels.pop().take_back()
+    if tensors.parcels:
+        parcels, tensors.parcels = tensors.parcels, None
+        for each in parcels:
+            each.take_back()
 
 
 def known_call(content: tuple[Any, ...]) -> bytes | None:

@@ -83,15 +83,15 @@ class TensorWriter:
         parcels: memory of accelerators that is free again only when the message is unpickled, or not sent.
     """
 
-    __slots__ = ("_devices", "_parcels", "_seen", "_small", "buffers", "forks", "held", "parcels")
+    __slots__ = ("_devices", "_seen", "_small", "buffers", "forks", "held", "parcels")
 
     def __init__(self, devices: Devices | None = None) -> None:
         self.buffers: list[memoryview] = []
         self.held: list[Any] = []
         self.forks: list[Any] = []
-        self.parcels: list[cuda_ipc.Parcel] = []
-        self._parcels: dict[tuple[torch.device, int, int, str], cuda_ipc.Parcel] | None = None
-        self._seen: dict[tuple[int, int], int] | None = None
+        self.parcels: list[cuda_ipc.Parcel] | None = None
+        # What a storage has become: the number of its buffer, or its parcel.
+        self._seen: dict[tuple[Any, ...], Any] | None = None
         self._small: dict[int, bytearray] | None = None
         self._devices = devices
 
@@ -149,7 +149,7 @@ class TensorWriter:
         seen = self._seen
         if seen is None:
             seen = self._seen = {}
-        index = seen.get(key)
+        index: int | None = seen.get(key)
         if index is None:
             index = seen[key] = len(self.buffers)
             self.buffers.append(_view_memory(at, whole, _READ))
@@ -241,13 +241,13 @@ class TensorWriter:
         storage = tensor.untyped_storage()
         whole, shown = storage.nbytes(), tensor.nbytes
         if whole <= _MOST_SPREAD * shown:
-            parcels = self._parcels
-            if parcels is None:
-                parcels = self._parcels = {}
+            seen = self._seen
+            if seen is None:
+                seen = self._seen = {}
             key = (tensor.device, storage.data_ptr(), whole, target)
-            found = parcels.get(key)
+            found = seen.get(key)
             if found is None:
-                found = parcels[key] = self._send_off(_bytes_of(storage, tensor), target, False)
+                found = seen[key] = self._send_off(_bytes_of(storage, tensor), target, False)
                 # Its address must not be another storage's before the message is done.
                 self.held.append(storage)
             return found, int(tensor.storage_offset()), False
@@ -265,6 +265,8 @@ class TensorWriter:
         way = self._devices.way(flat.device, target, flat.nbytes)
         parcel, must_arrive = cuda_ipc.parcel(flat, target, way, is_own=is_own)
         if must_arrive:
+            if self.parcels is None:
+                self.parcels = []
             self.parcels.append(parcel)
         return parcel
 
