@@ -18,6 +18,7 @@
     │   ├── RpcTimeout (DeadlineExceeded)  no answer in time
     │   ├── PeerLost (also ConnectionError)  the other process is gone, or cannot be reached
     │   ├── CallCancelled                  the caller has given the call up
+    │   ├── MessageTooLarge                more in one message than the other end takes; it was not sent
     │   └── ProtocolError                  what came over the line is none of our messages
     │       └── AuthenticationError        the other end has not proved that it knows the job's secret
     └── InternalError                      our bug, please report it
@@ -236,6 +237,29 @@ class PeerLost(RpcError, ConnectionError):
 
 class CallCancelled(RpcError):
     """The caller gave the call up with ``cancel()``, or its connection ended."""
+
+
+class MessageTooLarge(RpcError):
+    """More in one message than the other end takes. It was not sent.
+
+    Args:
+        what: of what there is too much.
+        number: how much.
+        limit: how much is taken.
+        hint: the next step.
+    """
+
+    def __init__(self, what: str, number: int, limit: int, hint: str) -> None:
+        super().__init__(what, number, limit, hint)
+        self.what = what
+        self.number = number
+        self.limit = limit
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return (
+            f"a message with {self.number} {self.what}: at most {self.limit} are taken; {self.hint}"
+        )
 
 
 class ProtocolError(RpcError):

@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from rallypoint.errors import MessageTooLarge
 from rallypoint.rpc.allowlist import AllowList, NotAllowed
-from rallypoint.rpc.payload import dumps, dumps_call, loads, loads_call
+from rallypoint.rpc.payload import dumps, dumps_call, loads, loads_call, packed_call
 from rallypoint.rpc.tensors import _DTYPES
+from rallypoint.wire import frames
 
 
 def sent(obj: Any, **options: Any) -> Any:
@@ -397,6 +399,27 @@ def test_what_has_no_name_travels_by_value_only_where_that_is_asked_for():
     data, writer = dumps([torch.ones(10_000), Thing], by_value=True)
     assert len(data) < 1000
     assert loads(data, [bytearray(each) for each in writer.buffers])[1] is Thing
+
+
+def test_a_message_that_is_too_large_says_so_and_lets_its_references_go(monkeypatch):
+    monkeypatch.setattr(frames, "LIMITS", frames.Limits(payload=1 << 20, buffers=3, buffer=1 << 20))
+    rows = torch.zeros(8, 3).unbind(0)
+    assert len(dumps(rows[:3])[1].buffers) == 3
+    for make in (lambda: dumps(rows), lambda: dumps_call(first, (rows,), None)):
+        with pytest.raises(MessageTooLarge, match="with 8 tensors .*at most 3 are taken; stack"):
+            make()
+    for make in (
+        lambda: dumps(bytes(1 << 20)),
+        lambda: dumps([bytes(1 << 20)]),
+        lambda: dumps_call(first, (bytes(1 << 20),), None),
+        lambda: packed_call((first, (bytes(1 << 20),), None)),
+    ):
+        with pytest.raises(MessageTooLarge, match="at most 1048576 are taken; send it in parts"):
+            make()
+    with pytest.raises(MessageTooLarge, match="bytes in tensors"):
+        dumps(torch.zeros(1 << 19))
+    error = MessageTooLarge("tensors", 4, 3, "stack them")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 # -- the allow-list -----------------------------------------------------------------------------

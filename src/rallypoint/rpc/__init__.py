@@ -6,6 +6,7 @@ from torch.futures import Future
 
 from rallypoint.errors import (
     CallCancelled,
+    MessageTooLarge,
     PeerLost,
     RemoteError,
     RpcError,
@@ -55,6 +56,7 @@ __all__ = [
     "Device",
     "FaultyRpcBackendOptions",
     "Future",
+    "MessageTooLarge",
     "NativeRpcBackendOptions",
     "NodeDevices",
     "PeerLost",

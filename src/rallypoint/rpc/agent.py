@@ -11,6 +11,7 @@ import functools
 import heapq
 import itertools
 import logging
+import math
 import secrets
 import select
 import socket
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rallypoint._core import env
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import (
     DeadlineExceeded,
@@ -46,6 +48,7 @@ from .allowlist import AllowList
 from .calls import Call
 from .certificates import identity_of
 from .crew import TICK, Crew, Job
+from .cuda_ipc import Way, visible_names, way_to
 from .current_call import SERVING
 from .device_map import Device
 from .future import RpcFuture
@@ -357,7 +360,7 @@ class Agent:
             ) from None
         serving = SERVING.get()
         outer = None if serving is None else serving.deadline
-        if not seconds:
+        if not seconds or seconds == math.inf:
             if outer is None:
                 return None, 0.0
             return outer, max(0.0, outer - time.monotonic())
@@ -383,11 +386,12 @@ class Agent:
 
     def _devices_for(self, to: WorkerInfo) -> Devices | None:
         """What becomes of tensors on accelerators on their way to a peer: our map, else its own backwards."""
+        group = self.group
+        assert group is not None
         own = self.options.device_maps.get(to.name)
         if own is None:
-            assert self.group is not None
             with contextlib.suppress(RpcError):
-                theirs = self.group.find(to.name).devices.maps.get(self.me.name)
+                theirs = group.find(to.name).devices.maps.get(self.me.name)
                 if theirs:
                     own = {there: here for here, there in theirs.items()}
         if not own:
@@ -404,7 +408,14 @@ class Agent:
                 )
             return str(found)
 
-        return Devices(target)
+        def way(device: torch.device, target: str, nbytes: int) -> Way:
+            options = self.options
+            decide = way_to(
+                group.me, group.find(to.name), options.transports, enabled=options.cuda_ipc
+            )
+            return decide(device, target, nbytes)
+
+        return Devices(target, way)
 
     def send(
         self,
@@ -418,6 +429,8 @@ class Agent:
         block: bool = True,
     ) -> None:
         """Send a request that carries buffers or references. Raises what :meth:`Outgoing.begin` does."""
+        if tensors.parcels:
+            flags |= FLAG_REFS
         if tensors.forks:
             flags |= FLAG_REFS
             outgoing.passed.add(tensors.forks, self.rrefs.unsettled)
@@ -466,7 +479,11 @@ class Agent:
             # The ids can be read even where the rest cannot be: then the value is there as an error.
             rref_id, fork_id, *what = content
             inner, tensors, flags = self._pickle(CALL, tuple(what), outgoing, flags)
-            return payloads.dumps((rref_id, fork_id, inner))[0], tensors, flags
+            try:
+                return payloads.dumps((rref_id, fork_id, inner))[0], tensors, flags
+            except BaseException:
+                payloads.unsent(tensors)
+                raise
         options = self.options
         if len(content) == 3 and not flags:
             # The short way first: a call that carries nothing.
@@ -505,7 +522,7 @@ class Agent:
         counters.sent += 1
         if kind <= STREAM and not self.is_own(call.what):
             counters.user_sent += 1
-        if tensors is None or not (tensors.buffers or tensors.forks):
+        if tensors is None or not (tensors.buffers or tensors.forks or tensors.parcels):
             crowd = _CROWD if call.on_done is not None else 0
             outgoing.begin(kind, call, payload, flags=flags, block=block, crowd=crowd)
             return
@@ -655,11 +672,13 @@ class Agent:
                 # Of the connection's two sockets one may end before the other.
                 outgoing.fail(str(error))
                 raise PeerLost(outgoing.peer, str(error)) from error
-        content = payloads.loads(frame.payload, buffers, sender=outgoing.info.id)
+        allowed = self.allowed
+        content = payloads.loads(frame.payload, buffers, sender=outgoing.info.id, allowed=allowed)
         if frame.flags & FLAG_PACKED:
             return payloads.unpacked(content)
         if frame.kind == FAILURE:
-            raise _harmless(rebuild(content, outgoing.peer), outgoing.peer)
+            load = None if allowed is None else payloads.checked(allowed)
+            raise _harmless(rebuild(content, outgoing.peer, load), outgoing.peer)
         return content
 
     # -- connections --------------------------------------------------------------------------------
@@ -1345,4 +1364,13 @@ def node_devices(options: NativeRpcBackendOptions) -> Any:
     from .device_map import NodeDevices
 
     counts = {"cuda": torch.cuda.device_count()} if torch.cuda.is_available() else {}
-    return NodeDevices(counts=counts, devices=tuple(options.devices), maps=options.device_maps)
+    visible: tuple[str, ...] = ()
+    if counts and options.cuda_ipc and torch.version.cuda:
+        setting, order = env.get("CUDA_VISIBLE_DEVICES"), env.get("CUDA_DEVICE_ORDER")
+        visible = visible_names(counts["cuda"], setting, order)
+    return NodeDevices(
+        counts=counts,
+        devices=tuple(options.devices),
+        maps=options.device_maps,
+        visible=visible,
+    )

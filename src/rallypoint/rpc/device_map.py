@@ -63,11 +63,13 @@ class NodeDevices:
         counts: how many it has of each kind; the CPU need not be listed.
         devices: those that it uses for calls; empty: all that maps name.
         maps: for each node that it calls, own devices to that node's.
+        visible: what its GPUs are called by all processes of its host; empty: it opens nobody's memory.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
     devices: tuple[Device, ...] = ()
     maps: Mapping[str, Map] = field(default_factory=dict)
+    visible: tuple[str, ...] = ()
 
     def lacks(self, devices: Iterable[Device]) -> bool:
         """Whether it does not have all of these."""

@@ -95,6 +95,7 @@ class Member:
                     target: {str(own): str(theirs) for own, theirs in device_map.items()}
                     for target, device_map in self.devices.maps.items()
                 },
+                "visible": list(self.devices.visible),
             },
             "version": self.version,
             "extra": dict(self.extra),
@@ -240,6 +241,9 @@ def _devices(value: object) -> NodeDevices:
     listed = record.get("devices")
     if not isinstance(listed, list):
         raise _bad("devices", listed, "a list")
+    visible = record.get("visible", [])
+    if not isinstance(visible, list):
+        raise _bad("visible", visible, "a list")
     counts = mapping(record.get("counts"), "counts")
     maps = mapping(record.get("maps"), "maps")
     return NodeDevices(
@@ -251,6 +255,7 @@ def _devices(value: object) -> NodeDevices:
             }
             for target, device_map in maps.items()
         },
+        visible=tuple(text(each, "visible") for each in visible),
     )
 
 

@@ -53,11 +53,12 @@ class NativeRpcBackendOptions(RpcBackendOptions):
             files; None or False, not. The same for all workers.
         heartbeat: seconds after which a peer whose packets vanish is lost.
         pickle_by_value: functions without a name (lambdas, closures) travel, too; needs the same Python.
-        allowed_modules: what callers may name in what they send: modules and packages, for what these define, or
+        allowed_modules: what others may name in calls and answers: modules and packages, for what these define, or
             single names (``package.module.function``); None: all.
         in_flight_bytes: of tensors, sent to one peer and not answered yet; more waits. Of a peer that leaves as many
             bytes of its answers unread, no further calls are taken until it reads.
         shared_memory_bytes: that all connections together may use for large tensors.
+        cuda_ipc: whether GPU tensors may go from process to process of one host without leaving the GPUs.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         allowed_modules: Sequence[str] | None = None,
         in_flight_bytes: int = 1 << 30,
         shared_memory_bytes: int = 4 << 30,
+        cuda_ipc: bool = True,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         if isinstance(num_worker_threads, bool) or not isinstance(num_worker_threads, int):
@@ -114,6 +116,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.allowed_modules = None if allowed_modules is None else frozenset(allowed_modules)
         self.in_flight_bytes = in_flight_bytes
         self.shared_memory_bytes = shared_memory_bytes
+        self.cuda_ipc = cuda_ipc
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Tensors on a key's device arrive on its value's device when ``to`` is called; results go back the

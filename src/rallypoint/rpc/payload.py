@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
+from rallypoint.wire.frames import check
+
 from .allowlist import AllowList
+from .cuda_ipc import salvage
 from .script import check_with, load_script_function, load_torch_function
 from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
 
@@ -33,6 +36,8 @@ Payload = bytes | bytearray | memoryview
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _EMPTY_CALLS: dict[Any, bytes] = {}
 _MOST_CACHED = 4096
+# Payloads, and buffers that are alone, are not compared with the limits up to here: those are no less.
+_CHECKED = 1 << 16
 
 
 def register_reducer(kind: type, reducer: Reducer) -> None:
@@ -92,19 +97,26 @@ def dumps(
     """Pickle a message for a peer.
 
     Raises:
+        MessageTooLarge: the peer would not take it.
         Exception: whatever an object raises that cannot be pickled.
     """
     if type(obj) in _PLAIN:
-        return pickle.dumps(obj, 5), _NO_TENSORS
+        return _dump_plain(obj), _NO_TENSORS
     file = io.BytesIO()
     writer = (_by_value() if by_value else Writer)(file, to, devices)
     try:
         writer.dump(obj)
+        payload = file.getvalue()
+        buffers = writer.tensors.buffers
+        if len(payload) > _CHECKED or (
+            buffers and (len(buffers) > 1 or buffers[0].nbytes > _CHECKED)
+        ):
+            check(len(payload), buffers)
     except BaseException as error:
         unsent(writer.tensors)
         _explain(error)
         raise
-    return file.getvalue(), writer.tensors
+    return payload, writer.tensors
 
 
 # Of a message that has none.
@@ -121,12 +133,15 @@ def _explain(error: BaseException) -> None:
 
 
 def _dump_plain(content: object) -> bytes:
-    """Pickle a call whose arguments need no reducer."""
+    """Pickle what needs no reducer."""
     try:
-        return pickle.dumps(content, 5)
+        payload = pickle.dumps(content, 5)
     except BaseException as error:
         _explain(error)
         raise
+    if len(payload) > _CHECKED:
+        check(len(payload), ())
+    return payload
 
 
 _on_unsent: Callable[[list[Any]], None] = lambda _: None  # noqa: E731
@@ -140,9 +155,15 @@ def when_unsent(act: Callable[[list[Any]], None]) -> None:
 
 def unsent(tensors: TensorWriter | None) -> None:
     """A message that was pickled does not leave."""
-    if tensors is not None and tensors.forks:
+    if tensors is None:
+        return
+    if tensors.forks:
         forks, tensors.forks = tensors.forks, []
         _on_unsent(forks)
+    if tensors.parcels:
+        parcels, tensors.parcels = tensors.parcels, None
+        for each in parcels:
+            each.take_back()
 
 
 def known_call(content: tuple[Any, ...]) -> bytes | None:
@@ -305,6 +326,11 @@ class _Checked(pickle.Unpickler):
         return self._allowed.find(module, name)
 
 
+def checked(allowed: AllowList) -> Callable[[bytes], Any]:
+    """Unpickles what is in a message on its own, and names only what the list permits."""
+    return lambda payload: loads(payload, allowed=allowed)
+
+
 def check_allowed(module: str) -> None:
     """Whether the message that this thread is unpickling may name a module.
 
@@ -354,6 +380,9 @@ def loads(
             finally:
                 current.allowed = outer
         return pickle.loads(payload)  # noqa: S301  # the sender has proved the job's secret
+    except BaseException:
+        salvage(payload)
+        raise
     finally:
         current.reader, current.sender, current.forks = before
 

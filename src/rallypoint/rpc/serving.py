@@ -360,7 +360,7 @@ class Request:
             tensors.buffers,
             held=tensors.held,
             later=later,
-            flags=FLAG_REFS if forks else 0,
+            flags=FLAG_REFS if forks or tensors.parcels else 0,
         )
         if not sent:
             unsent(tensors)

@@ -8,11 +8,15 @@ message that share memory share it there, too, where they show most of it.
 from __future__ import annotations
 
 import ctypes
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from . import cuda_ipc
 
 
 # Bytes of tensors that are pickled like anything else: a buffer of its own costs more than the copy.
@@ -62,9 +66,11 @@ class Devices(NamedTuple):
 
     Args:
         target: the device over there, as text, for one here; raises if there is none.
+        way: how so many bytes get from one to the other.
     """
 
     target: Callable[[torch.device], str]
+    way: Callable[[torch.device, str, int], cuda_ipc.Way] = lambda *_: cuda_ipc.Way.STAGED
 
 
 class TensorWriter:
@@ -74,15 +80,18 @@ class TensorWriter:
         buffers: in the order in which the pickle counts them.
         held: what must stay alive until the buffers are sent.
         forks: remote references in the same message.
+        parcels: memory of accelerators that is free again only when the message is unpickled, or not sent.
     """
 
-    __slots__ = ("_devices", "_seen", "_small", "buffers", "forks", "held")
+    __slots__ = ("_devices", "_seen", "_small", "buffers", "forks", "held", "parcels")
 
     def __init__(self, devices: Devices | None = None) -> None:
         self.buffers: list[memoryview] = []
         self.held: list[Any] = []
         self.forks: list[Any] = []
-        self._seen: dict[tuple[int, int], int] | None = None
+        self.parcels: list[cuda_ipc.Parcel] | None = None
+        # What a storage has become: the number of its buffer, or its parcel.
+        self._seen: dict[tuple[Any, ...], Any] | None = None
         self._small: dict[int, bytearray] | None = None
         self._devices = devices
 
@@ -140,7 +149,7 @@ class TensorWriter:
         seen = self._seen
         if seen is None:
             seen = self._seen = {}
-        index = seen.get(key)
+        index: int | None = seen.get(key)
         if index is None:
             index = seen[key] = len(self.buffers)
             self.buffers.append(_view_memory(at, whole, _READ))
@@ -200,25 +209,71 @@ class TensorWriter:
         return self._reduce_odd(tensor, None)
 
     def _reduce_elsewhere(self, tensor: Tensor) -> Reduced:
-        """Through the CPU's memory: pinned, if the device can copy into it by itself."""
+        """From an accelerator, on the way that the two workers have for it (``cuda_ipc``)."""
         if self._devices is None:
             raise ValueError(
                 f"a tensor on {tensor.device} was to be sent to a worker that no device map says anything"
                 " about: set one with options.set_device_map, or send tensor.cpu()"
             )
         target = self._devices.target(tensor.device)
+        code = _CODES.get(tensor.dtype)
+        grad = tensor.requires_grad
         if tensor.device.type == "meta":
             return rebuild_meta, (tuple(tensor.shape), tensor.stride(), _CODES[tensor.dtype])
-        source = tensor.detach()
-        if tensor.device.type == "cuda":
-            staged = torch.empty_strided(
-                source.shape, source.stride(), dtype=source.dtype, pin_memory=True
-            )
-            staged.copy_(source, non_blocking=True)
-            torch.cuda.current_stream(tensor.device).synchronize()
-        else:
-            staged = source.cpu()
-        return rebuild_on_device, (staged, target, tensor.requires_grad)
+        plain = tensor.detach()
+        if code is None or tensor.device.type not in cuda_ipc.memory.kinds:
+            return rebuild_on_device, (plain.cpu(), target, grad)
+        plain = plain.resolve_conj().resolve_neg()
+        size, stride = tuple(plain.shape), plain.stride()
+        if not plain.numel():
+            return rebuild_empty_there, (target, code, size, stride, grad)
+        parcel, offset, is_spread = self._parcel_of(plain, target)
+        if is_spread:
+            return rebuild_spread_there, (parcel, code, size, stride, grad)
+        return rebuild_there, (parcel, code, size, stride, offset, grad)
+
+    def _parcel_of(self, tensor: Tensor, target: str) -> tuple[cuda_ipc.Parcel, int, bool]:
+        """What a tensor shows, as on the CPU: its storage, what it spans, or, with wide gaps, it alone.
+
+        Returns:
+            the memory, where in it the tensor begins (in elements), and whether the strides are left out.
+        """
+        storage = tensor.untyped_storage()
+        whole, shown = storage.nbytes(), tensor.nbytes
+        if whole <= _MOST_SPREAD * shown:
+            seen = self._seen
+            if seen is None:
+                seen = self._seen = {}
+            key = (tensor.device, storage.data_ptr(), whole, target)
+            found = seen.get(key)
+            if found is None:
+                found = seen[key] = self._send_off(_bytes_of(storage, tensor), target, False)
+                # Its address must not be another storage's before the message is done.
+                self.held.append(storage)
+            return found, int(tensor.storage_offset()), False
+        steps = zip(tensor.stride(), tensor.shape, strict=True)
+        span = 1 + sum(step * (count - 1) for step, count in steps)
+        is_spread = span * tensor.element_size() > _MOST_SPREAD * shown
+        if not is_spread:
+            tensor = tensor.as_strided((span,), (1,))
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        flat = _bytes_of(own.untyped_storage(), own)
+        return self._send_off(flat, target, True), 0, is_spread
+
+    def _send_off(self, flat: Tensor, target: str, is_own: bool) -> cuda_ipc.Parcel:
+        assert self._devices is not None
+        way = self._devices.way(flat.device, target, flat.nbytes)
+        parcel, must_arrive = cuda_ipc.parcel(flat, target, way, is_own=is_own)
+        if must_arrive:
+            if self.parcels is None:
+                self.parcels = []
+            self.parcels.append(parcel)
+        return parcel
+
+
+def _bytes_of(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 Packed = tuple[bytearray, int, tuple[int, ...], bool]
@@ -374,6 +429,37 @@ def rebuild_parameter(data: Tensor, grad: bool) -> torch.nn.Parameter:
 
 def rebuild_on_device(staged: Tensor, target: str, grad: bool) -> Tensor:
     return rebuild_grad(staged.to(target), grad)
+
+
+def rebuild_there(
+    flat: Tensor,
+    code: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    grad: bool,
+) -> Tensor:
+    """The same for memory of an accelerator."""
+    return rebuild_grad(cuda_ipc.view(flat, _DTYPES[code], size, stride, offset), grad)
+
+
+def rebuild_spread_there(
+    flat: Tensor, code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
+) -> Tensor:
+    dtype = _DTYPES[code]
+    steps = tuple(itertools.accumulate(size[:0:-1], operator.mul, initial=1))[::-1]
+    packed = cuda_ipc.view(flat, dtype, size, steps if size else (), 0)
+    if _is_free_of_overlaps(size, stride):
+        made = torch.empty_strided(size, stride, dtype=dtype, device=flat.device)
+        packed = made.copy_(packed)
+    return rebuild_grad(packed, grad)
+
+
+def rebuild_empty_there(
+    target: str, code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
+) -> Tensor:
+    made = torch.empty_strided(size, stride, dtype=_DTYPES[code], device=target)
+    return rebuild_grad(made, grad)
 
 
 def rebuild_saved(data: bytes) -> Any:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rallypoint.errors import ProtocolError
+from rallypoint.errors import MessageTooLarge, ProtocolError
 
 
 HEADER = struct.Struct("<IBBHQII")
@@ -51,6 +51,10 @@ class Limits:
     buffer: int = 1 << 40
 
 
+# What every end takes, and so the most that any may send (:func:`check`).
+LIMITS = Limits()
+
+
 class Shared(NamedTuple):
     """A buffer that lies in shared memory."""
 
@@ -76,6 +80,32 @@ class Frame(NamedTuple):
     buffers: Sequence[Buffer | Shared]
 
 
+def check(payload: int, buffers: Sequence[memoryview]) -> None:
+    """Whether a frame with a payload of so many bytes, and these buffers, is taken by the other end.
+
+    Raises:
+        MessageTooLarge: it is not.
+    """
+    limits = LIMITS
+    if payload > limits.payload:
+        raise MessageTooLarge(
+            "bytes beside its tensors",
+            payload,
+            limits.payload,
+            "send it in parts, or large data as tensors",
+        )
+    if len(buffers) > limits.buffers:
+        raise MessageTooLarge(
+            "tensors that travel on their own",
+            len(buffers),
+            limits.buffers,
+            "stack or concatenate them, or split the call",
+        )
+    total = sum(each.nbytes for each in buffers)
+    if total > limits.buffer:
+        raise MessageTooLarge("bytes in tensors", total, limits.buffer, "split the call")
+
+
 def header(
     kind: int, call: int, payload: int, *, flags: int = 0, buffers: int = 0, time_left: int = 0
 ) -> bytes:
@@ -96,7 +126,10 @@ def encode(
 
     Args:
         buffers: bytes to be sent along, or where the receiver finds them.
+        time_left: milliseconds; more than 49 days are sent as that.
     """
+    if time_left > MAX_TIME_LEFT:
+        time_left = MAX_TIME_LEFT
     first = HEADER.pack(len(payload), kind, flags, len(buffers), call, time_left, 0)
     if not buffers:
         return [first + payload]
@@ -118,7 +151,7 @@ class FrameParser:
     The owner receives into :meth:`space` and then says how many bytes came (:meth:`received`).
 
     Args:
-        limits: what the peer may send.
+        limits: what the peer may send; ``LIMITS`` by default.
         allocate: memory of at least so many bytes, writable; a bytearray by default. It is asked for what a peer
             has only announced: memory that is taken as it is filled keeps a false claim cheap.
     """
@@ -138,7 +171,7 @@ class FrameParser:
     def __init__(
         self, limits: Limits | None = None, allocate: Callable[[int], Buffer] = bytearray
     ) -> None:
-        self._limits = limits or Limits()
+        self._limits = limits or LIMITS
         self._allocate = allocate
         self._buffer = bytearray(READ_SIZE)
         self._view = memoryview(self._buffer)

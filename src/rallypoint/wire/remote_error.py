@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypedDict
 
@@ -196,7 +196,11 @@ def _dump(what: object, limit: int) -> bytes:
 # -- on the side that asked ------------------------------------------------------------------------
 
 
-def rebuild(description: Mapping[str, object], worker: str) -> BaseException:
+def rebuild(
+    description: Mapping[str, object],
+    worker: str,
+    load: Callable[[bytes], Any] | None = None,  # Any: whatever was pickled
+) -> BaseException:
     """The exception that ``description`` tells of, to be raised here. Never raises itself.
 
     It may be a SystemExit or a KeyboardInterrupt: whether that is to end this process too is the caller's to say.
@@ -204,6 +208,7 @@ def rebuild(description: Mapping[str, object], worker: str) -> BaseException:
     Args:
         description: what ``describe`` made, from an authenticated peer.
         worker: who sent it.
+        load: unpickles, in the place of pickle's own; what it refuses becomes a RemoteError.
     Returns:
         an exception of the same type, with a RemoteTraceback as its cause; else a RemoteError.
     """
@@ -213,7 +218,7 @@ def rebuild(description: Mapping[str, object], worker: str) -> BaseException:
     made: BaseException | None = None
     if isinstance(frozen, bytes) and frozen:
         try:
-            made = _thaw(frozen)
+            made = _thaw(frozen, load)
             if _type_name(type(made)) != kind or not _same_text(_message(made), message):
                 made = None
             else:
@@ -227,10 +232,13 @@ def rebuild(description: Mapping[str, object], worker: str) -> BaseException:
     return made
 
 
-def _thaw(frozen: bytes) -> BaseException:
-    made = pickle.loads(frozen)  # noqa: S301  our own bytes, or an authenticated peer's: see the top
+def _thaw(frozen: bytes, load: Callable[[bytes], Any] | None = None) -> BaseException:
+    # Our own bytes, or an authenticated peer's: see the top.
+    made = pickle.loads(frozen) if load is None else load(frozen)  # noqa: S301
     if isinstance(made, tuple):
         kind, args, attributes = made
+        if not issubclass(kind, BaseException):
+            raise TypeError("what was pickled is no exception")
         made = kind.__new__(kind, *args)
         for name, value in {"args": args, **attributes}.items():
             object.__setattr__(made, name, value)  # a class may forbid it

@@ -1,0 +1,177 @@
+"""What is too much for one message is refused by its sender, and the connection stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import rpc_workers
+from rallypoint import rpc
+from rallypoint.rpc.agent_in_use import current_agent
+from rallypoint.wire import frames
+from rpc_workers import Workers
+
+
+pytestmark = [pytest.mark.integration]
+
+# One more than a frame may have.
+TOO_MANY = frames.LIMITS.buffers + 1
+SMALL = frames.Limits(payload=1 << 20, buffers=10, buffer=1 << 20)
+
+
+@pytest.fixture
+def two() -> Iterator[Workers]:
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+        yield workers
+        workers.run(rpc_workers.leave)
+
+
+@pytest.fixture
+def narrow() -> Iterator[Workers]:
+    """Two workers that take little."""
+    with Workers(2) as workers:
+        workers.run(be_narrow)
+        workers.run(rpc_workers.join)
+        yield workers
+        workers.run(rpc_workers.leave)
+
+
+def be_narrow() -> None:
+    frames.LIMITS = SMALL
+
+
+def count(tensors: Any) -> int:
+    return len(tensors)
+
+
+def rows(number: int) -> list[torch.Tensor]:
+    """As many parts of one tensor; each travels on its own."""
+    return list(torch.zeros(number, 4).unbind(0))
+
+
+def rows_one_by_one(*numbers: int) -> Iterator[list[torch.Tensor]]:
+    for number in numbers:
+        yield rows(number)
+
+
+def text(size: int) -> str:
+    return "x" * size
+
+
+def tensor(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def connections() -> list[Any]:
+    """Those to the other worker, of the agent in use."""
+    agent = current_agent()
+    assert agent is not None
+    return list(agent._outgoing.values())
+
+
+WORDS = rf"a message with {TOO_MANY} tensors .*at most {TOO_MANY - 1} are taken; stack"
+
+
+def test_too_many_tensors_in_a_call_are_refused_at_once(two):
+    def case():
+        assert rpc.rpc_sync("w1", count, (rows(TOO_MANY - 1),)) == TOO_MANY - 1
+        before = connections()
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote, rpc.rpc_stream):
+            with pytest.raises(rpc.MessageTooLarge, match=WORDS) as caught:
+                call("w1", count, (rows(TOO_MANY),))
+            assert (caught.value.number, caught.value.limit) == (TOO_MANY, TOO_MANY - 1)
+        assert rpc.rpc_sync("w1", count, (rows(3),)) == 3
+        assert connections() == before
+        assert not any(each.calls or each.in_flight for each in before)
+
+    two.on(0, case)
+
+
+def test_too_many_tensors_in_a_result_are_an_error_at_the_caller(two):
+    def case():
+        assert len(rpc.rpc_sync("w1", rows, (TOO_MANY - 1,))) == TOO_MANY - 1
+        before = connections()
+        with pytest.raises(rpc.MessageTooLarge, match=WORDS) as caught:
+            rpc.rpc_sync("w1", rows, (TOO_MANY,))
+        assert "This is the result of a call" in caught.value.__notes__[0]
+        assert caught.value.limit == TOO_MANY - 1
+        with pytest.raises(rpc.MessageTooLarge, match=WORDS):
+            rpc.rpc_async("w1", rows, (TOO_MANY,)).wait()
+        kept = rpc.remote("w1", rows, (TOO_MANY,))
+        with pytest.raises(rpc.MessageTooLarge, match=WORDS):
+            kept.to_here()
+        assert connections() == before
+
+    two.on(0, case)
+
+
+def test_too_many_tensors_in_an_item_end_the_stream_and_nothing_else(two):
+    def case():
+        before = connections()
+        stream = rpc.rpc_stream("w1", rows_one_by_one, (2, TOO_MANY, 2))
+        assert len(next(stream)) == 2
+        with pytest.raises(rpc.MessageTooLarge, match=WORDS):
+            next(stream)
+        with pytest.raises(StopIteration):
+            next(stream)
+        assert rpc.rpc_sync("w1", count, (rows(3),)) == 3
+        assert before == [] or connections() == before
+
+    two.on(0, case)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (text, r"with \d+ bytes beside its tensors: at most 1048576 are taken; send it in parts"),
+        (tensor, r"with \d+ bytes in tensors: at most 1048576 are taken; split the call"),
+    ],
+    ids=["payload", "tensors"],
+)
+def test_too_many_bytes_are_refused_on_both_ways(narrow, make, words):
+    def case(make, words):
+        fits, over = SMALL.payload // 2, SMALL.payload + 1
+        assert rpc.rpc_sync("w1", len, (make(fits),)) == fits
+        assert len(rpc.rpc_sync("w1", make, (fits,))) == fits
+        before = connections()
+        for arguments in ((make(over),), ({"a": make(over)},)):
+            for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote, rpc.rpc_stream):
+                with pytest.raises(rpc.MessageTooLarge, match=words):
+                    call("w1", len, arguments)
+        with pytest.raises(rpc.MessageTooLarge, match=words):
+            rpc.rpc_sync("w1", make, (over,))
+        with pytest.raises(rpc.MessageTooLarge, match=words):
+            list(rpc.rpc_stream("w1", map, (make, [over])))
+        assert connections() == before
+        assert not any(each.calls or each.in_flight for each in before)
+
+    narrow.on(0, case, make, words)
+
+
+def test_a_reference_in_a_message_that_is_refused_holds_nothing(two):
+    def case():
+        mine = rpc.RRef([1])
+        with pytest.raises(rpc.MessageTooLarge):
+            rpc.rpc_sync("w1", count, ([mine, *rows(TOO_MANY)],))
+        del mine
+        rpc_workers.eventually(
+            lambda: rpc.api._rref_context_get_debug_info()["num_owner_rrefs"] == "0"
+        )
+
+    two.on(0, case)
+
+
+@pytest.mark.parametrize("seconds", [1e7, math.inf], ids=str)
+def test_a_call_may_have_more_time_than_a_frame_can_say(two, seconds):
+    def case(seconds):
+        assert rpc.rpc_sync("w1", max, (1, 2), timeout=seconds) == 2
+        assert rpc.rpc_async("w1", max, (1, 2), timeout=seconds).wait() == 2
+        assert list(rpc.rpc_stream("w1", range, (2,), timeout=seconds)) == [0, 1]
+        assert not any(each.calls for each in connections())
+
+    two.on(0, case, seconds)
