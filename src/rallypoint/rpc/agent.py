@@ -35,6 +35,7 @@ from rallypoint.errors import (
     RpcTimeout,
 )
 from rallypoint.wire import memory, tcp, tls, uds
+from rallypoint.wire.copying import Copier
 from rallypoint.wire.frames import Frame, FrameParser
 from rallypoint.wire.line import Line
 from rallypoint.wire.recycler import Recycler
@@ -136,6 +137,7 @@ class Agent:
         )
         self._loop = CoroutineLoop(f"rpc-{name}")
         self._budget = Budget(options.shared_memory_bytes)
+        self._copier = Copier()
         self._recycler = Recycler()
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
@@ -252,6 +254,7 @@ class Agent:
         if self.group is not None:
             self.group.close()
         self._recycler.clear()
+        self._copier.close()
         if ended:
             self._poller.close()
         else:
@@ -787,7 +790,7 @@ class Agent:
                     f"{peer.get('name')!r} listens there now, not the worker that was looked for"
                 )
             if side is not None:
-                sharing = Sharing(side, self._budget)
+                sharing = Sharing(side, self._budget, self._copier.move)
             line = tls.new_line(sock, FrameParser(allocate=self._recycler.allocate), kind)
             outgoing = Outgoing(
                 line, WorkerInfo(member.name, member.id), self, sharing, bool(member.devices.maps)
@@ -964,7 +967,7 @@ class Agent:
         try:
             worker = WorkerInfo(str(peer.get("name")), int(peer.get("id", -1)))
             if side is not None:
-                sharing = Sharing(side, self._budget)
+                sharing = Sharing(side, self._budget, self._copier.move)
             line = tls.new_line(sock, FrameParser(allocate=self._recycler.allocate), kind)
         except (OSError, TypeError, ValueError, OverflowError) as error:
             # It has gone again, or does not say who it is.

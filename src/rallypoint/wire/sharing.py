@@ -7,6 +7,7 @@ message marks it as new. So the main line is read without asking the kernel for 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import struct
@@ -17,7 +18,7 @@ from typing import Any
 from rallypoint.errors import ProtocolError
 
 from .frames import INLINE, Buffer, Shared
-from .shm import SMALLEST, Block, Budget, Mapped, Pool, copy_into
+from .shm import SMALLEST, Block, Budget, Mapped, Move, Pool, copy_into
 
 
 _CONTROL = INLINE
@@ -31,13 +32,15 @@ class Sharing:
     Args:
         side: a socket to the other end that carries nothing but descriptors; it is taken over.
         budget: what all connections of this process may have mapped for sending.
+        move: copies large blocks, as :meth:`~.copying.Copier.move` does.
 
     Raises:
         OSError: the other end has gone, or the system gives no memory. ``side`` is closed then.
     """
 
-    def __init__(self, side: socket.socket, budget: Budget) -> None:
+    def __init__(self, side: socket.socket, budget: Budget, move: Move = ctypes.memmove) -> None:
         self._side = side
+        self._move = move
         self._send_lock = threading.Lock()
         self._take_lock = threading.Lock()
         self._mapped: Mapped | None = None
@@ -71,7 +74,7 @@ class Sharing:
             if block is None or not self._announce(block):
                 placed.append(each)
                 continue
-            copy_into(block.view, each)
+            copy_into(block.view, each, self._move)
             is_new = block.file is not None
             placed.append(Shared(block.segment, 0, int(is_new), block.size))
             blocks.append(block)

@@ -134,8 +134,14 @@ def capacity_for(size: int) -> int:
     return -(-size // step) * step
 
 
-def copy_into(view: memoryview, source: Buffer) -> None:
+Move = Callable[[int, int, int], object]
+
+
+def copy_into(view: memoryview, source: Buffer, move: Move = ctypes.memmove) -> None:
     """Copy all of ``source`` into ``view``, without the interpreter's lock if it is large.
+
+    Args:
+        move: copies from an address to another so many bytes, if there are many.
 
     Raises:
         ValueError: they differ in size.
@@ -152,7 +158,7 @@ def copy_into(view: memoryview, source: Buffer) -> None:
     try:
         _get_buffer(source, origin, 0)  # PyBUF_SIMPLE: contiguous, or BufferError
         try:
-            ctypes.memmove(target.buf, origin.buf, size)
+            move(target.buf, origin.buf, size)
         finally:
             _release_buffer(origin)
     finally:
