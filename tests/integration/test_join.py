@@ -38,7 +38,7 @@ def pairs() -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long), 4])
 def ranks(request: pytest.FixtureRequest, pairs: Ranks) -> Iterator[Ranks]:
     found = pairs if request.param == 2 else Ranks(request.param)
     yield found

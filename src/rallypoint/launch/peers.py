@@ -188,9 +188,11 @@ class PeerNodes:
                 request()
             except RendezvousConnectionError as error:
                 self._store_lost(error)
-                if self._broken or self._round is NO_ROUND:
+                if self._round is NO_ROUND:
                     self._post(CoordinationFailed(error))
                     return
+                if self._broken:
+                    return  # it has been told as the loss of the node that served it
             except (RallyError, OSError, ValueError, KeyError) as error:
                 wrapped = error if isinstance(error, RallyError) else RendezvousError(str(error))
                 self._post(CoordinationFailed(wrapped))
