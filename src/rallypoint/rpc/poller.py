@@ -9,7 +9,10 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Protocol
+
+from rallypoint.wire.spinning import SPIN, Spinning
 
 from .crew import Job
 
@@ -45,6 +48,7 @@ class Poller:
         self._masks: dict[int, int] = {}
         self._dirty: deque[Dirty] = deque()
         self._closed = False
+        self._spinning = Spinning()
 
     def add(self, fd: int, handler: Handler, mask: int = READ) -> None:
         """Watch a descriptor."""
@@ -76,7 +80,11 @@ class Poller:
 
     def poll(self, jobs: deque[Job]) -> None:
         try:
-            ready = self._epoll.poll()
+            ready = self._spin() if self._spinning.is_worth_it() else []
+            if not ready:
+                began = perf_counter()
+                ready = self._epoll.poll()
+                self._spinning.slept(perf_counter() - began)
         except ValueError:
             # Closed meanwhile.
             return
@@ -95,6 +103,14 @@ class Poller:
                 # A mistake of ours, which must not cost the thread that all others depend on.
                 logger.exception("what came on descriptor %d could not be handled", fd)
                 self.remove(fd)
+
+    def _spin(self) -> list[tuple[int, int]]:
+        """What comes within a moment, without sleeping."""
+        poll, until = self._epoll.poll, perf_counter() + SPIN
+        while not (ready := poll(0)) and perf_counter() < until:
+            pass
+        self._spinning.tried(bool(ready))
+        return ready
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):

@@ -13,12 +13,14 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 from typing import Any, Protocol
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded
 
 from .frames import Frame, FrameParser
+from .spinning import SPIN, Spinning
 
 
 # How long a receiver that waits sleeps in the kernel before it looks at its deadline.
@@ -84,6 +86,7 @@ class Line:
         # What lies in the outbox is somebody's memory: a tensor that must not be freed before it is sent.
         self._held: list[object] = []
         self._closed = False
+        self._spinning = Spinning()
         # Small frames that go out together.
         self._kept: list[bytes] = []
         self._kept_bytes = 0
@@ -253,10 +256,14 @@ class Line:
             Closed: the other end is gone.
             ProtocolError: what came is no frame.
         """
-        if left is not None and left < PATIENCE and not self._wait(select.POLLIN, left):
-            return []
+        began = perf_counter()
         try:
-            count = self._sock.recv_into(self._parser.space())
+            count = self._spin(began) if self._spinning.is_worth_it() else -1
+            if count < 0:
+                if left is not None and left < PATIENCE and not self._wait(select.POLLIN, left):
+                    return []
+                count = self._sock.recv_into(self._parser.space())
+                self._spinning.slept(perf_counter() - began)
         except BlockingIOError:
             return []
         except OSError as error:
@@ -265,6 +272,20 @@ class Line:
             raise Closed("the other end has closed the connection")
         self.bytes_received += count
         return self._parser.received(count)
+
+    def _spin(self, began: float) -> int:
+        """Ask again and again for a moment; how many bytes came, or -1."""
+        recv_into, space, until = self._sock.recv_into, self._parser.space(), began + SPIN
+        while True:
+            try:
+                count = recv_into(space, 0, _DONT_WAIT)
+            except BlockingIOError:
+                if perf_counter() > until:
+                    self._spinning.tried(False)
+                    return -1
+            else:
+                self._spinning.tried(True)
+                return count
 
     def parse(self, data: bytes) -> list[Frame]:
         """Frames in bytes that came another way: together with the end of a handshake."""
