@@ -253,6 +253,10 @@ class Agent:
             connection.close()
         if self.group is not None:
             self.group.close()
+            self.rrefs.close()
+        with self._lock:
+            self._timers.clear()
+        self._soon.clear()
         self._recycler.clear()
         self._copier.close()
         if ended:
@@ -853,13 +857,16 @@ class Agent:
             if isinstance(job, (_Completion, _Completions)):
                 job.run()
 
-    def lost(self, outgoing: Outgoing, reason: str) -> None:
-        self._poller.remove(outgoing.line.fileno())
+    def forget(self, outgoing: Outgoing) -> None:
         with self._lock:
             if self._outgoing.get(outgoing.info.id) is outgoing:
                 del self._outgoing[outgoing.info.id]
             for key in [key for key, each in self._routes.items() if each is outgoing]:
                 del self._routes[key]
+
+    def lost(self, outgoing: Outgoing, reason: str) -> None:
+        self._poller.remove(outgoing.line.fileno())
+        with self._lock:
             self._ended.add(outgoing)
             closed = self._closed
         if not closed:
