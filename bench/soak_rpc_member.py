@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import json
 import logging
@@ -16,6 +17,7 @@ import random
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -202,8 +204,43 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
         "mappings": mapped,
         "resident": resident(),
         "connections": len(agent._outgoing) + len(agent._incoming),
-        "held": holders() if unrest else [],
+        "held": [*facts(agent), *holders()] if unrest else [],
     }
+
+
+def facts(agent: Agent) -> list[str]:
+    """How each connection stands: to find out what holds something up."""
+    return [
+        f"to {out.peer} by {out.line.kind}: {_unread(out.line)} bytes unread, armed {out.is_armed},"
+        f" read {out._role.locked()}, calls {len(out.calls)}, owed {sorted(out._owed)[:5]},"
+        f" pages {_pages(out.sharing)}"
+        for out in list(agent._outgoing.values())
+    ] + [
+        f"from {come.peer} by {come.line.kind}: {_unread(come.line)} bytes unread, {come.line.left} unsent,"
+        f" {len(come._held)} held back, active {list(come.active)[:5]}, pages {_pages(come.sharing)}"
+        for come in list(agent._incoming)
+    ]
+
+
+def _unread(line: Any) -> int:
+    with suppress(OSError):
+        return int.from_bytes(fcntl.ioctl(line.fileno(), termios.FIONREAD, bytes(4)), "little")
+    return -1
+
+
+def _pages(sharing: Any) -> str:
+    if sharing is None:
+        return "none"
+    pool, mapped = sharing._pool, sharing._mapped
+    lent = {
+        each.number: (pool._page[each.number], each.capacity, each.file is not None)
+        for each in list(pool._segments.values())
+        if pool._page[each.number]
+    }
+    got = (
+        {} if mapped is None else {n: mapped._page[n] for n in mapped._segments if mapped._page[n]}
+    )
+    return f"lent {lent}, got {got}, early {sharing._early}"
 
 
 # -- a member's life -----------------------------------------------------------------------------------

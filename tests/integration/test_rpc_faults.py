@@ -21,7 +21,7 @@ from rallypoint.rpc.agent import Agent
 from rallypoint.rpc.backends import _init
 from rallypoint.rpc.current_call import CurrentCall
 from rallypoint.rpc.messages import Kind
-from rallypoint.rpc.rref import _take_back
+from rallypoint.rpc.rref import _take_back, call_remote
 from rallypoint.rpc.serving import Request
 from rallypoint.rpc.streams import ItemSource
 from rallypoint.rpc.tensors import TensorWriter
@@ -128,7 +128,10 @@ def test_connecting_takes_no_longer_than_the_call_may(place: Place, transport: s
         call(a, "b", add, 1, 2, timeout=0.3)
     with pytest.raises(RpcTimeout, match="connection to 'b'"):
         call_async(a, "b", add, 1, 2, timeout=0.3).wait()
-    assert time.monotonic() - began < 2.0
+    rref = call_remote(a, "b", add, (1, 2), None, 0.3)
+    with pytest.raises(RpcTimeout, match="connection to 'b'"):
+        rref._get_future().wait()
+    assert time.monotonic() - began < 2.5
 
 
 def test_calls_that_wait_for_the_same_connection_end_in_time_too(place: Place) -> None:

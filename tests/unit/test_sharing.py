@@ -203,6 +203,122 @@ def test_more_new_segments_than_the_side_socket_holds_do_not_wait_for_a_reader(e
     assert [bytes(each) for each in ends.b.take(again)] == [text(KB64, seed) for seed in range(10)]
 
 
+# -- blocks that go home ----------------------------------------------------------------------------
+
+
+def arrive(ends: Ends, data: bytes) -> torch.Tensor:
+    """What ``a`` sends, as a tensor of ``b``."""
+    return torch.frombuffer(ends.b.take(send(ends.a, data))[0], dtype=torch.uint8)
+
+
+def answer_with(ends: Ends, tensor: torch.Tensor, home: int | None = None) -> Shared:
+    view = memoryview(tensor.numpy())
+    at = tensor.data_ptr() if home is None else home
+    (placed,), _ = ends.b.place([view], home=at)
+    assert isinstance(placed, Shared)
+    return placed
+
+
+def test_a_block_goes_home_with_what_is_in_it_now(ends: Ends) -> None:
+    tensor = arrive(ends, text(KB64))
+    tensor[:3] = 7
+    message = answer_with(ends, tensor)
+    assert message == Shared(0, 1, 0, KB64)
+    assert ends.b.statistics()["shared_segments"] == 0
+    # On its way, and while it is used here, it is nobody's to fill again; what the other end still has ends silently.
+    del tensor
+    assert ends.a.statistics()["shared_leased"] == 1
+    (back,) = ends.a.take([message])
+    assert bytes(back) == b"\7\7\7" + text(KB64)[3:]
+    (other,) = ends.b.take(send(ends.a, text(KB64, 2)))
+    assert ends.a.statistics()["shared_leased"] == 2
+    assert bytes(back[:3]) == b"\7\7\7"
+    del back, other
+    figures = ends.a.statistics()
+    assert (figures["shared_segments"], figures["shared_leased"]) == (2, 0)
+
+
+def test_a_block_goes_there_and_back_again_and_again(ends: Ends) -> None:
+    for number in range(20):
+        tensor = arrive(ends, text(KB64, number))
+        tensor += 1
+        (back,) = ends.a.take([answer_with(ends, tensor)])
+        assert bytes(back) == bytes((each + 1) % 256 for each in text(KB64, number))
+        del tensor, back
+    assert ends.a.statistics()["shared_segments"] == 1
+    assert ends.b.statistics()["shared_segments"] == 0
+
+
+def test_what_others_use_as_well_is_copied(ends: Ends) -> None:
+    (view,) = ends.b.take(send(ends.a, text(KB64)))
+    tensors = [torch.frombuffer(view, dtype=torch.uint8) for _ in range(2)]
+    assert answer_with(ends, tensors[0]).slot == 0
+    del tensors[1]
+    assert answer_with(ends, tensors[0]).slot == 0
+    del view
+    assert answer_with(ends, tensors[0]).slot == 1
+
+
+def test_what_is_not_all_of_a_block_is_copied(ends: Ends) -> None:
+    tensor = arrive(ends, text(2 * KB64))
+    assert answer_with(ends, tensor[:KB64]).slot == 0
+    assert answer_with(ends, tensor[KB64:]).slot == 0
+    assert answer_with(ends, tensor[KB64:], home=tensor.data_ptr()).slot == 0
+    assert answer_with(ends, torch.zeros(KB64, dtype=torch.uint8)).slot == 0
+    assert answer_with(ends, tensor, home=0).slot == 0
+
+
+def test_a_block_that_comes_home_unwanted_is_free(ends: Ends) -> None:
+    message = answer_with(ends, arrive(ends, text(KB64)))
+    ends.a.discard([message])
+    assert ends.a.statistics()["shared_leased"] == 0
+    ends.a.discard([message])
+    with pytest.raises(ProtocolError, match=r"none is on its way"):
+        ends.a.take([message])
+
+
+@pytest.mark.parametrize("segment", [0, 1, 5000])
+def test_a_block_that_nobody_sends_home_does_not_come(ends: Ends, segment: int) -> None:
+    kept = ends.b.take(send(ends.a, text(KB64)))
+    with pytest.raises(ProtocolError, match=r"none is on its way"):
+        ends.a.take([Shared(segment, 1, 0, KB64)])
+    assert bytes(kept[0]) == text(KB64)
+
+
+@pytest.mark.parametrize("size", [0, KB64 + 1, 2**64 - 1])
+def test_a_block_that_comes_home_larger_than_it_is(ends: Ends, size: int) -> None:
+    message = answer_with(ends, arrive(ends, text(KB64)))
+    with pytest.raises(ProtocolError, match=r"expected 1 to 65536"):
+        ends.a.take([message._replace(size=size)])
+
+
+def test_a_block_of_nobody(ends: Ends) -> None:
+    (shared,) = send(ends.a, text(KB64))
+    with pytest.raises(ProtocolError, match=r"slot 2"):
+        ends.b.take([shared._replace(slot=2)])
+
+
+def test_a_peer_cannot_free_what_has_come_home(ends: Ends) -> None:
+    message = answer_with(ends, arrive(ends, text(KB64)))
+    (back,) = ends.a.take([message])
+    assert ends.b._mapped is not None
+    for state in (0, 5):
+        ends.b._mapped._page[0] = state
+        with pytest.raises(ProtocolError, match=r"none is on its way"):
+            ends.a.take([message])
+        (other,) = send(ends.a, text(KB64, 3))
+        assert other.segment != 0
+        assert bytes(back) == text(KB64)
+    del back
+    assert ends.a.statistics()["shared_leased"] == 2  # the two that were sent just now
+
+
+def test_what_has_come_home_outlives_the_connection(ends: Ends) -> None:
+    (back,) = ends.a.take([answer_with(ends, arrive(ends, text(KB64)))])
+    ends.close()
+    assert bytes(back) == text(KB64)
+
+
 # -- messages that are not wanted ------------------------------------------------------------------
 
 

@@ -75,6 +75,8 @@ Group = StaticGroup | DynamicGroup
 
 # What a connection attempt may take, where the call itself may take longer.
 _CONNECT_SECONDS = 10.0
+# What it may take at least for a call of ``remote``, however short its own time-out is.
+_REMOTE_CONNECT_SECONDS = 0.2
 # A peer whose connection broke is asked again before it is taken for dead.
 _PROBE_SECONDS = 1.0
 # Strangers that have not proved themselves yet: more are not let in.
@@ -561,8 +563,11 @@ class Agent:
         deadline, seconds = self.deadline(timeout)
         call = Call(what, deadline, seconds)
         try:
-            # A value that was asked for is made even if that is too late for whoever asked: others may hold it.
-            outgoing = self.route(to, None if kind in REMOTES else deadline, seconds)
+            until = deadline
+            if until is not None and kind in REMOTES:
+                # A value that was asked for is made even if that is too late for whoever asked: others may hold it.
+                until = max(until, time.monotonic() + _REMOTE_CONNECT_SECONDS)
+            outgoing = self.route(to, until, seconds)
         except (PeerLost, RpcTimeout) as error:
             made.fail(error)
             if lost is not None:

@@ -28,7 +28,7 @@ class Call:
         has_callbacks: whether ``on_done`` runs code of the user's, which may take long.
         held: kept until the answer comes, as the buffers that were sent.
         size: bytes that count as in flight.
-        is_owed: whether the peer still has to say something about it.
+        is_owed: whether it was sent, and the peer still has to say something about it.
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Call:
         self.future: Any = None
         self.outgoing: Any = None
         self.has_callbacks = False
-        self.is_owed = True
+        self.is_owed = False
 
     def describe(self) -> str:
         """The call, for an error."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rallypoint.errors import ConfigError, RpcError
+from rallypoint.errors import CallCancelled, ConfigError, RpcError
 
 from . import constants, payload as payloads
 from .agent import Agent
@@ -111,7 +111,8 @@ class FaultyAgent(Agent):
 
         def send() -> None:
             # It may have been given up meanwhile; it is sent all the same, as one that the network held up.
-            sent = outgoing.calls.take(number) or Call(call.what, None, 0.0)
+            waits = outgoing.calls.take(number)
+            sent = waits or Call(call.what, None, 0.0)
             try:
                 super(FaultyAgent, self)._dispatch(
                     outgoing, kind, sent, payload, tensors, flags, block=False
@@ -119,6 +120,9 @@ class FaultyAgent(Agent):
             except RpcError as error:
                 outgoing.settle(sent, error)
                 return
+            if waits is None:
+                # What gave it up comes after it, too.
+                outgoing.cancel(sent.number, CallCancelled(f"{sent.describe()} was given up"))
             outgoing.attend()
 
         self.later(seconds, send)

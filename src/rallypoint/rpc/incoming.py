@@ -150,10 +150,12 @@ class Incoming:
         held: Any = None,
         later: bool = False,
         flags: int = 0,
+        home: int = 0,
     ) -> bool:
         """Answer a request. Does not wait; an answer to a peer that has gone is dropped.
 
         Args:
+            home: where a buffer begins that may go back as it came, as :meth:`~.wire.sharing.Sharing.place` says.
             held: kept until the buffers are sent.
             later: send it together with the next ones, at :meth:`flush`.
 
@@ -165,7 +167,7 @@ class Incoming:
             return False
         placed: Sequence[Shared | memoryview] = buffers
         if buffers and self.sharing is not None:
-            placed, _ = self.sharing.place(buffers)
+            placed, _ = self.sharing.place(buffers, home=home)
         pieces = encode(kind, number, payload, placed, flags=flags)
         if later and len(pieces) == 1:
             self._held.append(pieces[0])  # type: ignore[arg-type]  # the only piece is bytes

@@ -152,6 +152,7 @@ class Outgoing:
         call.kind = kind
         call.number = number
         call.held = held
+        call.is_owed = True
         time_left = 0
         deadline = call.deadline
         if deadline is not None:
@@ -189,7 +190,7 @@ class Outgoing:
     def adopt(self, call: Call, kind: int) -> int:
         """Take a call into the table without sending anything: for faults that are made on purpose."""
         number = next(self._numbers)
-        call.number, call.kind, call.is_owed = number, kind, False
+        call.number, call.kind = number, kind
         self.calls.add(number, call)
         return number
 

@@ -42,6 +42,7 @@ from .messages import (
 )
 from .payload import loads, loads_call, packed_result, unpacked, unsent
 from .rref_table import check_ids
+from .tensors import memory_of_one
 
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Request:
         "_content",
         "_flow",
         "_frame",
+        "_home",
         "_ids",
         "_incoming",
         "_is_user",
@@ -78,8 +80,10 @@ class Request:
         self._frame = frame
         self._call: CurrentCall | None = None
         self._on_cancel: Callable[[], None] | None = None
-        # What it says, while it waits for its turn.
+        # What it says, until the function is called.
         self._content: Any = None
+        # Where the memory of its result begins, if nobody has it but the answer.
+        self._home = 0
         # Takes the credit of a stream.
         self._flow: Any = None
         # For a remote call: of the value and of its first fork, once they are read; what the result belongs into.
@@ -94,11 +98,14 @@ class Request:
 
     def run(self) -> None:
         if self._content is not None:
-            content, self._content = self._content, None
             if self._is_unwanted():
+                self._content = None
                 self.give_up()
                 return
-            self._begin(content, later=False)
+            try:
+                self._begin(later=False)
+            except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
+                self._fail_to_begin(error)
             return
         if self._incoming.is_deaf and self._incoming.park(self):
             return
@@ -111,12 +118,10 @@ class Request:
             return
         try:
             forks: list[Any] = []
-            content = self._read(frame, forks)
-            if forks and self._agent.rrefs.when_confirmed(
-                forks, lambda error: self._resume(content, error)
-            ):
+            self._content = self._read(frame, forks)
+            if forks and self._agent.rrefs.when_confirmed(forks, self._resume):
                 return
-            self._begin(content, later=True)
+            self._begin(later=True)
         except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
             self._fail_to_begin(error)
 
@@ -132,41 +137,40 @@ class Request:
             and self._frame.kind not in REMOTES
         )
 
-    def _resume(self, content: Any, error: RpcError | None) -> None:
+    def _resume(self, error: RpcError | None) -> None:
         """The references among the arguments are confirmed now, or never will be."""
         if error is not None:
             self._fail_to_begin(error)
             return
-        self._content = content
         self._agent.submit(self)
 
     def _fail_to_begin(self, error: BaseException) -> None:
         """The function is not called. Whoever fetches the value that it was to make is told."""
+        self._content = None
         if self._made is None and self._ids is not None:
             self._made = self._agent.rrefs.begin_remote(*self._ids, self._incoming.peer.id)
         self.fail(error)
 
-    def _begin(self, content: Any, *, later: bool) -> None:
+    def _begin(self, *, later: bool) -> None:
         """Call the function, or do what else is asked."""
         kind = self._frame.kind
         if kind > STREAM or kind in _FETCHES:
+            content, self._content = self._content, None
             self._agent.rrefs.serve(self, kind, content)
             return
-        target, args, kwargs = content
+        target = self._content[0]
         if self._agent.is_own(target):
             self._is_user = False
-        if later and self._agent.is_long(target):
-            self._content = content
-            if self._agent.hand_over(self):
-                return
-            self._content = None
+        if later and self._agent.is_long(target) and self._agent.hand_over(self):
+            return
         if self._ids is not None:
             made = self._agent.rrefs.begin_remote(*self._ids, self._incoming.peer.id)
             if made is None:
+                self._content = None
                 self.answer(None)
                 return
             self._made = made
-        self._execute(target, args, kwargs, later=later)
+        self._execute(later=later)
 
     def _read(self, frame: Frame, forks: list[Any]) -> Any:
         buffers = frame.buffers
@@ -196,12 +200,12 @@ class Request:
             content = self._agent.read_foreign(content)
         return content
 
-    def _execute(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, later: bool
-    ) -> None:
+    def _execute(self, *, later: bool) -> None:
         """Call the function and answer."""
         call = self._call
         assert call is not None
+        # Nobody else has them: what the function does not keep goes with this function's own names.
+        (func, args, kwargs), self._content = self._content, None
         if self._frame.kind == STREAM:
             self._agent.stream(self, func, args, kwargs)
             return
@@ -222,6 +226,9 @@ class Request:
             if inspect.iscoroutine(result):
                 self._agent.run_coroutine(self, result)
                 return
+            if type(result) is torch.Tensor:
+                del args, kwargs
+                self._home = memory_of_one(result)
         except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
             self.fail(error)
             return
@@ -368,6 +375,7 @@ class Request:
             tensors.buffers,
             held=tensors.held,
             later=later,
+            home=self._home,
             flags=FLAG_REFS if forks or tensors.parcels else 0,
         )
         if not sent:

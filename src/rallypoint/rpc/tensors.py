@@ -10,11 +10,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 import operator
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from rallypoint.wire.shm import SMALLEST
 
 from . import cuda_ipc
 
@@ -194,7 +198,7 @@ class TensorWriter:
         size, grad = tuple(tensor.shape), tensor.requires_grad
         plain = tensor.detach()
         if tensor.layout is torch.sparse_coo:
-            parts = (plain._indices(), plain._values())  # noqa: SLF001  # torch's only uncoalesced access
+            parts = (plain._indices(), plain._values())  # torch's only uncoalesced access
             return rebuild_coo, (*parts, size, plain.is_coalesced(), grad)
         layouts = {
             torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -274,6 +278,48 @@ class TensorWriter:
 def _bytes_of(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     """All of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def memory_of_one(tensor: Tensor) -> int:
+    """Where a large tensor's memory begins, if nothing in this process refers to the tensor but one variable of the
+    caller, and nothing but the tensor to its memory; else 0.
+
+    To be called as ``memory_of_one(variable)``: that variable, and this function's own, are expected.
+    """
+    if tensor.layout is not _STRIDED or tensor.nbytes < SMALLEST or tensor.device != _CPU:
+        return 0
+    if tensor.requires_grad or weakref.getweakrefcount(tensor) or _references(tensor) != _ALONE:
+        return 0
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _references(tensor: Tensor) -> tuple[int, int, int, int]:
+    """To a tensor from Python and from C++, and to its memory: whoever else has either makes one of them larger."""
+    storage = tensor.untyped_storage()
+    return (
+        sys.getrefcount(tensor),
+        tensor._use_count(),  # type: ignore[attr-defined]  # it has no stub
+        sys.getrefcount(storage),
+        torch._C._storage_Use_Count(storage._cdata),
+    )
+
+
+def _references_of_one() -> tuple[int, int, int, int] | None:
+    """What :func:`memory_of_one` finds where there is no other, in this Python and this torch.
+
+    None from Python 3.14 on, which does not count all references of running functions: nobody is taken to be alone.
+    """
+
+    def found(tensor: Tensor) -> tuple[int, int, int, int]:
+        return _references(tensor)
+
+    if sys.version_info >= (3, 14):
+        return None
+    tensor = torch.empty(1)
+    return found(tensor)
+
+
+_ALONE = _references_of_one()
 
 
 Packed = tuple[bytearray, int, tuple[int, ...], bool]

@@ -18,10 +18,12 @@ from typing import Any
 from rallypoint.errors import ProtocolError
 
 from .frames import INLINE, Buffer, Shared
-from .shm import SMALLEST, Block, Budget, Mapped, Move, Pool, copy_into
+from .shm import SMALLEST, Block, Budget, Mapped, Move, Pool, address_of, copy_into
 
 
 _CONTROL = INLINE
+# Whose block a message names, in ``Shared.slot``: its sender's, or one of the receiver's own that comes back.
+_OWN, _HOME = 0, 1
 _ENTRY = struct.Struct("<QI")
 _FD = struct.Struct("i")
 
@@ -60,9 +62,13 @@ class Sharing:
             raise
 
     def place(
-        self, buffers: Sequence[memoryview], least: int = SMALLEST
+        self, buffers: Sequence[memoryview], least: int = SMALLEST, home: int = 0
     ) -> tuple[list[Shared | memoryview], list[Block]]:
         """Copy those of at least ``least`` bytes where the other end can see them.
+
+        Args:
+            home: where a buffer begins that the caller alone refers to: if it is a block that came from the other end,
+                it goes back as it is.
 
         Returns:
             what to send, and the blocks, for :meth:`take_back` if it is not sent after all.
@@ -70,13 +76,18 @@ class Sharing:
         placed: list[Shared | memoryview] = []
         blocks: list[Block] = []
         for each in buffers:
+            if home and self._mapped is not None and address_of(each) == home:
+                segment = self._mapped.give_home(home, each.nbytes)
+                if segment is not None:
+                    placed.append(Shared(segment, _HOME, 0, each.nbytes))
+                    continue
             block = self._pool.lease(each.nbytes) if each.nbytes >= least else None
             if block is None or not self._announce(block):
                 placed.append(each)
                 continue
             copy_into(block.view, each, self._move)
             is_new = block.file is not None
-            placed.append(Shared(block.segment, 0, int(is_new), block.size))
+            placed.append(Shared(block.segment, _OWN, int(is_new), block.size))
             blocks.append(block)
         return placed, blocks
 
@@ -101,7 +112,10 @@ class Sharing:
         for each in buffers:
             if isinstance(each, Shared):
                 with contextlib.suppress(ProtocolError):
-                    self._find(each).discard(each.segment)
+                    if each.slot == _HOME:
+                        self._pool.discard_home(each.segment)
+                    else:
+                        self._find(each).discard(each.segment)
 
     def statistics(self) -> dict[str, int]:
         sent = self._pool.statistics()
@@ -122,6 +136,12 @@ class Sharing:
             self._mapped.close()
 
     def _view(self, shared: Shared) -> memoryview:
+        if shared.slot == _HOME:
+            return self._pool.take_home(shared.segment, shared.size)
+        if shared.slot != _OWN:
+            raise ProtocolError(
+                f"a block came in slot {shared.slot}: expected {_OWN} (the sender's) or {_HOME} (ours)"
+            )
         return self._find(shared).view(shared.segment, shared.size)
 
     def _find(self, shared: Shared) -> Mapped:

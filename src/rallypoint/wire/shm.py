@@ -22,7 +22,12 @@ for each segment, and the segment's number is the place of its byte:
     1             on its way: the message may not have been read yet  sender, in ``Pool.lease``
     2             gone: free, and its memory was given back           sender, in ``Pool.trim``
     3             held: something in the receiver uses the memory     receiver, in ``Mapped.view``
+    5             going home: the receiver's answer hands it back     receiver, in ``Mapped.give_home``
+                  with what is in it now
     ============  ==================================================  ==============================
+
+A block that **goes home** is lent to the sender itself until its own program has let it go: what came, and is sent
+back, is not copied a second time.
 
 The sender looks at the page when it wants a block. A receiver that writes nonsense there harms what it receives
 itself and nothing else: the page says when memory is free, never where it is.
@@ -42,11 +47,12 @@ import fcntl
 import heapq
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from rallypoint.errors import ConfigError, ProtocolError
 
@@ -65,6 +71,7 @@ _FREE: Final = 0
 _SENT: Final = 1  # the lowest bit of a byte alone tells whether it is in use
 _GONE: Final = 2
 _HELD: Final = 3
+_HOME: Final = 5
 # Below this, asking for the addresses costs more than the interpreter's lock is worth.
 _COPY_UNLOCKED: Final = 256 * 1024
 
@@ -168,6 +175,14 @@ def copy_into(view: memoryview, source: Buffer, move: Move = ctypes.memmove) -> 
         _release_buffer(target)
 
 
+def address_of(view: memoryview) -> int:
+    """Where its bytes begin."""
+    found = _View()
+    _get_buffer(view, found, 0)
+    _release_buffer(found)
+    return int(found.buf or 0)
+
+
 class File:
     """A descriptor that is closed when the last reference to this object goes.
 
@@ -223,7 +238,11 @@ class Statistics:
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """``view`` is that of the present lease; ``file`` is there until the peer has it."""
+    """``view`` is that of the present lease; ``file`` is there until the peer has it.
+
+    ``is_home``: it has come back, and something here uses it. Written without a lock: by whoever takes it, then by
+    the finalizer that lets it go.
+    """
 
     number: int
     capacity: int
@@ -231,6 +250,7 @@ class _Segment:
     file: File | None
     view: memoryview | None = None
     freed: int = 0
+    is_home: bool = False
 
 
 class Budget:
@@ -367,6 +387,40 @@ class Pool:
                 self._page[block.segment] = _FREE
                 self.collect()
 
+    def take_home(self, number: int, size: int) -> memoryview:
+        """A block that the receiver hands back with what is in it now: as :meth:`Mapped.view` gives one.
+
+        Raises:
+            ProtocolError: no such block is on its way back.
+        """
+        with self._budget.lock:
+            segment = self._expect_home(number)
+            if not 0 < size <= segment.capacity:
+                raise ProtocolError(
+                    f"a block of {size} bytes came back in segment {number}: expected 1 to {segment.capacity}"
+                )
+            segment.is_home = True
+            block = type(segment.memory).from_buffer(segment.memory)
+            _at_end_of(block, _let_go, self._page, segment, os.getpid())
+        return memoryview(block).cast("B")[:size]
+
+    def discard_home(self, number: int) -> None:
+        """The message that hands this block back is not wanted.
+
+        Raises:
+            ProtocolError: no such block is on its way back.
+        """
+        with self._budget.lock:
+            self._expect_home(number)
+            self._page[number] = _FREE
+
+    def _expect_home(self, number: int) -> _Segment:
+        """Under the lock."""
+        segment = self._segments.get(number)
+        if segment is None or segment.is_home or self._page[number] != _HOME:
+            raise ProtocolError(f"a block came back in segment {number!r}, but none is on its way")
+        return segment
+
     def trim(self, keep_bytes: int = 0) -> int:
         """Give idle memory back to the system, what was idle longest first, until at most ``keep_bytes`` is idle.
 
@@ -436,6 +490,11 @@ class Pool:
         number = marks.find(1)
         while number >= 0:
             segment = self._segments[number]
+            if segment.is_home:
+                # The peer says that it is free, which is not for the peer to say.
+                self._leased |= 1 << (8 * number)
+                number = marks.find(1, number + 1)
+                continue
             segment.view = None
             segment.freed = self._budget.freed
             self._budget.freed += 1
@@ -497,6 +556,8 @@ class Mapped:
         self._page = memoryview(control).cast("B")
         self._limit_bytes = limit_bytes
         self._segments: dict[int, _Memory] = {}
+        # Views that are in use, by where their memory begins.
+        self._lent: dict[int, _Lent] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -556,9 +617,37 @@ class Mapped:
                 )
             self._expect_sent(segment)
             block = type(memory).from_buffer(memory)  # keeps the memory mapped
-            _at_end_of(block, _free_block, self._page, segment, os.getpid())
+            view = memoryview(block).cast("B")[:size]
+            address = ctypes.addressof(memory)
+            end = _at_end_of(
+                block, _free_block, self._page, segment, self._lent, address, os.getpid()
+            )
             self._page[segment] = _HELD
-        return memoryview(block).cast("B")[:size]
+            self._lent[address] = _Lent(segment, weakref.ref(view), end)
+        return view
+
+    def give_home(self, address: int, size: int) -> int | None:
+        """Hand a block back to the sender with what is in it now, if one tensor alone is left of all that used it.
+
+        Args:
+            address: where the tensor's memory begins. The caller has made sure that nobody else refers to the tensor,
+                and neither reads nor writes it from here on.
+            size: bytes of that memory.
+
+        Returns:
+            the segment's number; None if that is no block, not all of one, or one that others use as well.
+        """
+        with self._lock:
+            lent = self._lent.get(address)
+            view = None if lent is None else lent.view()
+            if lent is None or view is None or view.nbytes != size or self._page is _NO_PAGE:
+                return None
+            # The tensor's memory has one reference, this function another, and the call that counts the third.
+            if sys.getrefcount(view) != 3 or lent.end.detach() is None:
+                return None
+            del self._lent[address]
+            self._page[lent.segment] = _HOME
+            return lent.segment
 
     def discard(self, segment: int) -> None:
         """The message that names this block is not wanted: the peer has the memory back without a view of it.
@@ -602,15 +691,37 @@ class Mapped:
             )
 
 
-def _free_block(page: memoryview, segment: int, process: int) -> None:
+class _Lent(NamedTuple):
+    """A view that is in use; ``end`` gives its block back."""
+
+    segment: int
+    view: weakref.ref[memoryview]
+    end: weakref.finalize[..., Any]
+
+
+def _free_block(
+    page: memoryview, segment: int, lent: dict[int, _Lent], address: int, process: int
+) -> None:
     """A finalizer, so it takes no lock. A fork's copy of a view is not what the sender waits for."""
     if os.getpid() == process:
+        lent.pop(address, None)
         page[segment] = _FREE
 
 
-def _at_end_of(thing: object, act: Callable[..., object], *args: object) -> None:
+def _let_go(page: memoryview, segment: _Segment, process: int) -> None:
+    """The same for a block that has come home."""
+    if os.getpid() == process:
+        segment.is_home = False
+        page[segment.number] = _FREE
+
+
+def _at_end_of(
+    thing: object, act: Callable[..., object], *args: object
+) -> weakref.finalize[..., Any]:
     """Call ``act`` when the last reference to ``thing`` goes; not when Python ends: it may be in use until then."""
-    weakref.finalize(thing, act, *args).atexit = False
+    end = weakref.finalize(thing, act, *args)
+    end.atexit = False
+    return end
 
 
 def _create(capacity: int) -> tuple[File, _Memory]:
