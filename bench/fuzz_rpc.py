@@ -87,7 +87,7 @@ def state(asked: int) -> dict[str, Any]:
     gc.collect()
     agent = current_agent()
     assert agent is not None
-    incoming = list(agent._incoming)  # noqa: SLF001
+    incoming = list(agent.connections.incoming)
     memory = Path("/proc/self/statm").read_text().split()
     return {
         **{
@@ -97,11 +97,11 @@ def state(asked: int) -> dict[str, Any]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "processes": len(children(os.getpid())),
-        "strangers": len(agent._strangers),  # noqa: SLF001
+        "strangers": len(agent.entrance.strangers),
         "connections": len(incoming),
         "being_served": sum(len(each.active) for each in incoming),
-        "shared_memory_pools": len(agent._budget.pools),  # noqa: SLF001
-        "shared_memory_bytes": agent._budget.used,  # noqa: SLF001
+        "shared_memory_pools": len(agent.lines.budget.pools),
+        "shared_memory_bytes": agent.lines.budget.used,
         "owned_values": agent.rrefs.overview()["owned"],
         "rss_mib": round(int(memory[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1),
     }
@@ -679,7 +679,7 @@ def fuzz(
     agent = current_agent()
     assert agent is not None
     addresses = dict(agent.find(TARGET).addresses)
-    me = {**agent._introduction(), "incarnation": "00" * 8}  # noqa: SLF001
+    me = {**agent.roster.introduction(), "incarnation": "00" * 8}
     strangers, frames = Strangers(chance, me), Frames(chance)
     for _ in range(20):
         healthy.check()

@@ -109,7 +109,7 @@ def dies(agent: Agent) -> None:
 def never_answers(place: Place, name: str, *transports: str) -> Agent:
     """A member that is there, and whose process does nothing, as if it were stopped."""
     agent = place.join(name, *transports)
-    for listener in agent._listeners:
+    for listener in agent.entrance.listeners:
         agent._poller.remove(listener.fileno())
     return agent
 
@@ -153,7 +153,7 @@ def test_a_peer_that_does_not_read_costs_no_more_than_the_time_out(
 ) -> None:
     a, b = place.join("a", transport), place.join("b", transport)
     assert call(a, "b", add, 1, 2) == 3
-    for incoming in b._incoming:
+    for incoming in b.connections.incoming:
         b._poller.remove(incoming.line.fileno())
     tensor = torch.zeros(40 << 20, dtype=torch.uint8)
     outgoing = a.route("b")
@@ -207,13 +207,13 @@ def test_a_connection_that_breaks_is_not_looked_into_for_ever(place: Place) -> N
     time.sleep(0.3)
     probed: list[Any] = []
     for agent in (a, b):
-        real = agent._connect
+        real = agent.dialer.dial
 
         def noted(*args: Any, _real: Any = real, **more: Any) -> Any:
             probed.append(args[0].name)
             return _real(*args, **more)
 
-        agent._connect = noted  # type: ignore[method-assign]
+        agent.dialer.dial = noted  # type: ignore[method-assign]
     time.sleep(0.5)
     assert not probed
 
@@ -266,7 +266,7 @@ def test_a_stream_that_runs_out_of_time_is_not_taken_for_complete() -> None:
 def test_a_connection_lost_while_its_agent_closes_is_closed(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
     assert call(a, "b", add, 1, 2) == 3
-    (incoming,) = b._incoming
+    (incoming,) = b.connections.incoming
     b._crew.submit = lambda _: None  # type: ignore[method-assign]  # it is closing: nobody takes jobs
     incoming.end("as if it had broken")
     b.close()
@@ -340,7 +340,7 @@ def test_who_cannot_be_reached_for_other_reasons_stays_a_member(place: Place) ->
 def test_a_descriptor_that_does_not_come_is_the_loss_of_the_peer(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
     assert call(a, "b", add, 1, 2) == 3
-    (incoming,) = b._incoming
+    (incoming,) = b.connections.incoming
     assert incoming.sharing is not None
     incoming.sharing._announce = lambda _: True  # type: ignore[method-assign]  # it does not leave
     with pytest.raises(PeerLost, match="descriptor"):
@@ -351,7 +351,7 @@ def test_a_descriptor_that_does_not_come_is_the_loss_of_the_peer(place: Place) -
 def test_who_leaves_does_not_say_that_its_callers_have_given_up(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
     future = call_async(a, "b", sleep, 5.0)
-    eventually(b._loop.count)
+    eventually(b.service.loop.count)
     b.close()
     with pytest.raises(PeerLost):
         future.wait()
@@ -376,7 +376,7 @@ def test_references_in_messages_that_a_broken_connection_lost_are_let_go(place: 
 def test_an_answer_that_does_not_leave_takes_its_references_back(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
     assert call(a, "b", add, 1, 2) == 3
-    (incoming,) = b._incoming
+    (incoming,) = b.connections.incoming
     incoming.end("the caller has gone")
     request = Request(b, incoming, Frame(Kind.CALL, 0, 9, 0, b"", ()))
     fork = b.rrefs.fork_owned(b.rrefs.own(7), a.me.id, "")
@@ -415,7 +415,7 @@ CURRENT: list[Agent] = []
 def test_a_fetch_that_was_given_up_before_it_began_leaves_nothing(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
     assert call(a, "b", add, 1, 2) == 3
-    (incoming,) = b._incoming
+    (incoming,) = b.connections.incoming
     rref_id, _ = a.rrefs.create_remote(b.me.id)
     request = Request(b, incoming, Frame(Kind.FETCH, 0, 9, 0, b"", ()))
     request.cancel()
@@ -430,7 +430,7 @@ def test_calls_of_a_worker_that_leaves_end_before_its_peers_have_read_all_answer
     a, b = place.join("a"), place.join("b")
     assert call(b, "a", add, 1, 2) == 3
     future = call_async(a, "b", nap, 1.0)
-    (incoming,) = a._incoming
+    (incoming,) = a.connections.incoming
     ended = threading.Event()
     real = incoming.finish
 

@@ -14,7 +14,8 @@ from rallypoint._core.host import host_identity
 from rallypoint.errors import ConfigError
 
 from . import constants
-from .agent import Agent, node_devices
+from .agent import Agent
+from .devices import node_devices
 from .faulty import FaultyAgent, FaultyRpcBackendOptions
 from .group import DynamicGroup, StaticGroup
 from .member import Member, check_name

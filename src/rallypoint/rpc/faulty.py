@@ -11,6 +11,7 @@ from rallypoint.errors import ConfigError, RpcError
 
 from . import constants, payload as payloads
 from .agent import Agent
+from .caller import Caller
 from .calls import Call
 from .messages import TORCH_NAMES, Kind
 from .options import NativeRpcBackendOptions
@@ -58,11 +59,13 @@ class FaultyRpcBackendOptions(NativeRpcBackendOptions):
                 raise ConfigError("message", name, f"expected one of {', '.join(sorted(_BY_NAME))}")
 
 
-class FaultyAgent(Agent):
-    """An agent whose requests fail as its options say."""
+class FaultyCaller(Caller):
+    """Makes calls whose requests fail as the agent's options say."""
 
-    def __init__(self, name: str, options: Any, secret: bytes, job: str) -> None:
-        super().__init__(name, options, secret, job)
+    def __init__(self, agent: Agent, *parts: Any) -> None:
+        super().__init__(agent, *parts)
+        self._later = agent.errands.later
+        options: Any = agent.options
         self._fail = {_BY_NAME[each] for each in options.messages_to_fail if each in _BY_NAME}
         self._drop = {_BY_NAME[each] for each in options.messages_to_drop if each in _BY_NAME}
         self._delay = {
@@ -113,7 +116,7 @@ class FaultyAgent(Agent):
             # It may have been given up meanwhile; it is sent all the same, as one that the network held up.
             sent = outgoing.calls.take(number) or Call(call.what, None, 0.0)
             try:
-                super(FaultyAgent, self)._dispatch(
+                super(FaultyCaller, self)._dispatch(
                     outgoing, kind, sent, payload, tensors, flags, block=False
                 )
             except RpcError as error:
@@ -121,4 +124,10 @@ class FaultyAgent(Agent):
                 return
             outgoing.attend()
 
-        self.later(seconds, send)
+        self._later(seconds, send)
+
+
+class FaultyAgent(Agent):
+    """An agent whose requests fail as its options say."""
+
+    caller_type = FaultyCaller

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
 # Upper ends of the classes in which latencies are counted, in seconds; the last class is open.
 BOUNDS: tuple[float, ...] = tuple(1e-5 * 2**k for k in range(24))
+# Gathering is done by functions of this module.
+_OWN_MODULE = "rallypoint.rpc.api"
+
+
+def is_own(target: Any) -> bool:
+    """Whether a call of this function is the package's own: a shutdown does not look for those."""
+    return getattr(target, "__module__", None) == _OWN_MODULE
 
 
 @dataclass(slots=True)

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 # Items that are sent ahead of the consumer.
 WINDOW = 16
+# How many they are travels among the keyword arguments, under a name that no function has.
+WINDOW_NAME = " window"
 
 
 class ItemSource:
