@@ -42,9 +42,9 @@ from rallypoint import rpc
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ProtocolError
 from rallypoint.rpc.agent_in_use import current_agent
-from rallypoint.rpc.handshake import introduce
-from rallypoint.rpc.messages import FLAG_FOREIGN, FLAG_REFS, Kind
-from rallypoint.rpc.refcount import ForkId, RRefId
+from rallypoint.rpc.connections.handshake import introduce
+from rallypoint.rpc.connections.messages import FLAG_FOREIGN, FLAG_REFS, Kind
+from rallypoint.rpc.references.refcount import ForkId, RRefId
 from rallypoint.wire import tcp, uds
 from rallypoint.wire.auth import MAX_HANDSHAKE, NONCE_BYTES, Accepting, Connecting
 from rallypoint.wire.frames import DESCRIPTOR, HEADER, INLINE, Frame, FrameParser, Shared, encode
@@ -109,7 +109,8 @@ def state(asked: int) -> dict[str, Any]:
 
 def count_unpickling() -> None:
     """Every way to unpickle is counted, whoever takes it."""
-    from rallypoint.rpc import payload, serving
+    from rallypoint.rpc.agent import serving
+    from rallypoint.rpc.content import payload
 
     loads, plain = payload.loads, pickle.loads
 

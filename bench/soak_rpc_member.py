@@ -31,7 +31,7 @@ from soak_rpc_calls import CALLERS, COROUTINES, LEDGER, Caller, let_go, stacks
 
 from rallypoint import rpc
 from rallypoint.rpc import api
-from rallypoint.rpc.messages import Kind
+from rallypoint.rpc.connections.messages import Kind
 
 
 # -- faults from within --------------------------------------------------------------------------------

@@ -69,9 +69,9 @@ SANS_IO = {
     "wire/auth.py",
     "wire/frames.py",
     "rpc/device_map.py",
-    "rpc/membership.py",
-    "rpc/refcount.py",
-    "rpc/messages.py",
+    "rpc/groups/membership.py",
+    "rpc/references/refcount.py",
+    "rpc/connections/messages.py",
     "parallel/signatures.py",
 }
 IO_MODULES = {

@@ -8,7 +8,7 @@ import pytest
 import rpc_workers
 from rallypoint import rpc
 from rallypoint.errors import PeerLost
-from rallypoint.rpc import connections
+from rallypoint.rpc.connections import connections
 from rpc_workers import Workers
 
 

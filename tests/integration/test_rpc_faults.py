@@ -16,15 +16,16 @@ import torch.distributed as dist
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import PeerLost, RpcError, RpcTimeout
-from rallypoint.rpc import NativeRpcBackendOptions, RRef, payload
-from rallypoint.rpc.agent import Agent
+from rallypoint.rpc import NativeRpcBackendOptions, RRef
+from rallypoint.rpc.agent.agent import Agent
+from rallypoint.rpc.agent.serving import Request
+from rallypoint.rpc.agent.streams import ItemSource
 from rallypoint.rpc.backends import _init
+from rallypoint.rpc.connections.messages import Kind
+from rallypoint.rpc.content import payload
+from rallypoint.rpc.content.tensors import TensorWriter
 from rallypoint.rpc.current_call import CurrentCall
-from rallypoint.rpc.messages import Kind
-from rallypoint.rpc.rref import _take_back
-from rallypoint.rpc.serving import Request
-from rallypoint.rpc.streams import ItemSource
-from rallypoint.rpc.tensors import TensorWriter
+from rallypoint.rpc.references.rref import _take_back
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 

@@ -20,13 +20,13 @@ import torch
 
 from rallypoint import rpc
 from rallypoint._core.clock import Deadline
-from rallypoint.rpc.agent import Agent
+from rallypoint.rpc.agent.agent import Agent
 from rallypoint.rpc.agent_in_use import current_agent
-from rallypoint.rpc.connections import Connections
-from rallypoint.rpc.handshake import introduce
-from rallypoint.rpc.messages import Kind
-from rallypoint.rpc.poller import WRITE
-from rallypoint.rpc.refcount import ForkId, RRefId
+from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.connections.handshake import introduce
+from rallypoint.rpc.connections.messages import Kind
+from rallypoint.rpc.crew.poller import WRITE
+from rallypoint.rpc.references.refcount import ForkId, RRefId
 from rallypoint.wire import tcp, uds
 from rallypoint.wire.auth import Connecting
 from rallypoint.wire.frames import DESCRIPTOR, INLINE, FrameParser, Shared, encode, header

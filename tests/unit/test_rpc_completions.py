@@ -2,8 +2,8 @@
 
 from collections import deque
 
-from rallypoint.rpc.calls import Call
-from rallypoint.rpc.completions import complete_soon
+from rallypoint.rpc.connections.calls import Call
+from rallypoint.rpc.connections.completions import complete_soon
 
 
 def call(on_done, *, has_callbacks=False):

@@ -9,14 +9,15 @@ from typing import Any
 
 from rallypoint.errors import ConfigError, RpcError
 
-from . import constants, payload as payloads
-from .agent import Agent
-from .caller import Caller
-from .calls import Call
-from .messages import TORCH_NAMES, Kind
+from . import constants
+from .agent.agent import Agent
+from .agent.caller import Caller
+from .connections.calls import Call
+from .connections.messages import TORCH_NAMES, Kind
+from .connections.outgoing import Outgoing
+from .content import payload as payloads
+from .content.tensors import TensorWriter
 from .options import NativeRpcBackendOptions
-from .outgoing import Outgoing
-from .tensors import TensorWriter
 
 
 _BY_NAME = {

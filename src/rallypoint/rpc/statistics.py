@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .incoming import Incoming
-    from .outgoing import Outgoing
+    from .connections.incoming import Incoming
+    from .connections.outgoing import Outgoing
 
 
 # Upper ends of the classes in which latencies are counted, in seconds; the last class is open.

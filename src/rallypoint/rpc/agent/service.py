@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rallypoint.rpc.connections.incoming import Incoming
+from rallypoint.rpc.crew.crew import TICK, Crew, Job
+from rallypoint.rpc.crew.errands import Errand
 from rallypoint.wire.frames import Frame
 
-from .crew import TICK, Crew, Job
-from .errands import Errand
-from .incoming import Incoming
 from .serving import CoroutineLoop, Request
 from .streams import WINDOW, WINDOW_NAME, ItemSource
 
@@ -97,7 +97,7 @@ class Service:
 
 def read_foreign(content: Any) -> Any:
     """What a pickler that user code has put in place of ours has written."""
-    from . import api
+    from rallypoint.rpc import api
 
     data, tensors = content
     call = api._default_pickler.deserialize(data, tensors)  # torch's name

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError
+from rallypoint.rpc.agent.roster import Roster
+from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import memory, tcp, tls, uds
 from rallypoint.wire.transport import Address, choose, why_none
 
 from .handshake import introduce
 from .lines import Lines
-from .member import Member
 from .outgoing import Outgoing, Watch
-from .roster import Roster
-from .worker_info import WorkerInfo
 
 
 class Dialer:

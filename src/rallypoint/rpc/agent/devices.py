@@ -9,13 +9,13 @@ import torch
 
 from rallypoint._core import env
 from rallypoint.errors import RpcError
+from rallypoint.rpc.content.cuda_ipc import Way, visible_names, way_to
+from rallypoint.rpc.content.tensors import Devices
+from rallypoint.rpc.device_map import Device
+from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.worker_info import WorkerInfo
 
-from .cuda_ipc import Way, visible_names, way_to
-from .device_map import Device
-from .options import NativeRpcBackendOptions
 from .roster import Roster
-from .tensors import Devices
-from .worker_info import WorkerInfo
 
 
 class PeerDevices:
@@ -61,7 +61,7 @@ class PeerDevices:
 
 def node_devices(options: NativeRpcBackendOptions) -> Any:
     """What this worker tells the others about its devices."""
-    from .device_map import NodeDevices
+    from rallypoint.rpc.device_map import NodeDevices
 
     counts = {"cuda": torch.cuda.device_count()} if torch.cuda.is_available() else {}
     visible: tuple[str, ...] = ()

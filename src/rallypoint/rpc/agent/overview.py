@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 from rallypoint._core.clock import Deadline
+from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.crew.crew import Crew
+from rallypoint.rpc.statistics import of_incoming, of_outgoing
 
-from .connections import Connections
-from .crew import Crew
 from .serving import CoroutineLoop
-from .statistics import of_incoming, of_outgoing
 
 
 # How often a shutdown looks whether the last calls are done.

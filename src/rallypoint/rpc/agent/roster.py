@@ -7,10 +7,9 @@ import threading
 from typing import Any
 
 from rallypoint.errors import RpcError
-
-from .group import DynamicGroup, StaticGroup
-from .member import Member
-from .worker_info import WorkerInfo
+from rallypoint.rpc.groups.group import DynamicGroup, StaticGroup
+from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.worker_info import WorkerInfo
 
 
 Group = StaticGroup | DynamicGroup

@@ -15,21 +15,21 @@ from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, RpcTimeout
+from rallypoint.rpc.agent.roster import Roster
+from rallypoint.rpc.crew.crew import Crew, Job, waiting
+from rallypoint.rpc.crew.errands import Errand
+from rallypoint.rpc.crew.poller import READ, WRITE, Poller
+from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.line import Line
 from rallypoint.wire.sharing import Sharing
 
 from .calls import Call
 from .completions import Completion, Completions, complete_soon
-from .crew import Crew, Job, waiting
 from .dialer import Dialer
-from .errands import Errand
 from .incoming import Incoming
-from .member import Member
 from .outgoing import Outgoing
-from .poller import READ, WRITE, Poller
-from .roster import Roster
-from .worker_info import WorkerInfo
 
 
 logger = logging.getLogger(__name__)

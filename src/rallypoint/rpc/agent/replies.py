@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from rallypoint.errors import PeerLost, ProtocolError, RemoteError
+from rallypoint.rpc.connections.calls import Call
+from rallypoint.rpc.connections.messages import FAILURE, FLAG_PACKED, NOTHING
+from rallypoint.rpc.connections.outgoing import Outgoing
+from rallypoint.rpc.content import payload as payloads
+from rallypoint.rpc.content.allowlist import AllowList
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.remote_error import rebuild
-
-from . import payload as payloads
-from .allowlist import AllowList
-from .calls import Call
-from .messages import FAILURE, FLAG_PACKED, NOTHING
-from .outgoing import Outgoing
 
 
 class Replies:

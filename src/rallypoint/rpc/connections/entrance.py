@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from rallypoint.errors import RpcError
+from rallypoint.rpc.agent.roster import Roster
+from rallypoint.rpc.crew.crew import Crew, Job
+from rallypoint.rpc.crew.poller import Poller
+from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import memory, tcp, tls, uds
 from rallypoint.wire.transport import Address, Listener
 
 from .connections import Connections
-from .crew import Crew, Job
 from .handshake import Welcome
 from .lines import Lines
-from .options import NativeRpcBackendOptions
-from .poller import Poller
-from .roster import Roster
-from .worker_info import WorkerInfo
 
 
 logger = logging.getLogger(__name__)

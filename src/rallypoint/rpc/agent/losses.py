@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import PeerLost, RpcError
-
-from .connections import Connections
-from .dialer import Dialer
-from .group import DynamicGroup
-from .incoming import Incoming
-from .member import Member
-from .outgoing import Outgoing
-from .worker_info import WorkerInfo
+from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.connections.dialer import Dialer
+from rallypoint.rpc.connections.incoming import Incoming
+from rallypoint.rpc.connections.outgoing import Outgoing
+from rallypoint.rpc.groups.group import DynamicGroup
+from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.worker_info import WorkerInfo
 
 
 if TYPE_CHECKING:

@@ -13,33 +13,33 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rallypoint._core.clock import Deadline
+from rallypoint.rpc.certificates import identity_of
+from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.connections.dialer import Dialer
+from rallypoint.rpc.connections.entrance import Entrance
+from rallypoint.rpc.connections.incoming import Incoming
+from rallypoint.rpc.connections.lines import Lines
+from rallypoint.rpc.connections.outgoing import Outgoing
+from rallypoint.rpc.content.allowlist import AllowList
+from rallypoint.rpc.crew.crew import Crew, Job, waiting
+from rallypoint.rpc.crew.errands import Errands
+from rallypoint.rpc.crew.poller import Poller
+from rallypoint.rpc.future import RpcFuture
+from rallypoint.rpc.groups.group import DynamicGroup
+from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.references.rref_table import RRefTable
+from rallypoint.rpc.statistics import Counters, is_own
+from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import tcp, tls
 from rallypoint.wire.transport import Address
 
-from .allowlist import AllowList
 from .caller import Caller
-from .certificates import identity_of
-from .connections import Connections
-from .crew import Crew, Job, waiting
 from .devices import PeerDevices
-from .dialer import Dialer
-from .entrance import Entrance
-from .errands import Errands
-from .future import RpcFuture
-from .group import DynamicGroup
-from .incoming import Incoming
-from .lines import Lines
 from .losses import Losses
-from .options import NativeRpcBackendOptions
-from .outgoing import Outgoing
 from .overview import Overview
-from .poller import Poller
 from .replies import Replies
 from .roster import Group, Roster
-from .rref_table import RRefTable
 from .service import Service, read_foreign
-from .statistics import Counters, is_own
-from .worker_info import WorkerInfo
 
 
 logger = logging.getLogger(__name__)

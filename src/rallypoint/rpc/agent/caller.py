@@ -11,23 +11,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rallypoint.errors import PeerLost, RpcError, RpcTimeout
+from rallypoint.rpc.connections.calls import Call
+from rallypoint.rpc.connections.completions import complete_by
+from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.connections.messages import (
+    CALL,
+    FLAG_PACKED,
+    FLAG_REFS,
+    NOTHING,
+    REMOTES,
+    STREAM,
+    Kind,
+)
+from rallypoint.rpc.connections.outgoing import Outgoing
+from rallypoint.rpc.content import payload as payloads
+from rallypoint.rpc.content.tensors import TensorWriter
+from rallypoint.rpc.crew.crew import Crew
+from rallypoint.rpc.current_call import SERVING
+from rallypoint.rpc.future import RpcFuture
+from rallypoint.rpc.statistics import is_own
+from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.sharing import Sharing
 
-from . import payload as payloads
-from .calls import Call
-from .completions import complete_by
-from .connections import Connections
-from .crew import Crew
-from .current_call import SERVING
 from .devices import PeerDevices
-from .future import RpcFuture
-from .messages import CALL, FLAG_PACKED, FLAG_REFS, NOTHING, REMOTES, STREAM, Kind
-from .outgoing import Outgoing
 from .replies import Replies
-from .statistics import is_own
 from .streams import WINDOW, WINDOW_NAME, ItemChannel, RpcStream
-from .tensors import TensorWriter
-from .worker_info import WorkerInfo
 
 
 if TYPE_CHECKING:

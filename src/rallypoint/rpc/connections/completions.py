@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint.rpc.crew.crew import Job
+
 from .calls import Call
-from .crew import Job
 from .outgoing import Outgoing
 
 
