@@ -26,6 +26,7 @@ from rallypoint.rpc.crew.errands import Errands
 from rallypoint.rpc.crew.poller import Poller
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.groups.group import DynamicGroup
+from rallypoint.rpc.groups.roster import Group, Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.references.rref_table import RRefTable
 from rallypoint.rpc.statistics import Counters, is_own
@@ -38,7 +39,6 @@ from .devices import PeerDevices
 from .losses import Losses
 from .overview import Overview
 from .replies import Replies
-from .roster import Group, Roster
 from .service import Service, read_foreign
 
 

@@ -12,10 +12,9 @@ from rallypoint.errors import RpcError
 from rallypoint.rpc.content.cuda_ipc import Way, visible_names, way_to
 from rallypoint.rpc.content.tensors import Devices
 from rallypoint.rpc.device_map import Device
+from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.worker_info import WorkerInfo
-
-from .roster import Roster
 
 
 class PeerDevices:

@@ -15,11 +15,11 @@ from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, RpcTimeout
-from rallypoint.rpc.agent.roster import Roster
 from rallypoint.rpc.crew.crew import Crew, Job, waiting
 from rallypoint.rpc.crew.errands import Errand
 from rallypoint.rpc.crew.poller import READ, WRITE, Poller
 from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.line import Line

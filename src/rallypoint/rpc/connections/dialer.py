@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError
-from rallypoint.rpc.agent.roster import Roster
 from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import memory, tcp, tls, uds
 from rallypoint.wire.transport import Address, choose, why_none

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rallypoint.errors import RpcError
-from rallypoint.rpc.agent.roster import Roster
 from rallypoint.rpc.crew.crew import Crew, Job
 from rallypoint.rpc.crew.poller import Poller
+from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import memory, tcp, tls, uds

@@ -7,9 +7,10 @@ import threading
 from typing import Any
 
 from rallypoint.errors import RpcError
-from rallypoint.rpc.groups.group import DynamicGroup, StaticGroup
-from rallypoint.rpc.groups.member import Member
 from rallypoint.rpc.worker_info import WorkerInfo
+
+from .group import DynamicGroup, StaticGroup
+from .member import Member
 
 
 Group = StaticGroup | DynamicGroup
