@@ -281,7 +281,7 @@ class Crowd:
         shown = {
             k: v[-400:] if isinstance(v, str) else v
             for k, v in found.items()
-            if k not in ("stacks", "trace")
+            if k not in ("stacks", "trace", "held")
         }
         print(f"problem: {shown}", file=sys.stderr, flush=True)
 
@@ -622,7 +622,8 @@ class Soak:
         for each in found:
             for what in each.answers["census"]["unrest"]:
                 unrest += 1
-                self.crowd.note("unrest", each, error=what, after=number)
+                held = each.answers["census"]["held"]
+                self.crowd.note("unrest", each, error=what, after=number, held=held)
         all_found = [each.answers["census"] for each in found]
         threads: Counter[str] = Counter()
         for each in all_found:

@@ -23,6 +23,7 @@ from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ from soak_rpc_calls import CALLERS, COROUTINES, LEDGER, Caller, let_go, stacks
 
 from rallypoint import rpc
 from rallypoint.rpc import api
+from rallypoint.rpc.agent.agent import Agent
+from rallypoint.rpc.agent.serving import Request
 from rallypoint.rpc.connections.messages import Kind
+from rallypoint.wire.shm import SMALLEST, Mapped, Pool
 
 
 # -- faults from within --------------------------------------------------------------------------------
@@ -134,6 +138,9 @@ def expected_now(agent: Any, base: Counter[str]) -> tuple[Counter[str], int, lis
             maps += 1 + state["shared_segments"]
             if each.sharing._mapped is not None:
                 maps += 1 + state["mapped_segments"]
+            held = each.sharing._mapped.statistics().leased if each.sharing._mapped else 0
+            if held:
+                unrest.append(f"{held} blocks of shared memory that have come are still held here")
             if state["shared_leased"]:
                 peer = getattr(each, "info", None) or each.peer
                 unrest.append(
@@ -198,6 +205,7 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
         "mappings": mapped,
         "resident": resident(),
         "connections": len(agent.connections.outgoing) + len(agent.connections.incoming),
+        "held": holders() if unrest else [],
     }
 
 
@@ -382,4 +390,43 @@ def _check_end(before: tuple[Counter[str], Counter[str]]) -> None:
             break
         time.sleep(0.05)
     if left:
-        LEDGER.problem("leak", operation="shutdown", error="; ".join(left), stacks=stacks())
+        LEDGER.problem(
+            "leak", operation="shutdown", error="; ".join(left), stacks=stacks(), held=holders()
+        )
+
+
+def holders() -> list[str]:
+    """Who keeps shared memory mapped here: chains of types, from the memory to where they end."""
+    everything = gc.get_objects()
+    found = []
+    mapped = [
+        each
+        for each in everything
+        if isinstance(each, (Mapped, Pool, Agent, Request))
+        or (isinstance(each, torch.Tensor) and each.nbytes >= SMALLEST)
+    ]
+    skip = {id(everything), id(mapped)}
+    for each in mapped[:40]:
+        chain, seen, thing = [], set(skip), each
+        for _ in range(12):
+            chain.append(_named(thing))
+            seen.add(id(thing))
+            above = [
+                one
+                for one in gc.get_referrers(thing)
+                if id(one) not in seen and one is not sys._getframe()
+            ]
+            if not above:
+                break
+            thing = above[0]
+            seen.add(id(above))
+        found.append(f"{sys.getrefcount(each)}: " + " <- ".join(chain))
+    return found
+
+
+def _named(thing: Any) -> str:
+    if isinstance(thing, dict):
+        return f"dict{list(thing)[:6]}"[:200]
+    if isinstance(thing, (FrameType, FunctionType, tuple, list)):
+        return repr(thing)[:200]
+    return type(thing).__name__

@@ -116,6 +116,9 @@ _release_buffer.restype = None
 
 _Memory = ctypes.Array[ctypes.c_ubyte]
 
+# Of a receiver that has closed: it is read only.
+_NO_PAGE: Final = memoryview(bytes(MAX_SEGMENTS))
+
 
 def available() -> bool:
     """Whether this system has nameless, sealable files in memory: Linux."""
@@ -572,9 +575,11 @@ class Mapped:
             self._page[segment] = _FREE
 
     def close(self) -> None:
-        """Unmap what no view uses, now; the rest when its view goes. Idempotent."""
+        """Unmap what no view uses, now; the rest when its view goes. No further block is taken. Idempotent."""
         with self._lock:
             self._segments = {}
+            # Whoever still has this object shall not keep memory mapped by it: a page that names no block.
+            self._page = _NO_PAGE
 
     def statistics(self) -> Statistics:
         """How things stand now. Segments that the peer has given back count until it announces another."""
@@ -589,6 +594,7 @@ class Mapped:
             )
 
     def _expect_sent(self, segment: int) -> None:
+        """Under the lock."""
         state = self._page[segment]
         if state != _SENT:
             raise ProtocolError(

@@ -210,6 +210,8 @@ class Agent:
         connections.close_all_ended()
         if self.group is not None:
             self.group.close()
+            self.rrefs.close()
+        self.errands.close()
         self.lines.close()
         if ended:
             self._poller.close()

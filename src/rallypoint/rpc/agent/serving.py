@@ -25,6 +25,7 @@ from rallypoint.rpc.connections.messages import (
     FLAG_FOREIGN,
     FLAG_PACKED,
     FLAG_REFS,
+    GIVEN_UP,
     ITEM,
     NOTHING,
     REMOTES,
@@ -272,12 +273,17 @@ class Request:
 
     def give_up(self) -> None:
         """Nobody waits for the answer any more, which may never come: a shutdown need not, either."""
-        self._incoming.active.pop(self._frame.call, None)
+        if self._incoming.claim(self._frame.call):
+            self._say_given_up()
+
+    def _say_given_up(self) -> None:
+        self._incoming.reply(GIVEN_UP, self._frame.call)
+        self._incoming.answered(self._frame.call)
 
     def _forget(self) -> None:
         """Nobody waits for an answer. What the request carries is taken, and dropped."""
-        self._incoming.active.pop(self._frame.call, None)
         frame = self._frame
+        is_ours = self._incoming.claim(frame.call)
         try:
             if frame.flags & FLAG_REFS:
                 self._read(frame, [])
@@ -285,6 +291,8 @@ class Request:
                 self._incoming.sharing.discard(frame.buffers)
         except Exception as error:  # noqa: BLE001  # whatever the peer has sent
             logger.info("a request that was given up could not be read: %s", error)
+        if is_ours:
+            self._say_given_up()
 
     def answer(self, result: Any, *, later: bool = False) -> None:
         """Send what the function has returned."""

@@ -28,6 +28,7 @@ class Call:
         has_callbacks: whether ``on_done`` runs code of the user's, which may take long.
         held: kept until the answer comes, as the buffers that were sent.
         size: bytes that count as in flight.
+        is_owed: whether the peer still has to say something about it.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Call:
         "future",
         "has_callbacks",
         "held",
+        "is_owed",
         "kind",
         "number",
         "on_done",
@@ -72,6 +74,7 @@ class Call:
         self.future: Any = None
         self.outgoing: Any = None
         self.has_callbacks = False
+        self.is_owed = True
 
     def describe(self) -> str:
         """The call, for an error."""

@@ -273,13 +273,16 @@ class Connections:
     def full(self, outgoing: Outgoing) -> None:
         self._poller.change(outgoing.line.fileno(), on=WRITE)
 
-    def lost(self, outgoing: Outgoing, reason: str) -> None:
-        self._poller.remove(outgoing.line.fileno())
+    def forget(self, outgoing: Outgoing) -> None:
         with self._lock:
             if self.outgoing.get(outgoing.info.id) is outgoing:
                 del self.outgoing[outgoing.info.id]
             for key in [key for key, each in self._routes.items() if each is outgoing]:
                 del self._routes[key]
+
+    def lost(self, outgoing: Outgoing, reason: str) -> None:
+        self._poller.remove(outgoing.line.fileno())
+        with self._lock:
             self._ended.add(outgoing)
             closed = self.is_closed
         if not closed:

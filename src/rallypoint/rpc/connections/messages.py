@@ -30,6 +30,8 @@ class Kind(IntEnum):
     FAILURE = 34
     ITEM = 35
     END = 36
+    # There will be no answer: the caller has given the request up, or its time is over.
+    GIVEN_UP = 37
 
 
 # The same as plain numbers, for what is done with each message: an enum's member takes longer to find.
@@ -38,7 +40,7 @@ REMOTE, SCRIPT_REMOTE = int(Kind.REMOTE), int(Kind.SCRIPT_REMOTE)
 FETCH, SCRIPT_FETCH = int(Kind.FETCH), int(Kind.SCRIPT_FETCH)
 CANCEL, CREDIT = int(Kind.CANCEL), int(Kind.CREDIT)
 REPLY, NOTHING, FAILURE = int(Kind.REPLY), int(Kind.NOTHING), int(Kind.FAILURE)
-ITEM, END = int(Kind.ITEM), int(Kind.END)
+ITEM, END, GIVEN_UP = int(Kind.ITEM), int(Kind.END), int(Kind.GIVEN_UP)
 # Those that make a value, and a reference to it.
 REMOTES = (REMOTE, SCRIPT_REMOTE)
 

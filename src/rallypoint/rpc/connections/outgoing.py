@@ -23,7 +23,7 @@ from rallypoint.wire.line import PATIENCE, Closed, Line
 from rallypoint.wire.sharing import Sharing
 
 from .calls import Call, CallTable
-from .messages import CANCEL, END, FLAG_REFS, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
+from .messages import CANCEL, FLAG_REFS, GIVEN_UP, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
 
 
 # Bytes of small requests that go out in one write.
@@ -43,8 +43,11 @@ class Watch(Protocol):
     def full(self, outgoing: Outgoing) -> None:
         """The kernel takes no more for now: have the rest sent when it does."""
 
+    def forget(self, outgoing: Outgoing) -> None:
+        """It is lost: no further call goes this way. Several calls do no harm."""
+
     def lost(self, outgoing: Outgoing, reason: str) -> None:
-        """It has ended; called once."""
+        """It has ended, and all its calls with it; called once."""
 
     def wake_at(self, when: float) -> None: ...
 
@@ -84,6 +87,8 @@ class Outgoing:
         self.lost_reason: str | None = None
         self.in_flight = 0
         self.passed = Passed()
+        # Calls that were given up and whose answers are still to come: they hold memory until somebody reads them.
+        self._owed: set[int] = set()
         self._watch = watch
         self._numbers = itertools.count(1)
         self._role = threading.Lock()
@@ -184,7 +189,7 @@ class Outgoing:
     def adopt(self, call: Call, kind: int) -> int:
         """Take a call into the table without sending anything: for faults that are made on purpose."""
         number = next(self._numbers)
-        call.number, call.kind = number, kind
+        call.number, call.kind, call.is_owed = number, kind, False
         self.calls.add(number, call)
         return number
 
@@ -197,6 +202,8 @@ class Outgoing:
 
     def _withdraw(self, number: int) -> None:
         """The peer is lost: the call is not made, unless somebody has failed it already."""
+        # Whoever has found that out may not have come so far yet.
+        self._watch.forget(self)
         call = self.calls.take(number)
         if call is not None:
             with self._room:
@@ -298,11 +305,19 @@ class Outgoing:
             else:
                 self.discard(frame)
             return
-        if kind < REPLY or kind > END:
+        if kind < REPLY or kind > GIVEN_UP:
             raise ProtocolError(f"worker {self.peer!r} has answered with a message of kind {kind}")
+        if kind == GIVEN_UP:
+            # If it was given up over there first, since its time was over, it still is for us to find that out.
+            call = self.calls.get(frame.call)
+            if call is not None:
+                call.is_owed = False
+            self._owed.discard(frame.call)
+            return
         call = self.calls.take(frame.call)
         if call is None:
             # Its time was up, or it was cancelled.
+            self._owed.discard(frame.call)
             self.discard(frame)
             return
         call.frame = frame
@@ -373,7 +388,7 @@ class Outgoing:
             if heir is not None and heir.waiter is not None:
                 _release(heir.waiter)
                 return
-        if self.calls and not self.is_armed and self.lost_reason is None:
+        if (self.calls or self._owed) and not self.is_armed and self.lost_reason is None:
             self._arm()
 
     def _arm(self) -> None:
@@ -416,6 +431,12 @@ class Outgoing:
         """Tell the peer that nobody waits. A value that it was to make is made all the same: others may hold it."""
         if call.kind not in (REMOTE, SCRIPT_REMOTE):
             self.tell(CANCEL, number)
+        # In this order: what the peer says about it may be read at this moment.
+        self._owed.add(number)
+        if call.is_owed:
+            self.attend()
+        else:
+            self._owed.discard(number)
 
     def hang_up(self) -> None:
         """End the connection when what has come is read: every call without an answer fails then."""
@@ -428,6 +449,8 @@ class Outgoing:
                 return
             self.lost_reason = reason
         self.line.shut()
+        # Before anybody hears of it: who tries again shall find another way.
+        self._watch.forget(self)
         theirs: list[Call] = []
         for call in self.calls.take_all():
             call.error = PeerLost(self.peer, reason)

@@ -76,3 +76,9 @@ class Errands:
             while self.timers and self.timers[0][0] <= now:
                 self._crew.submit(Errand(heapq.heappop(self.timers)[2]))
             return self.timers[0][0] if self.timers else None
+
+    def close(self) -> None:
+        """Drop what has not been done: nobody does it any more."""
+        with self._lock:
+            self.timers.clear()
+        self._soon.clear()

@@ -55,6 +55,7 @@ _RETRY_SECONDS = 0.05
 _MOST_RETRIES = 10
 # What an acknowledgement may take, whatever the user's time-out is.
 _PATIENCE = 60.0
+_LEFT = "this worker has left the group"
 
 
 Id = TypeVar("Id", RRefId, ForkId)
@@ -100,6 +101,7 @@ class RRefTable:
         self._deleted = False
         self._unacknowledged: set[Send] = set()
         self._not_made: dict[RRefId, str] = {}
+        self._closed = False
 
     # -- values that live here ----------------------------------------------------------------------
 
@@ -118,13 +120,18 @@ class RRefTable:
             found = self._values.get(rref_id)
             if found is None:
                 found = self._values[rref_id] = RpcFuture()
+                if self._closed:
+                    found.set_exception(RpcError(_LEFT))
             return found
 
     def fail_value(self, rref_id: RRefId, reason: str) -> None:
         """A value of this worker will not be made."""
         with self._lock:
+            if not self._core.is_expected(rref_id):
+                # Everybody has let it go in the meantime.
+                return
             self._not_made[rref_id] = reason
-        future = self.value(rref_id)
+            future = self.value(rref_id)
         if not future.done():
             future.set_exception(RpcError(reason))
 
@@ -518,7 +525,13 @@ class RRefTable:
                 "held_by_others": self._core.leaks(),
             }
 
-    def clear(self) -> None:
+    def close(self) -> None:
+        """This worker has left: what has not been made will not be. Values that are there stay with their objects."""
         with self._lock:
-            self._values.clear()
+            self._closed = True
+            values = list(self._values.values())
             self._waiting.clear()
+        for future in values:
+            # Who waits on a future hangs on it by references that the garbage collector does not see.
+            if not future.done():
+                future.set_exception(RpcError(_LEFT))
