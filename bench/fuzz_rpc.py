@@ -42,9 +42,9 @@ from rallypoint import rpc
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ProtocolError
 from rallypoint.rpc.agent_in_use import current_agent
-from rallypoint.rpc.handshake import introduce
-from rallypoint.rpc.messages import FLAG_FOREIGN, FLAG_REFS, Kind
-from rallypoint.rpc.refcount import ForkId, RRefId
+from rallypoint.rpc.connections.handshake import introduce
+from rallypoint.rpc.connections.messages import FLAG_FOREIGN, FLAG_REFS, Kind
+from rallypoint.rpc.references.refcount import ForkId, RRefId
 from rallypoint.wire import tcp, uds
 from rallypoint.wire.auth import MAX_HANDSHAKE, NONCE_BYTES, Accepting, Connecting
 from rallypoint.wire.frames import DESCRIPTOR, HEADER, INLINE, Frame, FrameParser, Shared, encode
@@ -87,7 +87,7 @@ def state(asked: int) -> dict[str, Any]:
     gc.collect()
     agent = current_agent()
     assert agent is not None
-    incoming = list(agent._incoming)  # noqa: SLF001
+    incoming = list(agent.connections.incoming)
     memory = Path("/proc/self/statm").read_text().split()
     return {
         **{
@@ -97,11 +97,11 @@ def state(asked: int) -> dict[str, Any]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "processes": len(children(os.getpid())),
-        "strangers": len(agent._strangers),  # noqa: SLF001
+        "strangers": len(agent.entrance.strangers),
         "connections": len(incoming),
         "being_served": sum(len(each.active) for each in incoming),
-        "shared_memory_pools": len(agent._budget.pools),  # noqa: SLF001
-        "shared_memory_bytes": agent._budget.used,  # noqa: SLF001
+        "shared_memory_pools": len(agent.lines.budget.pools),
+        "shared_memory_bytes": agent.lines.budget.used,
         "owned_values": agent.rrefs.overview()["owned"],
         "rss_mib": round(int(memory[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1),
     }
@@ -109,7 +109,8 @@ def state(asked: int) -> dict[str, Any]:
 
 def count_unpickling() -> None:
     """Every way to unpickle is counted, whoever takes it."""
-    from rallypoint.rpc import payload, serving
+    from rallypoint.rpc.agent import serving
+    from rallypoint.rpc.content import payload
 
     loads, plain = payload.loads, pickle.loads
 
@@ -679,7 +680,7 @@ def fuzz(
     agent = current_agent()
     assert agent is not None
     addresses = dict(agent.find(TARGET).addresses)
-    me = {**agent._introduction(), "incarnation": "00" * 8}  # noqa: SLF001
+    me = {**agent.roster.introduction(), "incarnation": "00" * 8}
     strangers, frames = Strangers(chance, me), Frames(chance)
     for _ in range(20):
         healthy.check()

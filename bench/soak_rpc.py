@@ -42,8 +42,8 @@ import torch.distributed as dist
 from jobs import Progress, machine, publish
 
 from rallypoint._core.clock import Deadline
-from rallypoint.rpc.handshake import introduce
-from rallypoint.rpc.messages import Kind
+from rallypoint.rpc.connections.handshake import introduce
+from rallypoint.rpc.connections.messages import Kind
 from rallypoint.wire import tcp, uds
 from rallypoint.wire.frames import HEADER, Shared, encode
 

@@ -34,9 +34,9 @@ from soak_rpc_calls import CALLERS, COROUTINES, LEDGER, Caller, let_go, stacks
 
 from rallypoint import rpc
 from rallypoint.rpc import api
-from rallypoint.rpc.agent import Agent
-from rallypoint.rpc.messages import Kind
-from rallypoint.rpc.serving import Request
+from rallypoint.rpc.agent.agent import Agent
+from rallypoint.rpc.agent.serving import Request
+from rallypoint.rpc.connections.messages import Kind
 from rallypoint.wire.shm import SMALLEST, Mapped, Pool
 
 
@@ -47,7 +47,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def reset(agent: Any, chance: random.Random) -> str:
     """One of this member's connections breaks."""
-    lines = [each.line for each in (*list(agent._outgoing.values()), *list(agent._incoming))]
+    lines = [
+        each.line
+        for each in (*list(agent.connections.outgoing.values()), *list(agent.connections.incoming))
+    ]
     if not lines:
         return "no connection"
     sock = chance.choice(lines)._sock
@@ -72,16 +75,16 @@ def disturb(agent: Any, how: str, chance: random.Random) -> None:
     match how:
         case "delay":
             kinds = chance.sample((*_MESSAGES, *_CONTROL), 3)
-            agent._delay = {kind: chance.uniform(0.01, 0.4) for kind in kinds}
+            agent.caller._delay = {kind: chance.uniform(0.01, 0.4) for kind in kinds}
         case "drop":
             # Not those about references: they are sent again only after a minute.
-            agent._drop = {chance.choice(_MESSAGES)}
+            agent.caller._drop = {chance.choice(_MESSAGES)}
         case "refuse":
-            agent._fail = set(chance.sample(_CONTROL, 2))
+            agent.caller._fail = set(chance.sample(_CONTROL, 2))
 
 
 def undisturb(agent: Any) -> None:
-    agent._delay, agent._drop, agent._fail = {}, set(), set()
+    agent.caller._delay, agent.caller._drop, agent.caller._fail = {}, set(), set()
 
 
 # -- what is there: descriptors, threads, memory -------------------------------------------------------
@@ -120,7 +123,7 @@ def resident() -> int:
 def own_descriptors(agent: Any) -> Counter[str]:
     """Of a member without connections: the poller's, the listeners', two connections to the store."""
     found = Counter({"anon_inode:[eventpoll]": 1, "anon_inode:[eventfd]": 1, "socket": 2})
-    for listener in agent._listeners:
+    for listener in agent.entrance.listeners:
         found["anon_inode:[eventfd]" if listener.kind == "memory" else "socket"] += 1
     return found
 
@@ -128,7 +131,7 @@ def own_descriptors(agent: Any) -> Counter[str]:
 def expected_now(agent: Any, base: Counter[str]) -> tuple[Counter[str], int, list[str]]:
     """What the connections that are there account for: descriptors, mappings; and what of them is not at rest."""
     fds, maps, unrest = Counter(base), 0, []
-    connections = [*list(agent._outgoing.values()), *list(agent._incoming)]
+    connections = [*list(agent.connections.outgoing.values()), *list(agent.connections.incoming)]
     for each in connections:
         fds["socket"] += 1
         if each.sharing is not None:
@@ -146,7 +149,7 @@ def expected_now(agent: Any, base: Counter[str]) -> tuple[Counter[str], int, lis
                     f"{state['shared_leased']} blocks of shared memory are still lent to {peer}"
                     f" ({type(each).__name__})"
                 )
-    if agent._loop._loop is not None:
+    if agent.service.loop._loop is not None:
         fds["socket"] += 2
         fds["anon_inode:[eventpoll]"] += 1
     return fds, maps, unrest
@@ -160,7 +163,7 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
         fds, maps, unrest = expected_now(agent, base)
         refs = agent.rrefs.overview()
         unrest += [f"{count} rrefs {what}" for what, count in refs.items() if count]
-        for each in list(agent._outgoing.values()):
+        for each in list(agent.connections.outgoing.values()):
             if each.calls:
                 open_calls = [call.describe() for call in list(each.calls._calls.values())]
                 unrest.append(f"calls to {each.info}: {open_calls[:5]}")
@@ -168,7 +171,7 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
                 unrest.append(f"{each.in_flight} bytes in flight to {each.info}")
             if each._waiting:
                 unrest.append(f"{len(each._waiting)} wait for {each.info}")
-        for each in list(agent._incoming):
+        for each in list(agent.connections.incoming):
             if each.active:
                 kinds = Counter(Kind(r.frame.kind).name for r in list(each.active.values()))
                 unrest.append(f"requests of {each.peer}: {dict(kinds)}")
@@ -179,14 +182,14 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
             unrest.append(f"{len(values)} values")
         if agent.rrefs._waiting:
             unrest.append(f"{len(agent.rrefs._waiting)} wait for confirmations")
-        if agent._strangers:
-            unrest.append(f"{len(agent._strangers)} strangers")
-        if agent._timers:
-            unrest.append(f"{len(agent._timers)} timers")
+        if agent.entrance.strangers:
+            unrest.append(f"{len(agent.entrance.strangers)} strangers")
+        if agent.errands.timers:
+            unrest.append(f"{len(agent.errands.timers)} timers")
         if agent.queue():
             unrest.append(f"{agent.queue()} jobs in line")
-        if agent._loop.count():
-            unrest.append(f"{agent._loop.count()} coroutines")
+        if agent.service.loop.count():
+            unrest.append(f"{agent.service.loop.count()} coroutines")
         found = descriptors()
         if found != fds:
             more, less = found - fds, fds - found
@@ -203,7 +206,7 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
         "threads": dict(threads()),
         "mappings": mapped,
         "resident": resident(),
-        "connections": len(agent._outgoing) + len(agent._incoming),
+        "connections": len(agent.connections.outgoing) + len(agent.connections.incoming),
         "held": [*facts(agent), *holders()] if unrest else [],
     }
 
@@ -214,11 +217,11 @@ def facts(agent: Agent) -> list[str]:
         f"to {out.peer} by {out.line.kind}: {_unread(out.line)} bytes unread, armed {out.is_armed},"
         f" read {out._role.locked()}, calls {len(out.calls)}, owed {sorted(out._owed)[:5]},"
         f" pages {_pages(out.sharing)}"
-        for out in list(agent._outgoing.values())
+        for out in list(agent.connections.outgoing.values())
     ] + [
         f"from {come.peer} by {come.line.kind}: {_unread(come.line)} bytes unread, {come.line.left} unsent,"
         f" {len(come._held)} held back, active {list(come.active)[:5]}, pages {_pages(come.sharing)}"
-        for come in list(agent._incoming)
+        for come in list(agent.connections.incoming)
     ]
 
 

@@ -31,6 +31,15 @@ LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
     "worker": set(),
     "server": {"worker"},
 }
+# Within rpc, when a module is loaded: folder -> folders of rpc it may import.
+RPC_MAY_IMPORT: dict[str, set[str]] = {
+    "crew": set(),
+    "groups": set(),
+    "content": {"groups"},
+    "references": {"connections", "content"},
+    "connections": {"crew", "groups", "references"},
+    "agent": {"connections", "content", "crew", "groups", "references"},
+}
 # torch may be imported here, and only inside functions: `rally --help` must not pay for it.
 TORCH_INSIDE_FUNCTIONS = {
     "launch/worker/backends.py",
@@ -69,9 +78,9 @@ SANS_IO = {
     "wire/auth.py",
     "wire/frames.py",
     "rpc/device_map.py",
-    "rpc/membership.py",
-    "rpc/refcount.py",
-    "rpc/messages.py",
+    "rpc/groups/membership.py",
+    "rpc/references/refcount.py",
+    "rpc/connections/messages.py",
     "parallel/signatures.py",
 }
 IO_MODULES = {
@@ -132,6 +141,11 @@ def test_imports_point_down(path: Path) -> None:
         inner = {n.split(".")[2] for n in names if n.startswith(f"{PKG}.launch.")}
         outside = inner & set(LAUNCH_MAY_IMPORT) - LAUNCH_MAY_IMPORT[parts[1]] - {parts[1]}
         assert not outside, f"{rel} imports launch/{sorted(outside)}"
+    if parts[0] == "rpc" and parts[1] in RPC_MAY_IMPORT:
+        loaded = imported_names(path, inside_functions=False)
+        inner = {n.split(".")[2] for n in loaded if n.startswith(f"{PKG}.rpc.")}
+        outside = inner & set(RPC_MAY_IMPORT) - RPC_MAY_IMPORT[parts[1]] - {parts[1]}
+        assert not outside, f"{rel} imports rpc/{sorted(outside)} when loaded"
     everywhere = {n.split(".")[0] for n in names}
     if parts[0] not in OVER_TORCH:
         loaded = imported_names(path, inside_functions=False)

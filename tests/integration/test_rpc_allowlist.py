@@ -14,7 +14,7 @@ import torch
 import rpc_workers
 from rallypoint import rpc
 from rallypoint.errors import ProtocolError, RemoteError
-from rallypoint.rpc import serving
+from rallypoint.rpc.agent import serving
 from rpc_workers import Workers, eventually
 
 

@@ -8,7 +8,7 @@ import pytest
 import rpc_workers
 from rallypoint import rpc
 from rallypoint.errors import PeerLost
-from rallypoint.rpc import agent
+from rallypoint.rpc.connections import connections
 from rpc_workers import Workers
 
 
@@ -49,7 +49,7 @@ def test_a_shutdown_that_waits_ends_when_one_dies(dead):
 
 
 def be_impatient():
-    agent._CONNECT_SECONDS = 0.3
+    connections._CONNECT_SECONDS = 0.3
 
 
 def test_one_that_is_stopped_is_waited_for():

@@ -236,7 +236,7 @@ def test_a_connection_that_breaks_is_not_a_death():
         def case():
             rpc.rpc_sync("w1", double, (1,))
             future = rpc.rpc_async("w1", nap, (0.5,))
-            (outgoing,) = rpc.api._current._outgoing.values()
+            (outgoing,) = rpc.api._current.connections.outgoing.values()
             outgoing.line._sock.shutdown(socket.SHUT_RDWR)
             with timed(1), pytest.raises(PeerLost):
                 future.wait()
@@ -307,7 +307,7 @@ def test_strangers_are_refused_before_anything_they_send_is_looked_at(transport)
 
 
 def strangers() -> int:
-    return len(rpc.api._current._strangers)
+    return len(rpc.api._current.entrance.strangers)
 
 
 def _connect(transport: str, where: Any) -> socket.socket:

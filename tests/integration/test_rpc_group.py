@@ -22,9 +22,10 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, DeadlineExceeded, RpcError
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.c10d import c10d_store
-from rallypoint.rpc import Device, NodeDevices, membership
-from rallypoint.rpc.group import DynamicGroup, Group, StaticGroup
-from rallypoint.rpc.member import Member, dump
+from rallypoint.rpc import Device, NodeDevices
+from rallypoint.rpc.groups import membership
+from rallypoint.rpc.groups.group import DynamicGroup, Group, StaticGroup
+from rallypoint.rpc.groups.member import Member, dump
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
@@ -446,8 +447,8 @@ def start(program: str, *args: str) -> subprocess.Popen[str]:
 # Joins, and stops where its place in the journal is taken and nothing stands there yet.
 STOPS_IN_THE_MIDDLE = """
 import os, sys, threading, torch.distributed as dist
-from rallypoint.rpc.group import DynamicGroup
-from rallypoint.rpc.member import Member
+from rallypoint.rpc.groups.group import DynamicGroup
+from rallypoint.rpc.groups.member import Member
 kind, where, name = sys.argv[1:]
 if kind == "file":
     bare = dist.FileStore(where, -1)

@@ -71,7 +71,7 @@ def connections() -> list[Any]:
     """Those to the other worker, of the agent in use."""
     agent = current_agent()
     assert agent is not None
-    return list(agent._outgoing.values())
+    return list(agent.connections.outgoing.values())
 
 
 WORDS = rf"a message with {TOO_MANY} tensors .*at most {TOO_MANY - 1} are taken; stack"

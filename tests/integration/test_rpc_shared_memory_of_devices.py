@@ -15,10 +15,10 @@ from torch import Tensor
 
 import rpc_workers
 from rallypoint import rpc
-from rallypoint.rpc import cuda_ipc
-from rallypoint.rpc.cuda_ipc import Block
+from rallypoint.rpc.content import cuda_ipc
+from rallypoint.rpc.content.cuda_ipc import Block
+from rallypoint.rpc.content.tensors import TensorWriter
 from rallypoint.rpc.device_map import Device
-from rallypoint.rpc.tensors import TensorWriter
 from rpc_workers import Workers, eventually
 
 

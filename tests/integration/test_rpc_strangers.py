@@ -20,12 +20,13 @@ import torch
 
 from rallypoint import rpc
 from rallypoint._core.clock import Deadline
-from rallypoint.rpc.agent import Agent
+from rallypoint.rpc.agent.agent import Agent
 from rallypoint.rpc.agent_in_use import current_agent
-from rallypoint.rpc.handshake import introduce
-from rallypoint.rpc.messages import Kind
-from rallypoint.rpc.poller import WRITE
-from rallypoint.rpc.refcount import ForkId, RRefId
+from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.connections.handshake import introduce
+from rallypoint.rpc.connections.messages import Kind
+from rallypoint.rpc.crew.poller import WRITE
+from rallypoint.rpc.references.refcount import ForkId, RRefId
 from rallypoint.wire import tcp, uds
 from rallypoint.wire.auth import Connecting
 from rallypoint.wire.frames import DESCRIPTOR, INLINE, FrameParser, Shared, encode, header
@@ -86,23 +87,23 @@ def _only_the_stranger_pays(agent: Agent) -> Iterator[None]:
     until(lambda: all(each["name"] == "w0" for each in agent.peers()), "a stranger is left over")
     ours = {
         each.sharing._pool
-        for each in (*agent._outgoing.values(), *agent._incoming)
+        for each in (*agent.connections.outgoing.values(), *agent.connections.incoming)
         if each.sharing is not None
     }
-    until(lambda: agent._budget.pools <= ours, "shared memory is left over")
+    until(lambda: agent.lines.budget.pools <= ours, "shared memory is left over")
 
 
 class Stranger:
     """One that knows the secret."""
 
     def __init__(self, agent: Agent, kind: str = "uds", **said: Any) -> None:
-        (address,) = (each.address for each in agent._listeners if each.kind == kind)
+        (address,) = (each.address for each in agent.entrance.listeners if each.kind == kind)
         deadline = Deadline(5.0)
         if kind == "uds":
             self.sock = uds.connect(address, deadline)
         else:
             self.sock = tcp.connect(("127.0.0.1", address[1]), deadline, 5.0)
-        me = {**agent._introduction(), "name": "stranger", "id": 77, "incarnation": "ab" * 8}
+        me = {**agent.roster.introduction(), "name": "stranger", "id": 77, "incarnation": "ab" * 8}
         _, _, self.side = introduce(self.sock, SECRET, {**me, **said}, deadline, side=kind == "uds")
 
     def send(self, *pieces: bytes | memoryview) -> None:
@@ -147,10 +148,10 @@ def answer(stranger: Stranger) -> bytes:
 def test_a_peer_that_dies_right_after_it_has_proved_itself(agent: Agent) -> None:
     # Its end of the side socket is gone when our control page is to be sent there.
     for _ in range(30):
-        sock = uds.connect(agent._listeners[1].address, Deadline(5.0))
+        sock = uds.connect(agent.entrance.listeners[1].address, Deadline(5.0))
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here.close()
-        talk = Connecting(SECRET, {**agent._introduction(), "id": 77}, os.urandom(32))
+        talk = Connecting(SECRET, {**agent.roster.introduction(), "id": 77}, os.urandom(32))
         socket.send_fds(sock, [talk.start()], [there.fileno()])
         there.close()
         sock.settimeout(5.0)
@@ -172,8 +173,8 @@ def test_a_peer_that_says_it_is_nobody(agent: Agent, said: object) -> None:
 def test_a_peer_whose_side_socket_is_of_another_kind(agent: Agent) -> None:
     for family, kind in ((socket.AF_UNIX, socket.SOCK_DGRAM), (socket.AF_UNIX, socket.SOCK_STREAM)):
         with socket.socket(family, kind) as side:
-            sock = uds.connect(agent._listeners[1].address, Deadline(5.0))
-            talk = Connecting(SECRET, {**agent._introduction(), "id": 77}, os.urandom(32))
+            sock = uds.connect(agent.entrance.listeners[1].address, Deadline(5.0))
+            talk = Connecting(SECRET, {**agent.roster.introduction(), "id": 77}, os.urandom(32))
             socket.send_fds(sock, [talk.start()], [side.fileno()])
             sock.settimeout(5.0)
             sock.sendall(talk.receive(sock.recv(9000)))
@@ -246,8 +247,8 @@ def test_shared_memory_over_a_way_that_has_none(
 
 def test_a_cancel_right_behind_the_handshake_is_no_request(agent: Agent) -> None:
     # Both in one piece: what the handshake leaves over goes the way of all that comes.
-    sock = tcp.connect(("127.0.0.1", agent._listeners[2].address[1]), Deadline(5.0), 5.0)
-    talk = Connecting(SECRET, {**agent._introduction(), "id": 77}, os.urandom(32))
+    sock = tcp.connect(("127.0.0.1", agent.entrance.listeners[2].address[1]), Deadline(5.0), 5.0)
+    talk = Connecting(SECRET, {**agent.roster.introduction(), "id": 77}, os.urandom(32))
     sock.sendall(talk.start())
     proof = talk.receive(sock.recv(9000))
     sock.sendall(proof + header(Kind.CANCEL, 9, 0) + header(Kind.CREDIT, 9, 0) + b"".join(call(2)))
@@ -305,10 +306,10 @@ def test_who_waits_for_a_value_that_never_comes_is_forgotten_when_it_leaves(agen
     with contextlib.closing(Stranger(agent)) as stranger:
         stranger.send(*encode(Kind.FETCH, 1, pickle.dumps((RRefId(5, 987_654),))))
         until(
-            lambda: any(each.peer.id == 77 and each.active for each in agent._incoming),
+            lambda: any(each.peer.id == 77 and each.active for each in agent.connections.incoming),
             "the request did not come",
         )
-        kept = next(weakref.ref(each) for each in agent._incoming if each.peer.id == 77)
+        kept = next(weakref.ref(each) for each in agent.connections.incoming if each.peer.id == 77)
 
     def is_forgotten() -> bool:
         gc.collect()
@@ -335,7 +336,7 @@ def test_a_line_that_is_filled_while_its_last_bytes_go_is_still_written() -> Non
                     pass
             asked.append((on, off))
 
-    Agent.is_written(SimpleNamespace(_poller=FakePoller()), line)  # type: ignore[arg-type]
+    Connections.is_written(SimpleNamespace(_poller=FakePoller()), line)  # type: ignore[arg-type]
     assert asked == [(0, WRITE), (WRITE, 0)]
     line.shut()
     line.close()

@@ -144,7 +144,7 @@ def test_garbage_costs_nobody_else_anything(pair: Workers) -> None:
         assert pair.on(0, lambda: rpc.rpc_sync("w1", double, (1,))) == 2
     for each in silent:
         each.close()
-    eventually(lambda: not pair.on(1, lambda: len(rpc.api._current._strangers)))
+    eventually(lambda: not pair.on(1, lambda: len(rpc.api._current.entrance.strangers)))
     told = pair.on(1, lambda: rpc_workers.logged)
     assert any("does not use TLS and this worker requires it" in each for each in told)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rpc.crew import TICK, Crew, Job
+from rallypoint.rpc.crew.crew import TICK, Crew, Job
 
 
 class Act:

@@ -18,7 +18,7 @@ import pytest
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import AuthenticationError, DeadlineExceeded, ProtocolError
-from rallypoint.rpc.handshake import Welcome, introduce
+from rallypoint.rpc.connections.handshake import Welcome, introduce
 from rallypoint.wire.auth import Accepting, Connecting
 
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings, strategies as st
 
 from rallypoint._core.host import host_identity, same_host
 from rallypoint.errors import InternalError, ProtocolError, RpcError
-from rallypoint.rpc import Device, NodeDevices, membership
-from rallypoint.rpc.member import MAX_ID, MAX_RECORD, Member, check_name
-from rallypoint.rpc.membership import (
+from rallypoint.rpc import Device, NodeDevices
+from rallypoint.rpc.groups import membership
+from rallypoint.rpc.groups.member import MAX_ID, MAX_RECORD, Member, check_name
+from rallypoint.rpc.groups.membership import (
     HOLE_GRACE,
     VOID,
     Entry,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rallypoint.errors import InternalError, RpcError
-from rallypoint.rpc.refcount import (
+from rallypoint.rpc.references.refcount import (
     Command,
     Confirmed,
     Fork,

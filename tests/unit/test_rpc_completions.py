@@ -2,8 +2,8 @@
 
 from collections import deque
 
-from rallypoint.rpc.agent import _complete_soon
-from rallypoint.rpc.calls import Call
+from rallypoint.rpc.connections.calls import Call
+from rallypoint.rpc.connections.completions import complete_soon
 
 
 def call(on_done, *, has_callbacks=False):
@@ -15,7 +15,7 @@ def call(on_done, *, has_callbacks=False):
 def test_calls_are_completed_in_order_and_once():
     done, jobs = [], deque()
     calls = [call(done.append) for _ in range(5)]
-    _complete_soon(calls, jobs)
+    complete_soon(calls, jobs)
     while jobs:
         jobs.popleft().run()
     assert done == calls
@@ -31,7 +31,7 @@ def test_whoever_leads_next_goes_on_where_one_is_held_up():
         done.append(me)
 
     calls = [call(wait_for_the_others), call(done.append), call(done.append)]
-    _complete_soon(calls, jobs)
+    complete_soon(calls, jobs)
     jobs.popleft().run()
     assert len(done) == 3
 
@@ -39,7 +39,7 @@ def test_whoever_leads_next_goes_on_where_one_is_held_up():
 def test_those_with_code_of_the_users_are_jobs_of_their_own():
     done, jobs = [], deque()
     calls = [call(done.append), call(done.append, has_callbacks=True), call(done.append)]
-    _complete_soon(calls, jobs)
+    complete_soon(calls, jobs)
     assert len(jobs) == 2
     jobs.pop().run()
     assert done == [calls[1]]
@@ -51,7 +51,7 @@ def test_a_callback_that_raises_does_not_keep_the_others_from_being_completed(ca
     def raise_it(_):
         raise ValueError("of the callback")
 
-    _complete_soon([call(raise_it), call(done.append)], jobs)
+    complete_soon([call(raise_it), call(done.append)], jobs)
     jobs.popleft().run()
     assert len(done) == 1
     assert "of the callback" in caplog.text

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import MessageTooLarge
-from rallypoint.rpc.allowlist import AllowList, NotAllowed
-from rallypoint.rpc.payload import dumps, dumps_call, loads, loads_call, packed_call
-from rallypoint.rpc.tensors import _DTYPES
+from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.content.payload import dumps, dumps_call, loads, loads_call, packed_call
+from rallypoint.rpc.content.tensors import _DTYPES
 from rallypoint.wire import frames
 
 
@@ -470,12 +470,12 @@ def calling(module: str, name: str, args: tuple[Any, ...]) -> bytes:
         (MINE, "threading.Lock", ()),
         (MINE, "dumps.__globals__.get", ("pickle",)),
         (MINE, "Thing.__init__.__globals__.get", ("os",)),
-        ("rallypoint.rpc.payload", "pickle.loads", ("N.",)),
-        ("rallypoint.rpc.payload", "io.open", ("/dev/null",)),
-        ("rallypoint.rpc.tensors", "rebuild_saved", ("",)),
-        ("rallypoint.rpc.tensors", "torch.load", ("/dev/null",)),
-        ("rallypoint.rpc.script", "importlib.import_module", ("os",)),
-        ("rallypoint.rpc.script", "load_script_function", ("os", "system")),
+        ("rallypoint.rpc.content.payload", "pickle.loads", ("N.",)),
+        ("rallypoint.rpc.content.payload", "io.open", ("/dev/null",)),
+        ("rallypoint.rpc.content.tensors", "rebuild_saved", ("",)),
+        ("rallypoint.rpc.content.tensors", "torch.load", ("/dev/null",)),
+        ("rallypoint.rpc.content.script", "importlib.import_module", ("os",)),
+        ("rallypoint.rpc.content.script", "load_script_function", ("os", "system")),
         ("rallypoint.rpc.api", "shutdown", ()),
         ("collections", "_sys.exit", ()),
     ],

@@ -28,7 +28,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import AuthenticationError, ConfigError, DeadlineExceeded, ProtocolError
 from rallypoint.rpc import NativeRpcBackendOptions, Tls
 from rallypoint.rpc.certificates import identity_of
-from rallypoint.rpc.handshake import Welcome, introduce
+from rallypoint.rpc.connections.handshake import Welcome, introduce
 from rallypoint.rpc.tensorpipe import TensorPipe
 from rallypoint.wire.auth import Accepting, Connecting
 from rallypoint.wire.frames import Frame, FrameParser, encode

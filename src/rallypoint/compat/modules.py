@@ -24,7 +24,7 @@ from rallypoint.rpc import (
     registry as backend_registry,
     rref_proxy,
 )
-from rallypoint.rpc.agent import Agent
+from rallypoint.rpc.agent.agent import Agent
 
 
 _NAME = "torch.distributed.rpc"

@@ -14,6 +14,7 @@ from rallypoint.errors import (
 )
 
 from . import api as api, backends as backends, registry as backend_registry
+from .agent.streams import RpcStream
 from .api import (
     get_rpc_timeout,
     get_worker_info,
@@ -35,6 +36,7 @@ from .device_map import Device, NodeDevices, device_list, find_problem, reverse_
 from .faulty import FaultyRpcBackendOptions
 from .functions import async_execution
 from .options import NativeRpcBackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from .references.rref import RRef
 from .registry import (
     BackendType,
     BackendValue,
@@ -43,8 +45,6 @@ from .registry import (
     init_backend,
     register_backend,
 )
-from .rref import RRef
-from .streams import RpcStream
 from .worker_info import WorkerInfo
 
 

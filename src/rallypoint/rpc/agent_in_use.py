@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .agent import Agent
+    from .agent.agent import Agent
 
 _current: Any = None
 

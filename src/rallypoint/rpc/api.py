@@ -20,20 +20,21 @@ from torch.futures import Future
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, DeadlineExceeded, RpcError
 
-from . import agent_in_use, constants, stores
-from .agent import Agent
+from . import agent_in_use, constants
+from .agent.agent import Agent
+from .agent.streams import WINDOW, RpcStream
 from .collect import wait_all
+from .connections.messages import FLAG_FOREIGN, Kind
+from .content.script import check_arguments, is_builtin
 from .current_call import SERVING
 from .gather import AllGatherStates, Gatherings, GatherTimeout, wait as wait_gathered
-from .group import DynamicGroup
+from .groups import stores
+from .groups.group import DynamicGroup
+from .groups.member import Member
 from .internal import PythonUDF, _internal_rpc_pickler
-from .member import Member
-from .messages import FLAG_FOREIGN, Kind
 from .options import NativeRpcBackendOptions, RpcBackendOptions
+from .references.rref import RRef, call_remote
 from .registry import BackendType, construct_rpc_backend_options, init_backend
-from .rref import RRef, call_remote
-from .script import check_arguments, is_builtin
-from .streams import WINDOW, RpcStream
 from .worker_info import WorkerInfo
 
 

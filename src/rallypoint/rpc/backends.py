@@ -14,10 +14,11 @@ from rallypoint._core.host import host_identity
 from rallypoint.errors import ConfigError
 
 from . import constants
-from .agent import Agent, node_devices
+from .agent.agent import Agent
+from .agent.devices import node_devices
 from .faulty import FaultyAgent, FaultyRpcBackendOptions
-from .group import DynamicGroup, StaticGroup
-from .member import Member, check_name
+from .groups.group import DynamicGroup, StaticGroup
+from .groups.member import Member, check_name
 from .options import (
     NativeRpcBackendOptions,
     RpcBackendOptions,

@@ -9,13 +9,15 @@ from typing import Any
 
 from rallypoint.errors import CallCancelled, ConfigError, RpcError
 
-from . import constants, payload as payloads
-from .agent import Agent
-from .calls import Call
-from .messages import TORCH_NAMES, Kind
+from . import constants
+from .agent.agent import Agent
+from .agent.caller import Caller
+from .connections.calls import Call
+from .connections.messages import TORCH_NAMES, Kind
+from .connections.outgoing import Outgoing
+from .content import payload as payloads
+from .content.tensors import TensorWriter
 from .options import NativeRpcBackendOptions
-from .outgoing import Outgoing
-from .tensors import TensorWriter
 
 
 _BY_NAME = {
@@ -58,11 +60,13 @@ class FaultyRpcBackendOptions(NativeRpcBackendOptions):
                 raise ConfigError("message", name, f"expected one of {', '.join(sorted(_BY_NAME))}")
 
 
-class FaultyAgent(Agent):
-    """An agent whose requests fail as its options say."""
+class FaultyCaller(Caller):
+    """Makes calls whose requests fail as the agent's options say."""
 
-    def __init__(self, name: str, options: Any, secret: bytes, job: str) -> None:
-        super().__init__(name, options, secret, job)
+    def __init__(self, agent: Agent, *parts: Any) -> None:
+        super().__init__(agent, *parts)
+        self._later = agent.errands.later
+        options: Any = agent.options
         self._fail = {_BY_NAME[each] for each in options.messages_to_fail if each in _BY_NAME}
         self._drop = {_BY_NAME[each] for each in options.messages_to_drop if each in _BY_NAME}
         self._delay = {
@@ -114,7 +118,7 @@ class FaultyAgent(Agent):
             waits = outgoing.calls.take(number)
             sent = waits or Call(call.what, None, 0.0)
             try:
-                super(FaultyAgent, self)._dispatch(
+                super(FaultyCaller, self)._dispatch(
                     outgoing, kind, sent, payload, tensors, flags, block=False
                 )
             except RpcError as error:
@@ -125,4 +129,10 @@ class FaultyAgent(Agent):
                 outgoing.cancel(sent.number, CallCancelled(f"{sent.describe()} was given up"))
             outgoing.attend()
 
-        self.later(seconds, send)
+        self._later(seconds, send)
+
+
+class FaultyAgent(Agent):
+    """An agent whose requests fail as its options say."""
+
+    caller_type = FaultyCaller

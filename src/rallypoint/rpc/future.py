@@ -13,9 +13,9 @@ from torch.futures import Future
 
 from rallypoint.errors import CallCancelled, RemoteError
 
-from .calls import Call
-from .crew import Crew
-from .payload import refuse_future, register_reducer
+from .connections.calls import Call
+from .content.payload import refuse_future, register_reducer
+from .crew.crew import Crew
 
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .payload import _REDUCERS, Writer
+from .content.payload import _REDUCERS, Writer
 
 
 class RPCExecMode(Enum):

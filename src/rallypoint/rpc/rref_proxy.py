@@ -9,11 +9,11 @@ import torch
 from torch.futures import Future
 
 from . import constants
-from .answers import AnswerLater
+from .agent.answers import AnswerLater
 
 
 if TYPE_CHECKING:
-    from .rref import RRef
+    from .references.rref import RRef
 
 
 class RRefProxy:

@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .incoming import Incoming
-    from .outgoing import Outgoing
+    from .connections.incoming import Incoming
+    from .connections.outgoing import Outgoing
 
 
 # Upper ends of the classes in which latencies are counted, in seconds; the last class is open.
 BOUNDS: tuple[float, ...] = tuple(1e-5 * 2**k for k in range(24))
+# Gathering is done by functions of this module.
+_OWN_MODULE = "rallypoint.rpc.api"
+
+
+def is_own(target: Any) -> bool:
+    """Whether a call of this function is the package's own: a shutdown does not look for those."""
+    return getattr(target, "__module__", None) == _OWN_MODULE
 
 
 @dataclass(slots=True)

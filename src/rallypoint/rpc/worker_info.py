@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .member import check_name
+from .groups.member import check_name
 
 
 @dataclass(frozen=True, slots=True)

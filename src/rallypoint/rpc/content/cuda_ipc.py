@@ -46,11 +46,10 @@ import torch
 from torch import Tensor
 
 from rallypoint.errors import RpcError
+from rallypoint.rpc.device_map import Device
+from rallypoint.rpc.groups.member import Member
 from rallypoint.wire.shm import SMALLEST
 from rallypoint.wire.transport import choose
-
-from .device_map import Device
-from .member import Member
 
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,9 @@ from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, ProtocolError
+from rallypoint.rpc.crew.crew import Job
 from rallypoint.wire.auth import NONCE_BYTES, Accepting, Connecting
 from rallypoint.wire.tls import Connection, Identity, TlsSocket
-
-from .crew import Job
 
 
 _CHUNK = 8192

@@ -17,15 +17,8 @@ import torch
 from torch.futures import Future
 
 from rallypoint.errors import CallCancelled, RemoteError, RpcError
-from rallypoint.wire.frames import Frame
-from rallypoint.wire.remote_error import RemoteTraceback, describe
-
-from .allowlist import NotAllowed
-from .answers import AnswerLater
-from .crew import TICK
-from .current_call import SERVING, CurrentCall
-from .incoming import Incoming
-from .messages import (
+from rallypoint.rpc.connections.incoming import Incoming
+from rallypoint.rpc.connections.messages import (
     END,
     FAILURE,
     FETCH,
@@ -40,14 +33,22 @@ from .messages import (
     SCRIPT_FETCH,
     STREAM,
 )
-from .payload import loads, loads_call, packed_result, unpacked, unsent
-from .rref_table import check_ids
-from .tensors import memory_of_one
+from rallypoint.rpc.content.allowlist import NotAllowed
+from rallypoint.rpc.content.payload import loads, loads_call, packed_result, unpacked, unsent
+from rallypoint.rpc.content.tensors import memory_of_one
+from rallypoint.rpc.crew.crew import TICK
+from rallypoint.rpc.current_call import SERVING, CurrentCall
+from rallypoint.rpc.references.rref_table import check_ids
+from rallypoint.wire.frames import Frame
+from rallypoint.wire.remote_error import RemoteTraceback, describe
+
+from .answers import AnswerLater
 
 
 if TYPE_CHECKING:
+    from rallypoint.rpc.content.tensors import TensorWriter
+
     from .agent import Agent
-    from .tensors import TensorWriter
 
 
 logger = logging.getLogger(__name__)

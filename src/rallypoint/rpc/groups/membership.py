@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rallypoint.errors import InternalError, ProtocolError
+from rallypoint.rpc.device_map import NodeDevices, find_problem
 
-from .device_map import NodeDevices, find_problem
 from .member import (
     MAX_ID,
     MAX_TEXT,

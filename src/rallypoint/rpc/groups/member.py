@@ -13,8 +13,7 @@ from typing import Any, Final, NoReturn, Self
 
 from rallypoint._core.host import same_host
 from rallypoint.errors import ProtocolError, RpcError
-
-from .device_map import Device, NodeDevices
+from rallypoint.rpc.device_map import Device, NodeDevices
 
 
 RECORD_VERSION: Final = 1

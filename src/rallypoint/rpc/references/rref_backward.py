@@ -35,7 +35,7 @@ def backward(rref: RRef[Any], context: int, retain_graph: bool) -> None:
 
 
 def _backward_on_owner(rref: RRef[Any], context: int, retain_graph: bool) -> None:
-    from . import api
+    from rallypoint.rpc import api
 
     api.rpc_sync(rref.owner(), _run_backward, (rref, context, retain_graph))
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.futures import Future
 
 from rallypoint.errors import PeerLost, ProtocolError, RpcError
+from rallypoint.rpc.connections.calls import Call
+from rallypoint.rpc.connections.messages import Kind
+from rallypoint.rpc.future import RpcFuture
 
-from .calls import Call
-from .future import RpcFuture
-from .messages import Kind
 from .refcount import (
     Command,
     Confirmed,
@@ -38,9 +38,9 @@ from .refcount import (
 
 
 if TYPE_CHECKING:
-    from .agent import Agent
-    from .outgoing import Outgoing
-    from .serving import Request
+    from rallypoint.rpc.agent.agent import Agent
+    from rallypoint.rpc.agent.serving import Request
+    from rallypoint.rpc.connections.outgoing import Outgoing
 
 
 logger = logging.getLogger(__name__)

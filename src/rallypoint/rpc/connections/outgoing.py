@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcTimeout
+from rallypoint.rpc.references.passed import Passed
+from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame, Shared, encode
 from rallypoint.wire.line import PATIENCE, Closed, Line
 from rallypoint.wire.sharing import Sharing
 
 from .calls import Call, CallTable
 from .messages import CANCEL, FLAG_REFS, GIVEN_UP, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
-from .passed import Passed
-from .worker_info import WorkerInfo
 
 
 # Bytes of small requests that go out in one write.

@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, ProtocolError
+from rallypoint.rpc.crew.crew import Job
+from rallypoint.rpc.crew.poller import WRITE
+from rallypoint.rpc.references.passed import Passed
+from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame, Shared, encode
 from rallypoint.wire.line import Closed, Line
 from rallypoint.wire.sharing import Sharing
 
-from .crew import Job
 from .messages import CANCEL, CREDIT, REPLY
-from .passed import Passed
-from .poller import WRITE
-from .worker_info import WorkerInfo
 
 
 class Served(Protocol):

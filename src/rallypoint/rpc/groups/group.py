@@ -37,9 +37,9 @@ from rallypoint.errors import (
     ProtocolError,
     RpcError,
 )
+from rallypoint.rpc.device_map import find_problem
 
 from . import membership
-from .device_map import find_problem
 from .group_store import C10dStore, Calls, Listener, pushes
 from .member import RECORD_VERSION, Member, dump, load, member_from, shown, whole
 from .membership import VOID, Entry, Event, Gone, Join, Joined, Leave, Lost, Refused, View

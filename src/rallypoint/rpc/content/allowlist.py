@@ -37,34 +37,34 @@ _OWN = frozenset(
     for name in (
         "api._broadcast_to_followers",
         "api._gather_to_leader",
-        "cuda_ipc.arrive_handed",
-        "cuda_ipc.arrive_shared",
-        "cuda_ipc.arrive_staged",
-        "refcount.Fork",
-        "refcount.ForkId",
-        "refcount.RRefId",
-        "rref.rebuild_rref",
-        "rref_backward._run_backward",
+        "content.cuda_ipc.arrive_handed",
+        "content.cuda_ipc.arrive_shared",
+        "content.cuda_ipc.arrive_staged",
+        "references.refcount.Fork",
+        "references.refcount.ForkId",
+        "references.refcount.RRefId",
+        "references.rref.rebuild_rref",
+        "references.rref_backward._run_backward",
         "rref_proxy.call_method",
         "rref_proxy.rref_type",
         # These two look at the list themselves.
-        "script.load_script_function",
-        "script.load_torch_function",
-        "tensors.rebuild_compressed",
-        "tensors.rebuild_coo",
-        "tensors.rebuild_empty",
-        "tensors.rebuild_empty_there",
-        "tensors.rebuild_grad",
-        "tensors.rebuild_meta",
-        "tensors.rebuild_on_device",
-        "tensors.rebuild_parameter",
-        "tensors.rebuild_small",
-        "tensors.rebuild_small_view",
-        "tensors.rebuild_spread",
-        "tensors.rebuild_spread_there",
-        "tensors.rebuild_strided",
-        "tensors.rebuild_tensor",
-        "tensors.rebuild_there",
+        "content.script.load_script_function",
+        "content.script.load_torch_function",
+        "content.tensors.rebuild_compressed",
+        "content.tensors.rebuild_coo",
+        "content.tensors.rebuild_empty",
+        "content.tensors.rebuild_empty_there",
+        "content.tensors.rebuild_grad",
+        "content.tensors.rebuild_meta",
+        "content.tensors.rebuild_on_device",
+        "content.tensors.rebuild_parameter",
+        "content.tensors.rebuild_small",
+        "content.tensors.rebuild_small_view",
+        "content.tensors.rebuild_spread",
+        "content.tensors.rebuild_spread_there",
+        "content.tensors.rebuild_strided",
+        "content.tensors.rebuild_tensor",
+        "content.tensors.rebuild_there",
         "worker_info.WorkerInfo",
     )
 )
@@ -82,7 +82,7 @@ _ERRORS = frozenset(
     | {
         "_pickle.PicklingError",
         "_pickle.UnpicklingError",
-        "rallypoint.rpc.allowlist.NotAllowed",
+        "rallypoint.rpc.content.allowlist.NotAllowed",
     }
 )
 _PERMITTED = _OWN | _HARMLESS | _ERRORS
@@ -99,7 +99,7 @@ class AllowList:
         self._names = frozenset(names)
         self._instead: dict[tuple[str, str], Callable[..., Any]] = {
             ("builtins", "getattr"): self._method,
-            ("rallypoint.rpc.tensors", "rebuild_saved"): rebuild_weights,
+            ("rallypoint.rpc.content.tensors", "rebuild_saved"): rebuild_weights,
         }
 
     def find(self, module: str, name: str) -> Any:

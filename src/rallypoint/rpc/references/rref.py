@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 from torch.futures import Future
 
 from rallypoint.errors import PeerLost, RpcError, RpcTimeout
+from rallypoint.rpc import constants
+from rallypoint.rpc.agent_in_use import current_agent
+from rallypoint.rpc.connections.calls import Call
+from rallypoint.rpc.connections.messages import Kind
+from rallypoint.rpc.content.payload import Writer, current_forks, register_reducer, when_unsent
+from rallypoint.rpc.content.script import is_builtin
+from rallypoint.rpc.worker_info import WorkerInfo
 
-from . import constants
-from .agent_in_use import current_agent
-from .calls import Call
-from .messages import Kind
-from .payload import Writer, current_forks, register_reducer, when_unsent
 from .refcount import Fork, ForkId, RRefId
-from .script import is_builtin
-from .worker_info import WorkerInfo
 
 
 if TYPE_CHECKING:
-    from .agent import Agent
-    from .outgoing import Outgoing
-    from .rref_proxy import RRefProxy
+    from rallypoint.rpc.agent.agent import Agent
+    from rallypoint.rpc.connections.outgoing import Outgoing
+    from rallypoint.rpc.rref_proxy import RRefProxy
 
 
 T = TypeVar("T")
@@ -201,25 +201,25 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
         """``rref.rpc_sync().method(…)`` runs the method on the owner, and returns its result."""
-        from .rref_proxy import RRefProxy
+        from rallypoint.rpc.rref_proxy import RRefProxy
 
         return RRefProxy(self, "sync", timeout)
 
     def rpc_async(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
         """The same, and gives a future."""
-        from .rref_proxy import RRefProxy
+        from rallypoint.rpc.rref_proxy import RRefProxy
 
         return RRefProxy(self, "async", timeout)
 
     def remote(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
         """The same, and gives a reference to the result."""
-        from .rref_proxy import RRefProxy
+        from rallypoint.rpc.rref_proxy import RRefProxy
 
         return RRefProxy(self, "remote", timeout)
 
     def _get_type(self, timeout: float = constants.UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The value's type, asked for once; with ``blocking=False`` as a future."""
-        from .rref_proxy import type_of
+        from rallypoint.rpc.rref_proxy import type_of
 
         return type_of(self, timeout, blocking)
 

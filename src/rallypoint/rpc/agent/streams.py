@@ -11,13 +11,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rallypoint.errors import RpcTimeout
+from rallypoint.rpc.connections.calls import Call
+from rallypoint.rpc.connections.messages import Kind
+from rallypoint.rpc.connections.outgoing import Outgoing
+from rallypoint.rpc.crew.crew import Crew
+from rallypoint.rpc.current_call import SERVING
 from rallypoint.wire.frames import Frame
-
-from .calls import Call
-from .crew import Crew
-from .current_call import SERVING
-from .messages import Kind
-from .outgoing import Outgoing
 
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ T = TypeVar("T")
 
 # Items that are sent ahead of the consumer.
 WINDOW = 16
+# How many they are travels among the keyword arguments, under a name that no function has.
+WINDOW_NAME = " window"
 
 
 class ItemSource:

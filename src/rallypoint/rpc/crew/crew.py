@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 
@@ -77,6 +77,12 @@ class _Mine(threading.local):
 
 
 _mine = _Mine()
+
+
+def waiting() -> AbstractContextManager[None]:
+    """Around waiting, in a function that is being served: others are served meanwhile."""
+    crew = _mine.crew
+    return nullcontext() if crew is None else crew.waiting()
 
 
 class Crew:

@@ -1,0 +1,275 @@
+"""One worker's end of a group: what it is made of, and how it comes and goes.
+
+Who does what: the :class:`Caller` makes calls over the :class:`Connections` that the :class:`Dialer` opens; the
+:class:`Entrance` lets others in, whose requests the :class:`Service` has done by the :class:`Crew`;
+:class:`Losses` tells all when a peer is gone. The agent brings them together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from rallypoint._core.clock import Deadline
+from rallypoint.rpc.certificates import identity_of
+from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.connections.dialer import Dialer
+from rallypoint.rpc.connections.entrance import Entrance
+from rallypoint.rpc.connections.incoming import Incoming
+from rallypoint.rpc.connections.lines import Lines
+from rallypoint.rpc.connections.outgoing import Outgoing
+from rallypoint.rpc.content.allowlist import AllowList
+from rallypoint.rpc.crew.crew import Crew, Job, waiting
+from rallypoint.rpc.crew.errands import Errands
+from rallypoint.rpc.crew.poller import Poller
+from rallypoint.rpc.future import RpcFuture
+from rallypoint.rpc.groups.group import DynamicGroup
+from rallypoint.rpc.groups.roster import Group, Roster
+from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.references.rref_table import RRefTable
+from rallypoint.rpc.statistics import Counters, is_own
+from rallypoint.rpc.worker_info import WorkerInfo
+from rallypoint.wire import tcp, tls
+from rallypoint.wire.transport import Address
+
+from .caller import Caller
+from .devices import PeerDevices
+from .losses import Losses
+from .overview import Overview
+from .replies import Replies
+from .service import Service, read_foreign
+
+
+logger = logging.getLogger(__name__)
+
+# What a closing agent gives its threads and its peers to finish what they are at.
+_LAST_WORDS = 0.5
+
+
+class Agent:
+    """A member of an RPC group.
+
+    Args:
+        name: this worker's name.
+        options: how it works.
+        secret: what all members know.
+        job: tells this group from every other one that could meet at the same addresses.
+    """
+
+    caller_type: ClassVar[type[Caller]] = Caller
+
+    def __init__(
+        self, name: str, options: NativeRpcBackendOptions, secret: bytes, job: str
+    ) -> None:
+        self.options = options
+        self.counters = Counters()
+        self.allowed = (
+            None if options.allowed_modules is None else AllowList(options.allowed_modules)
+        )
+        self.rrefs: RRefTable = None  # type: ignore[assignment]  # set by enter(), before anything is served
+        self.group: Group | None = None
+        # Called with the name of a worker that is gone, and why.
+        self.on_lost: Callable[[str, str], None] = lambda name, reason: None
+        self._secret = secret
+        self._job = job
+        self._gil_profiling = False
+        identity = identity_of(options.tls)
+        transports = tuple(
+            tls.KIND if identity is not None and each == tcp.KIND else each
+            for each in options.transports
+        )
+
+        self._poller = Poller(self._on_wake)
+        self._crew = crew = Crew(
+            f"rpc-{name}", options.num_worker_threads, self._poller, self._due, self._tick
+        )
+        self.errands = Errands(crew, self._poller)
+        self.roster = roster = Roster(name, job)
+        self.lines = Lines(options.shared_memory_bytes)
+        self.service = service = Service(self, crew, f"rpc-{name}")
+        self.dialer = Dialer(roster, self.lines, secret, transports, identity, options.heartbeat)
+        replies = Replies(self.allowed)
+        self.connections = connections = Connections(
+            self.dialer,
+            roster,
+            self._poller,
+            crew,
+            most_unread=options.in_flight_bytes,
+            job=service.new_job,
+            read=replies.read,
+            suspect=self._suspect,
+        )
+        self.entrance = Entrance(
+            connections, self._poller, crew, roster, self.lines, secret, transports, identity
+        )
+        self.losses = Losses(self, connections, self.dialer)
+        devices = PeerDevices(options, roster)
+        self.caller = caller = self.caller_type(self, connections, replies, devices, crew)
+        self.overview = overview = Overview(
+            connections, crew, service.loop, options.num_worker_threads
+        )
+
+        self.me = roster.me
+        self.incarnation = roster.incarnation
+        self.skipped = self.entrance.skipped
+        self.long_ones = service.long_ones
+        # What the rest of the package asks of an agent. As its parts' own methods: a method around each of them would
+        # be one more call in every call.
+        self.find = roster.find
+        self.info = roster.info
+        self.infos = roster.infos
+        self.is_gone = roster.is_gone
+        self.route = connections.route
+        self.watch = connections.watch
+        self.is_connected_to = connections.is_connected_to
+        self.call_sync = caller.call_sync
+        self.call_async = caller.call_async
+        self.call_control = caller.call_control
+        self.call_stream = caller.call_stream
+        self.deadline = caller.deadline
+        self.dumps = caller.dumps
+        self.dumps_plain = caller.dumps_plain
+        self.decode = replies.decode
+        self.is_own = is_own
+        self.is_long = service.is_long
+        self.note_length = service.note_length
+        self.leads = crew.leads
+        self.hand_over = service.hand_over
+        self.run_coroutine = service.loop.run
+        self.stream = service.stream
+        self.served = service.served
+        self.read_foreign = read_foreign
+        self.submit = crew.submit
+        self.soon = self.errands.soon
+        self.later = self.errands.later
+        self.waiting = waiting
+        self.is_idle = overview.is_idle
+        self.wait_idle = overview.wait_idle
+        self.work = overview.work
+        self.debug_info = overview.debug_info
+        self.peers = overview.peers
+        self.queue = overview.queue
+
+    # -- coming and going ---------------------------------------------------------------------------
+
+    def listen(self, advertise: str) -> dict[str, Address]:
+        """Open the ways on which others can connect; nobody is served yet.
+
+        Args:
+            advertise: the address that workers on other hosts are to use.
+
+        Raises:
+            RpcError: none of the transports can be used; says why.
+        """
+        return self.entrance.open(self.options, advertise)
+
+    def enter(self, group: Group) -> None:
+        """This worker is a member of ``group`` from here on."""
+        self.group = group
+        self.roster.enter(group)
+        self.me = self.roster.me
+        self.rrefs = RRefTable(self)
+
+    def start(self) -> None:
+        """Serve. What others have sent meanwhile is done now."""
+        self.entrance.start()
+        self._crew.start()
+        if isinstance(self.group, DynamicGroup):
+            self.group.on_leave(self.losses.left)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Leave: all calls fail, all threads end, everything is given back. Idempotent.
+
+        What functions that are running right now do cannot be ended; their answers go nowhere.
+        """
+        connections = self.connections
+        left = connections.stop()
+        if left is None:
+            return
+        outgoing, incoming = left
+        self.overview.close()
+        strangers = self.entrance.close()
+        for each in outgoing:
+            each.fail("this worker has left the group")
+        # Answers of what has just been done go out first.
+        self._crew.close(_LAST_WORDS)
+        connections.be_alone()
+        for peer in incoming:
+            peer.finish(Deadline(_LAST_WORDS))
+        self.service.loop.close(timeout)
+        ended = self._crew.close(timeout)
+        connections.complete_left()
+        for stranger in strangers:
+            stranger.close("this worker has left the group")
+        for each in outgoing:
+            each.close()
+        for peer in incoming:
+            peer.close()
+        connections.close_all_ended()
+        if self.group is not None:
+            self.group.close()
+            self.rrefs.close()
+        self.errands.close()
+        self.lines.close()
+        if ended:
+            self._poller.close()
+        else:
+            logger.warning(
+                "%s has left the group while it still runs functions that others have called; their"
+                " results are dropped",
+                self.me.name,
+            )
+
+    @property
+    def is_closed(self) -> bool:
+        return self.connections.is_closed
+
+    def _suspect(self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None) -> None:
+        self.losses.suspect(info, reason, ended)
+
+    # -- asked by the crew --------------------------------------------------------------------------
+
+    def _on_wake(self, jobs: deque[Job]) -> None:
+        self.errands.take(jobs)
+
+    def _tick(self) -> None:
+        self.connections.tick()
+
+    def _due(self, now: float) -> float | None:
+        """Do what is due, and fail what has run out of time; returns when to look again."""
+        found = (self.errands.due(now), self.connections.expire(now), self.entrance.expire(now))
+        return min((each for each in found if each is not None), default=None)
+
+    # -- under other names --------------------------------------------------------------------------
+
+    @property
+    def default_timeout(self) -> float:
+        """Of calls that are given none."""
+        return self.caller.default_timeout
+
+    @default_timeout.setter
+    def default_timeout(self, seconds: float) -> None:
+        self.caller.default_timeout = seconds
+
+    def new_future(self) -> RpcFuture[Any]:
+        return RpcFuture()
+
+    def get_debug_info(self) -> dict[str, str]:
+        """torch's name for it."""
+        info = self.debug_info()
+        if self._gil_profiling:
+            info["agent.gil_average_wait_time_us"] = "0"
+        return info
+
+    def enable_gil_profiling(self, flag: bool) -> None:
+        self._gil_profiling = flag
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """torch's name for it."""
+        return self.infos()
+
+    def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
+        """torch's name for it."""
+        return self.info(name)

@@ -1,0 +1,362 @@
+"""How a worker calls others: a request is pickled, sent by way of its connection, and its answer waited for or not."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rallypoint.errors import PeerLost, RpcError, RpcTimeout
+from rallypoint.rpc.connections.calls import Call
+from rallypoint.rpc.connections.completions import complete_by
+from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.connections.messages import (
+    CALL,
+    FLAG_PACKED,
+    FLAG_REFS,
+    NOTHING,
+    REMOTES,
+    STREAM,
+    Kind,
+)
+from rallypoint.rpc.connections.outgoing import Outgoing
+from rallypoint.rpc.content import payload as payloads
+from rallypoint.rpc.content.tensors import TensorWriter
+from rallypoint.rpc.crew.crew import Crew
+from rallypoint.rpc.current_call import SERVING
+from rallypoint.rpc.future import RpcFuture
+from rallypoint.rpc.statistics import is_own
+from rallypoint.rpc.worker_info import WorkerInfo
+from rallypoint.wire.sharing import Sharing
+
+from .devices import PeerDevices
+from .replies import Replies
+from .streams import WINDOW, WINDOW_NAME, ItemChannel, RpcStream
+
+
+if TYPE_CHECKING:
+    from .agent import Agent
+
+
+# What connecting may take at least for a call of ``remote``, however short its own time-out is.
+_REMOTE_CONNECT_SECONDS = 0.2
+# Asynchronous calls go out in bundles when more than so many are under way to a peer.
+_CROWD = 4
+
+_set_result = torch._C.Future.set_result
+
+
+class Caller:
+    """Makes the calls of one agent.
+
+    Args:
+        agent: whose options hold, and whose references are sent.
+        connections: the ways to others.
+        replies: reads the answers.
+        devices: of the others.
+        crew: looks at the calls when their time is up.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        connections: Connections,
+        replies: Replies,
+        devices: PeerDevices,
+        crew: Crew,
+    ) -> None:
+        self._agent = agent
+        self._crew = crew
+        self.options = agent.options
+        self.default_timeout = agent.options.rpc_timeout
+        self._counters = agent.counters
+        # What each call needs of others, without a way around.
+        self.route = connections.route
+        self.decode = replies.decode
+        self.read = replies.read
+        self._devices_for = devices.towards
+        # One bound method for all calls.
+        self._complete = self._finish
+
+    # -- calls --------------------------------------------------------------------------------------
+
+    def call_sync(
+        self,
+        to: Any,
+        kind: int,
+        what: Any,
+        content: tuple[Any, ...],
+        timeout: float,
+        flags: int = 0,
+    ) -> Any:
+        """Call and wait. ``content`` is a function, its positional and its keyword arguments."""
+        deadline, seconds = self.deadline(timeout)
+        outgoing = self.route(to, deadline, seconds)
+        payload, tensors, flags = self._pickle(kind, content, outgoing, flags)
+        call = Call(what, deadline, seconds)
+        self._dispatch(outgoing, kind, call, payload, tensors, flags)
+        crew = Crew.current()
+        if crew is None:
+            outgoing.wait(call)
+        else:
+            with crew.waiting():
+                outgoing.wait(call)
+        return self.decode(call, outgoing)
+
+    def call_async(
+        self,
+        to: Any,
+        kind: int,
+        what: Any,
+        content: tuple[Any, ...],
+        timeout: float,
+        flags: int = 0,
+        finish: Callable[[Call, Outgoing], Any] | None = None,
+        future: RpcFuture[Any] | None = None,
+        lost: Callable[[RpcError], None] | None = None,
+    ) -> RpcFuture[Any]:
+        """Call, and give the answer as a future.
+
+        Args:
+            finish: makes the future's value out of the reply; :meth:`decode` by default.
+            lost: called if the worker cannot be reached at all.
+        """
+        made: RpcFuture[Any] = RpcFuture() if future is None else future
+        deadline, seconds = self.deadline(timeout)
+        call = Call(what, deadline, seconds)
+        try:
+            until = deadline
+            if until is not None and kind in REMOTES:
+                # A value that was asked for is made even if that is too late for whoever asked: others may hold it.
+                until = max(until, time.monotonic() + _REMOTE_CONNECT_SECONDS)
+            outgoing = self.route(to, until, seconds)
+        except (PeerLost, RpcTimeout) as error:
+            made.fail(error)
+            if lost is not None:
+                lost(error)
+            return made
+
+        call.future = made
+        call.outgoing = outgoing
+        done = self._complete if finish is None else functools.partial(complete_by, finish)
+        call.on_done = done
+        payload, tensors, flags = self._pickle(kind, content, outgoing, flags)
+        made.call = call
+        try:
+            self._dispatch(
+                outgoing, kind, call, payload, tensors, flags, block=Crew.current() is None
+            )
+        except RpcError as error:
+            call.error = error
+            call.done = True
+            done(call)
+            return made
+        if deadline is not None:
+            self.expect(deadline)
+        outgoing.attend()
+        return made
+
+    def _finish(self, call: Call) -> None:
+        """The answer of a call that has a future."""
+        future = call.future
+        # It has the call: in a cycle, it and what has come would stay until the garbage collector comes by.
+        call.future = None
+        try:
+            error = call.error
+            if error is not None:
+                raise error
+            frame = call.frame
+            assert frame is not None
+            value = None if frame.kind == NOTHING else self.read(frame, call.outgoing)
+            call.frame = None
+        except BaseException as raised:  # noqa: BLE001  # it belongs to whoever waits
+            future.fail(raised)
+        else:
+            _set_result(future, value)
+
+    def call_control(
+        self,
+        to: int,
+        kind: int,
+        content: tuple[Any, ...],
+        timeout: float,
+        finish: Callable[[Call, Outgoing], None],
+    ) -> None:
+        """Send a message of our own; ``finish`` is called with the answer, or with why there is none.
+
+        Raises:
+            RpcError: it could not be sent.
+        """
+        deadline = time.monotonic() + timeout
+        outgoing = self.route(to, deadline, timeout)
+        call = Call(kind.name if isinstance(kind, Kind) else str(kind), deadline, timeout)
+        call.on_done = lambda done: finish(done, outgoing)
+        self._dispatch(outgoing, kind, call, payloads.dumps(content)[0], None, block=False)
+        self.expect(deadline)
+        outgoing.attend()
+
+    def call_stream(
+        self, to: Any, what: Any, content: tuple[Any, ...], timeout: float, window: int = WINDOW
+    ) -> RpcStream[Any]:
+        """Call a generator function; its items come as they are made."""
+        deadline, seconds = self.deadline(timeout)
+        outgoing = self.route(to, deadline, seconds)
+        call = Call(what, deadline, seconds)
+        stream: ItemChannel[Any] = ItemChannel(lambda frame: self.read(frame, outgoing), window)
+        call.on_item = stream.on_item
+        call.on_done = stream.on_done
+        func, args, kwargs = content
+        kwargs = {**(kwargs or {})}
+        payload, tensors, flags = self._pickle(
+            STREAM, (func, args, {**kwargs, WINDOW_NAME: window}), outgoing, 0
+        )
+        stream.begun(call, outgoing)
+        self._dispatch(outgoing, Kind.STREAM, call, payload, tensors, flags)
+        if deadline is not None:
+            self.expect(deadline)
+        outgoing.attend()
+        return RpcStream(stream, self._agent.errands.soon)
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def _pickle(
+        self, kind: int, content: tuple[Any, ...], outgoing: Outgoing, flags: int
+    ) -> tuple[bytes, TensorWriter | None, int]:
+        """A request's payload, its buffers, and the flags that say how to read it."""
+        if kind in REMOTES:
+            # The ids can be read even where the rest cannot be: then the value is there as an error.
+            rref_id, fork_id, *what = content
+            inner, tensors, flags = self._pickle(CALL, tuple(what), outgoing, flags)
+            try:
+                return payloads.dumps((rref_id, fork_id, inner))[0], tensors, flags
+            except BaseException:
+                payloads.unsent(tensors)
+                raise
+        options = self.options
+        if len(content) == 3 and not flags:
+            # The short way first: a call that carries nothing.
+            known = payloads.known_call(content)
+            if known is not None and not options.pickle_by_value:
+                return known, None, 0
+            if not options.pickle_by_value:
+                packed = payloads.packed_call(content)
+                if packed is not None:
+                    return packed, None, FLAG_PACKED
+        to = outgoing.info
+        devices = self._devices_for(to) if options.device_maps or outgoing.has_maps else None
+        if len(content) == 3 and not flags:
+            payload, tensors = payloads.dumps_call(
+                *content, to=to.id, devices=devices, by_value=options.pickle_by_value
+            )
+        else:
+            payload, tensors = payloads.dumps(
+                content, to=to.id, devices=devices, by_value=options.pickle_by_value
+            )
+        return payload, tensors, flags
+
+    def dumps(self, obj: Any, to: WorkerInfo) -> tuple[bytes, TensorWriter]:
+        """Pickle something for a peer."""
+        return payloads.dumps(
+            obj,
+            to=to.id,
+            devices=self._devices_for(to),
+            by_value=self.options.pickle_by_value,
+        )
+
+    def dumps_plain(self, obj: Any) -> tuple[bytes, TensorWriter]:
+        """Pickle something of builtin types."""
+        return payloads.dumps(obj)
+
+    def _dispatch(
+        self,
+        outgoing: Outgoing,
+        kind: int,
+        call: Call,
+        payload: bytes,
+        tensors: TensorWriter | None,
+        flags: int = 0,
+        *,
+        block: bool = True,
+    ) -> None:
+        """Where faults are injected: every request goes through here."""
+        counters = self._counters
+        counters.sent += 1
+        if kind <= STREAM and not is_own(call.what):
+            counters.user_sent += 1
+        if tensors is None or not (tensors.buffers or tensors.forks or tensors.parcels):
+            crowd = _CROWD if call.on_done is not None else 0
+            outgoing.begin(kind, call, payload, flags=flags, block=block, crowd=crowd)
+            return
+        try:
+            self.send(outgoing, kind, call, payload, tensors, flags=flags, block=block)
+        except BaseException:
+            payloads.unsent(tensors)
+            raise
+
+    def send(
+        self,
+        outgoing: Outgoing,
+        kind: int,
+        call: Call,
+        payload: bytes,
+        tensors: TensorWriter,
+        *,
+        flags: int = 0,
+        block: bool = True,
+    ) -> None:
+        """Send a request that carries buffers or references. Raises what :meth:`Outgoing.begin` does."""
+        if tensors.parcels:
+            flags |= FLAG_REFS
+        if tensors.forks:
+            flags |= FLAG_REFS
+            outgoing.passed.add(tensors.forks, self._agent.rrefs.unsettled)
+        if not tensors.buffers:
+            outgoing.begin(kind, call, payload, flags=flags, block=block)
+            return
+        sharing: Sharing | None = outgoing.sharing
+        total = sum(each.nbytes for each in tensors.buffers)
+        outgoing.reserve(call, total, self.options.in_flight_bytes)
+        if sharing is None:
+            outgoing.begin(
+                kind, call, payload, tensors.buffers, flags=flags, held=tensors.held, block=block
+            )
+            return
+        placed, _ = sharing.place(tensors.buffers)
+        outgoing.begin(kind, call, payload, placed, flags=flags, held=tensors.held, block=block)
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def deadline(self, timeout: float) -> tuple[float | None, float]:
+        """When a call that is made now must be answered, and how many seconds that is; nested calls inherit it.
+
+        Args:
+            timeout: as the user gave it: negative for the default, 0 for no limit.
+        """
+        try:
+            seconds = self.default_timeout if timeout < 0 else timeout
+        except TypeError:
+            raise TypeError(
+                f"timeout is {timeout!r}: expected seconds as a number (0: no limit)"
+            ) from None
+        serving = SERVING.get()
+        outer = None if serving is None else serving.deadline
+        if not seconds or seconds == math.inf:
+            if outer is None:
+                return None, 0.0
+            return outer, max(0.0, outer - time.monotonic())
+        now = time.monotonic()
+        deadline = now + seconds
+        if outer is not None and outer < deadline:
+            # What it really has: an error that names the default would send people to the wrong setting.
+            return outer, max(0.0, outer - now)
+        return deadline, seconds
+
+    def expect(self, deadline: float) -> None:
+        """Have the overseer look at the calls at this time."""
+        due_at = self._crew.due_at
+        if due_at is None or deadline < due_at:
+            self._crew.wake_at(deadline)

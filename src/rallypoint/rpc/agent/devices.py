@@ -1,0 +1,75 @@
+"""Accelerators: what a worker tells of its own, and what becomes of tensors on them on their way to a peer."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from rallypoint._core import env
+from rallypoint.errors import RpcError
+from rallypoint.rpc.content.cuda_ipc import Way, visible_names, way_to
+from rallypoint.rpc.content.tensors import Devices
+from rallypoint.rpc.device_map import Device
+from rallypoint.rpc.groups.roster import Roster
+from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.worker_info import WorkerInfo
+
+
+class PeerDevices:
+    """The devices of the others, as far as tensors are sent there."""
+
+    def __init__(self, options: NativeRpcBackendOptions, roster: Roster) -> None:
+        self._options = options
+        self._roster = roster
+
+    def towards(self, to: WorkerInfo) -> Devices | None:
+        """What becomes of tensors on accelerators on their way to a peer: our map, else its own backwards."""
+        group = self._roster.group
+        assert group is not None
+        own = self._options.device_maps.get(to.name)
+        if own is None:
+            with contextlib.suppress(RpcError):
+                theirs = group.find(to.name).devices.maps.get(group.me.name)
+                if theirs:
+                    own = {there: here for here, there in theirs.items()}
+        if not own:
+            return None
+        pairs = own
+
+        def target(device: torch.device) -> str:
+            found = pairs.get(Device.parse(device))
+            if found is None:
+                known = ", ".join(f"{a}: {b}" for a, b in pairs.items())
+                raise ValueError(
+                    f"the device map for {to.name!r} does not say where tensors on {device} go (it has"
+                    f" {known}); add it with options.set_device_map"
+                )
+            return str(found)
+
+        def way(device: torch.device, target: str, nbytes: int) -> Way:
+            options = self._options
+            decide = way_to(
+                group.me, group.find(to.name), options.transports, enabled=options.cuda_ipc
+            )
+            return decide(device, target, nbytes)
+
+        return Devices(target, way)
+
+
+def node_devices(options: NativeRpcBackendOptions) -> Any:
+    """What this worker tells the others about its devices."""
+    from rallypoint.rpc.device_map import NodeDevices
+
+    counts = {"cuda": torch.cuda.device_count()} if torch.cuda.is_available() else {}
+    visible: tuple[str, ...] = ()
+    if counts and options.cuda_ipc and torch.version.cuda:
+        setting, order = env.get("CUDA_VISIBLE_DEVICES"), env.get("CUDA_DEVICE_ORDER")
+        visible = visible_names(counts["cuda"], setting, order)
+    return NodeDevices(
+        counts=counts,
+        devices=tuple(options.devices),
+        maps=options.device_maps,
+        visible=visible,
+    )

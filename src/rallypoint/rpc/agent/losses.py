@@ -1,0 +1,92 @@
+"""The loss of a peer: whether a connection that broke means one, and what follows from it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import PeerLost, RpcError
+from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.connections.dialer import Dialer
+from rallypoint.rpc.connections.incoming import Incoming
+from rallypoint.rpc.connections.outgoing import Outgoing
+from rallypoint.rpc.groups.group import DynamicGroup
+from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.worker_info import WorkerInfo
+
+
+if TYPE_CHECKING:
+    from .agent import Agent
+
+logger = logging.getLogger(__name__)
+
+# A peer whose connection broke is asked again before it is taken for dead.
+_PROBE_SECONDS = 1.0
+
+
+class Losses:
+    """Notices that peers are gone, and tells all parts of the agent.
+
+    Args:
+        agent: whose references and group are told.
+        connections: its own.
+        dialer: asks a peer whether it is still there.
+    """
+
+    def __init__(self, agent: Agent, connections: Connections, dialer: Dialer) -> None:
+        self._agent = agent
+        self._roster = agent.roster
+        self._connections = connections
+        self._dialer = dialer
+
+    def suspect(self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None) -> None:
+        """A connection has ended, or nobody listens there: have it looked into. Does not wait."""
+        self._agent.errands.now(lambda: self._investigate(info, reason, ended))
+
+    def left(self, member: Member, reason: str) -> None:
+        """The group says that a member has left, or was lost."""
+        self._agent.errands.now(
+            lambda: self._bury(WorkerInfo(member.name, member.id), member, reason)
+        )
+
+    def _investigate(
+        self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None
+    ) -> None:
+        """A connection has broken: is it only that, or is the peer gone?"""
+        if ended is not None:
+            self._connections.close_ended(ended)
+        if self._connections.is_closed:
+            return
+        try:
+            member = self._roster.find(info.id)
+        except RpcError:
+            self._bury(info, None, reason)
+            return
+        if member.name != info.name or member.incarnation in self._roster.dead:
+            return
+        try:
+            probe = Deadline(_PROBE_SECONDS)
+            self._dialer.dial(member, probe, self._connections, probe=True).close()
+        except PeerLost:
+            self._bury(info, member, reason)
+        else:
+            if ended is not None and ended.passed:
+                self._agent.rrefs.inquire(info.id, ended.passed.all())
+
+    def _bury(self, info: WorkerInfo, member: Member | None, reason: str) -> None:
+        """A peer is gone: nobody waits for it any more."""
+        if member is not None and (
+            self._connections.is_closed or not self._roster.strike(member, reason)
+        ):
+            return
+        # Answers that have come already are still read.
+        self._connections.hang_up(info.id, None if member is None else info.name)
+        logger.info("worker %s has gone: %s", info.name, reason)
+        self._agent.rrefs.peer_lost(info.id, reason)
+        self._agent.on_lost(info.name, reason)
+        group = self._agent.group
+        if member is not None and isinstance(group, DynamicGroup):
+            with contextlib.suppress(RpcError, OSError):
+                group.report_lost(member, reason)

@@ -1,0 +1,1 @@
+"""The lines between workers: how they are made, what goes over them, who reads."""

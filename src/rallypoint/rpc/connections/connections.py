@@ -1,0 +1,408 @@
+"""The connections of one worker, those on which it calls and those on which it is called: which there are, who reads.
+
+How one is made stands in ``dialer``, how one is let in in ``entrance``; what its end means in ``losses``.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import DeadlineExceeded, PeerLost, RpcTimeout
+from rallypoint.rpc.crew.crew import Crew, Job, waiting
+from rallypoint.rpc.crew.errands import Errand
+from rallypoint.rpc.crew.poller import READ, WRITE, Poller
+from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.groups.roster import Roster
+from rallypoint.rpc.worker_info import WorkerInfo
+from rallypoint.wire.frames import Frame
+from rallypoint.wire.line import Line
+from rallypoint.wire.sharing import Sharing
+
+from .calls import Call
+from .completions import Completion, Completions, complete_soon
+from .dialer import Dialer
+from .incoming import Incoming
+from .outgoing import Outgoing
+
+
+logger = logging.getLogger(__name__)
+
+# What a connection attempt may take, where the call itself may take longer.
+_CONNECT_SECONDS = 10.0
+_LEFT = "this worker has left the group"
+_HANG_UP = select.EPOLLRDHUP
+
+
+class Connections:
+    """Those of one agent, in both directions.
+
+    Args:
+        dialer: makes those on which we call.
+        roster: who can be called.
+        most_unread: bytes of answers that a peer may leave unread.
+        job: makes what the crew does out of a request.
+        read: takes the content of a reply.
+        suspect: called with a peer and a reason when its connection has ended (which is to be closed by
+            :meth:`close_ended`), or when nobody listens there any more.
+    """
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        roster: Roster,
+        poller: Poller,
+        crew: Crew,
+        *,
+        most_unread: int,
+        job: Callable[[Incoming, Frame], Job],
+        read: Callable[[Frame, Outgoing], Any],
+        suspect: Callable[[WorkerInfo, str, Outgoing | Incoming | None], None],
+    ) -> None:
+        self._dialer = dialer
+        self._roster = roster
+        self._poller = poller
+        self._crew = crew
+        self._most_unread = most_unread
+        self._job = job
+        self._read = read
+        self._suspect = suspect
+        # Those with frames that wait for more.
+        self._kept: deque[Outgoing] = deque()
+        self._lock = threading.Lock()
+        # Under the lock:
+        self._routes: dict[Any, Outgoing] = {}
+        self._connecting: dict[int, threading.Lock] = {}
+        self.outgoing: dict[int, Outgoing] = {}
+        self.incoming: set[Incoming] = set()
+        # Those that have ended and are not closed yet.
+        self._ended: set[Outgoing | Incoming] = set()
+        self.is_closed = False
+        # Whether the crew has ended.
+        self._is_alone = False
+
+    def all_outgoing(self) -> list[Outgoing]:
+        return list(self.outgoing.values())
+
+    def all_incoming(self) -> list[Incoming]:
+        return list(self.incoming)
+
+    # -- to others ----------------------------------------------------------------------------------
+
+    def route(self, to: Any, until: float | None = None, seconds: float = 0.0) -> Outgoing:
+        """The connection to a worker, made if there is none. Blocks for as long as that takes.
+
+        Args:
+            until: monotonic seconds, the call's deadline; ``seconds`` is what it was given, for the error.
+
+        Raises:
+            PeerLost: there is no way to it.
+            RpcTimeout: ``until`` is over.
+            RpcError: there is no such worker.
+        """
+        try:
+            return self._routes[to]
+        except (KeyError, TypeError):
+            return self._route(to, until, seconds)
+
+    def _route(self, to: Any, until: float | None, seconds: float) -> Outgoing:
+        member = self._roster.find(to)
+        outgoing = self.outgoing.get(member.id)
+        if outgoing is None or outgoing.lost_reason is not None:
+            with waiting():
+                outgoing = self.connect(member, until, seconds)
+        with self._lock:
+            if outgoing.lost_reason is None and not self.is_closed:
+                self._routes[to] = outgoing
+        return outgoing
+
+    def watch(self, to: str) -> None:
+        """Be connected to a worker: that is how its loss is noticed.
+
+        Raises:
+            PeerLost: it is gone. One that is only late is not.
+        """
+        try:
+            self.route(to)
+        except PeerLost as error:
+            if not isinstance(error.__cause__, DeadlineExceeded):
+                raise
+
+    def is_connected_to(self, worker: int) -> bool:
+        """Whether a call to this worker would go out at once."""
+        return worker in self.outgoing
+
+    def connect(self, member: Member, until: float | None = None, seconds: float = 0.0) -> Outgoing:
+        """A connection to a member: the one there is, or a new one by the best way that works.
+
+        Args:
+            until: as for :meth:`route`.
+
+        Raises:
+            PeerLost: none works; says why each did not.
+            RpcTimeout: ``until`` is over, and nobody has answered yet.
+        """
+        limit = time.monotonic() + _CONNECT_SECONDS
+        if until is not None:
+            limit = min(limit, until)
+        with self._lock:
+            gate = self._connecting.setdefault(member.id, threading.Lock())
+        try:
+            if not gate.acquire(timeout=max(0.0, limit - time.monotonic())):
+                raise PeerLost(member.name, "it cannot be reached: it does not answer")
+            try:
+                return self._connect_first(member, limit)
+            finally:
+                gate.release()
+        except PeerLost as error:
+            if until is not None and until <= time.monotonic():
+                raise RpcTimeout(seconds, f"a connection to {member.name!r}") from error
+            raise
+
+    def _connect_first(self, member: Member, limit: float) -> Outgoing:
+        """By whoever is at it alone."""
+        outgoing = self.outgoing.get(member.id)
+        if outgoing is not None and outgoing.lost_reason is None:
+            return outgoing
+        dead = self._roster.dead.get(member.incarnation)
+        if dead is not None:
+            raise PeerLost(member.name, dead)
+
+        def refused(reason: str) -> None:
+            # It may have died before anybody was connected to it, and nobody else would ever notice.
+            self._suspect(WorkerInfo(member.name, member.id), reason, None)
+
+        deadline = Deadline(max(0.0, limit - time.monotonic()))
+        outgoing = self._dialer.dial(member, deadline, self, refused=refused)
+        self._finish_writing(outgoing.line)
+        with self._lock:
+            closed = self.is_closed
+            if not closed:
+                # First: who finds it in the table may have it watched at once.
+                self._poller.add(outgoing.line.fileno(), _Replies(self, outgoing), _HANG_UP)
+                self.outgoing[member.id] = outgoing
+        if closed:
+            outgoing.close()
+            raise PeerLost(member.name, _LEFT)
+        return outgoing
+
+    # -- from others --------------------------------------------------------------------------------
+
+    def take(
+        self,
+        line: Line,
+        worker: WorkerInfo,
+        sharing: Sharing | None,
+        rest: bytes,
+        jobs: deque[Job],
+    ) -> None:
+        """A peer has connected and proved itself; ``rest`` came with the last of that."""
+        incoming = Incoming(
+            line,
+            worker,
+            sharing,
+            job=self._job,
+            lost=self._lose,
+            hold_back=self._poller.hold_back,
+            most_unread=self._most_unread,
+            listen=self._listen_to,
+            submit=self._crew.submit,
+        )
+        self._finish_writing(line)
+        with self._lock:
+            closed = self.is_closed
+            if not closed:
+                self.incoming.add(incoming)
+        if closed:
+            incoming.close()
+            return
+        self._poller.add(line.fileno(), _Requests(self, incoming))
+        incoming.feed(rest, jobs)
+
+    def _listen_to(self, incoming: Incoming, listen: bool) -> None:
+        fd = incoming.line.fileno()
+        if listen:
+            self._poller.change(fd, on=READ)
+        else:
+            self._poller.change(fd, off=READ)
+            logger.info(
+                "%s does not read its answers: no further calls of it are taken until it does",
+                incoming.peer.name,
+            )
+
+    def _lose(self, incoming: Incoming, reason: str) -> None:
+        self._poller.remove(incoming.line.fileno())
+        with self._lock:
+            self.incoming.discard(incoming)
+            self._ended.add(incoming)
+            closed = self.is_closed
+        if not closed:
+            self._suspect(incoming.peer, reason, incoming)
+
+    # -- writing, in both directions ----------------------------------------------------------------
+
+    def _finish_writing(self, line: Line) -> None:
+        """Whenever the kernel takes no more of it, have the leader send the rest."""
+        line.on_full = lambda: self._poller.change(line.fileno(), on=WRITE)
+
+    def is_written(self, line: Line) -> None:
+        """Nothing is left to be sent on it: the poller need not say when it can be written to."""
+        self._poller.change(line.fileno(), off=WRITE)
+        if line.is_full:
+            # A thread has filled it since: what it asked of the poller may have come before we took it back.
+            self._poller.change(line.fileno(), on=WRITE)
+
+    # -- what an Outgoing asks of its watch ---------------------------------------------------------
+
+    def arm(self, outgoing: Outgoing) -> None:
+        self._poller.change(outgoing.line.fileno(), on=READ | _HANG_UP)
+
+    def disarm(self, outgoing: Outgoing) -> None:
+        self._poller.change(outgoing.line.fileno(), off=READ | _HANG_UP)
+
+    def kept(self, outgoing: Outgoing) -> None:
+        self._kept.append(outgoing)
+        self._crew.attend()
+
+    def full(self, outgoing: Outgoing) -> None:
+        self._poller.change(outgoing.line.fileno(), on=WRITE)
+
+    def forget(self, outgoing: Outgoing) -> None:
+        with self._lock:
+            if self.outgoing.get(outgoing.info.id) is outgoing:
+                del self.outgoing[outgoing.info.id]
+            for key in [key for key, each in self._routes.items() if each is outgoing]:
+                del self._routes[key]
+
+    def lost(self, outgoing: Outgoing, reason: str) -> None:
+        self._poller.remove(outgoing.line.fileno())
+        with self._lock:
+            self._ended.add(outgoing)
+            closed = self.is_closed
+        if not closed:
+            self._suspect(outgoing.info, reason, outgoing)
+
+    def wake_at(self, when: float) -> None:
+        self._crew.wake_at(when)
+
+    def unwanted(self, outgoing: Outgoing, frame: Frame) -> None:
+        """An answer that nobody waits for any more carries references: they are taken, and dropped."""
+        self._crew.submit(Errand(lambda: self._read(frame, outgoing)))
+
+    def defer(self, calls: list[Call]) -> None:
+        for call in calls:
+            self._crew.submit(Completion(call))
+        if self._is_alone:
+            self.complete_left()
+
+    # -- by the overseer ----------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Send what waits for more."""
+        while self._kept:
+            outgoing = self._kept.popleft()
+            if outgoing.line.has_kept:
+                outgoing.send_kept()
+
+    def expire(self, now: float) -> float | None:
+        """Fail the calls whose time is up; returns when to look again."""
+        following: float | None = None
+        for outgoing in self.all_outgoing():
+            expired, then = outgoing.expire(now)
+            self.defer(expired)
+            if then is not None and (following is None or then < following):
+                following = then
+        return following
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def hang_up(self, worker: int, name: str | None) -> None:
+        """A worker is gone: calls that have no answer yet fail, as soon as what has come is read.
+
+        Args:
+            name: only if it is the one of this name.
+        """
+        outgoing = self.outgoing.get(worker)
+        if outgoing is not None and (name is None or outgoing.peer == name):
+            outgoing.hang_up()
+
+    def close_ended(self, ended: Outgoing | Incoming) -> None:
+        """Give back what a connection has held that was lost."""
+        ended.close()
+        with self._lock:
+            self._ended.discard(ended)
+
+    def close_all_ended(self) -> None:
+        """Nobody is left to close those that were lost just before."""
+        with self._lock:
+            left = list(self._ended)
+            self._ended.clear()
+        for connection in left:
+            connection.close()
+
+    def stop(self) -> tuple[list[Outgoing], list[Incoming]] | None:
+        """No new ones from here on. Returns those there are, for the caller to end; None if it is stopped already."""
+        with self._lock:
+            if self.is_closed:
+                return None
+            self.is_closed = True
+            outgoing = list(self.outgoing.values())
+            incoming = list(self.incoming)
+            self._routes.clear()
+            self.outgoing.clear()
+        return outgoing, incoming
+
+    def be_alone(self) -> None:
+        """The crew ends: nobody else tells those who wait for an answer that there is none."""
+        self._is_alone = True
+        self.complete_left()
+
+    def complete_left(self) -> None:
+        """The crew has ended: complete the calls that it has not."""
+        for job in self._crew.take_left():
+            if isinstance(job, (Completion, Completions)):
+                job.run()
+
+
+class _Requests:
+    """An incoming connection in the poller."""
+
+    __slots__ = ("_connections", "_incoming")
+
+    def __init__(self, connections: Connections, incoming: Incoming) -> None:
+        self._connections = connections
+        self._incoming = incoming
+
+    def on_ready(self, mask: int, jobs: deque[Job]) -> None:
+        incoming = self._incoming
+        if mask & WRITE and not incoming.line.is_full:
+            self._connections.is_written(incoming.line)
+        incoming.on_ready(mask, jobs)
+
+
+class _Replies:
+    """An outgoing connection in the poller."""
+
+    __slots__ = ("_connections", "_outgoing")
+
+    def __init__(self, connections: Connections, outgoing: Outgoing) -> None:
+        self._connections = connections
+        self._outgoing = outgoing
+
+    def on_ready(self, mask: int, jobs: deque[Job]) -> None:
+        outgoing = self._outgoing
+        if mask & WRITE:
+            try:
+                if outgoing.line.flush():
+                    self._connections.is_written(outgoing.line)
+            except ConnectionError as error:
+                outgoing.fail(str(error))
+                return
+        if mask & ~WRITE:
+            outgoing.read_now(lambda calls: complete_soon(calls, jobs))

@@ -1,0 +1,201 @@
+"""Where others come in: the listeners, and those who have connected and not proved themselves yet."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from rallypoint.errors import RpcError
+from rallypoint.rpc.crew.crew import Crew, Job
+from rallypoint.rpc.crew.poller import Poller
+from rallypoint.rpc.groups.roster import Roster
+from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.worker_info import WorkerInfo
+from rallypoint.wire import memory, tcp, tls, uds
+from rallypoint.wire.transport import Address, Listener
+
+from .connections import Connections
+from .handshake import Welcome
+from .lines import Lines
+
+
+logger = logging.getLogger(__name__)
+
+# Strangers that have not proved themselves yet: more are not let in.
+_MOST_STRANGERS = 256
+
+
+class Entrance:
+    """Lets others in.
+
+    Args:
+        connections: takes those that have proved themselves.
+        roster, lines, secret, transports, identity: as for :class:`Dialer`.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        poller: Poller,
+        crew: Crew,
+        roster: Roster,
+        lines: Lines,
+        secret: bytes,
+        transports: Sequence[str],
+        identity: tls.Identity | None,
+    ) -> None:
+        self._connections = connections
+        self._poller = poller
+        self._crew = crew
+        self._roster = roster
+        self._lines = lines
+        self._secret = secret
+        self._transports = transports
+        self._identity = identity
+        self.listeners: list[Listener] = []
+        # Transports that cannot be used, and why.
+        self.skipped: dict[str, str] = {}
+        self._lock = threading.Lock()
+        # Under the lock:
+        self.strangers: set[Welcome] = set()
+        self._closed = False
+
+    # -- listening ----------------------------------------------------------------------------------
+
+    def open(self, options: NativeRpcBackendOptions, advertise: str) -> dict[str, Address]:
+        """Listen; nobody is let in yet.
+
+        Args:
+            advertise: the address that workers on other hosts are to use.
+
+        Raises:
+            RpcError: none of the transports can be used; says why.
+        """
+        for kind in self._transports:
+            try:
+                self.listeners.append(_listener(kind, options, advertise))
+            except OSError as error:
+                self.skipped[kind] = error.strerror or str(error)
+                logger.info("transport %s is not used: %s", kind, error)
+        if not self.listeners:
+            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in self.skipped.items())
+            raise RpcError(f"no transport can be used ({reasons})")
+        return {each.kind: each.address for each in self.listeners}
+
+    def start(self) -> None:
+        """Let in who comes, and who has come meanwhile."""
+        for listener in self.listeners:
+            self._poller.add(listener.fileno(), _Door(self, listener))
+
+    def close(self) -> list[Welcome]:
+        """Let nobody in any more; returns those who are at it, for the caller to close."""
+        with self._lock:
+            self._closed = True
+            strangers = list(self.strangers)
+        for listener in self.listeners:
+            self._poller.remove(listener.fileno())
+            listener.close()
+        return strangers
+
+    # -- strangers ----------------------------------------------------------------------------------
+
+    def admit(self, listener: Listener) -> None:
+        """Somebody has connected."""
+        sock = listener.accept()
+        if sock is None:
+            return
+        with self._lock:
+            if self._closed or len(self.strangers) >= _MOST_STRANGERS:
+                sock.close()
+                return
+            stranger = Welcome(
+                sock,
+                self._secret,
+                self._roster.introduction(),
+                takes_side=listener.kind == uds.KIND,
+                identity=self._identity if listener.kind == tls.KIND else None,
+                accepted=functools.partial(self._accept, listener.kind),
+                ended=self._dismiss,
+            )
+            self.strangers.add(stranger)
+        self._poller.add(sock.fileno(), stranger)
+        self._crew.wake_at(stranger.until)
+
+    def expire(self, now: float) -> float | None:
+        """Turn away who has not proved itself in time; returns when to look again."""
+        following: float | None = None
+        for stranger in list(self.strangers):
+            if stranger.until <= now:
+                stranger.close("it has not proved itself in time")
+            elif following is None or stranger.until < following:
+                following = stranger.until
+        return following
+
+    def _dismiss(self, stranger: Welcome, reason: str) -> None:
+        self._poller.remove(stranger.sock.fileno())
+        with self._lock:
+            self.strangers.discard(stranger)
+        if reason:
+            logger.info("a connection was refused: %s", reason)
+
+    def _accept(
+        self,
+        kind: str,
+        sock: tls.Connection,
+        peer: dict[str, Any],
+        rest: bytes,
+        side: socket.socket | None,
+        jobs: deque[Job],
+    ) -> None:
+        if peer.get("probe"):
+            # It wanted to know whether we are there, and does. Its end says nothing about the peer: whoever
+            # probed in return would never come to an end.
+            sock.close()
+            if side is not None:
+                side.close()
+            return
+        sharing = None
+        try:
+            worker = WorkerInfo(str(peer.get("name")), int(peer.get("id", -1)))
+            if side is not None:
+                sharing = self._lines.share(side)
+            line = self._lines.line(sock, kind)
+        except (OSError, TypeError, ValueError, OverflowError) as error:
+            # It has gone again, or does not say who it is.
+            logger.info("a connection of %r was given up: %s", peer.get("name"), error)
+            if sharing is not None:
+                sharing.close()
+            elif side is not None:
+                side.close()
+            sock.close()
+            return
+        self._connections.take(line, worker, sharing, rest, jobs)
+
+
+def _listener(kind: str, options: NativeRpcBackendOptions, advertise: str) -> Listener:
+    match kind:
+        case memory.KIND:
+            return memory.MemoryListener()
+        case uds.KIND:
+            return uds.UnixListener()
+        case _:
+            pass
+    listener = tls.TlsListener if kind == tls.KIND else tcp.TcpListener
+    return listener(options.bind, options.advertise or advertise, options.ports, options.heartbeat)
+
+
+class _Door:
+    """A listener in the poller."""
+
+    def __init__(self, entrance: Entrance, listener: Listener) -> None:
+        self._entrance = entrance
+        self._listener = listener
+
+    def on_ready(self, mask: int, jobs: deque[Job]) -> None:
+        del mask, jobs
+        self._entrance.admit(self._listener)

@@ -1,0 +1,38 @@
+"""What connections are made of: a line over a socket, and memory that both ends share."""
+
+from __future__ import annotations
+
+import socket
+
+from rallypoint.wire import tls
+from rallypoint.wire.copying import Copier
+from rallypoint.wire.frames import FrameParser
+from rallypoint.wire.line import Line
+from rallypoint.wire.recycler import Recycler
+from rallypoint.wire.sharing import Sharing
+from rallypoint.wire.shm import Budget
+
+
+class Lines:
+    """Makes them; all of one agent share a budget, memory for what comes, and threads that copy.
+
+    Args:
+        shared_memory_bytes: as in the options.
+    """
+
+    def __init__(self, shared_memory_bytes: int) -> None:
+        self.budget = Budget(shared_memory_bytes)
+        self._copier = Copier()
+        self._recycler = Recycler()
+
+    def share(self, side: socket.socket) -> Sharing:
+        """The way of large buffers, over the second socket of a connection."""
+        return Sharing(side, self.budget, self._copier.move)
+
+    def line(self, sock: tls.Connection, kind: str) -> Line:
+        """Over a connected socket of a transport of this kind."""
+        return tls.new_line(sock, FrameParser(allocate=self._recycler.allocate), kind)
+
+    def close(self) -> None:
+        self._recycler.clear()
+        self._copier.close()

@@ -1,0 +1,91 @@
+"""Who is in a worker's group, as its agent knows it: this worker, the others, and those that are gone."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Any
+
+from rallypoint.errors import RpcError
+from rallypoint.rpc.worker_info import WorkerInfo
+
+from .group import DynamicGroup, StaticGroup
+from .member import Member
+
+
+Group = StaticGroup | DynamicGroup
+
+
+class Roster:
+    """The group as one worker sees it.
+
+    Args:
+        name: this worker's name.
+        job: tells this group from every other one that could meet at the same addresses.
+    """
+
+    def __init__(self, name: str, job: str) -> None:
+        self.me = WorkerInfo(name, -1)
+        self.incarnation = secrets.token_hex(8)
+        self.group: Group | None = None
+        self._job = job
+        self._lock = threading.Lock()
+        # Incarnations that are gone, and why. Written under the lock.
+        self.dead: dict[str, str] = {}
+
+    def enter(self, group: Group) -> None:
+        """This worker is a member of ``group`` from here on."""
+        self.group = group
+        self.me = WorkerInfo(group.me.name, group.me.id)
+
+    def introduction(self) -> dict[str, Any]:
+        """What this worker says of itself on a new connection."""
+        return {
+            "job": self._job,
+            "generation": 0,
+            "name": self.me.name,
+            "id": self.me.id,
+            "incarnation": self.incarnation,
+        }
+
+    def find(self, to: str | int | WorkerInfo) -> Member:
+        """The member that is called by this name, rank or info.
+
+        Raises:
+            RpcError: there is none.
+            ValueError: it is none of these three.
+        """
+        if isinstance(to, WorkerInfo):
+            to = to.id
+        elif isinstance(to, bool) or not isinstance(to, (str, int)):
+            raise ValueError(  # noqa: TRY004  # torch's, for a rank that is a float
+                f"a worker is called by its name, its rank or its WorkerInfo, not by {to!r}"
+            )
+        assert self.group is not None
+        return self.group.find(to)
+
+    def info(self, to: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """Name and id of a worker; None: of this one."""
+        if to is None:
+            return self.me
+        member = self.find(to)
+        return WorkerInfo(member.name, member.id)
+
+    def infos(self) -> list[WorkerInfo]:
+        assert self.group is not None
+        return [WorkerInfo(each.name, each.id) for each in self.group.members()[1]]
+
+    def is_gone(self, worker: int) -> bool:
+        """Whether there is no such worker any more."""
+        try:
+            return self.find(worker).incarnation in self.dead
+        except RpcError:
+            return True
+
+    def strike(self, member: Member, reason: str) -> bool:
+        """A member is gone; False if that is known."""
+        with self._lock:
+            if member.incarnation in self.dead:
+                return False
+            self.dead[member.incarnation] = reason
+            return True
