@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rallypoint.wire.copying import LEAST_PIECE, Copier
+from rallypoint.wire.copying import LEAST, Copier, pieces_of
 
 
 def block(size: int, seed: int) -> bytearray:
@@ -28,7 +28,7 @@ def copier():
 
 @pytest.mark.parametrize(
     "size",
-    [0, 1, LEAST_PIECE, 2 * LEAST_PIECE - 1, 2 * LEAST_PIECE, 3 * LEAST_PIECE + 4097, 30_000_001],
+    [0, 1, LEAST - 1, LEAST, LEAST + 4097, 2 * LEAST, 30_000_001],
 )
 def test_every_byte_arrives_and_none_beside_them_changes(copier, size):
     source, target = block(size + 2, 1), bytearray(size + 2)
@@ -37,16 +37,28 @@ def test_every_byte_arrives_and_none_beside_them_changes(copier, size):
     assert target[0] == target[-1] == 0
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 4096, 1 << 19, (1 << 19) + 1, 16 << 20, (64 << 20) - 5])
+def test_pieces_cover_all_and_become_smaller(size, threads):
+    pieces = pieces_of(size, threads)
+    ends = [start + step for start, step in pieces]
+    assert [start for start, _ in pieces] == [0, *ends[:-1]]
+    assert ends[-1] == size
+    steps = [step for _, step in pieces]
+    assert steps == sorted(steps, reverse=True)
+    assert len(pieces) <= 1 + 2 * threads * (1 + (size >> 19).bit_length())
+
+
 def test_small_copies_start_no_thread(copier):
     before = threading.active_count()
-    source, target = block(LEAST_PIECE, 2), bytearray(LEAST_PIECE)
-    copier.move(address(target), address(source), LEAST_PIECE)
+    source, target = block(LEAST - 1, 2), bytearray(LEAST - 1)
+    copier.move(address(target), address(source), LEAST - 1)
     assert threading.active_count() == before
     assert target == source
 
 
 def test_many_at_once_do_not_mix(copier):
-    size = 3 * LEAST_PIECE
+    size = 3 * LEAST
     sources = [block(size, seed) for seed in range(6)]
     targets = [bytearray(size) for _ in sources]
     with ThreadPoolExecutor(6) as pool:
@@ -63,7 +75,7 @@ def test_many_at_once_do_not_mix(copier):
 def test_helpers_that_do_not_come_are_not_waited_for(copier, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(Copier, "_help", lambda _: never.wait())
-    size = 4 * LEAST_PIECE
+    size = 4 * LEAST
     source, target = block(size, 3), bytearray(size)
     copier.move(address(target), address(source), size)
     assert target == source
@@ -72,7 +84,7 @@ def test_helpers_that_do_not_come_are_not_waited_for(copier, monkeypatch):
 
 def test_a_closed_one_still_copies():
     copier = Copier(2)
-    size = 2 * LEAST_PIECE
+    size = 2 * LEAST
     source, target = block(size, 4), bytearray(size)
     copier.move(address(target), address(source), size)
     copier.close()

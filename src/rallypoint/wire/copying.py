@@ -1,8 +1,9 @@
 """Copies of many bytes by several threads: one alone does not use what the memory can do.
 
-The interpreter's lock is not held meanwhile. A copy is cut into as many pieces as there are threads, and no more: each
-piece costs that lock once. Whoever asked takes the first piece, and those that no helper has begun when it is done: it
-never waits for a thread that has not come to run.
+The interpreter's lock is not held meanwhile. A copy is cut into pieces that become smaller and smaller (Polychronopoulos
+and Kuck, "Guided self-scheduling", 1987): a thread that comes to run late, or is slower, does fewer of them, and all are
+done at about the same time; each costs that lock once. Whoever asked takes the first piece, and those that no helper has
+begun when it is done: it never waits for a thread that has not come to run.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections import deque
 from queue import SimpleQueue
 
 
-# A piece below this takes as long to hand over as to copy.
-LEAST_PIECE = 4 << 20
+# Fewer bytes are copied before another thread has come to run.
+LEAST = 8 << 20
+_LEAST_PIECE = 512 << 10
 # Beyond this the memory is what limits it.
 _MOST_THREADS = 4
 _PAGE = 4096
@@ -39,15 +41,14 @@ class Copier:
 
     def move(self, target: int, origin: int, size: int) -> None:
         """Copy ``size`` bytes from one address to another; they must not overlap. Blocks until all are there."""
-        pieces = min(self._threads, size // LEAST_PIECE)
-        if pieces < 2 or not self._begin():
+        if size < LEAST or self._threads < 2 or not self._begin():
             ctypes.memmove(target, origin, size)
             return
-        copy = _Copy(target, origin, size, pieces)
-        for _ in range(pieces - 1):
+        copy = _Copy(target, origin, size, self._threads)
+        for _ in range(self._threads - 1):
             self._queue.put(copy)
         copy.work()
-        copy.finished.wait()
+        copy.finished.acquire()
 
     def close(self) -> None:
         """End the threads. A later copy is done by whoever asks for it."""
@@ -82,19 +83,30 @@ class Copier:
             copy.work()
 
 
+def pieces_of(size: int, threads: int) -> list[tuple[int, int]]:
+    """Where each piece begins, and its bytes: half of each thread's share of what is left, whole pages, not too small."""
+    pieces = []
+    start = 0
+    while start < size:
+        step = max(_LEAST_PIECE, (size - start) // (2 * threads) // _PAGE * _PAGE)
+        step = min(step, size - start)
+        pieces.append((start, step))
+        start += step
+    return pieces
+
+
 class _Copy:
-    """One copy; ``finished`` is set when the last of its pieces is there."""
+    """One copy; ``finished`` is released when the last of its pieces is there."""
 
     __slots__ = ("_left", "_lock", "_origin", "_pieces", "_target", "finished")
 
-    def __init__(self, target: int, origin: int, size: int, pieces: int) -> None:
+    def __init__(self, target: int, origin: int, size: int, threads: int) -> None:
         self._target, self._origin = target, origin
-        step = -(-size // pieces // _PAGE) * _PAGE
-        starts = range(0, size, step)
-        self._pieces = deque((start, min(step, size - start)) for start in starts)
-        self._left = len(starts)
+        self._pieces = deque(pieces_of(size, threads))
+        self._left = len(self._pieces)
         self._lock = threading.Lock()
-        self.finished = threading.Event()
+        self.finished = threading.Lock()
+        self.finished.acquire()
 
     def work(self) -> None:
         """Copy pieces until none is left that nobody has begun."""
@@ -108,4 +120,4 @@ class _Copy:
                 self._left -= 1
                 is_last = not self._left
             if is_last:
-                self.finished.set()
+                self.finished.release()

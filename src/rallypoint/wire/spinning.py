@@ -11,7 +11,7 @@ import os
 
 
 # Seconds: of staying awake, and of a wait that counts as short.
-SPIN, SHORT = 150e-6, 300e-6
+SPIN, SHORT = 250e-6, 400e-6
 _CAN = len(os.sched_getaffinity(0)) > 1
 # After failures, waits without a try.
 _MOST_SKIPPED = 255

@@ -245,7 +245,7 @@ class Caller:
             if not options.pickle_by_value:
                 packed = payloads.packed_call(content)
                 if packed is not None:
-                    return packed, None, FLAG_PACKED
+                    return *packed, FLAG_PACKED
         to = outgoing.info
         devices = self._devices_for(to) if options.device_maps or outgoing.has_maps else None
         if len(content) == 3 and not flags:

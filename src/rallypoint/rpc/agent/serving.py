@@ -191,7 +191,7 @@ class Request:
             forks=forks,
         )
         if frame.flags & FLAG_PACKED:
-            return unpacked(content)
+            return unpacked(content, buffers)
         if frame.flags & FLAG_FOREIGN:
             if allowed is not None:
                 raise NotAllowed(
@@ -317,7 +317,11 @@ class Request:
             if result is None:
                 self._incoming.reply(NOTHING, number, later=later)
             elif packed is not None:
-                self._incoming.reply(REPLY, number, packed, later=later, flags=FLAG_PACKED)
+                payload, large = packed
+                if large is None:
+                    self._incoming.reply(REPLY, number, payload, later=later, flags=FLAG_PACKED)
+                else:
+                    self._reply(REPLY, payload, large, later=later, flags=FLAG_PACKED)
             else:
                 payload, tensors = self._agent.dumps(result, self._incoming.peer)
                 self._reply(REPLY, payload, tensors, later=later)
@@ -364,7 +368,13 @@ class Request:
         self._reply(ITEM, payload, tensors)
 
     def _reply(
-        self, kind: int, payload: bytes, tensors: TensorWriter, *, later: bool = False
+        self,
+        kind: int,
+        payload: bytes,
+        tensors: TensorWriter,
+        *,
+        later: bool = False,
+        flags: int = 0,
     ) -> None:
         incoming, forks = self._incoming, tensors.forks
         if forks:
@@ -377,7 +387,7 @@ class Request:
             held=tensors.held,
             later=later,
             home=self._home,
-            flags=FLAG_REFS if forks or tensors.parcels else 0,
+            flags=flags | FLAG_REFS if forks or tensors.parcels else flags,
         )
         if not sent:
             unsent(tensors)

@@ -59,5 +59,5 @@ TORCH_NAMES: dict[Kind, str] = {
 
 # Flags of a frame.
 FLAG_REFS = 2  # references, or shared GPU memory, are in it: it must be unpickled even if nobody wants it any more
-FLAG_PACKED = 4  # arguments, or the result, that are tuples are small tensors (tensors.pack)
+FLAG_PACKED = 4  # arguments, or the result, that are tuples are ordinary tensors (tensors.pack)
 FLAG_FOREIGN = 1  # the payload was made by a pickler that user code has put in place of ours

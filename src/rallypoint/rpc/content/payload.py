@@ -176,17 +176,24 @@ def known_call(content: tuple[Any, ...]) -> bytes | None:
         return None
 
 
-def packed_call(content: tuple[Any, ...]) -> bytes | None:
-    """The payload of a call whose arguments are plain or small tensors (``FLAG_PACKED``); None for any other."""
+def packed_call(content: tuple[Any, ...]) -> tuple[bytes, TensorWriter | None] | None:
+    """The payload and the buffers of a call whose arguments are plain or ordinary tensors (``FLAG_PACKED``).
+
+    None for any other.
+
+    Raises:
+        MessageTooLarge: the peer would not take it.
+    """
     func, args, kwargs = content
     if kwargs or not args or type(func) is not _FUNCTION:
         return None  # one without arguments is pickled once, and known from then on
     packed: list[Any] = []
+    large: list[torch.UntypedStorage] = []
     tensors = 0
     for each in args:
         kind = type(each)
         if kind is _TENSOR:
-            data = pack(each)
+            data = pack(each, large)
             if data is None:
                 return None
             tensors += 1
@@ -198,27 +205,38 @@ def packed_call(content: tuple[Any, ...]) -> bytes | None:
     if tensors > 1 and len({each.data_ptr() for each in args if type(each) is _TENSOR}) < tensors:
         # They share memory, and shall share it over there.
         return None
-    return _dump_plain((func, packed, None))
+    payload = _dump_plain((func, packed, None))
+    return payload, _buffers_of(payload, large) if large else None
 
 
-def packed_result(result: Any) -> bytes | None:
+def packed_result(result: Any) -> tuple[bytes, TensorWriter | None] | None:
     """The same for what a function has returned."""
     if type(result) is not _TENSOR:
         return None
-    data = pack(result)
-    return None if data is None else pickle.dumps(data, 5)
+    large: list[torch.UntypedStorage] = []
+    data = pack(result, large)
+    if data is None:
+        return None
+    payload = pickle.dumps(data, 5)
+    return payload, _buffers_of(payload, large) if large else None
 
 
-def unpacked(content: Any) -> Any:
+def _buffers_of(payload: bytes, storages: list[torch.UntypedStorage]) -> TensorWriter:
+    tensors = TensorWriter.of(storages)
+    check(len(payload), tensors.buffers)
+    return tensors
+
+
+def unpacked(content: Any, buffers: Sequence[Any] = ()) -> Any:
     """The reverse of :func:`packed_call` and :func:`packed_result`."""
     if len(content) == 3:
         func, packed, kwargs = content
         return (
             func,
-            tuple([unpack(each) if type(each) is tuple else each for each in packed]),
+            tuple([unpack(each, buffers) if type(each) is tuple else each for each in packed]),
             kwargs,
         )
-    return unpack(content)
+    return unpack(content, buffers)
 
 
 _TENSOR = torch.Tensor

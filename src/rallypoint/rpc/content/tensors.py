@@ -99,6 +99,14 @@ class TensorWriter:
         self._small: dict[int, bytearray] | None = None
         self._devices = devices
 
+    @classmethod
+    def of(cls, storages: list[torch.UntypedStorage]) -> TensorWriter:
+        """A message whose buffers are these."""
+        made = cls()
+        made.buffers = [_view_memory(each.data_ptr(), each.nbytes(), _READ) for each in storages]
+        made.held = storages
+        return made
+
     def reduce(self, tensor: Tensor) -> Reduced:
         """What a pickler writes for a tensor; ``rebuild_tensor`` and friends turn it back."""
         if tensor.layout is not torch.strided:
@@ -322,30 +330,47 @@ def _references_of_one() -> tuple[int, int, int, int] | None:
 _ALONE = _references_of_one()
 
 
-Packed = tuple[bytearray, int, tuple[int, ...], bool]
+# Its bytes, or the number of the buffer that they are; type, shape, and whether autograd looks at it.
+Packed = tuple[bytearray | int, int, tuple[int, ...], bool]
 _STRIDED = torch.strided
 _CPU = torch.device("cpu")
 
 
-def pack(tensor: Tensor) -> Packed | None:
-    """A small, ordinary tensor as plain data, which pickles without our help; None for any other."""
+def pack(tensor: Tensor, large: list[torch.UntypedStorage]) -> Packed | None:
+    """An ordinary tensor as plain data, which pickles without our help; None for any other.
+
+    Args:
+        large: takes its memory, if that is to be a buffer of the message.
+    """
     if tensor.layout is not _STRIDED or tensor.device != _CPU:
         return None
     shown = tensor.nbytes
-    if not 0 < shown <= SMALL or not tensor.is_contiguous():
+    if not shown or not tensor.is_contiguous():
         return None
     code = _CODES.get(tensor.dtype)
-    if code is None or tensor.untyped_storage().nbytes() != shown:
+    storage = tensor.untyped_storage()
+    if code is None or storage.nbytes() != shown:
         return None
     if tensor.is_neg() or tensor.is_conj():
         return None
-    data = bytearray(_view_memory(tensor.data_ptr(), shown, _READ))
+    data: bytearray | int
+    if shown <= SMALL:
+        data = bytearray(_view_memory(tensor.data_ptr(), shown, _READ))
+    else:
+        data = len(large)
+        large.append(storage)
     return data, code, tuple(tensor.shape), tensor.requires_grad
 
 
-def unpack(packed: Packed) -> Tensor:
+def unpack(packed: Packed, buffers: Sequence[Any]) -> Tensor:
     """The reverse of :func:`pack`."""
-    return rebuild_small(*packed)
+    data, code, size, grad = packed
+    if type(data) is not int:
+        return rebuild_small(*packed)  # type: ignore[arg-type]  # it is a bytearray
+    made = TensorReader(buffers).flat(data, code)
+    if len(size) != 1:
+        made = made.view(size)
+    return made.requires_grad_() if grad else made
 
 
 class TensorReader:
