@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -746,6 +747,10 @@ def test_what_a_function_raises_keeps_its_type_and_text_and_tells_where(trio):
             cause = str(caught.value.__cause__)
             assert cause.startswith(f"on {to}\n")
             assert 'raise ValueError("bad' in cause
+            # Nothing of how the call was made, on either side: only what people have written.
+            assert "rallypoint/rpc/" not in cause
+            steps = traceback.extract_tb(caught.value.__traceback__)
+            assert [each.name for each in steps[1:]] == ["rpc_sync", "call_sync"]
         with pytest.raises(OddError) as caught:
             rpc.rpc_async("w1", fail, ("odd",)).wait()
         assert (caught.value.code, caught.value.place) == (7, "there")

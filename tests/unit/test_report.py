@@ -255,6 +255,24 @@ def test_a_narrow_terminal_is_survived():
     assert render(report(raising(0)), width=1)
 
 
+def test_of_a_long_stack_what_only_points_and_divides_goes_first():
+    steps = [f'  File "/a/b.py", line {n}, in f{n}\n    g{n}()\n    ^^~~\n' for n in range(1, 6)]
+    beginning = "Traceback (most recent call last):\n"
+    text = f"{beginning}{''.join(steps[:2])}KeyError: 7\n\nThe cause of:\n\n{beginning}{''.join(steps[2:])}E: 7\n"
+    lines = render(report(raising(0, "E", "7", text))).splitlines()
+    stack = [line.removeprefix("  │ ") for line in lines if line.startswith("  │ ")]
+    expected = [
+        line
+        for line in text.splitlines()
+        if line.strip() and "^" not in line and line + "\n" != beginning
+    ]
+    assert stack == expected[:-1]
+    # A short one is shown as it is.
+    short = f"{beginning}{steps[0]}E: 7\n"
+    lines = render(report(raising(0, "E", "7", short))).splitlines()
+    assert any("^^~~" in line for line in lines)
+
+
 def test_paths_are_shown_whole():
     path = "/a-folder" * 20
     assert f"  logs         {path}" in render(report(raising(0), log_folder=path)).splitlines()

@@ -22,6 +22,7 @@ MAX_VICTIM_LINES = 8
 MIN_WIDTH = 60
 # Below the script on a worker's stack is only how we started it.
 _OURS = "rallypoint/launch/"
+_BEGINNING = "Traceback (most recent call last):"
 
 _RED, _BOLD, _DIM, _END = "\033[31m", "\033[1m", "\033[2m", "\033[0m"
 
@@ -154,12 +155,18 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
 
 
 def _frames(traceback: str) -> list[str]:
-    """The stack without its first line and without the message, which stands above it."""
+    """The stack without its first line and without the message, which stands above it.
+
+    One that is too long, as those with a cause are, is shown without what points into lines and what only divides.
+    """
     lines = traceback.rstrip().splitlines()
-    if lines and lines[0].startswith("Traceback"):
+    if lines and lines[0] == _BEGINNING:
         lines = lines[1:]
     inside = [index for index, line in enumerate(lines) if line.startswith(" ")]
-    return lines[: inside[-1] + 1] if inside else []
+    found = lines[: inside[-1] + 1] if inside else []
+    if len(found) > MAX_TRACEBACK_LINES:
+        found = [each for each in found if each.strip(" ^~") and each != _BEGINNING]
+    return found
 
 
 def _native(stack: str) -> list[str]:

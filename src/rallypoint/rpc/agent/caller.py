@@ -31,6 +31,7 @@ from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.statistics import is_own
 from rallypoint.rpc.worker_info import WorkerInfo
+from rallypoint.wire.remote_error import RemoteTraceback
 from rallypoint.wire.sharing import Sharing
 
 from .devices import PeerDevices
@@ -105,7 +106,13 @@ class Caller:
         else:
             with crew.waiting():
                 outgoing.wait(call)
-        return self.decode(call, outgoing)
+        try:
+            return self.decode(call, outgoing)
+        except BaseException as error:
+            if isinstance(error.__cause__, RemoteTraceback):
+                # It was raised over there: our own steps on its way lead nobody to its reason.
+                raise error.with_traceback(None)  # noqa: B904  # it is the same error
+            raise
 
     def call_async(
         self,

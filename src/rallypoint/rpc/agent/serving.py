@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextvars import copy_context
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FETCHES = (FETCH, SCRIPT_FETCH)
+_OURS = os.path.join(os.path.dirname(__file__), "")
 
 
 class Request:
@@ -338,6 +341,7 @@ class Request:
         made = self._made
         if made is not None:
             self._made = None
+            error.__traceback__ = _without_us(error.__traceback__)
             if printed:
                 self._print(error)
             if not made.done():
@@ -346,6 +350,7 @@ class Request:
             return
         if not self._incoming.claim(self._frame.call):
             return
+        error.__traceback__ = _without_us(error.__traceback__)
         if printed and not isinstance(error, (CallCancelled, asyncio.CancelledError)):
             self._print(error)
         payload, _ = self._agent.dumps_plain(describe(translated(error)))
@@ -415,6 +420,17 @@ class Request:
     def flow(self, source: Any) -> None:
         """Who is told about credit for this stream."""
         self._flow = source
+
+
+def _without_us(frames: TracebackType | None) -> TracebackType | None:
+    """A stack without its first frames, which are how the function was called here."""
+    while (
+        frames is not None
+        and frames.tb_next is not None
+        and frames.tb_frame.f_code.co_filename.startswith(_OURS)
+    ):
+        frames = frames.tb_next
+    return frames
 
 
 def translated(error: BaseException) -> BaseException:
