@@ -15,9 +15,9 @@ from torch import Tensor
 
 import rpc_workers
 from rallypoint import rpc
-from rallypoint.rpc.content import cuda_ipc
+from rallypoint.rpc.content import cuda_ipc, payload
 from rallypoint.rpc.content.cuda_ipc import Block
-from rallypoint.rpc.content.tensors import TensorWriter
+from rallypoint.rpc.content.tensors import SMALL, TensorWriter
 from rallypoint.rpc.device_map import Device
 from rpc_workers import Workers, eventually
 
@@ -69,7 +69,10 @@ class Files:
 def install(folder: str) -> None:
     """Floating-point tensors live on the device from here on, which all workers see."""
     cuda_ipc.memory = Files(folder)
-    reduce, decide = TensorWriter.reduce, cuda_ipc.decide
+    reduce, decide, pack = TensorWriter.reduce, cuda_ipc.decide, payload.pack
+
+    def pack_if_here(tensor: Tensor, large: list[Any]) -> Any:
+        return None if tensor.is_floating_point() and tensor.nbytes > SMALL else pack(tensor, large)
 
     def reduce_as_elsewhere(self: TensorWriter, tensor: Tensor) -> Any:
         is_there = tensor.is_floating_point() and self._devices is not None
@@ -79,6 +82,7 @@ def install(folder: str) -> None:
         there = Device("cuda", 0)
         return decide(there, there, nbytes, **{**more, "ours": ("/0",), "theirs": ("/0",)})
 
+    payload.pack = pack_if_here
     TensorWriter.reduce = reduce_as_elsewhere  # type: ignore[method-assign]
     cuda_ipc.decide = decide_as_for_cuda
 

@@ -189,7 +189,7 @@ class Agent:
         if left is None:
             return
         outgoing, incoming = left
-        self.overview.close()
+        self.connections.quiet.close()
         strangers = self.entrance.close()
         for each in outgoing:
             each.fail("this worker has left the group")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from rallypoint._core.clock import Deadline
@@ -11,10 +10,6 @@ from rallypoint.rpc.crew.crew import Crew
 from rallypoint.rpc.statistics import of_incoming, of_outgoing
 
 from .serving import CoroutineLoop
-
-
-# How often a shutdown looks whether the last calls are done.
-_IDLE_LOOK = 0.005
 
 
 class Overview:
@@ -31,7 +26,6 @@ class Overview:
         self._crew = crew
         self._loop = loop
         self._num_threads = num_threads
-        self._closed = threading.Event()
 
     def is_idle(self) -> bool:
         """Whether no call is under way, in either direction."""
@@ -41,17 +35,7 @@ class Overview:
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no call is under way here; False if the time was up before."""
-        while not self.is_idle():
-            left = deadline.remaining()
-            if left == 0.0:
-                return False
-            # Nothing tells when the last one is done; the ends of calls are too frequent to tell it each time.
-            self._closed.wait(_IDLE_LOOK if left is None else min(left, _IDLE_LOOK))
-        return True
-
-    def close(self) -> None:
-        """The agent closes: its calls come to an end by themselves."""
-        self._closed.set()
+        return self.is_idle() or self._connections.quiet.wait(self.is_idle, deadline)
 
     def work(self) -> str:
         """The calls that are under way, for an error."""

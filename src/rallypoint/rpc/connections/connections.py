@@ -30,6 +30,7 @@ from .completions import Completion, Completions, complete_soon
 from .dialer import Dialer
 from .incoming import Incoming
 from .outgoing import Outgoing
+from .quiet import Quiet
 
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Connections:
         self.is_closed = False
         # Whether the crew has ended.
         self._is_alone = False
+        self.quiet = Quiet()
 
     def all_outgoing(self) -> list[Outgoing]:
         return list(self.outgoing.values())
@@ -213,6 +215,7 @@ class Connections:
             most_unread=self._most_unread,
             listen=self._listen_to,
             submit=self._crew.submit,
+            quiet=self.quiet,
         )
         self._finish_writing(line)
         with self._lock:
@@ -242,6 +245,7 @@ class Connections:
             self.incoming.discard(incoming)
             self._ended.add(incoming)
             closed = self.is_closed
+        self.quiet.note()
         if not closed:
             self._suspect(incoming.peer, reason, incoming)
 
@@ -279,6 +283,7 @@ class Connections:
                 del self.outgoing[outgoing.info.id]
             for key in [key for key, each in self._routes.items() if each is outgoing]:
                 del self._routes[key]
+        self.quiet.note()
 
     def lost(self, outgoing: Outgoing, reason: str) -> None:
         self._poller.remove(outgoing.line.fileno())

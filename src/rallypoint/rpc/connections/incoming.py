@@ -19,6 +19,7 @@ from rallypoint.wire.line import Closed, Line
 from rallypoint.wire.sharing import Sharing
 
 from .messages import CANCEL, CREDIT, REPLY
+from .quiet import Quiet
 
 
 class Served(Protocol):
@@ -44,6 +45,7 @@ class Incoming:
         most_unread: bytes of answers that the peer may leave unread; beyond that no further requests of it are taken.
         listen: told whether there are to be any, when that changes.
         submit: has a request done that was read, and waited.
+        quiet: told when a request is answered.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Incoming:
         most_unread: int,
         listen: Callable[[Incoming, bool], None],
         submit: Callable[[Job], None],
+        quiet: Quiet,
     ) -> None:
         self.line = line
         self.peer = peer
@@ -79,6 +82,7 @@ class Incoming:
         self._held: deque[bytes] = deque()
         self._is_marked = False
         self._lock = threading.Lock()
+        self._quiet = quiet
         self._ended = False
 
     # -- requests: called by the leader -------------------------------------------------------------
@@ -124,13 +128,15 @@ class Incoming:
         # Into the one before out of the other: who looks whether all is done must find it.
         self._answering.add(number)
         if self.active.pop(number, None) is None:
-            self._answering.discard(number)
+            self.answered(number)
             return False
         return True
 
     def answered(self, number: int) -> None:
         """The answer is on its way."""
         self._answering.discard(number)
+        if self._quiet.is_wanted:
+            self._quiet.note()
 
     @property
     def is_idle(self) -> bool:
@@ -213,6 +219,8 @@ class Incoming:
                 with contextlib.suppress(Closed):
                     if not self.line.send([b"".join(pieces) if len(pieces) > 1 else pieces[0]]):
                         self._hear()
+        if self._quiet.is_wanted:
+            self._quiet.note()
 
     # -- the end ----------------------------------------------------------------------------------
 

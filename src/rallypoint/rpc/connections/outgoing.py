@@ -24,6 +24,7 @@ from rallypoint.wire.sharing import Sharing
 
 from .calls import Call, CallTable
 from .messages import CANCEL, FLAG_REFS, GIVEN_UP, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
+from .quiet import Quiet
 
 
 # Bytes of small requests that go out in one write.
@@ -32,6 +33,8 @@ _MOST_KEPT = 16 * 1024
 
 class Watch(Protocol):
     """Has the crew's leader look at a connection."""
+
+    quiet: Quiet
 
     def arm(self, outgoing: Outgoing) -> None: ...
 
@@ -90,6 +93,7 @@ class Outgoing:
         # Calls that were given up and whose answers are still to come: they hold memory until somebody reads them.
         self._owed: set[int] = set()
         self._watch = watch
+        self._quiet = watch.quiet
         self._numbers = itertools.count(1)
         self._role = threading.Lock()
         # Guards who waits, whether it is armed, and the end.
@@ -210,6 +214,8 @@ class Outgoing:
             with self._room:
                 self.in_flight -= call.size
                 call.size = 0
+            if self._quiet.is_wanted:
+                self._quiet.note()
             raise PeerLost(self.peer, self.lost_reason or "the connection has ended")
 
     def tell(self, kind: int, number: int, payload: bytes = b"") -> None:
@@ -344,6 +350,8 @@ class Outgoing:
             _release(waiter)
         if call.on_done is not None:
             theirs.append(call)
+        if self._quiet.is_wanted:
+            self._quiet.note()
 
     def _complete(self, calls: list[Call]) -> None:
         deferred = []
