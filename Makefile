@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: bench-rpc fuzz-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic clean
+.PHONY: bench-rpc fuzz-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -67,6 +67,12 @@ soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind;
 
 soak-elastic: $(STAMP) ## 200 random faults on one elastic job of four hosts (root); writes bench/results/soak_elastic.json
 	$(BIN)/python bench/soak_elastic.py --faults 200 --output bench/results/soak_elastic.json
+
+soak-rpc: $(STAMP) ## 10,000 random faults on eight processes that call each other; writes bench/results/soak_rpc.json
+	$(BIN)/python bench/soak_rpc.py --faults 10000 --output bench/results/soak_rpc.json
+
+memory-rpc: $(STAMP) ## five million calls and 20,000 tensors: memory stays flat; writes bench/results/memory_rpc.json
+	$(BIN)/python bench/memory_rpc.py --output bench/results/memory_rpc.json
 
 clean:           ## remove the virtual environment and what the tools cached
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output

@@ -206,11 +206,13 @@ def same(tensor: torch.Tensor, offset: int, size: int, added: int = 0) -> bool:
     return torch.equal(tensor.reshape(-1).view(torch.uint8), expected)
 
 
-def hold(tensor: torch.Tensor, offset: int, size: int, chance: random.Random) -> None:
+def hold(
+    tensor: torch.Tensor, offset: int, size: int, chance: random.Random, *, as_it_is: bool = False
+) -> None:
     """Keep what came for a while: memory that is given to somebody else too early is noticed."""
     global _held_bytes  # noqa: PLW0603
     added = 0
-    if chance.random() < 0.3:
+    if not as_it_is and chance.random() < 0.3:
         tensor = tensor.reshape(-1).view(torch.uint8)
         tensor += 1  # it is ours to change
         added = 1
@@ -256,6 +258,15 @@ def take(nonce: int, offset: int, size: int, tensor: torch.Tensor) -> tuple[str,
     good = same(tensor, offset, size)
     hold(tensor, offset, size, _callee)
     return LEDGER.name, nonce, good
+
+
+def turn(offset: int, size: int, keep: bool, tensor: torch.Tensor) -> torch.Tensor:
+    """What came goes back: in its own memory, unless it is kept here as well."""
+    if not same(tensor, offset, size):
+        raise AssertionError("wrong bytes have come")
+    if keep:
+        hold(tensor, offset, size, _callee, as_it_is=True)
+    return tensor
 
 
 def give(nonce: int, offset: int, size: int, whole: bool) -> tuple[str, int, torch.Tensor]:
@@ -397,6 +408,15 @@ class Caller:
             who, number, tensor = rpc.rpc_sync(to, give, args, timeout=seconds)
             good = (who, number) == (name, nonce) and same(tensor, offset, size)
             LEDGER.check("tensor back", name, good, (who, number, tensor.shape))
+            hold(tensor, offset, size, self.chance)
+
+    def tensor_turned(self) -> None:
+        name, to, seconds, _ = self.draw()
+        offset, size = draw_piece(self.chance)
+        args = (offset, size, self.chance.random() < 0.3, piece(offset, size).clone())
+        with LEDGER.call("tensor turned", name, seconds):
+            tensor = rpc.rpc_sync(to, turn, args, timeout=seconds)
+            LEDGER.check("tensor turned", name, same(tensor, offset, size), tensor.shape)
             hold(tensor, offset, size, self.chance)
 
     def tensors_swapped(self) -> None:
@@ -574,6 +594,7 @@ class Caller:
         (20, small),
         (10, tensor_there),
         (10, tensor_back),
+        (6, tensor_turned),
         (4, tensors_swapped),
         (10, batch),
         (8, nested),

@@ -9,7 +9,7 @@ from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.crew.crew import Crew
 from rallypoint.rpc.statistics import of_incoming, of_outgoing
 
-from .serving import CoroutineLoop
+from .coroutine_loop import CoroutineLoop
 
 
 class Overview:

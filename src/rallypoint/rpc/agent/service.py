@@ -11,7 +11,8 @@ from rallypoint.rpc.crew.crew import TICK, Crew, Job
 from rallypoint.rpc.crew.errands import Errand
 from rallypoint.wire.frames import Frame
 
-from .serving import CoroutineLoop, Request
+from .coroutine_loop import CoroutineLoop
+from .serving import Request
 from .streams import WINDOW, WINDOW_NAME, ItemSource
 
 

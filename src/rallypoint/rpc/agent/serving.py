@@ -7,11 +7,9 @@ import inspect
 import logging
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextvars import copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -467,85 +465,3 @@ def wrong_return_type(result: Any) -> RuntimeError:
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
         f" but got {type(result).__name__}"
     )
-
-
-class CoroutineLoop:
-    """The event loop that ``async def`` functions run in: one thread, started with the first."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._count = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def run(self, request: Request, coroutine: Any) -> None:
-        """Run it, and answer when it is done."""
-        loop = self._start()
-        context = copy_context()
-
-        def begin() -> None:
-            task = loop.create_task(coroutine, context=context)
-            self._count += 1
-            deadline = request.call.deadline
-            if deadline is not None:
-
-                def expire() -> None:
-                    # No answer: that the time is up is the caller's to find, in words of its own.
-                    request.give_up()
-                    task.cancel()
-
-                alarm = loop.call_later(max(0.0, deadline - time.monotonic()), expire)
-                task.add_done_callback(lambda _: alarm.cancel())
-
-            def cancel() -> None:
-                loop.call_soon_threadsafe(task.cancel)
-
-            request.on_cancel(cancel)
-            task.add_done_callback(finish)
-
-        def finish(task: asyncio.Task[Any]) -> None:
-            self._count -= 1
-            if task.cancelled():
-                request.fail(CallCancelled("the coroutine was cancelled"))
-                return
-            error = task.exception()
-            if error is not None:
-                request.fail(error)
-            else:
-                request.answer(task.result())
-
-        loop.call_soon_threadsafe(begin)
-
-    def _start(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                loop = self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=loop.run_forever, name=f"{self._name}-asyncio", daemon=True
-                )
-                self._thread.start()
-            return self._loop
-
-    def count(self) -> int:
-        """Coroutines that are running."""
-        return self._count
-
-    def close(self, timeout: float) -> None:
-        """Cancel what runs, and end the thread."""
-        with self._lock:
-            loop, thread, self._loop = self._loop, self._thread, None
-        if loop is None or thread is None:
-            return
-
-        async def cancel_all() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            loop.stop()
-
-        loop.call_soon_threadsafe(lambda: loop.create_task(cancel_all()))
-        thread.join(timeout)
-        if not thread.is_alive():
-            loop.close()
