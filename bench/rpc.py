@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from jobs import Progress, machine, publish, ratio, spread
 from plot_rpc import plot
-from rpc_functions import digest, discard, echo, nothing
+from rpc_functions import digest, discard, echo, exchange, nothing
 
 
 OURS, THEIRS = "rallypoint", "tensorpipe"
@@ -50,6 +50,13 @@ OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
 
 MIB = 2**20
 SIZES = [1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+ONE_WAY = "one way"
+# The same tensor back need not be copied back; another one must be.
+WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
+    ONE_WAY: discard,
+    "there and back": echo,
+    "there, another back": exchange,
+}
 MANY = 16
 CALLER_THREADS = [1, 8]
 WINDOW = 1000
@@ -99,10 +106,10 @@ class Rank:
     def empty(self, count: int, warm_up: int) -> list[float]:
         return self._times(lambda: self._rpc.rpc_sync(name(1), nothing), count, warm_up)
 
-    def tensor(self, num_bytes: int, back: bool, count: int, warm_up: int) -> list[float]:
-        """Seconds of each call that takes a tensor there, or there and back."""
+    def tensor(self, num_bytes: int, way: str, count: int, warm_up: int) -> list[float]:
+        """Seconds of each call that takes a tensor there, or one there and one back."""
         x = self._of_bytes(num_bytes)
-        function = echo if back else discard
+        function = WAYS[way]
         return self._times(lambda: self._rpc.rpc_sync(name(1), function, (x,)), count, warm_up)
 
     def check(self, num_bytes: int) -> None:
@@ -522,21 +529,21 @@ def measure_tensors(num_bytes: int) -> Callable[[Duel, Scale, str], list[dict[st
         each = max(2, min(25, scale.repeats * 64 // mib))
         turns = 2 if scale is QUICK else -(-10 // each) if mib > 64 else 4
         rows = []
-        for back in (False, True):
+        for way in WAYS:
             seen: set[int] = set()
 
-            def block(group: Group, back: bool = back, seen: set[int] = seen) -> list[float]:
+            def block(group: Group, way: str = way, seen: set[int] = seen) -> list[float]:
                 new = id(group) not in seen
                 seen.add(id(group))
-                if new and not back:
+                if new and way == ONE_WAY:
                     group.ask([0], "check", num_bytes)
-                return group.ask([0], "tensor", num_bytes, back, each, 3 if new else 1)[0]
+                return group.ask([0], "tensor", num_bytes, way, each, 3 if new else 1)[0]
 
             found = duel.turns(block, turns)
-            moved = num_bytes * (2 if back else 1) / 1e9
+            moved = num_bytes * (1 if way == ONE_WAY else 2) / 1e9
             rows.append(
                 row(
-                    f"{mib} MiB tensor {'there and back' if back else 'one way'}",
+                    f"{mib} MiB tensor {way}",
                     transport,
                     "GB/s",
                     found,
@@ -719,7 +726,7 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     tensors = [
         (f"{mib} MiB tensor {way}", SAME_HOST, "GB/s", times, "at least", 4.0)
         for mib in (16, 64, 256)
-        for way in ("one way", "there and back")
+        for way in WAYS
     ]
     promises = [
         ("empty call", SAME_HOST, "us", times, "at most", 0.2),

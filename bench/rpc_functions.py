@@ -17,6 +17,17 @@ def echo(x: Tensor) -> Tensor:
     return x
 
 
+_others: dict[int, Tensor] = {}
+
+
+def exchange(x: Tensor) -> Tensor:
+    """Another tensor of the same size, that is kept here: what comes back must be copied."""
+    other = _others.get(x.numel())
+    if other is None:
+        other = _others[x.numel()] = x.clone()
+    return other
+
+
 def digest(x: Tensor) -> int:
     """Every element counts: was all of it there when the function ran?"""
     return int(x.sum().item())

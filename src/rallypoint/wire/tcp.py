@@ -9,7 +9,7 @@ from rallypoint._core.addresses import BACKLOG
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
 
-from .transport import Address
+from .transport import EXHAUSTED, Address
 
 
 KIND = "tcp"
@@ -77,7 +77,9 @@ class TcpListener:
     def accept(self) -> socket.socket | None:
         try:
             sock, _ = self._sock.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
             return None
         try:
             prepare(sock, self._heartbeat)

@@ -6,12 +6,16 @@ Each transport has a file of its own with a ``listen`` and a ``connect``: ``uds.
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 
 Address = str | tuple[str, int]
+
+# Of an accept: whoever waits still waits, so the listener stays ready and must not be asked at once again.
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Listener(Protocol):
@@ -29,7 +33,11 @@ class Listener(Protocol):
         """Can be read from when somebody has connected."""
 
     def accept(self) -> socket.socket | None:
-        """The next connection; None if there is none after all, or it is one that is not let in."""
+        """The next connection; None if there is none after all, or it is one that is not let in.
+
+        Raises:
+            OSError: this process, or the host, has no descriptor or memory left for it: it goes on waiting.
+        """
 
     def close(self) -> None: ...
 

@@ -13,7 +13,7 @@ import struct
 
 from rallypoint._core.clock import Deadline
 
-from .transport import Address
+from .transport import EXHAUSTED, Address
 
 
 KIND = "uds"
@@ -53,7 +53,9 @@ class UnixListener:
     def accept(self) -> socket.socket | None:
         try:
             sock, _ = self._sock.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
             return None
         if peer_uid(sock) not in (os.geteuid(), 0):
             sock.close()

@@ -102,7 +102,15 @@ class Agent:
             suspect=self._suspect,
         )
         self.entrance = Entrance(
-            connections, self._poller, crew, roster, self.lines, secret, transports, identity
+            connections,
+            self._poller,
+            crew,
+            roster,
+            self.lines,
+            secret,
+            transports,
+            identity,
+            self.errands.later,
         )
         self.losses = Losses(self, connections, self.dialer)
         devices = PeerDevices(options, roster)

@@ -7,12 +7,12 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rallypoint.errors import RpcError
 from rallypoint.rpc.crew.crew import Crew, Job
-from rallypoint.rpc.crew.poller import Poller
+from rallypoint.rpc.crew.poller import READ, Poller
 from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.worker_info import WorkerInfo
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Strangers that have not proved themselves yet: more are not let in.
 _MOST_STRANGERS = 256
+# Until somebody is let in again after there was no descriptor for it.
+_PAUSE_SECONDS = 0.25
 
 
 class Entrance:
@@ -36,6 +38,7 @@ class Entrance:
     Args:
         connections: takes those that have proved themselves.
         roster, lines, secret, transports, identity: as for :class:`Dialer`.
+        later: has something done after so many seconds.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class Entrance:
         secret: bytes,
         transports: Sequence[str],
         identity: tls.Identity | None,
+        later: Callable[[float, Callable[[], None]], None],
     ) -> None:
+        self._later = later
         self._connections = connections
         self._poller = poller
         self._crew = crew
@@ -106,7 +111,11 @@ class Entrance:
 
     def admit(self, listener: Listener) -> None:
         """Somebody has connected."""
-        sock = listener.accept()
+        try:
+            sock = listener.accept()
+        except OSError as error:
+            self._pause(listener, error)
+            return
         if sock is None:
             return
         with self._lock:
@@ -125,6 +134,17 @@ class Entrance:
             self.strangers.add(stranger)
         self._poller.add(sock.fileno(), stranger)
         self._crew.wake_at(stranger.until)
+
+    def _pause(self, listener: Listener, error: OSError) -> None:
+        """There is nothing left to accept with. Who has connected waits; to ask again at once would take a whole core."""
+        fd = listener.fileno()
+        self._poller.change(fd, off=READ)
+        self._later(_PAUSE_SECONDS, lambda: self._poller.change(fd, on=READ))
+        logger.warning(
+            "nobody can connect to this worker by %s for now (%s): give the process more descriptors (ulimit -n)",
+            listener.kind,
+            error.strerror,
+        )
 
     def expire(self, now: float) -> float | None:
         """Turn away who has not proved itself in time; returns when to look again."""
