@@ -468,7 +468,7 @@ def measure_empty(duel: Duel, scale: Scale, transport: str) -> list[dict[str, An
 
 def measure_small(duel: Duel, scale: Scale, transport: str) -> list[dict[str, Any]]:
     def block(group: Group) -> list[float]:
-        return group.ask([0], "tensor", 4096, True, scale.calls, scale.calls // 5)[0]
+        return group.ask([0], "tensor", 4096, "there and back", scale.calls, scale.calls // 5)[0]
 
     found = duel.turns(block, scale.blocks)
     return [row("4 KiB tensor there and back", transport, "us", found, latency)]
@@ -527,7 +527,9 @@ def measure_tensors(num_bytes: int) -> Callable[[Duel, Scale, str], list[dict[st
         mib = num_bytes // MIB
         # A turn lasts about as long for every size.
         each = max(2, min(25, scale.repeats * 64 // mib))
-        turns = 2 if scale is QUICK else -(-10 // each) if mib > 64 else 4
+        # One of up to 16 MiB lasts a tenth of a second, and what the memory of a shared machine gives changes from one second
+        # to the next: so there are more of them.
+        turns = 2 if scale is QUICK else -(-10 // each) if mib > 64 else 16 if mib <= 16 else 4
         rows = []
         for way in WAYS:
             seen: set[int] = set()
