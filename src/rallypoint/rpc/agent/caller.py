@@ -111,7 +111,7 @@ class Caller:
         except BaseException as error:
             if isinstance(error.__cause__, RemoteTraceback):
                 # It was raised over there: our own steps on its way lead nobody to its reason.
-                raise error.with_traceback(None)  # noqa: B904  # it is the same error
+                raise error.with_traceback(None) from error.__cause__
             raise
 
     def call_async(

@@ -367,10 +367,7 @@ def unpack(packed: Packed, buffers: Sequence[Any]) -> Tensor:
     data, code, size, grad = packed
     if type(data) is not int:
         return rebuild_small(*packed)  # type: ignore[arg-type]  # it is a bytearray
-    made = TensorReader(buffers).flat(data, code)
-    if len(size) != 1:
-        made = made.view(size)
-    return made.requires_grad_() if grad else made
+    return _shaped(TensorReader(buffers).flat(data, code), size, grad)
 
 
 class TensorReader:
@@ -403,22 +400,20 @@ def read_with(reading: Callable[[], TensorReader]) -> None:
     _reading = reading
 
 
-def rebuild_tensor(index: int, code: int, size: tuple[int, ...], grad: bool) -> Tensor:
-    made = _reading().flat(index, code)
-    if len(size) != 1:
-        made = made.view(size)
+def _shaped(flat: Tensor, size: tuple[int, ...], grad: bool) -> Tensor:
+    made = flat if len(size) == 1 else flat.view(size)
     return made.requires_grad_() if grad else made
+
+
+def rebuild_tensor(index: int, code: int, size: tuple[int, ...], grad: bool) -> Tensor:
+    return _shaped(_reading().flat(index, code), size, grad)
 
 
 def rebuild_small(data: bytearray, code: int, size: tuple[int, ...], grad: bool) -> Tensor:
     dtype = _DTYPES[code]
     if dtype in _AS_BYTES:
-        made = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-    else:
-        made = torch.frombuffer(data, dtype=dtype)
-    if len(size) != 1:
-        made = made.view(size)
-    return made.requires_grad_() if grad else made
+        return _shaped(torch.frombuffer(data, dtype=torch.uint8).view(dtype), size, grad)
+    return _shaped(torch.frombuffer(data, dtype=dtype), size, grad)
 
 
 def rebuild_small_view(
@@ -429,8 +424,8 @@ def rebuild_small_view(
     offset: int,
     grad: bool,
 ) -> Tensor:
-    made = TensorReader((data,)).flat(0, code).as_strided(size, stride, offset)
-    return made.requires_grad_() if grad else made
+    flat = TensorReader((data,)).flat(0, code)
+    return rebuild_grad(flat.as_strided(size, stride, offset), grad)
 
 
 def rebuild_strided(
@@ -441,9 +436,8 @@ def rebuild_strided(
     offset: int,
     grad: bool,
 ) -> Tensor:
-    reader = _reading()
-    made = reader.flat(index, code).as_strided(size, stride, offset)
-    return made.requires_grad_() if grad else made
+    flat = _reading().flat(index, code)
+    return rebuild_grad(flat.as_strided(size, stride, offset), grad)
 
 
 def rebuild_spread(
