@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -270,6 +271,36 @@ def test_damage_is_told_from_an_end() -> None:
         line.read(1.0)
     a.close()
     line.close()
+
+
+def test_reading_now_does_not_let_a_thread_run_that_computes() -> None:
+    """It would keep the interpreter's lock for 5 ms: with each read, a call to a busy process took that much longer."""
+    ends = Ends("plain")
+    began, over, turns = threading.Lock(), False, 0
+    began.acquire()
+
+    def compute() -> None:
+        nonlocal turns
+        began.acquire()
+        while not over and turns < 10_000_000:
+            turns += 1
+
+    busy = in_thread(compute)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # only a thread that gives the lock away loses it
+    try:
+        began.release()
+        for _ in range(1000):
+            assert ends.b.read_now() == []
+        seen = turns
+    finally:
+        over = True
+        sys.setswitchinterval(before)
+        busy.join()
+        for each in (ends.a, ends.b):
+            each.shut()
+            each.close()
+    assert seen == 0
 
 
 # -- signals ---------------------------------------------------------------------------------------
