@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 demo: $(STAMP)   ## train a real model on two processes, with plots, in under a minute
 	$(BIN)/rally run --nproc-per-node 2 examples/digits_ddp.py --output demo-output
 
-test: $(STAMP)   ## the whole test suite: two files at a time, then those that want to be alone
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long and not alone"
+test: $(STAMP)   ## the whole test suite: three files at a time, then those that want to be alone
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m "not long and not alone"
 	$(BIN)/python -m pytest -q -m "not long and alone"
 
 test-long: $(STAMP) ## the tests that take their time: slow lines, long silences

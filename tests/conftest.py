@@ -13,7 +13,7 @@ from hypothesis import settings
 _FOLDER = pytest.StashKey[str]()
 
 
-# Two files are tested at a time: how long an example takes says nothing.
+# Three files are tested at a time: how long an example takes says nothing.
 settings.register_profile("no deadline", settings(), deadline=None)
 settings.load_profile("no deadline")
 

@@ -36,7 +36,7 @@ from rallypoint.rendezvous.store import Store
 from servers.etcd_server import EtcdCluster, require_etcd
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 
 LEASE = 1.5
 JOIN = 20.0

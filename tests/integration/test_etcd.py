@@ -24,7 +24,7 @@ from servers.etcd_server import (
 )
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

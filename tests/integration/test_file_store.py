@@ -26,7 +26,7 @@ from rallypoint.rendezvous.backends.file import COMPACT_EVERY, KEPT, TEMPORARY, 
 from rallypoint.rendezvous.store import ComparingStore
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 # More than this many changes have been compacted for sure.
 MANY = 2 * COMPACT_EVERY + KEPT

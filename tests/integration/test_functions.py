@@ -40,7 +40,7 @@ from rallypoint.launch.worker import process_group
 from rallypoint.parallel import current_mesh
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 TWO = MultiprocessConfig(world_size=2, backend="gloo")
 # What the issue allows for bad input, from the call to its error.

@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 RALLY = str(Path(sys.executable).parent / "rally")
 TIMEOUT = 60

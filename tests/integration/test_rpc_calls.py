@@ -21,7 +21,7 @@ from rallypoint.errors import DeadlineExceeded
 from rpc_workers import Workers, eventually, timed
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rallypoint import compat, rpc
 from rpc_workers import Workers, eventually
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 
 def double(x: Any) -> Any:

@@ -30,7 +30,7 @@ from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 
 def add(a: int, b: int) -> int:

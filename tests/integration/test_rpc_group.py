@@ -28,7 +28,7 @@ from rallypoint.rpc.groups.group import DynamicGroup, Group, StaticGroup
 from rallypoint.rpc.groups.member import Member, dump
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 KINDS = ["tcp", "tcp-old", "file", "hash", "memory"]
 

@@ -12,7 +12,7 @@ import pytest
 from rallypoint import rpc
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "rpc.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)

@@ -17,7 +17,7 @@ from rallypoint.errors import PeerLost
 from rpc_workers import Workers, eventually, timed
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 happened: list[Any] = []
 

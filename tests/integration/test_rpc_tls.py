@@ -26,7 +26,7 @@ from rallypoint.wire.tls import TlsSocket
 from rpc_workers import Workers, eventually, timed
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 TCP = ("tcp",)
 MARKER = "a marker that nobody else may read"

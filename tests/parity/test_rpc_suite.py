@@ -20,7 +20,7 @@ from parity.rpc_suite import UNAVAILABLE, choose, markdown
 from parity.rpc_zygote import first_line, main_thread_place
 
 
-pytestmark = [pytest.mark.parity, pytest.mark.alone]
+pytestmark = pytest.mark.parity
 
 SCRIPT = Path(__file__).with_name("rpc_suite.py")
 SAMPLE = {
