@@ -23,7 +23,8 @@ from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError, ProtocolError
 from rallypoint.wire import shm
-from rallypoint.wire.shm import Budget, Mapped, Pool, capacity_for, copy_into
+from rallypoint.wire.buffers import copy_into
+from rallypoint.wire.shm import Budget, Mapped, Pool, capacity_for
 
 
 MB = 1 << 20
@@ -228,7 +229,7 @@ def test_a_number_that_is_used_again_means_the_new_file(line: Line) -> None:
 def test_all_numbers_taken_is_none_and_idle_ones_make_room(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm, "MAX_SEGMENTS", 3)
+    monkeypatch.setattr(shm.pool, "MAX_SEGMENTS", 3)
     blocks = [line.lease(KB64) for _ in range(3)]
     assert line.pool.lease(MB) is None
     line.pool.take_back(blocks[1])

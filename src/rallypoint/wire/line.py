@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded
 
+from .buffers import address_of
 from .frames import Frame, FrameParser
-from .shm import address_of
 from .spinning import SPIN, Spinning
 
 

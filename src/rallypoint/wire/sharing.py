@@ -17,8 +17,9 @@ from typing import Any
 
 from rallypoint.errors import ProtocolError
 
+from .buffers import Move, address_of, copy_into
 from .frames import INLINE, Buffer, Shared
-from .shm import SMALLEST, Block, Budget, Mapped, Move, Pool, address_of, copy_into
+from .shm import SMALLEST, Block, Budget, Mapped, Pool
 
 
 _CONTROL = INLINE

@@ -1,0 +1,290 @@
+"""The sender's end: memory that is leased for messages, and used again."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from dataclasses import dataclass
+from typing import Self
+
+from rallypoint.errors import ProtocolError
+
+from .budget import Budget
+from .control import FREE, GONE, HOME, MAX_SEGMENTS, SENT, Statistics
+from .segment import File, Memory, Segment, at_end_of, capacity_for, create, free_pages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Memory that was leased for one message. Drop it once that is sent: the memory is the receiver's then.
+
+    Args:
+        segment: the number that the receiver knows it by.
+        size: bytes, as asked for.
+        capacity: bytes of the segment.
+        view: writable, exactly ``size`` bytes.
+        file: goes with the message, as ``segment`` and ``capacity`` do; None: the peer has it already.
+    """
+
+    segment: int
+    size: int
+    capacity: int
+    view: memoryview
+    file: File | None
+
+
+class Pool:
+    """The sender's end of a connection: leases memory for messages to its one peer. Thread-safe.
+
+    No call of it belongs into a finalizer: that may run in the thread that holds the lock.
+    """
+
+    def __init__(self, budget: Budget, control: Memory) -> None:
+        self._budget = budget
+        self._page = memoryview(control).cast("B")
+        self._process = os.getpid()
+        self._closed = False
+        self._segments: dict[int, Segment] = {}
+        self._idle: dict[int, list[Segment]] = {}  # by capacity; the one freed last is last
+        self._leased = (
+            0  # one bit for each, at its byte's lowest: comparing with the page is one operation
+        )
+        self._gaps: list[int] = []  # a heap: numbers below _top that no segment has
+        self._top = 0
+
+    @classmethod
+    def open(cls, budget: Budget) -> tuple[Self, File]:
+        """A pool without memory yet, and its control page, which goes to the peer before anything else.
+
+        Raises:
+            OSError: the system gives no file or memory.
+        """
+        file, control = create(MAX_SEGMENTS)
+        pool = cls(budget, control)
+        with budget.lock:
+            budget.pools.add(pool)
+        return pool, file
+
+    def lease(self, size: int) -> Block | None:
+        """Memory for ``size`` bytes. Its content is undefined.
+
+        Returns:
+            None if the budget is spent (even after idle memory of every pool was given back), the system gives
+            none, or the pool is closed: the bytes go another way then.
+
+        Raises:
+            ValueError: ``size`` is not positive.
+        """
+        if size <= 0:
+            raise ValueError(f"cannot lease {size} bytes: expected at least 1")
+        if os.getpid() != self._process:
+            return None  # after a fork the memory, and the peer, are still the parent's
+        capacity = capacity_for(size)
+        with self._budget.lock:
+            if self._closed:
+                return None
+            self.collect()
+            warm = self._pop_idle(capacity)
+            if warm is not None:
+                return self._lend(warm, size)
+            number, gone = self._take_number()
+            if number is None:
+                return None
+            room = self._budget.reserve(capacity)
+            if room is None:
+                heapq.heappush(self._gaps, number)
+        free_pages(gone + (room or []))
+        if room is None:
+            return None
+        try:
+            created = create(capacity)
+        except OSError:
+            created = None
+        with self._budget.lock:
+            if created is None or self._closed:
+                self._budget.used -= capacity
+                heapq.heappush(self._gaps, number)
+                return None
+            file, memory = created
+            segment = self._segments[number] = Segment(number, capacity, memory, file)
+            return self._lend(segment, size)
+
+    def told(self, block: Block) -> None:
+        """The peer has been sent the block's ``file``: it is not needed again."""
+        with self._budget.lock:
+            segment = self._segments.get(block.segment)
+            if segment is not None and segment.file is block.file:
+                segment.file = None
+
+    def take_back(self, block: Block) -> None:
+        """A leased block whose message will not be sent. Not for one that was: the receiver frees that."""
+        with self._budget.lock:
+            segment = self._segments.get(block.segment)
+            if segment is not None and segment.view is block.view:  # not lent anew meanwhile
+                self._page[block.segment] = FREE
+                self.collect()
+
+    def take_home(self, number: int, size: int) -> memoryview:
+        """A block that the receiver hands back with what is in it now: as :meth:`Mapped.view` gives one.
+
+        Raises:
+            ProtocolError: no such block is on its way back.
+        """
+        with self._budget.lock:
+            segment = self._expect_home(number)
+            if not 0 < size <= segment.capacity:
+                raise ProtocolError(
+                    f"a block of {size} bytes came back in segment {number}: expected 1 to {segment.capacity}"
+                )
+            segment.is_home = True
+            block = type(segment.memory).from_buffer(segment.memory)
+            at_end_of(block, _let_go, self._page, segment, os.getpid())
+        return memoryview(block).cast("B")[:size]
+
+    def discard_home(self, number: int) -> None:
+        """The message that hands this block back is not wanted.
+
+        Raises:
+            ProtocolError: no such block is on its way back.
+        """
+        with self._budget.lock:
+            self._expect_home(number)
+            self._page[number] = FREE
+
+    def _expect_home(self, number: int) -> Segment:
+        """Under the lock."""
+        segment = self._segments.get(number)
+        if segment is None or segment.is_home or self._page[number] != HOME:
+            raise ProtocolError(f"a block came back in segment {number!r}, but none is on its way")
+        return segment
+
+    def trim(self, keep_bytes: int = 0) -> int:
+        """Give idle memory back to the system, what was idle longest first, until at most ``keep_bytes`` is idle.
+
+        Returns:
+            the bytes given back.
+        """
+        if os.getpid() != self._process:
+            return 0
+        gone: list[Segment] = []
+        with self._budget.lock:
+            self.collect()
+            idle = sorted(self.idle_segments(), key=lambda each: each.freed)
+            left = sum(each.capacity for each in idle)
+            for each in idle:
+                if left <= keep_bytes:
+                    break
+                self.forget(each)
+                gone.append(each)
+                left -= each.capacity
+        free_pages(gone)
+        return sum(each.capacity for each in gone)
+
+    def close(self) -> None:
+        """The connection has ended. Idempotent.
+
+        A peer that is cut off may be alive and read what it holds: that memory is not touched and not used again,
+        and the system has it back when the peer drops it, or ends.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._budget.lock:
+            if self._closed:
+                return
+            self.collect()
+            idle = self.idle_segments()
+            for each in list(self._segments.values()):
+                self.forget(each)
+            self._leased = 0
+            self._page = memoryview(b"")
+            self._closed = True
+            self._budget.pools.discard(self)
+        free_pages(idle)
+
+    def statistics(self) -> Statistics:
+        """How things stand now."""
+        with self._budget.lock:
+            self.collect()
+            idle = self.idle_segments()
+            return Statistics(
+                segments=len(self._segments),
+                leased=len(self._segments) - len(idle),
+                bytes=sum(each.capacity for each in self._segments.values()),
+                idle_bytes=sum(each.capacity for each in idle),
+            )
+
+    # The rest is called with the budget's lock held.
+
+    def collect(self) -> None:
+        """Find the blocks that are free by now."""
+        if not self._leased:
+            return
+        freed = self._leased & ~int.from_bytes(self._page[: self._top], "little")
+        if not freed:
+            return
+        self._leased ^= freed
+        marks = freed.to_bytes(self._top, "little")
+        number = marks.find(1)
+        while number >= 0:
+            segment = self._segments[number]
+            if segment.is_home:
+                # The peer says that it is free, which is not for the peer to say.
+                self._leased |= 1 << (8 * number)
+                number = marks.find(1, number + 1)
+                continue
+            segment.view = None
+            segment.freed = self._budget.freed
+            self._budget.freed += 1
+            self._idle.setdefault(segment.capacity, []).append(segment)
+            number = marks.find(1, number + 1)
+
+    def idle_segments(self) -> list[Segment]:
+        """Those that are not leased."""
+        return [each for alike in self._idle.values() for each in alike]
+
+    def forget(self, segment: Segment) -> None:
+        """It is no part of the pool any more; whoever calls this frees its pages, if it was idle."""
+        alike = self._idle.get(segment.capacity, [])
+        if segment in alike:
+            alike.remove(segment)
+            self._page[segment.number] = GONE
+        del self._segments[segment.number]
+        self._budget.used -= segment.capacity
+        heapq.heappush(self._gaps, segment.number)
+
+    def _pop_idle(self, capacity: int) -> Segment | None:
+        """Of this capacity, or of less than twice it: warm memory that is too large beats fresh memory that fits."""
+        suitable = capacity
+        while suitable < 2 * capacity:
+            if self._idle.get(suitable):
+                return self._idle[suitable].pop()
+            suitable = capacity_for(suitable + 1)
+        return None
+
+    def _take_number(self) -> tuple[int | None, list[Segment]]:
+        """The lowest that is free, and the idle segment that had to go for it, if one had."""
+        gone: list[Segment] = []
+        if not self._gaps and self._top == MAX_SEGMENTS:
+            gone = sorted(self.idle_segments(), key=lambda each: each.freed)[:1]
+            for each in gone:
+                self.forget(each)
+        if self._gaps:
+            return heapq.heappop(self._gaps), gone
+        if self._top == MAX_SEGMENTS:
+            return None, gone
+        self._top += 1
+        return self._top - 1, gone
+
+    def _lend(self, segment: Segment, size: int) -> Block:
+        view = memoryview(segment.memory).cast("B")[:size]
+        segment.view = view
+        self._leased |= 1 << (8 * segment.number)
+        self._page[segment.number] = SENT
+        return Block(segment.number, size, segment.capacity, view, segment.file)
+
+
+def _let_go(page: memoryview, segment: Segment, process: int) -> None:
+    """The same for a block that has come home."""
+    if os.getpid() == process:
+        segment.is_home = False
+        page[segment.number] = FREE
