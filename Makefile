@@ -22,7 +22,7 @@ demo: $(STAMP)   ## train a real model on two processes, with plots, in under a 
 	$(BIN)/rally run --nproc-per-node 2 examples/digits_ddp.py --output demo-output
 
 test: $(STAMP)   ## the whole test suite: three files at a time, then those that want to be alone
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m "not long and not alone"
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not alone"
 	$(BIN)/python -m pytest -q -m "not long and alone"
 
 test-long: $(STAMP) ## the tests that take their time: slow lines, long silences

@@ -44,7 +44,7 @@ from rallypoint.errors import ProtocolError
 from rallypoint.rpc.agent_in_use import current_agent
 from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.connections.messages import FLAG_FOREIGN, FLAG_REFS, Kind
-from rallypoint.rpc.references.refcount import ForkId, RRefId
+from rallypoint.rpc.references.ids import ForkId, RRefId
 from rallypoint.wire import tcp, uds
 from rallypoint.wire.auth import MAX_HANDSHAKE, NONCE_BYTES, Accepting, Connecting
 from rallypoint.wire.frames import DESCRIPTOR, HEADER, INLINE, Frame, FrameParser, Shared, encode

@@ -27,6 +27,29 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = None  # asked for again, with the new variable
 
 
+# The files that take longest, the longest first: begun last, one of them would hold up the end.
+_LONGEST = [
+    "test_script_does_not_notice.py",
+    "test_examples.py",
+    "test_join.py",
+    "test_functions.py",
+    "test_torchrun.py",
+    "test_bad_input.py",
+    "test_failure_report.py",
+    "test_rpc_group.py",
+    "test_logs.py",
+    "test_dynamic.py",
+    "test_collectives.py",
+    "test_rpc_suite.py",
+    "test_shm.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_FOLDER], ignore_errors=True)
 

@@ -79,6 +79,8 @@ SANS_IO = {
     "wire/frames.py",
     "rpc/device_map.py",
     "rpc/groups/membership.py",
+    "rpc/references/commands.py",
+    "rpc/references/ids.py",
     "rpc/references/refcount.py",
     "rpc/connections/messages.py",
     "parallel/signatures.py",

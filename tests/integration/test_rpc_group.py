@@ -24,8 +24,10 @@ from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.c10d import c10d_store
 from rallypoint.rpc import Device, NodeDevices
 from rallypoint.rpc.groups import membership
-from rallypoint.rpc.groups.group import DynamicGroup, Group, StaticGroup
+from rallypoint.rpc.groups.dynamic_group import DynamicGroup
+from rallypoint.rpc.groups.group import Group
 from rallypoint.rpc.groups.member import Member, dump
+from rallypoint.rpc.groups.static_group import StaticGroup
 
 
 pytestmark = pytest.mark.integration
@@ -447,7 +449,7 @@ def start(program: str, *args: str) -> subprocess.Popen[str]:
 # Joins, and stops where its place in the journal is taken and nothing stands there yet.
 STOPS_IN_THE_MIDDLE = """
 import os, sys, threading, torch.distributed as dist
-from rallypoint.rpc.groups.group import DynamicGroup
+from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.member import Member
 kind, where, name = sys.argv[1:]
 if kind == "file":

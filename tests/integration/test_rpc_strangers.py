@@ -26,7 +26,7 @@ from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.crew.poller import WRITE
-from rallypoint.rpc.references.refcount import ForkId, RRefId
+from rallypoint.rpc.references.ids import ForkId, RRefId
 from rallypoint.wire import tcp, uds
 from rallypoint.wire.auth import Connecting
 from rallypoint.wire.frames import DESCRIPTOR, INLINE, FrameParser, Shared, encode, header

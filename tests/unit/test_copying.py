@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rallypoint.wire.copying import LEAST, Copier, pieces_of
+from rallypoint.wire.copying import LEAST, PIECE, Copier
 
 
 def block(size: int, seed: int) -> bytearray:
@@ -28,25 +28,13 @@ def copier():
 
 @pytest.mark.parametrize(
     "size",
-    [0, 1, LEAST - 1, LEAST, LEAST + 4097, 2 * LEAST, 30_000_001],
+    [0, 1, LEAST - 1, LEAST, LEAST + 4097, 11 * PIECE - 1, 11 * PIECE, 11 * PIECE + 1, 30_000_001],
 )
 def test_every_byte_arrives_and_none_beside_them_changes(copier, size):
     source, target = block(size + 2, 1), bytearray(size + 2)
     copier.move(address(target) + 1, address(source) + 1, size)
     assert target[1 : size + 1] == source[1 : size + 1]
     assert target[0] == target[-1] == 0
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [1, 4096, 1 << 19, (1 << 19) + 1, 16 << 20, (64 << 20) - 5])
-def test_pieces_cover_all_and_become_smaller(size, threads):
-    pieces = pieces_of(size, threads)
-    ends = [start + step for start, step in pieces]
-    assert [start for start, _ in pieces] == [0, *ends[:-1]]
-    assert ends[-1] == size
-    steps = [step for _, step in pieces]
-    assert steps == sorted(steps, reverse=True)
-    assert len(pieces) <= 1 + 2 * threads * (1 + (size >> 19).bit_length())
 
 
 def test_small_copies_start_no_thread(copier):

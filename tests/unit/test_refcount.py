@@ -9,20 +9,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rallypoint.errors import InternalError, RpcError
-from rallypoint.rpc.references.refcount import (
+from rallypoint.rpc.references.commands import (
     Command,
     Confirmed,
-    Fork,
-    ForkId,
     Kind,
     Lost,
     Orphaned,
-    References,
     Refuse,
     Release,
-    RRefId,
     Send,
 )
+from rallypoint.rpc.references.ids import Fork, ForkId, RRefId
+from rallypoint.rpc.references.refcount import References
 
 
 REQUEST, ACCEPT, DELETE = Kind.FORK_REQUEST, Kind.CHILD_ACCEPT, Kind.USER_DELETE

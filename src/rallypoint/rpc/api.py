@@ -29,7 +29,7 @@ from .content.script import check_arguments, is_builtin
 from .current_call import SERVING
 from .gather import AllGatherStates, Gatherings, GatherTimeout, wait as wait_gathered
 from .groups import stores
-from .groups.group import DynamicGroup
+from .groups.dynamic_group import DynamicGroup
 from .groups.member import Member
 from .internal import PythonUDF, _internal_rpc_pickler
 from .options import NativeRpcBackendOptions, RpcBackendOptions

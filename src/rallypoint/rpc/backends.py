@@ -17,8 +17,9 @@ from . import constants
 from .agent.agent import Agent
 from .agent.devices import node_devices
 from .faulty import FaultyAgent, FaultyRpcBackendOptions
-from .groups.group import DynamicGroup, StaticGroup
+from .groups.dynamic_group import DynamicGroup
 from .groups.member import Member, check_name
+from .groups.static_group import StaticGroup
 from .options import (
     NativeRpcBackendOptions,
     RpcBackendOptions,

@@ -25,7 +25,7 @@ from rallypoint.rpc.crew.crew import Crew, Job, waiting
 from rallypoint.rpc.crew.errands import Errands
 from rallypoint.rpc.crew.poller import Poller
 from rallypoint.rpc.future import RpcFuture
-from rallypoint.rpc.groups.group import DynamicGroup
+from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.roster import Group, Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.references.rref_table import RRefTable

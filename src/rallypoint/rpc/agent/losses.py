@@ -12,7 +12,7 @@ from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.dialer import Dialer
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.outgoing import Outgoing
-from rallypoint.rpc.groups.group import DynamicGroup
+from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.member import Member
 from rallypoint.rpc.worker_info import WorkerInfo
 

@@ -9,8 +9,9 @@ from typing import Any
 from rallypoint.errors import RpcError
 from rallypoint.rpc.worker_info import WorkerInfo
 
-from .group import DynamicGroup, StaticGroup
+from .dynamic_group import DynamicGroup
 from .member import Member
+from .static_group import StaticGroup
 
 
 Group = StaticGroup | DynamicGroup

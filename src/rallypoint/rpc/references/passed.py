@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from .refcount import Fork
+from .ids import Fork
 
 
 # Those that do not matter any more are looked for beyond this many.

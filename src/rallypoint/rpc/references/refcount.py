@@ -47,149 +47,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
 from rallypoint.errors import InternalError, RpcError
+
+from .commands import (
+    Command,
+    Confirmed,
+    Counts,
+    Kind,
+    Lost,
+    Orphaned,
+    Received,
+    Refuse,
+    Release,
+    Send,
+)
+from .ids import Fork, ForkId, RRefId
 
 
 # Retries of a message end after some 13 s (5 attempts, from 1 s, each wait 1.5 times the last): at 1000 deletions a
 # second, these are enough; they take 4 MB.
 REMEMBER = 16_384
-
-
-class RRefId(NamedTuple):
-    """A value's, over all workers. An equal :class:`ForkId` is not the same: they never share a table."""
-
-    created_on: int
-    local_id: int
-
-    def __str__(self) -> str:
-        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
-
-
-class ForkId(NamedTuple):
-    """A user reference's: ``created_on`` is the worker that made it, not the one that holds it."""
-
-    created_on: int
-    local_id: int
-
-    def __str__(self) -> str:
-        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fork:
-    """A reference on its way: what is pickled in its place.
-
-    Args:
-        rref_id: the value.
-        fork_id: the reference that the receiver will hold.
-        owner: where the value lives.
-        parent: who sends it.
-        type_text: the value's type, as far as the sender knows it.
-    """
-
-    rref_id: RRefId
-    fork_id: ForkId
-    owner: int
-    parent: int
-    type_text: str = ""
-
-
-class Kind(StrEnum):
-    """What workers tell each other about references. Each is acknowledged, and sent again if it was not."""
-
-    FORK_REQUEST = (
-        "fork_request"  # user to owner: register me; its answer confirms or fails the fork
-    )
-    CHILD_ACCEPT = "child_accept"  # child to parent: you need not cover me any more
-    USER_DELETE = "user_delete"  # user to owner: nobody holds this fork any more
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send this message until it is acknowledged. ``to`` is another worker, and none that is known to be lost."""
-
-    to: int
-    kind: Kind
-    rref_id: RRefId
-    fork_id: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """The owner has registered this fork: functions that waited for it may run."""
-
-    fork_id: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """This reference is dead, and will remain so: end what waits for it."""
-
-    fork_id: ForkId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Answer the FORK_REQUEST that was just given with this failure. Without it, the answer is yes."""
-
-    fork_id: ForkId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Forget the value, if it is there; if its function still runs, forget the result when it comes."""
-
-    rref_id: RRefId
-
-
-@dataclass(frozen=True, slots=True)
-class Orphaned:
-    """The value that others wait for will not be made: fail those who ask for it."""
-
-    rref_id: RRefId
-    reason: str
-
-
-Command = Send | Confirmed | Lost | Refuse | Release | Orphaned
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """What has become of a reference that came.
-
-    Args:
-        fork_id: the user reference to hold (then ``dropped``); None: the value lives here.
-        commands: to be carried out.
-        gone: why it can not be used; if not, and it lives here, it is held once (then ``owner_local_dropped``).
-    """
-
-    fork_id: ForkId | None
-    commands: list[Command]
-    gone: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
-    """How many there are now.
-
-    Args:
-        num_owner_rrefs: own values that others refer to.
-        num_forks: their references, those on their way included.
-        num_users: references to values of others; at shutdown, 0 means that all are deleted.
-        num_pending_users: those of them that the owner has not confirmed yet.
-        num_pending_children: references that were passed on and are not accepted yet.
-    """
-
-    num_owner_rrefs: int
-    num_forks: int
-    num_users: int
-    num_pending_users: int
-    num_pending_children: int
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from rallypoint.rpc.content.payload import Writer, current_forks, register_reduc
 from rallypoint.rpc.content.script import is_builtin
 from rallypoint.rpc.worker_info import WorkerInfo
 
-from .refcount import Fork, ForkId, RRefId
+from .ids import Fork, ForkId, RRefId
 
 
 if TYPE_CHECKING:

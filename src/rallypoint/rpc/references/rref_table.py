@@ -20,21 +20,19 @@ from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.future import RpcFuture
 
-from .refcount import (
+from .commands import (
     Command,
     Confirmed,
-    Fork,
-    ForkId,
     Kind as Control,
     Lost,
     Orphaned,
     Received,
-    References,
     Refuse,
     Release,
-    RRefId,
     Send,
 )
+from .ids import Fork, ForkId, RRefId
+from .refcount import References
 
 
 if TYPE_CHECKING:

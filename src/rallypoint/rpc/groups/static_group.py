@@ -1,0 +1,165 @@
+"""A group whose members are all there from the beginning."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from typing import Final, Self
+
+from rallypoint.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ProtocolError,
+    RpcError,
+)
+from rallypoint.rpc.device_map import find_problem
+
+from .group import agree_on_kind, no_destination
+from .group_store import C10dStore, Calls
+from .member import RECORD_VERSION, Member, dump, load, member_from, shown, whole
+
+
+class StaticGroup:
+    """``world_size`` processes, each with its rank, which all come at the beginning. Its epoch is always 1."""
+
+    is_static = True
+
+    def __init__(self, store: C10dStore, me: Member, members: tuple[Member, ...]) -> None:
+        self._calls = Calls(store)
+        self._me = me
+        self._members = members
+        self._by_name = {member.name: member for member in members}
+
+    @classmethod
+    def form(
+        cls, store: C10dStore, me: Member, world_size: int, timeout: float | None = None
+    ) -> Self:
+        """Be one of ``world_size``; all see the same group, or fail for the same reason.
+
+        Blocks: until all have come. The store's other users have to wait as long.
+
+        Args:
+            me: its ``id`` is its rank.
+            timeout: seconds to wait for the others; None: no limit.
+
+        Raises:
+            ConfigError: the rank is not below ``world_size``, or device maps do not go together.
+            DeadlineExceeded: some never came; says which ranks.
+            RpcError: rank or name is taken, the group is a dynamic one, or the store is lost.
+        """
+        if not 0 <= me.id < world_size:
+            raise ConfigError("rank", me.id, f"expected 0 to {world_size - 1}: one of {world_size}")
+        calls = Calls(store)
+        agree_on_kind(calls, b"static")
+        record = dump(
+            {"v": RECORD_VERSION, "world_size": world_size, "member": me.body()}, "member"
+        )
+        held = calls.announce_new(f"rank/{me.id}", record)
+        if held != record:
+            raise RpcError(
+                f"rank {me.id} is taken by {_taker(held)}: each process needs a rank of its own, and"
+                " a group that forms anew a store prefix of its own"
+            )
+        keys = [f"rank/{rank}" for rank in range(world_size)]
+        if not calls.wait(keys, timeout):
+            # Those who see this record, too, must know that it is void; unless all have seen one group already.
+            seal = calls.put_new("formed", _given_up(me))
+            missing = [key.removeprefix("rank/") for key in calls.absent(keys)]
+            if missing or seal.startswith(_GIVEN_UP):
+                calls.delete(f"rank/{me.id}")
+                lacking = f"; missing: rank {', '.join(missing)}" if missing else ""
+                raise DeadlineExceeded(
+                    f"{world_size - len(missing)} of {world_size} members came within {timeout:g} s{lacking};"
+                    " see why they did not start, or raise the timeout"
+                )
+        members = _check(calls.read(keys), world_size)
+        gave_up = _confirm(calls, members)
+        if gave_up is not None:
+            calls.delete(f"rank/{me.id}")
+            raise DeadlineExceeded(f"{gave_up} gave up waiting before all members had come")
+        return cls(store, me, members)
+
+    @property
+    def me(self) -> Member:
+        return self._me
+
+    @property
+    def epoch(self) -> int:
+        return 1
+
+    def members(self) -> tuple[int, tuple[Member, ...]]:
+        return 1, self._members
+
+    def find(self, key: str | int) -> Member:
+        if isinstance(key, str):
+            member = self._by_name.get(key)
+        else:
+            member = self._members[key] if 0 <= key < len(self._members) else None
+        if member is None:
+            raise no_destination(key, self._members)
+        return member
+
+    def last_words(self, member: Member) -> str | None:
+        key = f"left/{member.id}"
+        return self._calls.read([key])[0].decode() if self._calls.present([key]) else None
+
+    def leave(self, reason: str = "") -> None:
+        """Leave last words. The others go on to list this member: a static group stays what it is."""
+        self._calls.set(f"left/{self._me.id}", (reason or "left").encode())
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+_GIVEN_UP: Final = b"given up by "
+
+
+def _given_up(member: Member) -> bytes:
+    return _GIVEN_UP + member.incarnation.encode()
+
+
+def _taker(record: bytes) -> str:
+    with contextlib.suppress(ProtocolError):
+        return str(_read_static(record)[1])
+    return f"something that is no member: {shown(record)}"
+
+
+def _read_static(data: bytes) -> tuple[int, Member]:
+    record = load(data, "member")
+    return whole(record.get("world_size"), "world_size"), member_from(record.get("member"))
+
+
+def _check(records: Sequence[bytes], world_size: int) -> tuple[Member, ...]:
+    """The members, if their records make a group. Whoever has the same records comes to the same end."""
+    read = [_read_static(each) for each in records]
+    members = tuple(member for _, member in read)
+    sizes = {size for size, _ in read}
+    if sizes != {world_size}:
+        each = ", ".join(f"rank {member.id}: {size}" for size, member in read)
+        raise ConfigError("world_size", world_size, f"the members do not agree on it: {each}")
+    by_name: dict[str, Member] = {}
+    for member in members:
+        other = by_name.setdefault(member.name, member)
+        if other is not member:
+            raise RpcError(f"RPC worker name {member.name} is not unique: {other} and {member}")
+    problem = find_problem({member.name: member.devices for member in members})
+    if problem is not None:
+        raise ConfigError("device maps", None, problem)
+    return members
+
+
+def _confirm(calls: Calls, members: tuple[Member, ...]) -> Member | None:
+    """Seal the group. Returns who has given up before all had come, if anybody has."""
+    crowd = " ".join(member.incarnation for member in members)
+    seal = b"formed by " + hashlib.sha256(crowd.encode()).hexdigest().encode()
+    while (held := calls.put_new("formed", seal)) != seal:
+        if not held.startswith(_GIVEN_UP):
+            raise RpcError(
+                "other processes have formed a group under this store prefix; give each group one of its own"
+            )
+        gave_up = next((member for member in members if _given_up(member) == held), None)
+        if gave_up is not None:
+            return gave_up
+        calls.delete("formed")  # who gave up has come again since, or another in its place
+    return None
