@@ -442,7 +442,7 @@ def store() -> Any:
 
     from rallypoint._core import resolver
 
-    with resolver.without_name_servers():
+    with resolver.connecting_to("127.0.0.1"):
         shared = dist.TCPStore(
             "127.0.0.1", _meeting["port"], is_master=False, wait_for_workers=False
         )

@@ -101,7 +101,8 @@ note(f"{attempt}.{rank}.json", json.dumps(seen))
 sys.stdout.write(f"out of rank {rank}: apple\\n")
 sys.stdout.write(f"out of rank {rank}: pear\\n")
 sys.stdout.flush()
-print(f"err of rank {rank}: orange, pear", file=sys.stderr, flush=True)
+sys.stderr.write(f"err of rank {rank}: orange, pear\\n")
+sys.stderr.flush()
 if end == "well" or (end == "fails at first" and attempt != "0"):
     sys.exit(0)
 if rank == "1":

@@ -89,15 +89,20 @@ def is_this_host(host: str) -> bool:
 
     No name is compared with another: short names, aliases and machines without reverse DNS work.
     """
+    return own_address(host) is not None
+
+
+def own_address(host: str) -> str | None:
+    """The first address of ``host`` that belongs to this machine, as numbers; None if none does."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
     except OSError:
-        return False
+        return None
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as sock:
             sock.bind(address)
-            return True
-    return False
+            return str(address[0])
+    return None
 
 
 def hostname() -> str:

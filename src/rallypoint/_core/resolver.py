@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import ipaddress
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +56,56 @@ def without_name_servers() -> Iterator[None]:
         yield
     finally:
         held.nscount = servers
+
+
+@contextlib.contextmanager
+def connecting_to(host: str) -> Iterator[None]:
+    """Around c10d's connecting to ``host``: no name server is asked, unless that is a name and no address.
+
+    What c10d would warn of, that it does not know the name of an address, nobody needs to know.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        yield
+        return
+    with without_name_servers(), _quiet:
+        yield
+
+
+class _Quiet:
+    """c10d's warnings are not printed in such blocks, of whatever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._before = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            level = _log_level()
+            if not self._blocks and level is not None:
+                self._before, level.value = level.value, max(level.value, _ERROR)
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            level = _log_level()
+            if not self._blocks and level is not None:
+                level.value = self._before
+
+
+_quiet = _Quiet()
+_ERROR = 2
+
+
+def _log_level() -> ctypes.c_int | None:
+    """What TORCH_CPP_LOG_LEVEL has set; None where torch is not loaded, or another one."""
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
 
 
 def numeric(host: str, port: int) -> str:

@@ -475,15 +475,12 @@ def _all_gather(
     leader = names[0]
     seconds = agent.default_timeout if timeout < 0 else timeout
     limit = seconds or None
-    number = _gatherings.next_number(names)
-    epoch, _ = agent.group.members() if agent.group is not None else (0, ())
-    del epoch  # the names say it: a worker that comes again makes another group of them
-    sequence_id = (str(number), *names)
+    # The names stand for the epoch: a worker that comes or goes makes another group of them.
+    sequence_id = (str(_gatherings.next_number(names)), *names)
     deadline = Deadline(limit)
     call_timeout = timeout if timeout >= 0 else constants.UNSET_RPC_TIMEOUT
     if me == leader:
-        if _gatherings.add(sequence_id, names, me, obj):
-            pass
+        _gatherings.add(sequence_id, names, me, obj)
     else:
         rpc_sync(
             leader,
@@ -566,14 +563,15 @@ def _barrier(worker_names: Collection[str]) -> None:
 # -- leaving --------------------------------------------------------------------------------------
 
 
-def _wait_all_workers(timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until every worker has come to its end.
+def _wait_all_workers(timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> dict[str, Any]:
+    """Wait until every worker has come to its end. Returns what each had done by then.
 
     Raises:
         DeadlineExceeded: some have not; says who.
     """
+    agent = _agent()
     try:
-        _all_gather(None, timeout=timeout)
+        return _all_gather(_work_of(agent) if isinstance(agent, Agent) else None, timeout=timeout)
     except RuntimeError as error:
         logger.error("Failed to respond to 'Shutdown Proceed' in time, got error %s", error)  # noqa: TRY400  # raised below
         raise
@@ -615,12 +613,13 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
     deadline = Deadline(timeout or None)
     try:
         if graceful:
+            first: dict[str, Any] | None = None
             if not isinstance(agent.group, DynamicGroup):
-                _wait_all_workers(timeout)
+                first = _wait_all_workers(timeout)
             left = deadline.remaining()
             # Without an argument where there is no limit: programs, and torch's tests, put theirs in its place.
             _delete_all_user_and_unforked_owner_rrefs(*(() if left is None else (left,)))
-            _quiesce(agent, deadline)
+            _quiesce(agent, deadline, first)
             # Others may still wait for the answers to their last words.
             agent.wait_idle(Deadline(_LAST_WORDS))
             if not _ignore_rref_leak:
@@ -631,11 +630,14 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
         _finalize_shutdown()
 
 
-def _quiesce(agent: Agent, deadline: Deadline) -> None:
+def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> None:
     """Wait until no call is under way: late ones, made by functions that still run, are served.
 
     In a static group that is so when all say so twice in a row, with nobody having made or served a call
     in between (Mattern's two waves).
+
+    Args:
+        first: what all have said already, when they came here.
     """
     _wait_idle(agent, deadline)
     if isinstance(agent.group, DynamicGroup):
@@ -643,22 +645,22 @@ def _quiesce(agent: Agent, deadline: Deadline) -> None:
     names = sorted(each.name for each in agent.infos())
     if len(names) == 1:
         return
-    before = None
+    before = first
     while True:
-        _wait_idle(agent, deadline)
         left = deadline.remaining()
-        counters = agent.counters
-        own = (counters.user_sent, counters.user_served, agent.is_idle())
-        said = _all_gather(own, names, 0 if left is None else max(left, 0.001))
-        state = sorted(said.items())
-        sent = sum(each[0] for each in said.values())
-        served = sum(each[1] for each in said.values())
-        if state == before and sent == served:
+        said = _all_gather(_work_of(agent), names, 0 if left is None else max(left, 0.001))
+        # Where more was sent than was served, and nothing changes: calls that were given up are never served, nor
+        # is one whose callee has gone.
+        if said == before:
             return
-        if sent != served and state == before:
-            # Calls that were given up are never served, nor is one whose callee has gone.
-            return
-        before = state
+        before = said
+        _wait_idle(agent, deadline)
+
+
+def _work_of(agent: Agent) -> tuple[int, int, bool]:
+    """What it has sent and served for the program, and whether it has nothing to do now."""
+    counters = agent.counters
+    return counters.user_sent, counters.user_served, agent.is_idle()
 
 
 def _wait_idle(agent: Agent, deadline: Deadline) -> None:

@@ -9,10 +9,9 @@ count as users of the file, and it goes when these have ended), else on a clone.
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol, Self
@@ -150,7 +149,7 @@ class Listener:
         clone = getattr(store, "clone", None)
         if clone is None or type(_innermost(store)).__name__ in ("FileStore", "HashStore"):
             return cls(Calls(store), False, None)
-        with _as_rpc_error(), _connecting(store):
+        with _as_rpc_error(), resolver.connecting_to(getattr(_innermost(store), "host", "")):
             own = clone()
         return cls(Calls(own), blocks, own)
 
@@ -171,15 +170,6 @@ class Listener:
         end = getattr(_innermost(self.clone), "close", None)  # a TCPStore's ends with the object
         if end is not None:
             end()
-
-
-def _connecting(store: Any) -> AbstractContextManager[None]:
-    """c10d asks for the name of the address it connects to: that can take seconds, and nobody needs it."""
-    try:
-        ipaddress.ip_address(getattr(_innermost(store), "host", ""))
-    except ValueError:
-        return nullcontext()  # a name, which has to be looked up
-    return resolver.without_name_servers()
 
 
 def _innermost(store: Any) -> Any:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from datetime import timedelta
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as torch_distributed
 
 from rallypoint._core import env
-from rallypoint._core.addresses import check_host, is_this_host
+from rallypoint._core.addresses import check_host, own_address
+from rallypoint._core.clock import Deadline
+from rallypoint._core.resolver import connecting_to
 from rallypoint.errors import ConfigError
 
 
@@ -17,6 +21,8 @@ from rallypoint.errors import ConfigError
 dist: Any = torch_distributed
 # With these torch's store waits for all workers, unless the address says that there are any number.
 _WAITING = ("env", "tcp")
+# Seconds between two tries to reach a store that nobody serves yet: the first, and the longest.
+_SOON: Final = (0.002, 0.1)
 
 
 def open_store(
@@ -37,59 +43,106 @@ def open_store(
 
     Raises:
         ConfigError: it is none of these.
+        torch.distributed.DistNetworkError: nobody has served it in time.
     """
     limit = timedelta(seconds=timeout) if timeout else dist.constants.default_pg_timeout
     _check_host(init_method)
+    url = urlsplit(init_method)
     if (rank >= 0 and world_size) or (torch_rules and rank < 0):
         # torch's own way, so that every scheme that it knows, or was taught, works. But the store is not to wait
         # for all workers: that cannot be interrupted, and does not say who is missing. The group waits for them.
-        url = urlsplit(init_method)
+        host = ""
         if (
             rank >= 0
             and url.scheme in _WAITING
             and "rank=" not in url.query
             and "world_size=" not in url.query
         ):
+            server = _server_of(url)
+            if server is not None:
+                host = _reached(*server, rank, limit)
+                url = url._replace(scheme="tcp", netloc=_netloc(host, server[1]))
             url = url._replace(query=f"{url.query}&rank={rank}&world_size=-1".lstrip("&"))
             init_method, rank, world_size = url.geturl(), -1, None
-        found = dist.rendezvous(init_method, rank, world_size or -1, timeout=limit)
-        return next(iter(found))[0]
-    url = urlsplit(init_method)
-    match url.scheme:
-        case "file":
-            return dist.FileStore(url.path, -1)
-        case "tcp":
-            return _tcp(str(url.hostname), url.port, limit, rank)
-        case "env":
-            host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-            if host is None or port is None:
-                raise ConfigError(
-                    "init_method",
-                    init_method,
-                    "needs MASTER_ADDR and MASTER_PORT in the environment",
-                    "start the workers with rally run, or set them",
-                )
-            return _tcp(host, int(port), limit, rank)
-        case _:
-            pass
-    raise ConfigError(
-        "init_method", init_method, "expected env://, tcp://host:port or file:///path"
-    )
+        with connecting_to(host):
+            found = dist.rendezvous(init_method, rank, world_size or -1, timeout=limit)
+            return next(iter(found))[0]
+    if url.scheme == "file":
+        return dist.FileStore(url.path, -1)
+    if url.scheme not in _WAITING:
+        raise ConfigError(
+            "init_method", init_method, "expected env://, tcp://host:port or file:///path"
+        )
+    server = _server_of(url)
+    if server is None and url.scheme == "tcp":
+        raise ConfigError("init_method", init_method, "expected a port: tcp://host:port")
+    if server is None:
+        raise ConfigError(
+            "init_method",
+            init_method,
+            "needs MASTER_ADDR and MASTER_PORT in the environment",
+            "start the workers with rally run, or set them",
+        )
+    return _tcp(*server, limit, rank)
 
 
-def _tcp(host: str, port: int | None, limit: timedelta, rank: int) -> Any:
+def _tcp(host: str, port: int, limit: timedelta, rank: int) -> Any:
     """Rank 0 serves it; without ranks, whoever comes first on the store's host."""
-    if port is None:
-        raise ConfigError("init_method", f"tcp://{host}", "expected a port: tcp://host:port")
-    if rank == 0:
-        return dist.TCPStore(host, port, None, True, limit, wait_for_workers=False)
-    if rank < 0 and is_this_host(host):
+    own = own_address(host) if rank <= 0 else None
+    if rank == 0 or own is not None:
         try:
-            return dist.TCPStore(host, port, None, True, limit, wait_for_workers=False)
+            with connecting_to(own or host):
+                return dist.TCPStore(own or host, port, None, True, limit, wait_for_workers=False)
         except (RuntimeError, OSError):
+            if rank == 0:
+                raise
             # Somebody serves it already.
-            pass
-    return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+    address = _reached(host, port, 1, limit)
+    with connecting_to(address):
+        return dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
+
+
+def _server_of(url: SplitResult) -> tuple[str, int] | None:
+    """The host and the port that an ``init_method`` names; None if it names none."""
+    host, port = url.hostname, str(url.port or "")
+    if url.scheme == "env":
+        host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT") or ""
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() else None
+
+
+def _netloc(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _reached(host: str, port: int, rank: int, limit: timedelta) -> str:
+    """The address, as numbers, that this rank is to connect to; if another process serves it, when that does.
+
+    c10d's own client tries it again after half a second and more, so that one whose server comes a millisecond later is late by
+    as much; it cannot be interrupted, takes twice its time-out, and prints pages of C++ when it gives up.
+
+    Raises:
+        torch.distributed.DistNetworkError: nobody serves it in time.
+    """
+    if rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return own_address(host) or host
+    seconds = limit.total_seconds()
+    deadline, never = Deadline(seconds), threading.Event()
+    pause, longest = _SOON
+    while True:
+        left = deadline.remaining()
+        try:
+            with socket.create_connection((host, port), left or 0.001) as sock:
+                return str(sock.getpeername()[0])
+        except OSError as error:
+            reason = error.strerror or str(error)
+        left = deadline.remaining()
+        if not left:
+            raise dist.DistNetworkError(
+                f"nobody has served the store at {_netloc(host, port)} within {seconds:g} s ({reason}): is rank 0 running, and is"
+                " this its address?"
+            )
+        never.wait(min(pause, left))
+        pause = min(2 * pause, longest)
 
 
 def _check_host(init_method: str) -> None:
