@@ -35,11 +35,16 @@ def settled() -> bool:
     return 0 < before == made
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["new function", "known to be long"])
 @pytest.mark.parametrize("transport", ["uds", "tcp"])
-def test_answers_that_nobody_reads_hold_up_further_calls_and_none_is_lost(transport):
+def test_answers_that_nobody_reads_hold_up_further_calls_and_none_is_lost(transport, is_known):
+    """Those of a function that is known to be long wait in line, read already, when the others are still unread."""
     calls = 200
     with Workers(2) as workers:
         workers.run(lambda: rpc_workers.join(transports=(transport,), in_flight_bytes=8 * MIB))
+
+        if is_known:
+            workers.on(0, lambda: len(rpc.rpc_sync("w1", block, (0,))))
 
         def begin_and_stand_still():
             rpc_workers.held["calls"] = [

@@ -99,6 +99,8 @@ class Request:
     # -- by the crew ------------------------------------------------------------------------------
 
     def run(self) -> None:
+        if self._incoming.is_deaf and self._incoming.park(self):
+            return
         if self._content is not None:
             if self._is_unwanted():
                 self._content = None
@@ -108,8 +110,6 @@ class Request:
                 self._begin(later=False)
             except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
                 self._fail_to_begin(error)
-            return
-        if self._incoming.is_deaf and self._incoming.park(self):
             return
         frame = self._frame
         if self._call is None:
