@@ -11,6 +11,8 @@ import pytest
 import rpc_workers
 from rallypoint import rpc
 from rallypoint._core import resolver
+from rallypoint.errors import ConfigError
+from rallypoint.rpc.groups import stores
 from rpc_workers import CaseFailed, Workers, timed
 
 
@@ -81,6 +83,30 @@ def test_members_without_ranks_meet_at_whoever_was_first():
         workers.on(1, rpc.shutdown)
         workers.on(0, rpc.shutdown)
         assert_silent(workers)
+
+
+@pytest.mark.parametrize("world_size", [2, None], ids=["static", "dynamic"])
+@pytest.mark.parametrize("port", ["99999", "abc"])
+def test_a_port_that_is_none_is_named(port, world_size, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    for where in (f"tcp://127.0.0.1:{port}", f"tcp://[::1]:{port}", "env://"):
+        with pytest.raises(ConfigError, match=f"'{port}': expected a port: a number from 0 to"):
+            stores.open_store(where, 1, world_size, 1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1, -1])
+def test_the_launchers_store_is_served_by_no_member(rank, monkeypatch, capfd):
+    import torch.distributed as dist
+
+    served = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    capfd.readouterr()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(served.port))
+    stores.open_store("env://", rank, None, 5.0).set("a", "b")
+    assert served.get("a") == b"b"
+    assert capfd.readouterr().err == ""
 
 
 def test_env_says_where():

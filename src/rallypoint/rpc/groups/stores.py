@@ -60,7 +60,9 @@ def open_store(
         ):
             server = _server_of(url)
             if server is not None:
-                host = _reached(*server, rank, limit)
+                host = own_address(server[0]) or server[0]
+                if not _serves(rank):
+                    host = _await_server(*server, limit)
                 url = url._replace(scheme="tcp", netloc=_netloc(host, server[1]))
             url = url._replace(query=f"{url.query}&rank={rank}&world_size=-1".lstrip("&"))
             init_method, rank, world_size = url.geturl(), -1, None
@@ -88,8 +90,8 @@ def open_store(
 
 def _tcp(host: str, port: int, limit: timedelta, rank: int) -> Any:
     """Rank 0 serves it; without ranks, whoever comes first on the store's host."""
-    own = own_address(host) if rank <= 0 else None
-    if rank == 0 or own is not None:
+    own = own_address(host)
+    if _serves(rank) or (rank < 0 and own is not None and _serves(0)):
         try:
             with connecting_to(own or host):
                 return dist.TCPStore(own or host, port, None, True, limit, wait_for_workers=False)
@@ -97,34 +99,47 @@ def _tcp(host: str, port: int, limit: timedelta, rank: int) -> Any:
             if rank == 0:
                 raise
             # Somebody serves it already.
-    address = _reached(host, port, 1, limit)
+    address = _await_server(host, port, limit)
     with connecting_to(address):
         return dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
 
 
+def _serves(rank: int) -> bool:
+    """Whether this rank is the one that serves a TCP store: none does where the launcher does."""
+    return rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def _server_of(url: SplitResult) -> tuple[str, int] | None:
-    """The host and the port that an ``init_method`` names; None if it names none."""
-    host, port = url.hostname, str(url.port or "")
+    """The host and the port that an ``init_method`` names; None if it lacks one of them.
+
+    Raises:
+        ConfigError: the port is none.
+    """
+    what, host = "init_method", url.hostname
     if url.scheme == "env":
-        host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT") or ""
-    return (host.strip("[]"), int(port)) if host and port.isdecimal() else None
+        what, host, port = "MASTER_PORT", env.get("MASTER_ADDR"), env.get("MASTER_PORT") or ""
+    else:
+        port = url.netloc.rpartition("]")[2].rpartition(":")[2] if ":" in url.netloc else ""
+    if not host or not port:
+        return None
+    if not port.isdecimal() or not 0 <= int(port) < 1 << 16:
+        raise ConfigError(what, port, "expected a port: a number from 0 to 65535")
+    return host.strip("[]"), int(port)
 
 
 def _netloc(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _reached(host: str, port: int, rank: int, limit: timedelta) -> str:
-    """The address, as numbers, that this rank is to connect to; if another process serves it, when that does.
+def _await_server(host: str, port: int, limit: timedelta) -> str:
+    """Wait until somebody serves a TCP store there; returns the address that answered, as numbers.
 
     c10d's own client tries it again after half a second and more, so that one whose server comes a millisecond later is late by
     as much; it cannot be interrupted, takes twice its time-out, and prints pages of C++ when it gives up.
 
     Raises:
-        torch.distributed.DistNetworkError: nobody serves it in time.
+        torch.distributed.DistNetworkError: nobody does in time.
     """
-    if rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return own_address(host) or host
     seconds = limit.total_seconds()
     deadline, never = Deadline(seconds), threading.Event()
     pause, longest = _SOON
