@@ -353,6 +353,130 @@ def test_a_full_disk_is_said_and_the_worker_goes_on(tmp_path, small_disk):
     assert re.search(r"stdout\.log: No space left on device", said[0])
 
 
+# -- stdout is live ---------------------------------------------------------------------------------
+
+LIVE = """
+import pathlib, signal, subprocess
+print("begin", rank, end=" ")
+print("of", "it")
+print("\\r1%", end="")
+print("\\r2%", end="\\n")
+subprocess.run(["echo", "child", rank])
+sys.stdout.buffer.write(b"bytes\\n")
+os.write(1, b"descriptor\\n")
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+print("last", rank)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@BOTH_STARTS
+@pytest.mark.parametrize("where", ["pipe", "file", "redirects", "tee"])
+def test_what_a_worker_prints_is_there_at_once_and_when_it_is_killed(tmp_path, start, where):
+    flags = {"redirects": ("-r", "1"), "tee": ("--tee", "1")}.get(where, ())
+    words = command(tmp_path, LIVE, "--start-method", start, "--log-dir", "logs", *flags)
+    output = tmp_path / "output"
+    output.touch()
+
+    def shown() -> str:
+        files = list((tmp_path / "logs").rglob("stdout.log")) if where == "redirects" else [output]
+        return "".join(file.read_text() for file in files).replace("[default0]:", "")
+
+    through = ["sh", "-c", '"$@" | cat >output', "sh"] if where == "pipe" else []
+    with output.open("ab") as file, job([*through, *words], tmp_path, file.fileno()) as process:
+        try:
+            _wait_for(lambda: "descriptor\n" in shown())
+            before = shown()
+        finally:
+            (tmp_path / "go").touch()
+        process.wait(TIMEOUT)
+    lines = [line for line in before.splitlines() if line]
+    assert lines == ["begin 0 of it", "1%", "2%", "child 0", "bytes", "descriptor"]
+    assert shown().splitlines()[-1] == "last 0"
+
+
+@BOTH_STARTS
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_lines_of_two_ranks_do_not_cut_into_each_other_in_a_pipe(tmp_path, start, stream):
+    """They are longer than what a pipe takes as a whole (4 KiB), and it is full all the time."""
+    script = BURST.replace(", n)", f", n, file=sys.{stream})")
+    words = command(tmp_path, script, "--start-method", start, "--nproc-per-node", "3")
+    read, write = os.pipe()
+    ends = {"stdout": (write, None), "stderr": (subprocess.DEVNULL, write)}[stream]
+    with job(words, tmp_path, *ends) as process:
+        os.close(write)
+        _wait_for(lambda: _is_full(read))
+        with open(read) as file:
+            lines = [line for line in file if not line.startswith("err")]
+        assert process.wait(TIMEOUT) == 0
+    check_burst("".join(f"[default{line[0]}]:{line}" for line in lines))
+
+
+def _is_full(pipe: int) -> bool:
+    waiting = fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4)
+    return int.from_bytes(waiting, sys.byteorder) >= 60_000
+
+
+def test_a_signal_handler_may_print_while_its_worker_prints(tmp_path):
+    script = """
+import signal, threading
+signal.signal(signal.SIGUSR1, lambda *_: print("handler"))
+main = threading.main_thread().ident
+def disturb():
+    for _ in range(500):
+        signal.pthread_kill(main, signal.SIGUSR1)
+        time.sleep(0.0005)
+thread = threading.Thread(target=disturb)
+thread.start()
+n = 0
+while thread.is_alive():
+    print("line", n)
+    n += 1
+print("end", n)
+"""
+    done = run(tmp_path, script, *EXEC, "--nproc-per-node", "2", "--tee", "0")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    ends = sorted(int(line.split()[1]) for line in lines if line.startswith("end"))
+    printed = sorted(int(line.split()[1]) for line in lines if line.startswith("line"))
+    assert printed == sorted([*range(ends[0]), *range(ends[1])])
+    assert set(lines) - {f"line {n}" for n in printed} == {"handler", *(f"end {n}" for n in ends)}
+
+
+def test_a_killed_supervisor_takes_no_output_with_it(tmp_path):
+    script = """
+n = 0
+while True:
+    print(rank, n)
+    with open(f"printed-{rank}", "w") as file: file.write(str(n))
+    n += 1
+"""
+    words = command(tmp_path, script, *EXEC, "--nproc-per-node", "2")
+    read, write = os.pipe()
+    with subprocess.Popen(["cat"], stdin=read, stdout=subprocess.PIPE, text=True) as cat:
+        os.close(read)
+        with job(words, tmp_path, write) as process:
+            os.close(write)
+            _wait_for(lambda: all((tmp_path / f"printed-{rank}").exists() for rank in (0, 1)))
+            process.kill()
+        text = cat.communicate(timeout=TIMEOUT)[0]
+    for rank in (0, 1):
+        printed = int((tmp_path / f"printed-{rank}").read_text() or 0)
+        seen = [int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{rank} ")]
+        assert seen == list(range(len(seen))) and len(seen) > printed
+
+
+def test_blocks_and_no_buffer_are_to_be_had(tmp_path):
+    script = "print('lost', end='')\nos._exit(0)"
+    words = (*EXEC, "--nproc-per-node", "2")
+    assert run(tmp_path, script, *words, "--block-buffered").stdout == ""
+    assert run(tmp_path, script, *words, "-u").stdout == "lostlost"
+    assert run(tmp_path, script, *words, env={"PYTHONUNBUFFERED": "1"}).stdout == "lostlost"
+    done = run(tmp_path, script, *words, "-u", "--block-buffered")
+    assert done.returncode == 2 and "--block-buffered: cannot be combined" in done.stderr
+
+
 # -- terminals ------------------------------------------------------------------------------------
 
 

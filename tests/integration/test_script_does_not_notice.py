@@ -466,6 +466,8 @@ STREAMS = (
     "    for s in (sys.stdin, sys.stdout, sys.stderr)}\n"
     "print(json.dumps(facts), flush=True)\n"
 )
+# Python's own way; by default stdout is live (test_logs.py).
+BLOCKS = ("--block-buffered",)
 # os._exit drops what is in buffers: what comes out shows what was buffered.
 WHAT_IS_BUFFERED = STREAMS + (
     "sys.stdout.write('text without newline')\n"
@@ -489,11 +491,11 @@ def full_device() -> int:
 @pytest.mark.parametrize(
     ("flags", "python_flags", "env"),
     [
-        ((), (), {}),
+        (BLOCKS, (), {}),
         ((), (), {"PYTHONUNBUFFERED": "1"}),
-        ((), (), {"PYTHONIOENCODING": "latin-1:replace"}),
-        ((), (), {"PYTHONUTF8": "1"}),
-        ((), (), {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
+        (BLOCKS, (), {"PYTHONIOENCODING": "latin-1:replace"}),
+        (BLOCKS, (), {"PYTHONUTF8": "1"}),
+        (BLOCKS, (), {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
     ],
     ids=["default", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "PYTHONUTF8", "C locale"],
 )
@@ -526,7 +528,7 @@ def test_unbuffered_is_what_python_u_is(tmp_path: Path, stub_torch: Path) -> Non
 def test_stdout_that_cannot_be_written_is_told_as_python_does(
     make: Callable[[], int], source: str, run: Runner
 ) -> None:
-    assert_same(run(Probe(files={"probe.py": source}, stdout=make)))
+    assert_same(run(Probe(files={"probe.py": source}, flags=BLOCKS, stdout=make)))
 
 
 def test_a_terminal_is_a_terminal_for_the_script(tmp_path: Path, stub_torch: Path) -> None:
@@ -561,7 +563,7 @@ def test_a_worker_that_writes_into_a_file_knows_it(tmp_path: Path, stub_torch: P
             ours = -1
         else:
             ours, end = pty.openpty()
-        flags = ["--redirects=1", "--log-dir", str(tmp_path / how)]
+        flags = ["--redirects=1", "--log-dir", str(tmp_path / how), *BLOCKS]
         probe = Probe(
             files={"probe.py": source}, flags=flags, stdout=lambda fd=end: fd, keep=["facts"]
         )

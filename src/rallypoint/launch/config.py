@@ -189,6 +189,7 @@ class LaunchConfig:
         start_method: fork server or plain interpreters.
         preload: modules the fork server imports after torch.
         unbuffered: workers' stdout is unbuffered, as under ``python -u``.
+        block_buffered: it is buffered in blocks where it leads to a file or pipe; else line by line.
         virtual_local_rank: every worker sees LOCAL_RANK=0 and one device.
         numa_binding: how workers are bound to CPUs, or None.
         local_rank_base: local rank of the first worker (several supervisors on one machine).
@@ -220,6 +221,7 @@ class LaunchConfig:
     start_method: StartMethod = StartMethod.FORKSERVER
     preload: tuple[str, ...] = ()
     unbuffered: bool = False
+    block_buffered: bool = False
     virtual_local_rank: bool = False
     numa_binding: NumaBinding | None = None
     local_rank_base: int = 0

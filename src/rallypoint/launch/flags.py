@@ -241,7 +241,15 @@ FLAGS: tuple[Flag, ...] = (
         short="-u",
         group=_START,
         env=False,
-        help="workers' stdout is unbuffered, as under python -u (and under torchrun)",
+        help="workers' stdout is unbuffered, as under python -u (and under torchrun); by default each"
+        " line is written when it is complete",
+    ),
+    Flag(
+        name="--block-buffered",
+        group=_START,
+        env=False,
+        help="workers' stdout is buffered in blocks where it is a file or pipe: faster for megabytes"
+        " of output, lost if a worker is killed",
     ),
     Flag(
         name="--virtual-local-rank",

@@ -125,6 +125,7 @@ class _Settings:
             start_method=start_method,
             preload=tuple(name for name in self._text("preload").split(",") if name),
             unbuffered=self._switch("unbuffered"),
+            block_buffered=self._block_buffered(),
             virtual_local_rank=self._switch("virtual_local_rank"),
             numa_binding=cast("NumaBinding | None", self._values["numa_binding"]),
             local_rank_base=placement.local_rank if placement and several_here else 0,
@@ -202,6 +203,11 @@ class _Settings:
         if method is StartMethod.EXEC and self._text("preload"):
             self._remarks.append("--preload has no effect: workers are not forks of one process")
         return method, None
+
+    def _block_buffered(self) -> bool:
+        if self._switch("block_buffered") and self._switch("unbuffered"):
+            raise ConfigError("--block-buffered", None, "cannot be combined with --unbuffered")
+        return self._switch("block_buffered")
 
     # -- size ---------------------------------------------------------------------------------
 

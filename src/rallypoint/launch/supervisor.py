@@ -168,6 +168,7 @@ class Supervisor:
             path=config.target.path,
             python=config.python,
             unbuffered=config.unbuffered,
+            block_buffered=config.block_buffered,
         )
         if config.start_method is StartMethod.FORK:
             assert self._call is not None

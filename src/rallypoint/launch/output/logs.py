@@ -22,13 +22,14 @@ import shutil
 import tempfile
 import termios
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from rallypoint._core import clock
+from rallypoint._core.whole_writes import write_whole
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch.config import LogConfig, Streams
 
@@ -37,8 +38,10 @@ from rallypoint.launch.config import LogConfig, Streams
 TAIL_BYTES = 8 * 1024
 TAIL_LINES = 20
 READ_SIZE = 64 * 1024
-# A teed line that never ends is passed on in pieces of this size.
+# A line that never ends is passed on in pieces of this size.
 MAX_LINE = 1024 * 1024
+# How long the rest of a line may take to come before what is there is shown (a prompt, a bar). Seconds.
+REST_PATIENCE = 0.03
 
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
 
@@ -155,18 +158,7 @@ def _needing(path: Path) -> Iterator[None]:
 
 
 def _fd_writer(fd: int) -> Callable[[bytes], None]:
-    def write(data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(fd, view) :]
-            except BlockingIOError:
-                # Somebody who shares the terminal or pipe with us made it non-blocking.
-                poller = select.poll()
-                poller.register(fd, select.POLLOUT)
-                poller.poll()
-
-    return write
+    return lambda data: write_whole(fd, data)
 
 
 Sink = Callable[[bytes], None]
@@ -187,16 +179,19 @@ class Source:
     lost: Callable[[str], None] | None = None  # is told why the file cannot be written
     tail: bytearray = field(default_factory=bytearray)
     line: bytearray = field(default_factory=bytearray)
+    show_at: float | None = (
+        None  # when the beginning of a line, without prefix, is no longer held back
+    )
     done: threading.Event = field(default_factory=threading.Event)
 
     def feed(self, data: bytes) -> None:
         self.tail += data
         del self.tail[:-TAIL_BYTES]
         self.file = self._pass(self.file, data)
-        if self.prefix is None:
-            self.console = self._pass(self.console, data)
-            return
         self.line += data
+        if self.prefix is None:
+            self._pass_whole()
+            return
         end = max(self.line.rfind(b"\n"), self.line.rfind(b"\r", 0, -1)) + 1
         if end:
             whole = bytes(self.line[:end])
@@ -205,10 +200,26 @@ class Source:
         if len(self.line) > MAX_LINE:
             self.end_line()
 
+    def _pass_whole(self) -> None:
+        """Pass on up to the end of the last line; what follows it may be half of one, cut by the pipe."""
+        bar = self.line.rfind(b"\r", 0, -1)  # what precedes a bar's new state
+        end = max(self.line.rfind(b"\n") + 1, bar) if bar > 0 else self.line.rfind(b"\n") + 1
+        if len(self.line) > MAX_LINE:
+            end = len(self.line)
+        if end:
+            self.console = self._pass(self.console, bytes(self.line[:end]))
+            del self.line[:end]
+        self.show_at = clock.MONOTONIC.now() + REST_PATIENCE if self.line else None
+
     def end_line(self) -> None:
-        if self.line:
+        self.show_at = None
+        if not self.line:
+            return
+        if self.prefix is None:
+            self.console = self._pass(self.console, bytes(self.line))
+        else:
             self._pass_lines(bytes(self.line))
-            self.line.clear()
+        self.line.clear()
 
     def _pass_lines(self, text: bytes) -> None:
         *lines, rest = text.replace(b"\r\n", b"\n").split(b"\n")
@@ -330,7 +341,7 @@ class Relay:
                 sources[source.fd] = source
                 poller.register(source.fd, select.POLLIN)
             # When told to stop, one more look at each source takes what is there.
-            events = poller.poll(0 if stop else None)
+            events = poller.poll(0 if stop else _milliseconds_to_wait(sources.values()))
             busy = False
             for fd, _event in events:
                 if fd == self._wake_read:
@@ -340,6 +351,12 @@ class Relay:
                 if not self._pump(sources[fd]):
                     poller.unregister(fd)
                     _finish(sources.pop(fd))
+            now = clock.MONOTONIC.now()
+            for source in sources.values():
+                # The console may have held us up for long: the rest may be there by now.
+                late = source.show_at is not None and now >= source.show_at
+                if late and not _is_readable(source.fd):
+                    source.end_line()
             if stop and not busy:
                 for source in sources.values():
                     _finish(source)
@@ -359,6 +376,19 @@ class Relay:
             self._writing = False
             self._passed += len(data)
         return bool(data)
+
+
+def _milliseconds_to_wait(sources: Iterable[Source]) -> int | None:
+    times = [source.show_at for source in sources if source.show_at is not None]
+    if not times:
+        return None
+    return max(0, int((min(times) - clock.MONOTONIC.now()) * 1000) + 1)
+
+
+def _is_readable(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _finish(source: Source) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from rallypoint._core import clock, env as environment, process
 from rallypoint.launch.config import TargetKind
 
-from . import ending, preloaded
+from . import ending, preloaded, streams
 from .job import Job, WorkerFds, WorkerStart
 
 
@@ -55,7 +55,8 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     python = job.python or sys.executable
     if python != sys.executable:
         # Another interpreter may not have this package: start it as anybody would.
-        unbuffered = ["-u"] if job.unbuffered else []
+        # Nothing of ours can run in it to make whole lines; this way it is live at least.
+        unbuffered = [] if job.block_buffered else ["-u"]
         module = ["-m"] if job.kind is TargetKind.MODULE else []
         _exec(python, [python, *unbuffered, *module, job.name, *job.args], env)
     kept = [fd for fd in (worker.fds.line, worker.fds.payload, worker.fds.result) if fd is not None]
@@ -105,6 +106,7 @@ def main() -> None:
             os.set_inheritable(start[name], False)
     fds = WorkerFds(1, 2, start["line"], start["payload"], start["result"])
     job = Job.from_json({**start["job"], "args": sys.argv[3:]})
+    streams.make_live(job)
     _fresh_main(job)
     process.set_title(_title(job))
     outcome = _run(job, fds, None)
@@ -127,7 +129,7 @@ def run_forked(
     _default_signals()
     environment.process_environment().update(worker.env)
     _own_state()
-    _fresh_streams()
+    streams.make_live(job)
     process.set_title(_title(job))
     if call is not None:
         outcome = _run(job, worker.fds, call)
@@ -195,29 +197,6 @@ def _own_state() -> None:
     logging._startTime = type(logging._startTime)(created * scale)  # type: ignore[attr-defined]  # noqa: SLF001
     # CPython 3.11 and 3.12 forget this one after a fork (bpo-40089 renews the rest).
     threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]  # noqa: SLF001
-
-
-def _fresh_streams() -> None:
-    """Buffer as a new interpreter would for where the streams lead now (pylifecycle.c, create_stdio).
-
-    The objects stay: what was imported already may hold them.
-    """
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, f"__{name}__")
-        if type(stream) is not io.TextIOWrapper or stream is not getattr(sys, name):
-            continue  # a notebook's, or none
-        unbuffered = stream.write_through  # python -u, PYTHONUNBUFFERED
-        buffer = open(fd, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115  it is for good
-        raw = buffer if isinstance(buffer, io.FileIO) else buffer.raw  # type: ignore[attr-defined]
-        raw.name = f"<{name}>"
-        stream.__init__(  # type: ignore[misc]
-            buffer,
-            encoding=stream.encoding,
-            errors=stream.errors,
-            newline="\n",
-            line_buffering=not unbuffered and (name == "stderr" or raw.isatty()),
-            write_through=unbuffered,
-        )
 
 
 def _fresh_main(job: Job) -> None:

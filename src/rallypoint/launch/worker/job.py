@@ -20,6 +20,7 @@ class Job:
         path: function launches: the caller's ``sys.path``.
         python: another interpreter than this one, or None.
         unbuffered: stdout is unbuffered, as under ``python -u``.
+        block_buffered: stdout is buffered in blocks, as Python does for files and pipes.
     """
 
     kind: TargetKind
@@ -28,6 +29,7 @@ class Job:
     path: tuple[str, ...] | None = None
     python: str | None = None
     unbuffered: bool = False
+    block_buffered: bool = False
 
     @property
     def title(self) -> str:

@@ -1,0 +1,104 @@
+"""A worker's own stdout and stderr: live, and in whole lines.
+
+Python buffers stdout in blocks when it leads to a pipe or a file: the last lines of a job that is
+killed are lost, and blocks of several ranks cut into each other's lines. A worker therefore writes
+each line when it is complete, in one piece (:mod:`rallypoint._core.whole_writes`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import sys
+from collections import deque
+from typing import Any
+
+from rallypoint._core.whole_writes import write_whole
+
+from .job import Job
+
+
+# A line that never ends is written in pieces of this size.
+MAX_LINE = 1024 * 1024
+_LINE_BUFFERED = 1  # C's _IOLBF
+
+
+def make_live(job: Job) -> None:
+    """Make stdout and stderr anew for where they lead now, buffered as the job wants it.
+
+    The objects stay: modules that were imported earlier may hold them.
+    """
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, f"__{name}__")
+        if type(stream) is not io.TextIOWrapper or stream is not getattr(sys, name):
+            continue  # a notebook's, or none
+        unbuffered = stream.write_through  # python -u, PYTHONUNBUFFERED
+        live = name == "stdout" and not job.block_buffered
+        if unbuffered and name == "stdout" and job.block_buffered:
+            unbuffered = False
+        raw = io.FileIO(fd, "wb", closefd=False)
+        raw.name = f"<{name}>"
+        buffer: Any = raw
+        if not unbuffered:
+            buffer = WholeLines(raw) if live else io.BufferedWriter(raw)
+        stream.__init__(  # type: ignore[misc]
+            buffer,
+            encoding=stream.encoding,
+            errors=stream.errors,
+            newline="\n",
+            line_buffering=not unbuffered and (live or name == "stderr" or raw.isatty()),
+            write_through=unbuffered,
+        )
+        if live:
+            _make_c_live()
+
+
+def _make_c_live() -> None:
+    """What C and C++ libraries print comes line by line, too."""
+    libc = ctypes.CDLL(None)
+    try:
+        stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+    except ValueError:
+        return  # a C library that names it otherwise
+    libc.setvbuf(stdout, None, _LINE_BUFFERED, 0)
+
+
+class WholeLines(io.BufferedWriter):
+    """Binary stdout that several workers share: each flush is one write, which no other's cuts.
+
+    Unlike its base it may be entered again, by a signal handler that prints; and after a Ctrl-C it
+    does not wait again, at exit, for the console that took nothing.
+    """
+
+    def __init__(self, raw: io.FileIO) -> None:
+        super().__init__(raw)
+        self._fd = raw.fileno()
+        self._parts: deque[bytes] = deque()
+        self._size = 0
+
+    def write(self, data: Any, /) -> int:
+        if self.closed:
+            raise ValueError("write to closed file")
+        part = bytes(data)
+        self._parts.append(part)
+        self._size += len(part)
+        if self._size > MAX_LINE or part.endswith(b"\n"):
+            self.flush()
+        return len(part)
+
+    def flush(self) -> None:
+        taken = []
+        try:
+            while True:
+                taken.append(self._parts.popleft())
+        except IndexError:
+            pass
+        self._size = 0
+        if not taken:
+            return
+        data = b"".join(taken)
+        try:
+            write_whole(self._fd, data)
+        except OSError as error:
+            self._parts.appendleft(data[getattr(error, "written", 0) :])
+            raise
