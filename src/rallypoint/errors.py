@@ -17,6 +17,7 @@
     │   ├── RemoteError                    the function raised something that cannot be rebuilt here; carries its text
     │   ├── RpcTimeout (DeadlineExceeded)  no answer in time
     │   ├── PeerLost (also ConnectionError)  the other process is gone, or cannot be reached
+    │   ├── Expelled                       this process was taken for lost; it can join again
     │   ├── CallCancelled                  the caller has given the call up
     │   ├── MessageTooLarge                more in one message than the other end takes; it was not sent
     │   └── ProtocolError                  what came over the line is none of our messages
@@ -233,6 +234,26 @@ class PeerLost(RpcError, ConnectionError):
 
     def __str__(self) -> str:
         return f"worker {self.worker!r} is lost: {self.reason}"
+
+
+class Expelled(RpcError):
+    """The group has taken this process for lost and gone on without it. It may join again, under its old name.
+
+    Args:
+        worker: this process, by its name.
+        reason: what another member had noticed.
+    """
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(worker, reason)
+        self.worker = worker
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"the group has taken this worker, {self.worker!r}, for lost ({self.reason}): call init_rpc to join again;"
+            " references made before are void"
+        )
 
 
 class CallCancelled(RpcError):

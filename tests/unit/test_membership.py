@@ -218,6 +218,15 @@ def test_a_name_is_free_at_the_epoch_of_its_leave() -> None:
     assert after.find("a") == b
 
 
+def test_what_one_that_is_out_reports_does_not_count() -> None:
+    a, b, c = member("a", 0), member("b", 1, "b" * 8), member("c", 2, "c" * 8)
+    out = Lost(1, b.incarnation, "cut off", a.incarnation)
+    view, events = run(Join(a), Join(b), Join(c), out, Lost(0, a.incarnation, "", b.incarnation))
+    assert names(view) == {0: "a", 2: "c"} and view.epoch == 5
+    assert membership.decode(membership.encode(out)) == out
+    assert isinstance(events[-1], Gone) and events[-1].member == b
+
+
 def test_a_report_about_the_process_before_does_not_hit_its_successor() -> None:
     a, b = member("a", 0), member("a", 0, "f" * 8)
     view, events = run(

@@ -6,6 +6,7 @@ from torch.futures import Future
 
 from rallypoint.errors import (
     CallCancelled,
+    Expelled,
     MessageTooLarge,
     PeerLost,
     RemoteError,
@@ -54,6 +55,7 @@ __all__ = [
     "CallCancelled",
     "CurrentCall",
     "Device",
+    "Expelled",
     "FaultyRpcBackendOptions",
     "Future",
     "MessageTooLarge",

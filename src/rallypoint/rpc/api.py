@@ -72,7 +72,7 @@ def init_rpc(
     *,
     store: Any = None,
 ) -> None:
-    """Become a member of a group; calls may be made and are served from here on.
+    """Become a member of a group; calls may be made and are served from here on. So may one that was :class:`Expelled`.
 
     Collective, for a group of fixed size: every member calls it. Blocks until all have come.
 
@@ -93,6 +93,8 @@ def init_rpc(
     backend, options = _choose(backend, rpc_backend_options)
     if not _torch_rules:
         _check_rank(rank, world_size)
+    if isinstance(_current, Agent) and _current.roster.expelled is not None:
+        _finalize_shutdown()
     if _is_current_rpc_agent_set():
         raise RpcError(
             "RPC is already initialized in this process: shut it down before another init_rpc"

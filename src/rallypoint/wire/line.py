@@ -23,6 +23,7 @@ from rallypoint.errors import DeadlineExceeded
 
 from .buffers import address_of
 from .frames import Frame, FrameParser
+from .silence import INFO_SIZE, Silence, TcpState
 from .spinning import SPIN, Spinning
 
 
@@ -59,6 +60,8 @@ class Stream(Protocol):
 
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
 
+    def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
+
     def shutdown(self, how: int, /) -> None: ...
 
     def close(self) -> None: ...
@@ -72,6 +75,7 @@ class Line:
         parser: takes what comes.
         kind: the transport's name.
         on_full: called when the kernel takes no more for now; somebody must call :meth:`flush` when it does.
+        silence: finds out whether the other end's host is gone, over TCP.
     """
 
     def __init__(
@@ -80,8 +84,10 @@ class Line:
         parser: FrameParser,
         kind: str = "",
         on_full: Callable[[], None] | None = None,
+        silence: Silence | None = None,
     ) -> None:
         self.kind = kind
+        self.silence = silence
         self._sock = sock
         self._parser = parser
         # The parser's own memory, which is small, and where it ends.
@@ -303,6 +309,17 @@ class Line:
     def parse(self, data: bytes) -> list[Frame]:
         """Frames in bytes that came another way: together with the end of a handshake."""
         return self._parser.feed(data) if data else []
+
+    def host_is_gone(self, now: float) -> bool:
+        """Whether the other end's host has been silent for too long; to be asked as :class:`Silence` says."""
+        if self.silence is None:
+            return False
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_SIZE)
+        except OSError:
+            # Another thread has closed it.
+            return False
+        return self.silence.is_gone(now, TcpState.parse(info))
 
     def _wait(self, event: int, left: float | None) -> bool:
         poll = select.poll()

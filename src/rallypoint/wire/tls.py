@@ -46,6 +46,7 @@ from rallypoint.errors import AuthenticationError, ProtocolError
 
 from .frames import Frame, FrameParser
 from .line import PATIENCE, Closed, Line, Piece
+from .silence import Silence
 from .tcp import TcpListener
 
 
@@ -339,6 +340,9 @@ class TlsSocket:
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
         self._sock.setsockopt(level, option, value)
 
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        return self._sock.getsockopt(level, option, size)
+
     def shutdown(self, how: int) -> None:
         self._sock.shutdown(how)
 
@@ -380,9 +384,12 @@ class TlsLine(Line):
         return frames
 
 
-def new_line(sock: Connection, parser: FrameParser, kind: str) -> Line:
+def new_line(
+    sock: Connection, parser: FrameParser, kind: str, silence: Silence | None = None
+) -> Line:
     """The line for a socket."""
-    return (TlsLine if isinstance(sock, TlsSocket) else Line)(sock, parser, kind)
+    made = TlsLine if isinstance(sock, TlsSocket) else Line
+    return made(sock, parser, kind, silence=silence)
 
 
 class TlsListener(TcpListener):

@@ -87,7 +87,7 @@ class Agent:
         )
         self.errands = Errands(crew, self._poller)
         self.roster = roster = Roster(name, job)
-        self.lines = Lines(options.shared_memory_bytes)
+        self.lines = Lines(options.shared_memory_bytes, options.heartbeat)
         self.service = service = Service(self, crew, f"rpc-{name}")
         self.dialer = Dialer(roster, self.lines, secret, transports, identity, options.heartbeat)
         replies = Replies(self.allowed)
@@ -97,6 +97,7 @@ class Agent:
             self._poller,
             crew,
             most_unread=options.in_flight_bytes,
+            heartbeat=options.heartbeat,
             job=service.new_job,
             read=replies.read,
             suspect=self._suspect,
@@ -247,7 +248,12 @@ class Agent:
 
     def _due(self, now: float) -> float | None:
         """Do what is due, and fail what has run out of time; returns when to look again."""
-        found = (self.errands.due(now), self.connections.expire(now), self.entrance.expire(now))
+        found = (
+            self.errands.due(now),
+            self.connections.expire(now),
+            self.connections.look_at_hosts(now),
+            self.entrance.expire(now),
+        )
         return min((each for each in found if each is not None), default=None)
 
     # -- under other names --------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import PeerLost, RpcError
+from rallypoint.errors import Expelled, PeerLost, RpcError
 from rallypoint.rpc.connections.connections import Connections
-from rallypoint.rpc.connections.dialer import Dialer
+from rallypoint.rpc.connections.dialer import Dialer, is_late
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.groups.dynamic_group import DynamicGroup
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # A peer whose connection broke is asked again before it is taken for dead.
 _PROBE_SECONDS = 1.0
+# One that is there and does not answer stands still: it is asked again later, and less and less often.
+_MOST_PAUSE = 64.0
 
 
 class Losses:
@@ -46,18 +48,39 @@ class Losses:
         self._agent.errands.now(lambda: self._investigate(info, reason, ended))
 
     def left(self, member: Member, reason: str) -> None:
-        """The group says that a member has left, or was lost."""
+        """The group says that a member has left, or was lost: another one, or this worker itself."""
+        group = self._agent.group
+        if member.incarnation == self._roster.incarnation:
+            if isinstance(group, DynamicGroup) and group.expelled is not None:
+                self._agent.errands.now(lambda: self._expelled(reason))
+            return
         self._agent.errands.now(
             lambda: self._bury(WorkerInfo(member.name, member.id), member, reason)
         )
 
+    def _expelled(self, reason: str) -> None:
+        """The group goes on without this worker: nobody is called any more."""
+        expelled = Expelled(self._agent.me.name, reason)
+        self._roster.expelled = expelled
+        logger.warning("%s", expelled)
+        for each in self._connections.all_outgoing():
+            each.fail(str(expelled))
+
     def _investigate(
-        self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None
+        self,
+        info: WorkerInfo,
+        reason: str,
+        ended: Outgoing | Incoming | None,
+        pause: float = _PROBE_SECONDS,
     ) -> None:
-        """A connection has broken: is it only that, or is the peer gone?"""
+        """A connection has broken: is it only that, or is the peer gone?
+
+        Args:
+            pause: seconds until it is asked again if it is there and does not answer.
+        """
         if ended is not None:
             self._connections.close_ended(ended)
-        if self._connections.is_closed:
+        if self._connections.is_closed or self._roster.expelled is not None:
             return
         try:
             member = self._roster.find(info.id)
@@ -69,8 +92,14 @@ class Losses:
         try:
             probe = Deadline(_PROBE_SECONDS)
             self._dialer.dial(member, probe, self._connections, probe=True).close()
-        except PeerLost:
-            self._bury(info, member, reason)
+        except PeerLost as error:
+            if not is_late(error):
+                self._bury(info, member, reason)
+                return
+            following = min(2 * pause, _MOST_PAUSE)
+            self._agent.errands.later(
+                pause, lambda: self._investigate(info, reason, ended, following)
+            )
         else:
             if ended is not None and ended.passed:
                 self._agent.rrefs.inquire(info.id, ended.passed.all())

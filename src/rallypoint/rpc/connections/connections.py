@@ -5,6 +5,7 @@ How one is made stands in ``dialer``, how one is let in in ``entrance``; what it
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import DeadlineExceeded, PeerLost, RpcTimeout
+from rallypoint.errors import Expelled, PeerLost, RpcTimeout
 from rallypoint.rpc.crew.crew import Crew, Job, waiting
 from rallypoint.rpc.crew.errands import Errand
 from rallypoint.rpc.crew.poller import READ, WRITE, Poller
@@ -24,10 +25,11 @@ from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.line import Line
 from rallypoint.wire.sharing import Sharing
+from rallypoint.wire.silence import LOOKS
 
 from .calls import Call
 from .completions import Completion, Completions, complete_soon
-from .dialer import Dialer
+from .dialer import Dialer, is_late
 from .incoming import Incoming
 from .outgoing import Outgoing
 from .quiet import Quiet
@@ -35,7 +37,7 @@ from .quiet import Quiet
 
 logger = logging.getLogger(__name__)
 
-# What a connection attempt may take, where the call itself may take longer.
+# What one attempt to connect may take, where the call itself may take longer.
 _CONNECT_SECONDS = 10.0
 _LEFT = "this worker has left the group"
 _HANG_UP = select.EPOLLRDHUP
@@ -48,6 +50,7 @@ class Connections:
         dialer: makes those on which we call.
         roster: who can be called.
         most_unread: bytes of answers that a peer may leave unread.
+        heartbeat: seconds after which a silent host is lost.
         job: makes what the crew does out of a request.
         read: takes the content of a reply.
         suspect: called with a peer and a reason when its connection has ended (which is to be closed by
@@ -62,6 +65,7 @@ class Connections:
         crew: Crew,
         *,
         most_unread: int,
+        heartbeat: float,
         job: Callable[[Incoming, Frame], Job],
         read: Callable[[Frame, Outgoing], Any],
         suspect: Callable[[WorkerInfo, str, Outgoing | Incoming | None], None],
@@ -71,6 +75,9 @@ class Connections:
         self._poller = poller
         self._crew = crew
         self._most_unread = most_unread
+        self._heartbeat = heartbeat
+        # When hosts are looked at next; None: nothing goes to another host.
+        self._look_at: float | None = None
         self._job = job
         self._read = read
         self._suspect = suspect
@@ -130,11 +137,8 @@ class Connections:
         Raises:
             PeerLost: it is gone. One that is only late is not.
         """
-        try:
-            self.route(to)
-        except PeerLost as error:
-            if not isinstance(error.__cause__, DeadlineExceeded):
-                raise
+        with contextlib.suppress(RpcTimeout):
+            self.route(to, time.monotonic() + _CONNECT_SECONDS, _CONNECT_SECONDS)
 
     def is_connected_to(self, worker: int) -> bool:
         """Whether a call to this worker would go out at once."""
@@ -143,6 +147,8 @@ class Connections:
     def connect(self, member: Member, until: float | None = None, seconds: float = 0.0) -> Outgoing:
         """A connection to a member: the one there is, or a new one by the best way that works.
 
+        A member that is there and stands still is waited for, as it would be over a connection.
+
         Args:
             until: as for :meth:`route`.
 
@@ -150,25 +156,30 @@ class Connections:
             PeerLost: none works; says why each did not.
             RpcTimeout: ``until`` is over, and nobody has answered yet.
         """
-        limit = time.monotonic() + _CONNECT_SECONDS
-        if until is not None:
-            limit = min(limit, until)
         with self._lock:
             gate = self._connecting.setdefault(member.id, threading.Lock())
         try:
-            if not gate.acquire(timeout=max(0.0, limit - time.monotonic())):
-                raise PeerLost(member.name, "it cannot be reached: it does not answer")
-            try:
-                return self._connect_first(member, limit)
-            finally:
-                gate.release()
+            while True:
+                limit = time.monotonic() + _CONNECT_SECONDS
+                if until is not None:
+                    limit = min(limit, until)
+                if gate.acquire(timeout=max(0.0, limit - time.monotonic())):
+                    try:
+                        return self._connect_first(member, limit)
+                    except PeerLost as error:
+                        if not is_late(error) or self.is_closed:
+                            raise
+                    finally:
+                        gate.release()
+                if until is not None and until <= time.monotonic():
+                    raise RpcTimeout(seconds, f"a connection to {member.name!r}")
         except PeerLost as error:
             if until is not None and until <= time.monotonic():
                 raise RpcTimeout(seconds, f"a connection to {member.name!r}") from error
             raise
 
     def _connect_first(self, member: Member, limit: float) -> Outgoing:
-        """By whoever is at it alone."""
+        """One attempt, by whoever is at it alone."""
         outgoing = self.outgoing.get(member.id)
         if outgoing is not None and outgoing.lost_reason is None:
             return outgoing
@@ -192,6 +203,12 @@ class Connections:
         if closed:
             outgoing.close()
             raise PeerLost(member.name, _LEFT)
+        self._look_at_host_of(outgoing.line)
+        expelled = self._roster.expelled
+        if expelled is not None:
+            # Just now: whoever ended the others has not seen this one.
+            outgoing.fail(str(expelled))
+            raise Expelled(*expelled.args)
         return outgoing
 
     # -- from others --------------------------------------------------------------------------------
@@ -225,6 +242,7 @@ class Connections:
         if closed:
             incoming.close()
             return
+        self._look_at_host_of(line)
         self._poller.add(line.fileno(), _Requests(self, incoming))
         incoming.feed(rest, jobs)
 
@@ -324,6 +342,30 @@ class Connections:
             if then is not None and (following is None or then < following):
                 following = then
         return following
+
+    def look_at_hosts(self, now: float) -> float | None:
+        """End the connections to hosts that are silent; returns when to look again."""
+        if self._look_at is not None and self._look_at <= now:
+            # Before anything is looked at: a line that is new from here on sees to itself.
+            self._look_at = None
+            reason = f"its host has not answered for {self._heartbeat:g} s"
+            outgoing, incoming = self.all_outgoing(), self.all_incoming()
+            for call_end in outgoing:
+                if call_end.line.host_is_gone(now):
+                    call_end.fail(reason)
+            for served_end in incoming:
+                if served_end.line.host_is_gone(now):
+                    served_end.end(reason)
+            lines = [*(each.line for each in outgoing), *(each.line for each in incoming)]
+            if any(each.silence for each in lines):
+                self._look_at = now + self._heartbeat / LOOKS
+        return self._look_at
+
+    def _look_at_host_of(self, line: Line) -> None:
+        """There is a new line."""
+        if line.silence is not None and self._look_at is None:
+            self._look_at = look_at = time.monotonic() + self._heartbeat / LOOKS
+            self._crew.wake_at(look_at)
 
     # -- the end ------------------------------------------------------------------------------------
 

@@ -17,6 +17,11 @@ from .lines import Lines
 from .outgoing import Outgoing, Watch
 
 
+def is_late(error: PeerLost) -> bool:
+    """Whether :meth:`Dialer.dial` has found a member that is there: connected to, and silent since. It stands still."""
+    return isinstance(error.__cause__, DeadlineExceeded)
+
+
 class Dialer:
     """Connects one worker to others.
 

@@ -20,7 +20,7 @@ from rallypoint.wire import memory, tcp, tls, uds
 from rallypoint.wire.transport import Address, Listener
 
 from .connections import Connections
-from .handshake import Welcome
+from .handshake import PATIENCE, Welcome
 from .lines import Lines
 
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Strangers that have not proved themselves yet: more are not let in.
 _MOST_STRANGERS = 256
+# Seconds that nobody here is late by otherwise.
+_STOOD_STILL = 1.0
 # Until somebody is let in again after there was no descriptor for it.
 _PAUSE_SECONDS = 0.25
 
@@ -150,6 +152,9 @@ class Entrance:
         """Turn away who has not proved itself in time; returns when to look again."""
         following: float | None = None
         for stranger in list(self.strangers):
+            if stranger.until <= now - _STOOD_STILL:
+                # It was this process that stood still: what the stranger has said meanwhile is not read yet.
+                stranger.until = now + PATIENCE
             if stranger.until <= now:
                 stranger.close("it has not proved itself in time")
             elif following is None or stranger.until < following:

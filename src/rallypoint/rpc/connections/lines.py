@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import socket
 
-from rallypoint.wire import tls
+from rallypoint.wire import tcp, tls
 from rallypoint.wire.copying import Copier
 from rallypoint.wire.frames import FrameParser
 from rallypoint.wire.line import Line
 from rallypoint.wire.recycler import Recycler
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
+from rallypoint.wire.silence import Silence
 
 
 class Lines:
     """Makes them; all of one agent share a budget, memory for what comes, and threads that copy.
 
     Args:
-        shared_memory_bytes: as in the options.
+        shared_memory_bytes, heartbeat: as in the options.
     """
 
-    def __init__(self, shared_memory_bytes: int) -> None:
+    def __init__(self, shared_memory_bytes: int, heartbeat: float) -> None:
+        self._heartbeat = heartbeat
         self.budget = Budget(shared_memory_bytes)
         self._copier = Copier()
         self._recycler = Recycler()
@@ -31,7 +33,8 @@ class Lines:
 
     def line(self, sock: tls.Connection, kind: str) -> Line:
         """Over a connected socket of a transport of this kind."""
-        return tls.new_line(sock, FrameParser(allocate=self._recycler.allocate), kind)
+        silence = Silence(self._heartbeat) if kind in (tcp.KIND, tls.KIND) else None
+        return tls.new_line(sock, FrameParser(allocate=self._recycler.allocate), kind, silence)
 
     def close(self) -> None:
         self._recycler.clear()

@@ -71,6 +71,7 @@ class DynamicGroup:
         self._gone: dict[str, str] = {}  # incarnation to reason
         self._departed: dict[str | int, tuple[str, str]] = {}  # name or rank to name and reason
         self._members: tuple[int, tuple[Member, ...]] = (0, ())
+        self.expelled: str | None = None  # why this very process was taken for lost
         self._listens = True  # somebody will want the news
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -212,9 +213,11 @@ class DynamicGroup:
     def report_lost(self, member: Member, reason: str) -> None:
         """Have the group go on without a member. The first report counts; when this returns, it is out of the view here.
 
+        What one who is out itself reports does not count.
+
         May block for a second where another has reported it at the same time, and died then.
         """
-        if self._view.holds(member.id, member.incarnation) is None:
+        if self._view.holds(member.id, member.incarnation) is None or not self._is_member():
             return
         mine = self._me.incarnation.encode()
         first = self._calls.put_new(f"gone/{member.id}/{member.incarnation}", mine)
@@ -226,7 +229,8 @@ class DynamicGroup:
                 if self._view.holds(member.id, member.incarnation) is None:
                     return
                 self._closing.wait(SOON[1])
-        self._append(Lost(member.id, member.incarnation, reason), Deadline(None))
+        entry = Lost(member.id, member.incarnation, reason, self._me.incarnation)
+        self._append(entry, Deadline(None))
 
     def leave(self, reason: str = "") -> None:
         """Tell the others that this process goes. Its name is free at the epoch where this stands."""
@@ -339,6 +343,8 @@ class DynamicGroup:
             for event in events:
                 if isinstance(event, Gone):
                     gone = event.member
+                    if event.lost and gone.incarnation == self._me.incarnation:
+                        self.expelled = event.reason
                     self._gone[gone.incarnation] = event.reason
                     for key in (gone.name, gone.id):
                         self._departed[key] = gone.name, event.reason or "it has left"

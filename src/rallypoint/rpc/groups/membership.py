@@ -15,7 +15,8 @@ The journal is a numbered list of entries in the store; its order is the only tr
    locks, nobody who dies while it joins keeps one, and a name is free at the epoch where its holder's leaving stands.
 5. A join without a rank gets the one after the highest that was ever used: those who keep ranks as numbers do not
    mistake a newcomer for someone who left.
-6. Leaving and being lost name an incarnation; said twice, or about one who is gone, they change nothing.
+6. Leaving and being lost name an incarnation; said twice, or about one who is gone, they change nothing. What one who
+   is out has to say about others does not count: who was cut off found all of them silent.
 7. An outline says which entries made the present members, so that a newcomer reads these and not the whole journal.
 """
 
@@ -75,11 +76,16 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A member is gone, as another noticed."""
+    """A member is gone, as another noticed.
+
+    Args:
+        by: the incarnation of the one that noticed; empty: not known.
+    """
 
     rank: int
     incarnation: str
     reason: str = ""
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +109,8 @@ def encode(entry: Entry) -> bytes:
             body = {"kind": "join", "member": member.body(), "given": given}
         case Leave(rank, incarnation, reason):
             body = _departure("leave", rank, incarnation, reason)
-        case Lost(rank, incarnation, reason):
-            body = _departure("lost", rank, incarnation, reason)
+        case Lost(rank, incarnation, reason, by):
+            body = {**_departure("lost", rank, incarnation, reason), "by": by}
         case Void():
             body = {"kind": "void"}
     return dump({"v": RECORD_VERSION, **body}, "membership")
@@ -135,7 +141,7 @@ def decode(data: bytes) -> Entry:
         case "leave":
             return Leave(*_departed(record))
         case "lost":
-            return Lost(*_departed(record))
+            return Lost(*_departed(record), text(record.get("by", ""), "by"))
         case "void":
             return VOID
         case kind:
@@ -279,12 +285,18 @@ def advance(view: View, first: int, entries: Sequence[Entry]) -> tuple[View, tup
                 events.append(Joined(number, member))
             case Leave(rank, incarnation, reason) | Lost(rank, incarnation, reason):
                 gone = working.holds(rank, incarnation)
+                if isinstance(entry, Lost) and entry.by and not _is_in(seats, entry.by):
+                    continue
                 if gone is not None:
                     del seats[rank], ranks[gone.name]
                     events.append(Gone(number, gone, reason, isinstance(entry, Lost)))
             case Void():
                 pass
     return replace(working, epoch=view.epoch + len(fresh)), tuple(events)
+
+
+def _is_in(seats: Mapping[int, Seat], incarnation: str) -> bool:
+    return any(seat.member.incarnation == incarnation for seat in seats.values())
 
 
 def _rank_for(view: View) -> int:

@@ -6,7 +6,7 @@ import secrets
 import threading
 from typing import Any
 
-from rallypoint.errors import RpcError
+from rallypoint.errors import Expelled, RpcError
 from rallypoint.rpc.worker_info import WorkerInfo
 
 from .dynamic_group import DynamicGroup
@@ -31,6 +31,8 @@ class Roster:
         self.group: Group | None = None
         self._job = job
         self._lock = threading.Lock()
+        # Set once the group has gone on without this worker.
+        self.expelled: Expelled | None = None
         # Incarnations that are gone, and why. Written under the lock.
         self.dead: dict[str, str] = {}
 
@@ -54,8 +56,11 @@ class Roster:
 
         Raises:
             RpcError: there is none.
+            Expelled: the group has taken this worker for lost.
             ValueError: it is none of these three.
         """
+        if self.expelled is not None:
+            raise Expelled(*self.expelled.args)
         if isinstance(to, WorkerInfo):
             to = to.id
         elif isinstance(to, bool) or not isinstance(to, (str, int)):
