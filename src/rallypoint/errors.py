@@ -3,13 +3,13 @@
     RallyError
     ├── ConfigError (also ValueError)      what you asked for cannot be: names field, value, what is allowed
     ├── DeadlineExceeded (also TimeoutError)
-    ├── RendezvousError                    the nodes did not agree on a round
-    │   ├── RendezvousTimeout              some nodes never came; says which did
-    │   ├── RendezvousConnectionError      the store cannot be reached or served
+    ├── RendezvousError (also RuntimeError)  the nodes did not agree on a round
+    │   ├── RendezvousTimeout (TimeoutError)  some nodes never came; says which did
+    │   ├── RendezvousConnectionError (also ConnectionError)  the store cannot be reached or served
     │   ├── RendezvousClosedError          it was closed: there is no further round
     │   ├── RendezvousStateError           what the store holds cannot be understood
     │   └── RendezvousGracefulExitError    this node is not wanted any more and may leave
-    ├── LaunchError                        the job's processes could not be run
+    ├── LaunchError (also RuntimeError)    the job's processes could not be run
     │   └── WorkersFailed                  workers ran and failed; carries the report
     ├── JoinError (also RuntimeError)      ranks with uneven inputs do not go together
     │   └── InputsExhausted                a rank has no inputs left, and all were told to stop then
@@ -22,7 +22,7 @@
     │   ├── MessageTooLarge                more in one message than the other end takes; it was not sent
     │   └── ProtocolError                  what came over the line is none of our messages
     │       └── AuthenticationError        the other end has not proved that it knows the job's secret
-    └── InternalError                      our bug, please report it
+    └── InternalError (also RuntimeError)  our bug, please report it
 
 Errors hold facts as attributes and write the sentence in ``__str__``; all of them pickle.
 """
@@ -67,7 +67,7 @@ class DeadlineExceeded(RallyError, TimeoutError):
     """Something did not happen in time; the text says what was being waited for."""
 
 
-class RendezvousError(RallyError):
+class RendezvousError(RallyError, RuntimeError):
     """The nodes of the job could not agree on a round."""
 
 
@@ -132,7 +132,7 @@ class RendezvousGracefulExitError(RendezvousError):
     """This node is not wanted any more; it may leave, and that is no failure."""
 
 
-class LaunchError(RallyError):
+class LaunchError(RallyError, RuntimeError):
     """The job's processes could not be started or watched."""
 
 
@@ -291,5 +291,5 @@ class AuthenticationError(ProtocolError):
     """The other end of a connection has not proved that it knows the job's secret."""
 
 
-class InternalError(RallyError):
+class InternalError(RallyError, RuntimeError):
     """A state we believed impossible. Please report it, with the text."""

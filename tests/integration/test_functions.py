@@ -382,6 +382,56 @@ def test_init_dist_completes_the_config_and_needs_a_port_for_more_than_one(monke
         init_dist(MultiprocessConfig(world_size=2, rank=0, backend="gloo"))
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((0, 0, 1, 1, "localhost", 0, "env://", "gloo"), {}),
+        ((0, 0, 1), {"backend": "gloo"}),
+        ((), {"rank": 0, "world_size": 1, "backend": "gloo"}),
+        ((), {"cfg": MultiprocessConfig(world_size=1, backend="gloo")}),
+    ],
+)
+def test_init_dist_takes_the_first_fields_of_a_config_too(monkeypatch, args, kwargs):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")  # set by init_dist, and so put back afterwards
+    cfg = init_dist(*args, **kwargs)
+    try:
+        assert (cfg.rank, cfg.local_rank, cfg.world_size, cfg.backend) == (0, 0, 1, "gloo")
+        assert (dist.get_rank(), dist.get_world_size(), os.environ["RANK"]) == (0, 1, "0")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((), {"ranks": 0}, "not ranks"),
+        ((0,), {"rank": 0}, "not rank"),
+        ((0, 0, 1, 1, "a", 0, "env://", "gloo", 2), {}, "not 9 arguments"),
+        ((MultiprocessConfig(), 0), {}, "nothing beside it"),
+    ],
+)
+def test_init_dist_names_what_it_does_not_take(args, kwargs, words):
+    with pytest.raises(TypeError, match=words):
+        init_dist(*args, **kwargs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_setup_in_the_third_place_is_named(world_size):
+    def takes_one(x, *, step=1):
+        return x
+
+    cfg = MultiprocessConfig(world_size=world_size, backend="gloo")
+    for args in ((os.getpid, 1.0), (os.getpid, 0, 1.0), (None, 0, 1.0)):
+        with pytest.raises(ConfigError, match=r"passed to .*takes_one.*write setup=") as caught:
+            launch_subprocesses(takes_one, cfg, *args)
+        assert caught.value.field == "setup"
+    # A function may well be what the function wants.
+    one = MultiprocessConfig(world_size=1, backend="gloo")
+    assert launch_subprocesses(takes_one, one, os.getpid) == [os.getpid]
+    assert launch_subprocesses(lambda *args: len(args), one, os.getpid, 0, 1.0) == [3]
+
+
 def test_init_and_run_joins_by_tcp_and_leaves(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
@@ -409,7 +459,7 @@ def test_init_and_run_joins_by_tcp_and_leaves(tmp_path):
         for rank in range(2)
     ]
     for rank in ranks:
-        out, _ = rank.communicate(timeout=30)
+        out, _ = rank.communicate(timeout=100)
         assert out == "setup\n12.0\nFalse\n"
 
 
@@ -562,7 +612,7 @@ def test_forks_leave_the_callers_children_buffers_and_threads_alone(tmp_path):
         """)
     )
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=30, env=buffered()
+        [sys.executable, script], capture_output=True, text=True, timeout=100, env=buffered()
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "once\nNone\n"
@@ -596,7 +646,7 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
         print(results == [Result(0), Result(1)], [type(r) is Result for r in results])
         """)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "top of the script\nTrue [True, True]\n"
 

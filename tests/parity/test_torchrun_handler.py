@@ -30,6 +30,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import _register_out_of_tree_handlers
 
+from rallypoint import errors
+from rallypoint.rendezvous import torchrun
 from rallypoint.rendezvous.torchrun import create_handler
 from servers.etcd_server import EtcdCluster, require_etcd
 
@@ -416,3 +418,35 @@ def test_too_few_nodes_are_torchs_own_error_with_our_words() -> None:
     with pytest.raises(RendezvousTimeoutError, match="1 of 2 nodes arrived"):
         one.next_rendezvous()
     one.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (errors.RendezvousTimeout(1, 2, ()), api.RendezvousTimeoutError),
+        (errors.RendezvousConnectionError("x"), api.RendezvousConnectionError),
+        (errors.RendezvousClosedError("x"), api.RendezvousClosedError),
+        (errors.RendezvousStateError("x"), api.RendezvousStateError),
+        (errors.RendezvousGracefulExitError("x"), api.RendezvousGracefulExitError),
+        (errors.RendezvousError("x"), api.RendezvousError),
+    ],
+)
+def test_whatever_torchrun_asks_it_gets_torchs_errors(
+    monkeypatch: pytest.MonkeyPatch, ours: Exception, theirs: type[Exception]
+) -> None:
+    def fails(*_: object) -> None:
+        raise ours
+
+    made = handler(f"errors-{type(ours).__name__}")
+    try:
+        for ask in ("next_round", "num_nodes_waiting"):
+            monkeypatch.setattr(torchrun.Rounds, ask, fails)
+        for ask in (made.next_rendezvous, made.num_nodes_waiting):
+            with pytest.raises(theirs) as caught:
+                ask()
+            assert type(caught.value) is theirs and str(ours) in str(caught.value)
+    finally:
+        made.shutdown()
+    monkeypatch.setattr(torchrun.Rounds, "__init__", fails)
+    with pytest.raises(theirs):
+        handler("errors-when-made")

@@ -43,7 +43,8 @@ def devices(monkeypatch):
         ({"world_size": True}, "world_size", "whole number"),
         ({"local_world_size": 0}, "local_world_size", "expected 1 or more"),
         ({"local_world_size": 3, "world_size": 2}, "local_world_size", "at most world_size"),
-        ({"rank": -1}, "rank", "expected 0 or more"),
+        ({"rank": -2}, "rank", "expected 0 or more"),
+        ({"local_rank": -1.0}, "local_rank", "whole number"),
         ({"rank": 2, "world_size": 2}, "rank", "expected 0 to 1"),
         ({"local_rank": 1, "local_world_size": 1}, "local_rank", "expected 0 to 0"),
         ({"master_port": 65536}, "master_port", "expected 0 to 65535"),
@@ -82,12 +83,22 @@ def test_what_cannot_be_is_refused_with_field_value_and_what_is_allowed(fields, 
     assert "\n" not in str(caught.value)
 
 
-def test_it_is_frozen_and_takes_keywords_only():
+def test_it_is_frozen_and_takes_its_fields_in_order():
     cfg = MultiprocessConfig(world_size=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.world_size = 3
-    with pytest.raises(TypeError):
-        MultiprocessConfig(0)
+    cfg = MultiprocessConfig(1, 0, 2, 1, "node0", 29511, "env://", 2, 1, "gloo")
+    assert (cfg.rank, cfg.local_rank, cfg.world_size, cfg.local_world_size) == (1, 0, 2, 1)
+    assert (cfg.master_addr, cfg.master_port, cfg.init_method) == ("node0", 29511, "env://")
+    assert (cfg.model_parallelism, cfg.pipeline_parallelism, cfg.backend) == (2, 1, "gloo")
+
+
+def test_a_rank_of_minus_one_is_unset(devices):
+    devices(0)
+    cfg = MultiprocessConfig(rank=-1, local_rank=-1, world_size=2)
+    assert cfg == MultiprocessConfig(world_size=2)
+    assert dataclasses.replace(cfg, rank=1).resolve().local_rank == 1
+    assert cfg.with_environment({"RANK": "1", "LOCAL_RANK": "0"}).rank == 1
 
 
 def test_unset_fields_without_devices(devices):

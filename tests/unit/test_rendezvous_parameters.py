@@ -1,13 +1,18 @@
 """Parameters are checked when given, and options when read; the error says which and what is allowed."""
 
 import pickle
+import socket
 from typing import Any
 
 import pytest
 
 from rallypoint import rendezvous
 from rallypoint.errors import ConfigError, RendezvousError, RendezvousTimeout
-from rallypoint.rendezvous import BootstrapStoreInfo, RendezvousInfo, RendezvousParameters
+from rallypoint.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
 from rallypoint.rendezvous.backends.memory import MemoryStore
 
 
@@ -153,11 +158,49 @@ def test_the_errors_have_torchs_names_and_one_root() -> None:
         assert f"Rendezvous{name}Error" in rendezvous.__all__
 
 
+def test_a_rendezvous_that_fails_is_a_runtime_error_that_pickles() -> None:
+    errors = [
+        RendezvousTimeout(30, 4, ("node 0 (a)",), (1, 2, 3)),
+        *(
+            getattr(rendezvous, f"Rendezvous{name}Error")("said so")
+            for name in ("Closed", "Connection", "GracefulExit", "State", "")
+        ),
+    ]
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again)) == (type(error), str(error))
+
+
+def test_the_workers_store_is_settled_as_in_torch() -> None:
+    torch_api = pytest.importorskip("torch.distributed.elastic.rendezvous.api")
+    from torch.distributed import HashStore
+
+    for ours, theirs in ((RendezvousStoreInfo, None), (torch_api.RendezvousStoreInfo, 1)):
+        store = HashStore()
+        first = ours.build(0, store, "10.0.0.7", 29511)
+        assert (first.master_addr, first.master_port) == ("10.0.0.7", 29511)
+        # Who comes second reads what the first has written, also if that was the other package.
+        other = torch_api.RendezvousStoreInfo if theirs is None else RendezvousStoreInfo
+        second = other.build(1, store, "10.0.0.8")
+        assert (second.master_addr, second.master_port) == ("10.0.0.7", 29511)
+        assert store.get(ours.MASTER_PORT_KEY) == b"29511"
+    free = RendezvousStoreInfo.build(0, HashStore(), None)
+    assert free.master_addr == socket.getfqdn() and free.master_port > 0
+    assert RendezvousStoreInfo("a", 1) == RendezvousStoreInfo(master_addr="a", master_port=1)
+
+
+def test_no_handler_shares_its_store_with_workers_unless_it_says_so() -> None:
+    handler = rendezvous.rendezvous_handler_registry.create_handler(parameters(backend="memory"))
+    assert handler.use_agent_store is False
+    handler.shutdown()
+
+
 def test_a_round_unpacks_into_three_whether_or_not_it_knows_the_workers_store() -> None:
     store = MemoryStore()
-    where = BootstrapStoreInfo("node0", 29500)
-    plain = RendezvousInfo(store, 1, 2, [], 0)
+    where = RendezvousStoreInfo("node0", 29500)
+    plain = RendezvousInfo(store, 1, 2)
     assert plain.bootstrap_store_info is None
-    info = RendezvousInfo(store, 1, 2, [], 0, where)
-    assert info.bootstrap_store_info == BootstrapStoreInfo(master_addr="node0", master_port=29500)
+    info = RendezvousInfo(store, 1, 2, where)
+    assert info.bootstrap_store_info == RendezvousStoreInfo(master_addr="node0", master_port=29500)
     assert list(plain) == list(info) == [store, 1, 2]

@@ -196,3 +196,17 @@ def test_third_parties_are_found_by_their_entry_points_and_loaded_when_asked_for
     assert backend_registered("THEIRS")
     assert loads == ["THEIRS"]
     assert member.value.construct_rpc_backend_options_handler is StubOptions
+
+
+def test_a_store_that_is_none_is_named_before_anything_is_started() -> None:
+    options = registry.construct_rpc_backend_options(BackendType.RALLYPOINT)
+    for store in (None, "localhost:29500", {}):
+        with pytest.raises(TypeError, match=r"`store` must be a c10d::Store.*not <class"):
+            registry.init_backend(
+                BackendType.RALLYPOINT,
+                store=store,
+                name="one",
+                rank=0,
+                world_size=1,
+                rpc_backend_options=options,
+            )

@@ -153,7 +153,6 @@ def _facade() -> ModuleType:
         if name.startswith("_") and not name.startswith("__") and callable(value):
             setattr(facade, name, value)
     extra: dict[str, Any] = {
-        "is_available": lambda: True,
         "PyRRef": rpc.RRef,
         "TensorPipeAgent": Agent,
         "RpcAgent": Agent,
@@ -164,7 +163,7 @@ def _facade() -> ModuleType:
         "_DEFAULT_RPC_TIMEOUT_SEC": constants.DEFAULT_RPC_TIMEOUT_SEC,
         "_DEFAULT_INIT_METHOD": constants.DEFAULT_INIT_METHOD,
         "_DEFAULT_NUM_WORKER_THREADS": constants.DEFAULT_NUM_WORKER_THREADS,
-        "__all__": [*rpc.__all__, "is_available"],
+        "__all__": [*rpc.__all__],
     }
     for name, value in extra.items():
         setattr(facade, name, value)
@@ -182,7 +181,7 @@ def _testing(facade: ModuleType) -> ModuleType:
     """torch's module whose import registers the fault-injecting backend; here it is registered already."""
     module = ModuleType(f"{_NAME}._testing")
     module.__path__ = []
-    module.is_available = lambda: True  # type: ignore[attr-defined]
+    module.is_available = api.is_available  # type: ignore[attr-defined]
     facade._testing = module  # type: ignore[attr-defined]
     return module
 

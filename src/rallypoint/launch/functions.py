@@ -7,13 +7,14 @@ The public face of function launches; what it stands on are files of their own: 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -107,6 +108,8 @@ def launch_subprocesses(
         LaunchError: the job's processes could not be run, or a result cannot be loaded here.
     """
     _check_calls(func, setup)
+    if setup is None:
+        _check_arguments(func, args, kwargs)
     asked, cfg = cfg, cfg.with_sizes()
     assert cfg.world_size is not None
     call = payload.Call(func, args, kwargs, setup)
@@ -125,6 +128,34 @@ def _check_calls(func: object, setup: object) -> None:
         raise ConfigError("func", func, "expected something that can be called")
     if setup is not None and not callable(setup):
         raise ConfigError("setup", setup, "expected a function without arguments, or None")
+
+
+def _check_arguments(
+    func: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Other launchers take ``setup`` and ``rank_offset`` in the third and fourth place, before ``*args``."""
+    if not args or not (callable(args[0]) or args[0] is None):
+        return
+    offset_too = len(args) > 1 and isinstance(args[1], int)
+    rest = [args[1:], args[2:]] if offset_too else [args[1:]]
+    if not _fits(func, args, kwargs) and any(_fits(func, each, kwargs) for each in rest):
+        raise ConfigError(
+            "setup",
+            payload.name_of(args[0]) if args[0] is not None else None,
+            f"what follows cfg is passed to {payload.name_of(func)}, which does not take it",
+            "write setup=…, rank_offset=…",
+        )
+
+
+def _fits(func: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        # A decorator's wrapper may take other arguments than what it wraps.
+        inspect.signature(func, follow_wrapped=False).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:
+        pass  # builtins may not tell what they take
+    return True
 
 
 def _check_part(cfg: MultiprocessConfig, rank_offset: int) -> bool:

@@ -32,15 +32,16 @@ _VARIABLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MultiprocessConfig:
     """How many workers, where they meet, and over what they talk.
 
     Everything may be left unset; :meth:`resolve` says what it then is.
 
     Args:
-        rank: this process's rank in the job. A launch gives each worker its own.
-        local_rank: its rank among the workers of its machine; also the CUDA device it uses.
+        rank: this process's rank in the job; None or -1 leaves it unset. A launch gives each worker its own.
+        local_rank: its rank among the workers of its machine; also the CUDA device it uses. None or -1
+            leaves it unset.
         world_size: number of workers of the job. Default: one for each CUDA device, else 1.
         local_world_size: number of workers on this machine. Default: ``world_size``.
         master_addr: the host at which workers find their store. Default: ``localhost``.
@@ -79,6 +80,9 @@ class MultiprocessConfig:
     launch_method: str = "forkserver"
 
     def __post_init__(self) -> None:
+        for name in ("rank", "local_rank"):
+            if type(getattr(self, name)) is int and getattr(self, name) == -1:
+                object.__setattr__(self, name, None)
         for name, least, most in (
             ("world_size", 1, None),
             ("local_world_size", 1, None),

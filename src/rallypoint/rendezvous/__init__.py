@@ -12,7 +12,7 @@ from rallypoint.errors import (
     RendezvousTimeout,
 )
 
-from .api import BootstrapStoreInfo, Member, RendezvousHandler, RendezvousInfo
+from .api import Member, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from .endpoint import Endpoint, HostPort, parse_endpoint
 from .parameters import RendezvousParameters
 from .registry import (
@@ -28,7 +28,6 @@ from .store import Store
 RendezvousTimeoutError = RendezvousTimeout
 
 __all__ = [
-    "BootstrapStoreInfo",
     "Endpoint",
     "HostPort",
     "Member",
@@ -42,6 +41,7 @@ __all__ = [
     "RendezvousInfo",
     "RendezvousParameters",
     "RendezvousStateError",
+    "RendezvousStoreInfo",
     "RendezvousTimeout",
     "RendezvousTimeoutError",
     "StaticRendezvous",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from rallypoint._core import addresses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +26,8 @@ class Member:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class BootstrapStoreInfo:
+@dataclass(frozen=True)
+class RendezvousStoreInfo:
     """Where the workers of a round find their own store (``MASTER_ADDR``, ``MASTER_PORT``).
 
     Args:
@@ -32,8 +35,39 @@ class BootstrapStoreInfo:
         master_port: its port.
     """
 
+    MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
+    MASTER_PORT_KEY: ClassVar[str] = "MASTER_PORT"
+
     master_addr: str
     master_port: int
+
+    @staticmethod
+    def build(
+        rank: int, store: Any, local_addr: str | None, server_port: int | None = None
+    ) -> RendezvousStoreInfo:
+        """Settle one address and port: node 0 writes them into ``store``, all read them there.
+
+        The port is not held between this call and its use; a handler that serves the store itself
+        binds the port first and constructs the object.
+
+        Collective over the nodes.   Blocks: until node 0 has come, for as long as the store waits for a key.
+        Args:
+            rank: of this node.
+            store: a c10d store that all nodes share.
+            local_addr: the address by which the others reach this node; default: its host name.
+            server_port: default: a port that is free on this node now.
+        """
+        if rank == 0:
+            addr, port = local_addr or socket.getfqdn(), server_port or _free_port()
+            store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, addr)
+            store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port))
+        addr = store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode()
+        return RendezvousStoreInfo(addr, int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY)))
+
+
+def _free_port() -> int:
+    with addresses.bind_store(None, 0) as sock:
+        return int(sock.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +79,17 @@ class RendezvousInfo:
             the name of its backend; the backend's own for who makes the handler.
         rank: of this node.
         world_size: number of nodes.
+        bootstrap_store_info: where workers meet, if the round settled that; else None.
         members: all of them, by rank.
         generation: the round's number.
-        bootstrap_store_info: where workers meet, if the round settled that; else None.
     """
 
     store: Any
     rank: int
     world_size: int
-    members: Sequence[Member]
-    generation: int
-    bootstrap_store_info: BootstrapStoreInfo | None = None
+    bootstrap_store_info: RendezvousStoreInfo | None = None
+    members: Sequence[Member] = ()
+    generation: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.store, self.rank, self.world_size))
@@ -67,6 +101,14 @@ class RendezvousHandler(ABC):
     @abstractmethod
     def get_backend(self) -> str:
         """Name of the backend."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers may be clients of a store that an agent serves, at ``bootstrap_store_info``.
+
+        False, as in torch, unless a handler says otherwise.
+        """
+        return False
 
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:

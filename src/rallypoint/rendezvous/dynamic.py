@@ -536,7 +536,7 @@ class DynamicRendezvous(RendezvousHandler):
         members = Members(records, generation, order)
         store = records.store
         made = store if self._store_for is None else self._store_for(records, generation)
-        return RendezvousInfo(made, joined.rank, len(order), members, generation)
+        return RendezvousInfo(made, joined.rank, len(order), members=members, generation=generation)
 
     def _watch(
         self, records: RecordStore, generation: int, rank: int, order: Sequence[int]

@@ -104,7 +104,9 @@ class StaticRendezvous(RendezvousHandler):
                 f"round {self._generation} of {self._run_id!r} was formed without this node: the job"
                 f" has its {self._num_nodes} nodes already"
             )
-        return RendezvousInfo(self._store, own[0], len(members), members, self._generation)
+        return RendezvousInfo(
+            self._store, own[0], len(members), members=members, generation=self._generation
+        )
 
     def _key(self, name: str) -> str:
         return f"rally/{self._run_id}/{name}"

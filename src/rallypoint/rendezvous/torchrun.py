@@ -87,8 +87,9 @@ def create_handler(params: Any) -> Any:
 
     Raises:
         ConfigError: an option or the endpoint cannot work; says which.
+        torch's RendezvousError: the endpoint cannot be served.
     """
-    return _handler_class()(Rounds(params))
+    return _handler_class()(params)
 
 
 class Rounds:
@@ -243,7 +244,7 @@ class Rounds:
 
 
 @cache
-def _handler_class() -> Callable[[Rounds], Any]:
+def _handler_class() -> Callable[[Any], Any]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import api
 
@@ -269,8 +270,9 @@ def _handler_class() -> Callable[[Rounds], Any]:
     class TorchrunHandler(api.RendezvousHandler):
         """torch's interface over :class:`Rounds`."""
 
-        def __init__(self, rounds: Rounds) -> None:
-            self._rounds = rounds
+        def __init__(self, params: Any) -> None:
+            with as_torch():
+                self._rounds = Rounds(params)
 
         @property
         def use_agent_store(self) -> bool:

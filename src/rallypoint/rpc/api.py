@@ -63,6 +63,11 @@ _NOT_INITIALIZED = "RPC has not been initialized in this process: call init_rpc 
 # -- coming ---------------------------------------------------------------------------------------
 
 
+def is_available() -> bool:
+    """Whether calls can be made at all: always. torch's own needs a torch that was built with it."""
+    return True
+
+
 def init_rpc(
     name: str,
     backend: BackendType | None = None,

@@ -81,7 +81,16 @@ def _init(
     world_size: int | None,
     options: Any,
 ) -> Agent:
-    """Become a member of the group; serves when it is started. Leaves nothing behind if that fails."""
+    """Become a member of the group; serves when it is started. Leaves nothing behind if that fails.
+
+    Raises:
+        TypeError: store or options are none.
+    """
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it by *
+
+    given: object = store
+    if not isinstance(given, Store):
+        raise TypeError(f"`store` must be a c10d::Store (a TCPStore, say), not {type(store)}")
     options = adopt_options(options, options_kind)
     check_name(name)
     timeout = options.rpc_timeout or None

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rallypoint._core import clock, env as environment
 from rallypoint.errors import ConfigError, LaunchError, RendezvousConnectionError
@@ -110,11 +110,29 @@ def _prove(backend: str, device: str) -> None:
         )
 
 
-def init_dist(cfg: MultiprocessConfig) -> MultiprocessConfig:
-    """Join the job: variables, CUDA device, proven default group, and the mesh of ``cfg``.
+@overload
+def init_dist(cfg: MultiprocessConfig) -> MultiprocessConfig: ...
 
-    What ``cfg`` leaves unset is taken from this process's environment (so a script under ``rally run``
-    or ``torchrun`` passes an empty config), then from its devices. Functions of
+
+@overload
+def init_dist(
+    rank: int | None = None,
+    local_rank: int | None = None,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    init_method: str = "env://",
+    backend: str | None = None,
+) -> MultiprocessConfig: ...
+
+
+def init_dist(*args: Any, **kwargs: Any) -> MultiprocessConfig:
+    """Join the job: variables, CUDA device, proven default group, and the mesh of the config.
+
+    Called with a :class:`MultiprocessConfig`, or with its first fields: ``init_dist(rank, local_rank, world_size, …)``.
+    What is left unset is taken from this process's environment (so a script under ``rally run``
+    or ``torchrun`` calls ``init_dist()``), then from its devices. Functions of
     :func:`launch_subprocesses` need not call it: it has been called.
 
     The mesh is :func:`rallypoint.parallel.current_mesh`. With ``model_parallelism`` or ``pipeline_parallelism`` over 1 it is
@@ -125,12 +143,13 @@ def init_dist(cfg: MultiprocessConfig) -> MultiprocessConfig:
     Effects: sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``;
     makes device ``local_rank`` the current CUDA device, where there is CUDA.
     Returns:
-        ``cfg`` with everything filled in.
+        The config with everything filled in.
     Raises:
         ConfigError: ranks, sizes and devices do not go together; this process has a group already.
         LaunchError: the group does not add up (:func:`init_process_group_from_backend`).
+        TypeError: neither a config nor its first fields.
     """
-    cfg = cfg.with_environment(environment.snapshot()).resolve()
+    cfg = _config_of(*args, **kwargs).with_environment(environment.snapshot()).resolve()
     assert cfg.world_size is not None
     by_file = cfg.init_method.startswith("file://")
     if cfg.master_port is None and cfg.world_size > 1 and not by_file:
@@ -152,6 +171,28 @@ def init_dist(cfg: MultiprocessConfig) -> MultiprocessConfig:
         init_process_group_from_backend(cfg.backend)
     _init_parallelism(cfg)
     return cfg
+
+
+def _config_of(*args: Any, **kwargs: Any) -> MultiprocessConfig:
+    """What :func:`init_dist` was told."""
+    first = args[0] if args else kwargs.get("cfg")
+    if not isinstance(first, MultiprocessConfig):
+        names = (
+            *("rank", "local_rank", "world_size", "local_world_size"),
+            *("master_addr", "master_port", "init_method", "backend"),
+        )
+        wrong = [name for name in kwargs if name not in names] + [
+            name for name in names[: len(args)] if name in kwargs
+        ]
+        if wrong or len(args) > len(names):
+            raise TypeError(
+                f"init_dist takes a MultiprocessConfig, or {', '.join(names)}"
+                + (f"; not {', '.join(wrong)}" if wrong else f"; not {len(args)} arguments")
+            )
+        return MultiprocessConfig(**dict(zip(names, args, strict=False)), **kwargs)
+    if len(args) + len(kwargs) > 1:
+        raise TypeError("init_dist takes a MultiprocessConfig and nothing beside it")
+    return first
 
 
 def init_alone(backend: str | None) -> None:
