@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint._core import addresses
+from rallypoint._core import addresses, forks
 from rallypoint._core.clock import MONOTONIC
 from rallypoint.errors import RallyError, RendezvousConnectionError
 
@@ -79,7 +79,11 @@ class WatchPost:
 
     def __init__(self) -> None:
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        # A copy in a child would keep this process alive for its watchers.
+        with forks.opening():
+            self._socket = forks.close_in_child(
+                socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            )
         if family == socket.AF_INET6:
             self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self._socket.bind(("", 0))
@@ -98,16 +102,18 @@ class WatchPost:
         """A second call does nothing."""
         if self._stop_write < 0:
             return
+        # Written to, not only closed: a forked child may have a copy of it.
+        os.write(self._stop_write, b".")
+        self._thread.join()
         os.close(self._stop_write)
         self._stop_write = -1
-        self._thread.join()
         os.close(self._stop_read)
         self._socket.close()
 
     def _run(self) -> None:
         lines: dict[int, socket.socket] = {}
         poller = select.poll()
-        poller.register(self._stop_read, 0)  # its other end is closed
+        poller.register(self._stop_read, select.POLLIN)
         poller.register(self._socket, select.POLLIN)
         while True:
             for fd, _ in poller.poll():
@@ -117,7 +123,8 @@ class WatchPost:
                     return
                 if fd == self._socket.fileno():
                     try:
-                        line = self._socket.accept()[0]
+                        with forks.opening():
+                            line = forks.close_in_child(self._socket.accept()[0])
                     except OSError:
                         # Gone again; or there are no descriptors left, then those that wait stay in the queue.
                         select.select([self._stop_read], [], [], self.PAUSE)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
+from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, DeadlineExceeded, RpcError
 
@@ -49,6 +50,7 @@ _default_pickler: Any = _internal_rpc_pickler
 _ignore_rref_leak = True
 _default_timeout = constants.DEFAULT_RPC_TIMEOUT_SEC
 _current: Any = None
+_not_ours: list[Any] = []
 # Seconds that a worker which leaves in good order gives to answers that are on their way.
 _LAST_WORDS = 5.0
 _init_count = 0
@@ -196,6 +198,7 @@ def _init_rpc_states(agent: Any) -> None:
 def _set_and_start_rpc_agent(agent: Any) -> None:
     """Calls of others are served from here on: not before this process can make calls itself."""
     global _current  # noqa: PLW0603  # the one agent of the process
+    forks.call_in_child(_abandon)
     _current = agent
     agent_in_use.set_current_agent(agent)
     if isinstance(agent, Agent):
@@ -207,10 +210,19 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
             raise
 
 
+def _abandon() -> None:
+    """In a forked child: the parent's agent is not this process's."""
+    global _current, _gatherings, _init_lock  # noqa: PLW0603  # of this process
+    if _current is not None and not isinstance(_current, Agent):
+        # The end of torch's object would wait for threads that do not exist here.
+        _not_ours.append(_current)
+    _current = None
+    _gatherings = Gatherings()
+    _init_lock = threading.Lock()
+
+
 def _get_current_rpc_agent() -> Any:
-    if _current is None:
-        raise RpcError(_NOT_INITIALIZED)
-    return _current
+    return _agent()
 
 
 def _is_current_rpc_agent_set() -> bool:
@@ -231,7 +243,7 @@ def _require_initialized(func: Callable[..., Any]) -> Callable[..., Any]:
 def _agent() -> Any:
     agent = _current
     if agent is None:
-        raise RpcError(_NOT_INITIALIZED)
+        raise RpcError(agent_in_use.without_agent(_NOT_INITIALIZED))
     return agent
 
 

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from .future import RpcFuture
+
 
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
     """A future of all of these: done when all are, or when the first has failed.
 
     torch's waits for the rest where the failure was set from Python, as calls' are here.
     """
-    collected: Future[list[Future[Any]]] = Future()
+    collected: RpcFuture[list[Future[Any]]] = RpcFuture()
+    # Each of them tells of a failure that nobody looks at.
+    collected.is_watched = True
     futures = list(futures)
     lock = threading.Lock()
     left = len(futures)

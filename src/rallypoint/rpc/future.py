@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
 
-from rallypoint.errors import CallCancelled, RemoteError
+from rallypoint._core import forks
+from rallypoint.errors import CallCancelled, RemoteError, RpcError
 
+from .agent_in_use import ELSEWHERE
 from .connections.calls import Call
 from .content.payload import refuse_future, register_reducer
-from .crew.crew import Crew
+from .crew.crew import Crew, waiting
 
 
 logger = logging.getLogger(__name__)
@@ -23,6 +26,8 @@ logger = logging.getLogger(__name__)
 _NO_DEVICES: list[Any] = []
 _init = torch._C.Future.__init__
 _wait = torch._C.Future.wait
+_done = torch._C.Future.done
+_call_back = torch._C.Future.add_done_callback
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -73,11 +78,12 @@ class RpcFuture(Future[T]):
     """
 
     # Without a dict of its own it is one object less, of the many that are under way, for the garbage collector.
-    __slots__ = ("_is_seen", "_unseen", "call", "is_watched")
+    __slots__ = ("_is_seen", "_process", "_unseen", "call", "is_watched")
 
     def __init__(self) -> None:
         # torch's own constructor only makes a list of devices for this.
         _init(self, _NO_DEVICES)
+        self._process = forks.process
         # A future whose call could not be sent has none.
         self.call: Call | None = None
         self._unseen: BaseException | None = None
@@ -90,7 +96,10 @@ class RpcFuture(Future[T]):
 
         Raises:
             Exception: what the function raised, or why there is no answer.
+            RpcError: this process was forked from the one that made the call, and the answer had not come by then.
         """
+        if self._process is not forks.process:
+            self._check_process()
         call = self.call
         if call is not None and not call.done:
             outgoing = call.outgoing
@@ -100,10 +109,25 @@ class RpcFuture(Future[T]):
             else:
                 with crew.waiting():
                     outgoing.wait(call)
-        elif not self.done() and (crew := Crew.current()) is not None:
-            with crew.waiting():
-                return self._value()
+        if not _done(self):
+            self._sleep()
         return self._value()
+
+    def _sleep(self) -> None:
+        """Until it is completed; a signal is felt meanwhile, which torch's own wait does not let through."""
+        awake = threading.Lock()
+        awake.acquire()
+        _call_back(self, lambda _: awake.release())
+        with waiting():
+            awake.acquire()
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return _done(self) or self._process is not forks.process
+
+    def _check_process(self) -> None:
+        if self._process is not forks.process and not _done(self):
+            raise RpcError(f"this future is not completed in a forked child: {ELSEWHERE}")
 
     def _look(self) -> None:
         """Somebody looks at the answer, or will when it comes."""
@@ -122,6 +146,7 @@ class RpcFuture(Future[T]):
         raise raised
 
     def value(self) -> T:
+        self._check_process()
         self._look()
         try:
             return super().value()
@@ -130,14 +155,26 @@ class RpcFuture(Future[T]):
         raise raised
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        self._has_user()
-        return super().then(callback)
+        """A future of what ``callback(this one)`` returns, or raises."""
+        following: RpcFuture[S] = RpcFuture()
+
+        def follow(done: Future[T]) -> None:
+            try:
+                result = callback(done)
+            except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
+                following.fail(error)
+            else:
+                following.set_result(result)
+
+        self.add_done_callback(follow)
+        return following
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         self._has_user()
         super().add_done_callback(callback)
 
     def _has_user(self) -> None:
+        self._check_process()
         self._look()
         if self.call is not None:
             self.call.has_callbacks = True
@@ -151,8 +188,9 @@ class RpcFuture(Future[T]):
         Returns:
             False if the answer was there already.
         """
+        self._check_process()
         call = self.call
-        if call is None or self.done():
+        if call is None or _done(self):
             return False
         outgoing = call.outgoing
         error = CallCancelled(f"{call.describe()} on {outgoing.peer!r} was cancelled")
@@ -195,7 +233,7 @@ class RpcFuture(Future[T]):
         return self._value()
 
     def __del__(self) -> None:
-        if self._unseen is not None and not self.is_watched:
+        if self._unseen is not None and not self.is_watched and self._process is forks.process:
             logger.warning("a call failed, and nobody has looked at its answer: %s", self._unseen)
 
 

@@ -41,17 +41,18 @@ class RRefProxy:
         from . import api
 
         rref, timeout = self._rref, self._timeout
+        owner = rref.owner()
         content = (rref, name, args, kwargs)
         if self._mode == "sync":
-            return api.rpc_sync(rref.owner(), call_method, content, timeout=timeout)
+            return api.rpc_sync(owner, call_method, content, timeout=timeout)
         if self._mode == "async":
-            return api.rpc_async(rref.owner(), call_method, content, timeout=timeout)
+            return api.rpc_async(owner, call_method, content, timeout=timeout)
         # The reference would hide an error until somebody fetches the value: look first.
         if not hasattr(rref._get_type(timeout), name):  # noqa: SLF001  # of the same package
             raise AttributeError(
                 f"the value of {rref} is a {rref._get_type().__name__}: it has no attribute {name!r}"  # noqa: SLF001
             )
-        return api.remote(rref.owner(), call_method, content, timeout=timeout)
+        return api.remote(owner, call_method, content, timeout=timeout)
 
 
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import deque
 
+from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 
 from .transport import Address
@@ -23,14 +24,22 @@ _listeners: dict[str, MemoryListener] = {}
 _lock = threading.Lock()
 
 
+def _renew() -> None:
+    """In a forked child."""
+    global _lock  # noqa: PLW0603  # a thread that is not there may hold it
+    _lock = threading.Lock()
+
+
 class MemoryListener:
     kind = KIND
 
     def __init__(self) -> None:
-        self.process = os.getpid()
-        self._name = f"{self.process}-{next(_numbers)}"
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        self._name = f"{os.getpid()}-{next(_numbers)}"
         self._waiting: deque[socket.socket] = deque()
+        with forks.opening():
+            self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+            forks.abandon_in_child(self)
+        forks.call_in_child(_renew)
         with _lock:
             _listeners[self._name] = self
 
@@ -53,6 +62,11 @@ class MemoryListener:
         self._waiting.append(sock)
         os.eventfd_write(self._event, 1)
 
+    def abandon(self) -> None:
+        """In a forked child: nobody accepts here."""
+        if _listeners.pop(self._name, None) is not None:
+            os.close(self._event)
+
     def close(self) -> None:
         with _lock:
             if _listeners.pop(self._name, None) is None:
@@ -71,9 +85,9 @@ def connect(address: Address, deadline: Deadline) -> socket.socket:
     del deadline  # nothing here takes time
     with _lock:
         listener = _listeners.get(str(address))
-        # After a fork the table is there, too; who would accept is not.
-        if listener is None or listener.process != os.getpid():
+        if listener is None:
             raise ConnectionRefusedError(f"nobody listens at {address} in this process")
-        ours, theirs = socket.socketpair()
+        with forks.opening():
+            ours, theirs = map(forks.close_in_child, socket.socketpair())
         listener.offer(theirs)
     return ours

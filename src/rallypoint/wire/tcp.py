@@ -6,6 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterable
 
+from rallypoint._core import forks
 from rallypoint._core.addresses import BACKLOG
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
@@ -62,7 +63,8 @@ class TcpListener:
         tried: list[str] = []
         for port in ports:
             try:
-                self._sock = _bind(host, port)
+                with forks.opening():
+                    self._sock = forks.close_in_child(_bind(host, port))
                 break
             except OSError as error:
                 tried.append(f"{port}: {error.strerror or error}")
@@ -84,7 +86,8 @@ class TcpListener:
 
     def accept(self) -> socket.socket | None:
         try:
-            sock, _ = self._sock.accept()
+            with forks.opening():
+                sock = forks.close_in_child(self._sock.accept()[0])
         except OSError as error:
             if error.errno in EXHAUSTED:
                 raise
@@ -118,7 +121,20 @@ def connect(address: Address, deadline: Deadline, heartbeat: float) -> socket.so
     """
     assert isinstance(address, tuple)
     host, port = address
-    sock = socket.create_connection((host, port), deadline.remaining())
+    # Not socket.create_connection: a fork while that waits would give the child a copy that nobody knows of.
+    problem = OSError(f"{host} has no address")
+    for family, kind, protocol, _, found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with forks.opening():
+            sock = forks.close_in_child(socket.socket(family, kind, protocol))
+        try:
+            sock.settimeout(deadline.remaining())
+            sock.connect(found)
+            break
+        except OSError as error:
+            sock.close()
+            problem = error
+    else:
+        raise problem
     try:
         prepare(sock, heartbeat)
     except OSError:

@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 
+from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 
 from .transport import EXHAUSTED, Address
@@ -33,7 +34,7 @@ class UnixListener:
     kind = KIND
 
     def __init__(self) -> None:
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._sock = _new_socket()
         self._name = f"rallypoint-{os.getpid()}-{secrets.token_hex(8)}"
         try:
             self._sock.bind("\0" + self._name)
@@ -52,7 +53,8 @@ class UnixListener:
 
     def accept(self) -> socket.socket | None:
         try:
-            sock, _ = self._sock.accept()
+            with forks.opening():
+                sock = forks.close_in_child(self._sock.accept()[0])
         except OSError as error:
             if error.errno in EXHAUSTED:
                 raise
@@ -67,13 +69,20 @@ class UnixListener:
         self._sock.close()
 
 
+def _new_socket() -> socket.socket:
+    with forks.opening():
+        return forks.close_in_child(
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        )
+
+
 def connect(address: Address, deadline: Deadline) -> socket.socket:
     """Connect to a listener of this user's (or root's).
 
     Raises:
         OSError: nobody listens there, or somebody else.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock = _new_socket()
     try:
         sock.settimeout(deadline.remaining())
         sock.connect("\0" + str(address))

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from rallypoint._core import env as environment, resolver
+from rallypoint._core import env as environment, forks, resolver
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.store import StoreSilent
@@ -95,6 +95,8 @@ class TcpStore:
             self._socket = sockets.to(port)
             if silence is not None:
                 _break_on_silence(self._socket, silence)
+        forks.abandon_in_child(self)
+        forks.call_in_child(_renew)
 
     @contextmanager
     def _asking(self, wait: float = 0.0) -> Iterator[Any]:
@@ -214,6 +216,13 @@ class TcpStore:
             with contextlib.suppress(OSError):  # broken already
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the connection is the parent's, and must not be shut down here."""
+        self._store = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def __del__(self) -> None:
         sock = getattr(self, "_socket", None)
@@ -445,6 +454,12 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
+
+
+def _renew() -> None:
+    """In a forked child, which lacks the threads that may hold the locks."""
+    global _connecting, _watchdog  # of this process
+    _connecting, _watchdog = threading.Lock(), _Watchdog()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc.certificates import identity_of
 from rallypoint.rpc.connections.connections import Connections
@@ -24,6 +25,7 @@ from rallypoint.rpc.content.allowlist import AllowList
 from rallypoint.rpc.crew.crew import Crew, Job, waiting
 from rallypoint.rpc.crew.errands import Errands
 from rallypoint.rpc.crew.poller import Poller
+from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.roster import Group, Roster
@@ -75,6 +77,8 @@ class Agent:
         self._secret = secret
         self._job = job
         self._gil_profiling = False
+        # Whether this process is only a child of the worker's.
+        self.is_inherited = False
         identity = identity_of(options.tls)
         transports = tuple(
             tls.KIND if identity is not None and each == tcp.KIND else each
@@ -160,6 +164,7 @@ class Agent:
         self.debug_info = overview.debug_info
         self.peers = overview.peers
         self.queue = overview.queue
+        forks.abandon_in_child(self)
 
     # -- coming and going ---------------------------------------------------------------------------
 
@@ -230,6 +235,17 @@ class Agent:
                 " results are dropped",
                 self.me.name,
             )
+
+    def abandon(self) -> None:
+        """In a forked child, which is no worker: the parent goes on as if there were no child."""
+        self.is_inherited = True
+        self._poller.abandon()
+        self._crew.abandon()
+        self.connections.abandon()
+        if self.group is not None:
+            self.group.abandon()
+            self.rrefs.abandon()
+        SERVING.set(None)
 
     @property
     def is_closed(self) -> bool:

@@ -415,6 +415,12 @@ class Request:
         if self._flow is not None:
             self._flow.credit(amount)
 
+    def abandon(self) -> None:
+        """In a forked child: the parent answers."""
+        self._made = None
+        if self._flow is not None:
+            self._flow.abandon()
+
     def flow(self, source: Any) -> None:
         """Who is told about credit for this stream."""
         self._flow = source

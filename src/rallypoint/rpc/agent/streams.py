@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rallypoint.errors import RpcTimeout
+from rallypoint._core import forks
+from rallypoint.errors import RpcError, RpcTimeout
+from rallypoint.rpc.agent_in_use import ELSEWHERE
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.connections.outgoing import Outgoing
@@ -50,6 +52,11 @@ class ItemSource:
         with self._ready:
             self._stopped = True
             self._ready.notify()
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._ready = threading.Condition()
+        self._stopped = True
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Make all items. Blocks its thread while the caller does not take them."""
@@ -264,22 +271,30 @@ class RpcStream(Generic[T]):
     def __init__(self, channel: ItemChannel[T], soon: Callable[[Callable[[], None]], None]) -> None:
         self._channel = channel
         self._soon = soon
+        self._process = forks.process
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
+        self._check_process()
         return next(self._channel)
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
 
     async def __anext__(self) -> T:
+        self._check_process()
         return await anext(self._channel)
 
     def close(self) -> None:
         """Take no more. A second call does nothing."""
-        self._channel.close()
+        if self._process is forks.process:
+            self._channel.close()
+
+    def _check_process(self) -> None:
+        if self._process is not forks.process:
+            raise RpcError(f"a stream cannot be read in a forked child: {ELSEWHERE}")
 
     def __enter__(self) -> RpcStream[T]:
         return self
@@ -289,4 +304,4 @@ class RpcStream(Generic[T]):
 
     def __del__(self) -> None:
         # A collection may run anywhere, also where locks are held that closing takes.
-        self._soon(self._channel.close)
+        self._soon(self.close)

@@ -405,6 +405,16 @@ class Connections:
             self.outgoing.clear()
         return outgoing, incoming
 
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
+        self.is_closed = True
+        self.quiet.abandon()
+        for each in (*self.outgoing.values(), *self.incoming, *self._ended):
+            each.abandon()
+        for table in (self._routes, self.outgoing, self.incoming, self._ended, self._kept):
+            table.clear()
+
     def be_alone(self) -> None:
         """The crew ends: nobody else tells those who wait for an answer that there is none."""
         self._is_alone = True

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, ProtocolError
 from rallypoint.rpc.crew.crew import Job
@@ -57,7 +58,9 @@ def introduce(
     theirs: socket.socket | None = None
     try:
         if side:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with forks.opening():
+                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                ours, theirs = map(forks.close_in_child, pair)
         first = talk.start()
         sock.settimeout(deadline.remaining())
         if theirs is not None:
@@ -194,19 +197,23 @@ class Welcome:
         try:
             if not self._takes_side or isinstance(self.sock, TlsSocket):
                 return self.sock.recv(_CHUNK)
-            # Not socket.recv_fds, which drops the flag: a child of this process would inherit what came.
-            data, ancillary, _, _ = self.sock.recvmsg(
-                _CHUNK, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
-            )
+            with forks.opening():
+                return self._receive_with_side(self.sock)
         except BlockingIOError:
             return None
+
+    def _receive_with_side(self, sock: socket.socket) -> bytes:
+        # Not socket.recv_fds, which drops the flag: a child of this process would inherit what came.
+        data, ancillary, _, _ = sock.recvmsg(
+            _CHUNK, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
+        )
         fds = [fd for _, _, each in ancillary for (fd,) in _FD.iter_unpack(each)]
         for fd in fds:
             if self._side is not None or len(fds) > 1:
                 os.close(fd)
                 continue
             try:
-                self._side = socket.socket(fileno=fd)
+                self._side = forks.close_in_child(socket.socket(fileno=fd))
             except OSError:
                 os.close(fd)
                 raise ProtocolError("a descriptor came that is no socket") from None

@@ -31,6 +31,9 @@ class Served(Protocol):
     def credit(self, amount: int) -> None:
         """The caller takes so many more items of a stream."""
 
+    def abandon(self) -> None:
+        """In a forked child: whatever comes of it goes nowhere. Takes no lock."""
+
 
 class Incoming:
     """A connection that a peer has opened and proved itself on.
@@ -246,6 +249,16 @@ class Incoming:
             if self.line.is_full:
                 self.line.push(deadline)
         self.end("this worker has left the group")
+
+    def abandon(self) -> None:
+        """In a forked child: the parent answers. What forked in the middle of a request has nobody to answer here."""
+        self._lock = threading.Lock()
+        self._deaf_lock = threading.Lock()
+        self._ended = True
+        for served in self.active.values():
+            served.abandon()
+        self.active.clear()
+        self._held.clear()
 
     def close(self) -> None:
         """Give the sockets back; called when nobody reads any more."""

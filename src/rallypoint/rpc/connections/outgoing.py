@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcTimeout
+from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcError, RpcTimeout
+from rallypoint.rpc.agent_in_use import ELSEWHERE
 from rallypoint.rpc.references.passed import Passed
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame, Shared, encode
@@ -467,6 +468,17 @@ class Outgoing:
         if theirs:
             self._watch.defer(theirs)
         self._watch.lost(self, reason)
+
+    def abandon(self) -> None:
+        """In a forked child: the parent gets the answers. A thread that forked in the middle of waiting is woken."""
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self.lost_reason = ELSEWHERE
+        for call in self.calls.take_all():
+            call.error = RpcError(ELSEWHERE)
+            call.done = True
+            if call.waiter is not None:
+                _release(call.waiter)
 
     def close(self) -> None:
         """Give the socket back, after :meth:`fail`. Waits for a thread that is still reading."""

@@ -42,6 +42,12 @@ class Quiet:
                 self._waiting -= 1
                 self.is_wanted = self._waiting > 0
 
+    def abandon(self) -> None:
+        """In a forked child."""
+        self.is_wanted = False
+        self._changed = threading.Condition()
+        self._closed = True
+
     def close(self) -> None:
         """The agent closes: its calls come to an end by themselves."""
         self._closed = True

@@ -20,7 +20,10 @@ takes it back when the job is done. The overseer takes it, too. Whoever gets it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -120,6 +123,7 @@ class Crew:
         self._working = 0
         self._threads: set[threading.Thread] = set()
         self._closed = False
+        self._is_inherited = False
         self._number = 0
         # Threads that were woken or started to look for work, and have not looked yet.
         self._coming = 0
@@ -223,6 +227,17 @@ class Crew:
                 left.append(each.popleft())
         return left
 
+    def abandon(self) -> None:
+        """In a forked child, which has none of the threads but perhaps one: that which forked, in a job."""
+        self._is_inherited = True
+        self._lock = threading.Lock()
+        self._call = threading.Event()
+        self._closed = True
+        for each in (self._token, self._parked, self._jobs, self._line, self._threads):
+            each.clear()
+        _mine.crew = None
+        _mine.waits = 0
+
     # -- threads ---------------------------------------------------------------------------------
 
     def _spawn(self) -> None:
@@ -288,6 +303,8 @@ class Crew:
                     continue
                 self._lead()
         finally:
+            if self._is_inherited:
+                _end_child()
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
@@ -400,3 +417,14 @@ class Crew:
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
+
+
+def _end_child() -> None:
+    """End a child that has come back out of the job in which it was forked: there is nothing else that it could do.
+
+    Python would do the same when its last thread ends, but with torch in the process it aborts on the way.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(0)

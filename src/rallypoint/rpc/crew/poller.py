@@ -129,6 +129,12 @@ class Poller:
                 return
             dirty.flush()
 
+    def abandon(self) -> None:
+        """In a forked child, which shares both with its parent: what is changed in them is changed for both."""
+        self._lock = threading.Lock()
+        self._dirty.clear()
+        self.close()
+
     def close(self) -> None:
         """Only when no thread polls any more."""
         with self._lock:

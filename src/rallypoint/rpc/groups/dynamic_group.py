@@ -254,6 +254,13 @@ class DynamicGroup:
         if watcher.is_alive() or waker.is_alive():
             _log.warning("the store does not answer: the group's watcher is left to itself")
 
+    def abandon(self) -> None:
+        """In a forked child: its copies of the store's connections are closed with the store."""
+        self._closing = threading.Event()
+        self._closing.set()
+        self._changed = threading.Condition()
+        del self._store, self._calls
+
     # -- reading and writing the journal ----------------------------------------------------------
 
     def _start_from_outline(self) -> None:

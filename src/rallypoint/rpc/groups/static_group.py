@@ -100,6 +100,10 @@ class StaticGroup:
             raise no_destination(key, self._members)
         return member
 
+    def abandon(self) -> None:
+        """In a forked child: its copies of the store's connections are closed with the store."""
+        del self._calls
+
     def last_words(self, member: Member) -> str | None:
         key = f"left/{member.id}"
         return self._calls.read([key])[0].decode() if self._calls.present([key]) else None

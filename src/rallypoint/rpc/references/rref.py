@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from rallypoint.errors import PeerLost, RpcError, RpcTimeout
 from rallypoint.rpc import constants
-from rallypoint.rpc.agent_in_use import current_agent
+from rallypoint.rpc.agent_in_use import current_agent, without_agent
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.content.payload import Writer, current_forks, register_reducer, when_unsent
@@ -49,14 +49,14 @@ class RRef(Generic[T]):
         RpcError: this process is in no group.
     """
 
-    _agent: Agent
+    _made_by: Agent
     _rref_id: RRefId
     _fork_id: ForkId | None
 
     def __init__(self, value: T, type_hint: type | None = None) -> None:
         agent = current_agent()
         if agent is None:
-            raise RpcError(_NO_AGENT)
+            raise RpcError(without_agent(_NO_AGENT))
         self._own(agent, agent.rrefs.own(value))
         self._type_future: Future[type] | None = None
         self._hint = type_hint
@@ -64,7 +64,7 @@ class RRef(Generic[T]):
     # -- the two kinds ------------------------------------------------------------------------------
 
     def _own(self, agent: Agent, rref_id: RRefId) -> None:
-        self._agent = agent
+        self._made_by = agent
         self._rref_id = rref_id
         self._fork_id = None
         self._owner = agent.me
@@ -92,7 +92,7 @@ class RRef(Generic[T]):
     ) -> RRef[Any]:
         """For a user reference that is held once for this object."""
         made: RRef[Any] = cls.__new__(cls)
-        made._agent = agent
+        made._made_by = agent
         made._rref_id = rref_id
         made._fork_id = fork_id
         made._owner = owner
@@ -103,22 +103,38 @@ class RRef(Generic[T]):
         weakref.finalize(made, agent.rrefs.drop, fork_id).atexit = False
         return made
 
+    @property
+    def _agent(self) -> Agent:
+        self._check_process()
+        return self._made_by
+
+    def _check_process(self) -> None:
+        """A forked child has a copy of the object, and no part in what it refers to."""
+        if self._made_by.is_inherited:
+            raise RpcError(
+                f"{self} belongs to worker {self._made_by.me.name!r}, from which this process was forked: use it there"
+            )
+
     # -- who ----------------------------------------------------------------------------------------
 
     def owner(self) -> WorkerInfo:
         """The worker on which the value lives."""
+        self._check_process()
         return self._owner
 
     def owner_name(self) -> str:
+        self._check_process()
         return self._owner.name
 
     def is_owner(self) -> bool:
         """Whether the value lives on this worker."""
+        self._check_process()
         return self._fork_id is None
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner knows of this reference, so that it keeps the value alive."""
-        return self._fork_id is None or self._agent.rrefs.is_confirmed(self._fork_id)
+        agent = self._agent
+        return self._fork_id is None or agent.rrefs.is_confirmed(self._fork_id)
 
     # -- the value ----------------------------------------------------------------------------------
 
@@ -190,6 +206,7 @@ class RRef(Generic[T]):
 
     def _get_future(self) -> Future[Any]:
         """Completed when the owner has made the value (or it failed to hear of it)."""
+        self._check_process()
         if self._creation is None:
             self._creation = Future()
             if self._fork_id is None:
@@ -201,21 +218,21 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
         """``rref.rpc_sync().method(…)`` runs the method on the owner, and returns its result."""
-        from rallypoint.rpc.rref_proxy import RRefProxy
-
-        return RRefProxy(self, "sync", timeout)
+        return self._proxy("sync", timeout)
 
     def rpc_async(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
         """The same, and gives a future."""
-        from rallypoint.rpc.rref_proxy import RRefProxy
-
-        return RRefProxy(self, "async", timeout)
+        return self._proxy("async", timeout)
 
     def remote(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
         """The same, and gives a reference to the result."""
+        return self._proxy("remote", timeout)
+
+    def _proxy(self, mode: str, timeout: float) -> RRefProxy:
         from rallypoint.rpc.rref_proxy import RRefProxy
 
-        return RRefProxy(self, "remote", timeout)
+        self._check_process()
+        return RRefProxy(self, mode, timeout)
 
     def _get_type(self, timeout: float = constants.UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The value's type, asked for once; with ``blocking=False`` as a future."""
@@ -275,7 +292,7 @@ def rebuild_rref(fork: Fork, owner: WorkerInfo) -> RRef[Any]:
     """A reference that has come in a message."""
     agent = current_agent()
     if agent is None:
-        raise RpcError(_NO_AGENT)
+        raise RpcError(without_agent(_NO_AGENT))
     received = agent.rrefs.receive(fork)
     if received.fork_id is None:
         if received.gone:

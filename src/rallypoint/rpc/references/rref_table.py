@@ -465,6 +465,13 @@ class RRefTable:
 
     # -- ends -----------------------------------------------------------------------------------------
 
+    def abandon(self) -> None:
+        """In a forked child: copies of its references end there without a word to anybody."""
+        self._lock = threading.RLock()
+        self._settled = threading.Condition(self._lock)
+        self._asked = True
+        self._closed = True
+
     def peer_lost(self, worker: int, reason: str) -> None:
         with self._lock:
             commands = self._core.peer_lost(worker, reason)
