@@ -202,6 +202,27 @@ def test_the_host_and_the_first_in_line_are_killed_together(nodes: Nodes) -> Non
     assert took <= LEASE + 3
 
 
+@pytest.mark.parametrize(
+    ("count", "others", "with_host"),
+    [(3, 1, True), (3, 2, False), (5, 2, True), (5, 3, False)],
+    ids=["host-and-one-of-3", "two-of-3", "host-and-two-of-5", "three-of-5"],
+)
+def test_who_is_left_of_several_killed_together_goes_on(
+    nodes: Nodes, count: int, others: int, with_host: bool
+) -> None:
+    """They are no majority, but can see that the others have ended."""
+    for _ in range(count):
+        nodes.start(min=1, max=count)
+    nodes.together(timeout=30)
+    host = nodes.host()
+    by_rank = [nodes.by_rank(rank) for rank in range(count)]
+    victims = [node for node in by_rank if node is not host][-others:]
+    for node in [host, *victims] if with_host else victims:
+        killed = node.signal(signal.SIGKILL)
+    nodes.together(timeout=30)
+    print(f"next round after {nodes.formed() - killed:.2f} s")
+
+
 def test_a_host_that_slept_comes_back_as_a_newcomer_where_the_others_are(nodes: Nodes) -> None:
     four(nodes)
     host = nodes.host()

@@ -350,3 +350,43 @@ def test_stopping_is_quick_and_says_nothing(store) -> None:
     assert not watcher.store_lost
     (body,) = RecordStore(store, CODEC).look(["beat/me"])
     assert body is not None and body["left"] is True
+
+
+# -- several at once ------------------------------------------------------------------------------
+
+
+def certain_losses(watcher: Watcher, names: set[str]) -> None:
+    """Wait until each of these is known to have ended."""
+    left = set(names)
+    while left:
+        _, loss = watcher.loss(20)
+        if loss.certain:
+            left.remove(loss.neighbour.node_id)
+
+
+def test_all_that_were_killed_together_are_known_to_have_ended(watcher, beats) -> None:
+    """Each by its refused port, though all of them fall silent at the same time."""
+    dead = [neighbour(name, closed_port(), rank) for rank, name in enumerate("abcd", 1)]
+    watcher.pulse.watch(dead, dead)
+    certain_losses(watcher, set("abcd"))
+    assert watcher.quiet_for(2 * LEASE)
+
+
+def test_a_node_that_is_silent_and_then_ends_is_told_as_both(watcher, beats, child) -> None:
+    beats("b")
+    watcher.pulse.watch([neighbour("a", port_of(child)), neighbour("b", rank=2)])
+    _, loss = watcher.loss(20)
+    assert (loss.neighbour.node_id, loss.certain) == ("a", False)
+    child.kill()
+    child.wait()
+    certain_losses(watcher, {"a"})
+
+
+def test_while_proof_is_wanted_silence_is_no_loss(watcher, child) -> None:
+    quiet, dead = neighbour("quiet", port_of(child)), neighbour("dead", closed_port(), 2)
+    watcher.pulse.prove([quiet, neighbour("unseen", rank=3), dead])
+    certain_losses(watcher, {"dead"})
+    assert watcher.quiet_for(2 * LEASE)
+    child.kill()
+    child.wait()
+    certain_losses(watcher, {"quiet"})

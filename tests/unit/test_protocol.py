@@ -36,6 +36,7 @@ class Participant:
     alive: bool = True
     beats: bool = False
     epoch: int = 0  # of the store it is connected to
+    needed: int = 0  # survivors, without whom it must not go on
     plan: Any = None  # of the round it is a member of
     ids: tuple[str, ...] = ()
     reasons: list[str] = field(default_factory=list)
@@ -58,8 +59,11 @@ class World:
         self.operations = 0
 
     def add(self, name: str, settings: Settings, **more: Any) -> Participant:
+        needed = more.pop("needed", 0)
         node = Node(node_id=name, host=more.pop("host", name), **more)
-        self.nodes[name] = participant = Participant(node, settings, epoch=self.epoch)
+        self.nodes[name] = participant = Participant(
+            node, settings, epoch=self.epoch, needed=needed
+        )
         self.start(participant)
         return participant
 
@@ -163,6 +167,8 @@ class World:
                 participant.beats = True
             case operations.Gone():
                 return frozenset()
+            case operations.Needed():
+                return participant.needed
             case operations.Tell(text):
                 participant.reasons.append(text)
         return None
@@ -395,15 +401,28 @@ def test_the_leaders_death_at_every_step_only_elects_another(step: int) -> None:
 
 def test_two_halves_of_a_split_network_do_not_both_go_on() -> None:
     world = World()
-    world.add("a", ELASTIC, generation=4, rank=0, num_nodes=4, survivors_needed=3)
-    world.add("b", ELASTIC, generation=4, rank=1, num_nodes=4, survivors_needed=3)
+    world.add("a", ELASTIC, generation=4, rank=0, num_nodes=4, needed=3)
+    world.add("b", ELASTIC, generation=4, rank=1, num_nodes=4, needed=3)
     world.table["4/plan"] = {"by": "a", "order": [0, 1, 2, 3], "first": {"id": "a"}}
     world.table["4/ids/a"] = {"ids": list("abcd")}
     world.run(60)
     assert all(world.nodes[name].outcome is None for name in "ab")
-    world.add("c", ELASTIC, generation=4, rank=2, num_nodes=4, survivors_needed=3)
+    world.add("c", ELASTIC, generation=4, rank=2, num_nodes=4, needed=3)
     world.run(60)
     assert len(ranks_of(world, 5)) == 3
+
+
+def test_who_is_found_to_have_ended_while_the_round_forms_need_not_come() -> None:
+    world = World()
+    alone = replace(ELASTIC, min_nodes=1)
+    survivor = world.add("a", alone, generation=4, rank=0, num_nodes=3, needed=2)
+    world.table["4/plan"] = {"by": "a", "order": [0, 1, 2], "first": {"id": "a"}}
+    world.table["4/ids/a"] = {"ids": list("abc")}
+    world.run(60)
+    assert survivor.outcome is None
+    survivor.needed = 1
+    world.run(60)
+    assert ranks_of(world, 5) == {"a": 0}
 
 
 # -- answers that are lost, stores that are lost -----------------------------------------------------

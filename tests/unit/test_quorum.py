@@ -16,6 +16,7 @@ from rallypoint.rendezvous.quorum import (
     Standing,
     assign_ranks,
     decide,
+    survivors_needed,
 )
 
 
@@ -301,3 +302,33 @@ def test_once_the_time_is_over_enough_nodes_are_enough(
     enough = len(present) >= settings.min_nodes and survivors >= standing.survivors_needed
     answer = decide(now, settings, replace(standing, out_of_time=True))
     assert isinstance(answer, Close) == enough
+
+
+# -- halves of a broken network -------------------------------------------------------------------
+
+
+@given(st.data())
+def test_of_members_that_cannot_reach_each_other_one_side_goes_on_at_most(
+    data: st.DataObject,
+) -> None:
+    """Whoever has ended, and however much of that each side knows; one of them may still have the store."""
+    count = data.draw(st.integers(1, 9), label="members")
+    ended = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1), label="ended")
+    living = [each for each in range(count) if each not in ended]
+    sides = [data.draw(st.integers(0, 2), label="side") for _ in living]
+    with_store = data.draw(st.sampled_from([None, 0, 1, 2]), label="side with the store")
+    going_on = 0
+    for side in set(sides):
+        known = data.draw(st.sets(st.sampled_from(sorted(ended)))) if ended else set()
+        needed = survivors_needed(count, len(known), moved=side != with_store)
+        going_on += sides.count(side) >= needed
+    assert going_on <= 1
+
+
+@pytest.mark.parametrize("moved", [True, False])
+@given(count=st.integers(1, 40), data=st.data())
+def test_when_all_others_are_known_to_have_ended_the_rest_is_enough(
+    moved: bool, count: int, data: st.DataObject
+) -> None:
+    ended = data.draw(st.integers(0, count - 1))
+    assert survivors_needed(count, ended, moved=moved) <= count - ended

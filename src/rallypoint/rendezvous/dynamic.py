@@ -23,13 +23,13 @@ from rallypoint.errors import (
     RendezvousTimeout,
 )
 
-from . import operations, plan as plans, protocol
+from . import fields, operations, plan as plans, protocol
 from .api import Member, RendezvousHandler, RendezvousInfo
 from .fields import Moved
 from .home import Home, LastRound
 from .liveness import Loss, Neighbour, Pulse, WatchPost
 from .protocol import Closed, Joined, Node, RankTaken, TimedOut, Timing
-from .quorum import Settings
+from .quorum import Settings, survivors_needed
 from .record_store import RecordStore
 from .records import Codec
 
@@ -133,12 +133,15 @@ class DynamicRendezvous(RendezvousHandler):
         self._plan: Mapping[str, Any] = {}
         self._latest: Mapping[str, Any] = {}  # also of rounds this node was no member of
         self._ids: tuple[str, ...] = ()
+        self._known: tuple[Neighbour, ...] = ()  # members whose end can be seen
+        self._members: frozenset[str] = frozenset()  # ids of the round's members, as far as known
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._gone: set[str] = set()  # lost, by any sign
         self._dead: set[str] = set()  # known to have ended
         self._lost_here: set[str] = set()  # since the last round, by this node's own pulse
         self._store_lost = False  # to the pulse, which has ended then
+        self._proving = False  # the round is over, and the pulse looks who has ended
         self._moved = False
         self._elsewhere = False  # led to another store, which need not know our last round
 
@@ -354,6 +357,12 @@ class DynamicRendezvous(RendezvousHandler):
                 delay,
             )
             self._pulse.start()
+            with self._lock:
+                doubtful = [each for each in self._known if each.node_id not in self._dead]
+            if self._node.generation is not None:
+                # The store was lost. Who has ended need not be waited for.
+                self._proving = True
+                self._pulse.prove(doubtful)
         return self._pulse
 
     def _disconnect(self, *, leaving: bool) -> None:
@@ -410,9 +419,7 @@ class DynamicRendezvous(RendezvousHandler):
 
     def _play(self, records: RecordStore) -> protocol.Outcome:
         """Drive the protocol to its outcome."""
-        node = replace(
-            self._node, facts=self._all_facts(), survivors_needed=self._survivors_needed()
-        )
+        node = replace(self._node, facts=self._all_facts())
         steps = protocol.next_round(node, self._settings, self._timing)
         answer: tuple[float, Any] | None = None
         while True:
@@ -450,6 +457,8 @@ class DynamicRendezvous(RendezvousHandler):
             case operations.Gone():
                 with self._lock:
                     return frozenset(self._gone)
+            case operations.Needed():
+                return self._survivors_needed()
             case operations.Beat():
                 self._start_pulse(records)
                 return None
@@ -473,7 +482,7 @@ class DynamicRendezvous(RendezvousHandler):
         # A plan that was put into an empty store has a mark behind its author's name.
         theirs, ours = (str(each.get("by")).rstrip("+") for each in (plan or {}, self._plan))
         if theirs != ours:
-            self._node = replace(self._node, generation=None, survivors_needed=0)
+            self._node = replace(self._node, generation=None)
 
     def _all_facts(self) -> Mapping[str, Any]:
         assert self._post is not None
@@ -495,18 +504,11 @@ class DynamicRendezvous(RendezvousHandler):
         return towards[0] if addresses.is_loopback(addr) else addr
 
     def _survivors_needed(self) -> int:
-        """How many of the last round's members make it safe to go on.
-
-        The others may be alive behind a broken network. Those that are known to have ended do not count; of
-        two halves, the one that has kept the store goes on.
-        """
         if not self._guard or self._node.generation is None:
             return 0
         with self._lock:
-            undecided = self._node.num_nodes - len(self._dead & set(self._ids))
-        if self._moved:
-            return undecided // 2 + 1
-        return (undecided + 1) // 2
+            ended = len(self._dead & self._members)
+        return survivors_needed(self._node.num_nodes, ended, moved=self._moved)
 
     def _joined(self, records: RecordStore, joined: Joined) -> RendezvousInfo:
         plan, generation = joined.plan, joined.generation
@@ -526,7 +528,7 @@ class DynamicRendezvous(RendezvousHandler):
             self._gone.clear()
             self._dead.clear()
             self._lost_here.clear()
-            self._ids = ()
+            self._ids, self._known, self._members = (), (), frozenset()
         if joined.rank < plans.NUM_STANDBYS:
             # Who may have to serve the store, or to lead, knows all members by their ids.
             (record,) = records.look([plans.ids_key(generation, plan)])
@@ -550,16 +552,21 @@ class DynamicRendezvous(RendezvousHandler):
             for each, record in zip(ranks, found, strict=True)
             if record is not None
         ]
+        known = {each.node_id: each for each in (*_standbys_in(self._plan), *nearest)}
+        known.pop(self._node.node_id, None)
+        with self._lock:
+            ids = self._ids
+            self._known = tuple(known.values())
+            self._members = frozenset((*ids, *known))
         everybody = []
         if rank == 0:
-            with self._lock:
-                ids = self._ids
             everybody = [
                 Neighbour(node_id=node_id, rank=each, host="")
                 for each, node_id in enumerate(ids)
                 if each != rank
             ]
         room = count < self._settings.max_nodes
+        self._proving = False
         pulse.watch(
             nearest,
             everybody,
@@ -584,13 +591,25 @@ class DynamicRendezvous(RendezvousHandler):
             self._lost_here.add(loss.neighbour.node_id)
             if loss.certain:
                 self._dead.add(loss.neighbour.node_id)
-        self._listener.on_loss(loss)
+        if not self._proving:
+            self._listener.on_loss(loss)
 
     def _heed_store(self, error: RendezvousConnectionError) -> None:
         self._store_lost = True
         if (records := self._records) is not None:
             records.close()  # whoever waits for an answer there need not
         self._listener.on_store_lost(error)
+
+
+def _standbys_in(plan: Mapping[str, Any]) -> Iterator[Neighbour]:
+    """The nodes at the head of a plan whose end can be seen."""
+    listed = plan.get("standbys")
+    for each in listed if isinstance(listed, list) else ():
+        if not isinstance(each, dict):
+            continue
+        rank, addr, port = each.get("rank"), each.get("addr"), fields.number(each.get("watch"))
+        if isinstance(rank, int) and isinstance(addr, str) and 0 < port < 65536:
+            yield Neighbour(node_id=str(each.get("id")), rank=rank, host="", addr=(addr, port))
 
 
 def _neighbour(rank: int, record: Mapping[str, Any]) -> Neighbour:

@@ -8,8 +8,10 @@ Two signs of death, and each is enough:
   of a watcher in the moment the process ends. If a second attempt is then refused, there
   is nobody. This finds a killed process on a living host within milliseconds.
 
-Each node watches its predecessor in rank order (rank 0 the last), and the next one before it when that is
-lost; rank 0 also reads everybody's beats. So the cost for each node does not depend on how many there are.
+Each node watches its predecessor in rank order (rank 0 the last); rank 0 also reads everybody's beats. So
+the cost for each node does not depend on how many there are. Once somebody is lost it watches all the
+predecessors it knows, at once: neighbours may have been killed together. The same while the nodes look for
+a lost store, where nothing but a proof of death counts.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,8 +172,10 @@ class Pulse:
         self._order: Sequence[Neighbour] = ()  # all that may be watched, nearest first
         self._everybody: Sequence[Neighbour] = ()
         self._at_each_beat: Callable[[RecordStore], None] | None = None
+        self._only_proof = False
         self._round = 0
         self._lost: set[str] = set()
+        self._proven: set[str] = set()  # of those, whose end is certain
         self._stopping = False
         self._leaving = False
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -187,11 +191,27 @@ class Pulse:
         at_each_beat: Callable[[RecordStore], None] | None = None,
     ) -> None:
         """Whom to watch from now on: the first of the one list that lives, all of the other by their beat."""
+        self._watch(nearest_first, everybody, at_each_beat, only_proof=False)
+
+    def prove(self, nodes: Sequence[Neighbour]) -> None:
+        """Find out which of these have ended, all at once. One that is merely silent is not lost."""
+        self._watch(nodes, (), None, only_proof=True)
+
+    def _watch(
+        self,
+        nearest_first: Sequence[Neighbour],
+        everybody: Sequence[Neighbour],
+        at_each_beat: Callable[[RecordStore], None] | None,
+        *,
+        only_proof: bool,
+    ) -> None:
         with self._lock:
             self._order, self._everybody = tuple(nearest_first), tuple(everybody)
             self._at_each_beat = at_each_beat
+            self._only_proof = only_proof
             self._round += 1
             self._lost.clear()
+            self._proven.clear()
             self._wake()
 
     def stop(self, *, leaving: bool, timeout: float) -> None:
@@ -212,9 +232,9 @@ class Pulse:
     # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        line = _Line()
+        lines: dict[Neighbour, _Line] = {}
         try:
-            self._loop(line)
+            self._loop(lines)
         except RendezvousConnectionError as error:
             if not self._stopping:
                 self._on_store_lost(error)
@@ -225,7 +245,8 @@ class Pulse:
             if not self._stopping:
                 self._on_store_lost(RendezvousConnectionError(str(error)))
         finally:
-            line.close()
+            for line in lines.values():
+                line.close()
             if self._records is not None:
                 self._records.close()
             with self._lock:
@@ -233,7 +254,7 @@ class Pulse:
                 os.close(self._write)
                 self._write = -1
 
-    def _loop(self, line: _Line) -> None:
+    def _loop(self, lines: dict[Neighbour, _Line]) -> None:
         seen_round = 0
         # A lease is over when a whole one has passed since the last move, seen at the next beat.
         leases: Leases[str] = Leases(self._lease - self._interval)
@@ -242,8 +263,10 @@ class Pulse:
         while True:
             with self._lock:
                 stopping, leaving, round_ = self._stopping, self._leaving, self._round
-                at_each_beat = self._at_each_beat
-                order = [each for each in self._order if each.node_id not in self._lost]
+                at_each_beat, only_proof = self._at_each_beat, self._only_proof
+                order = [each for each in self._order if each.node_id not in self._proven]
+                if not self._lost and not only_proof:
+                    order = order[:1]
                 everybody = [each for each in self._everybody if each.node_id not in self._lost]
             if stopping:
                 if leaving:
@@ -253,19 +276,21 @@ class Pulse:
                 seen_round = round_
                 leases = Leases(self._lease - self._interval)
                 refused = Leases(self._interval * BEATS_AFTER_REFUSAL)
-            nearest = order[0] if order else None
-            line.hold(nearest)
+            _hold(lines, order)
             now = MONOTONIC.now()
             if now >= next_beat:
                 self._beat()
-                watched = {each.node_id: each for each in (*everybody, *order[:1])}
-                self._look(watched, leases, refused, line)
+                watched = {each.node_id: each for each in (*everybody, *order)}
+                suspects = [each.node_id for each, line in lines.items() if line.refused]
+                self._look(watched, None if only_proof else leases, refused, suspects)
+                for line in lines.values():
+                    line.try_again(self._lease)
                 if at_each_beat is not None:
                     at_each_beat(self._connected())
                 next_beat = MONOTONIC.now() + self._interval
-            line.poll(self._read, max(0.0, next_beat - MONOTONIC.now()))
-            if line.ended and nearest is not None:
-                self._heed_end(nearest)
+            _poll(lines.values(), self._read, max(0.0, next_beat - MONOTONIC.now()))
+            for neighbour in [each for each, line in lines.items() if line.ended]:
+                self._heed_end(neighbour)
 
     def _connected(self) -> RecordStore:
         if self._records is None:
@@ -282,9 +307,9 @@ class Pulse:
     def _look(
         self,
         watched: Mapping[str, Neighbour],
-        leases: Leases[str],
+        leases: Leases[str] | None,
         refused: Leases[str],
-        line: _Line,
+        suspects: Sequence[str],
     ) -> None:
         if not watched:
             return
@@ -300,13 +325,15 @@ class Pulse:
                 neighbour = watched[each]
                 self._lose(Loss(neighbour, True, _lost(neighbour, "has left"), left=True))
         now = MONOTONIC.now()
+        # Certain losses first: of one that is told as silent nobody would expect more.
+        doubtful = {each: numbers[each] for each in suspects if each in numbers}
+        for each in refused.observe(now, doubtful):
+            self._lose(Loss(watched[each], True, _lost(watched[each], ENDED)))
+        if leases is None:
+            return
         for each in leases.observe(now, numbers):
             seconds = f"was not heard of for {self._lease:g} s"
             self._lose(Loss(watched[each], False, _lost(watched[each], seconds)))
-        suspect = line.refused_by
-        doubtful = {} if suspect not in numbers else {suspect: numbers[suspect]}
-        for each in refused.observe(now, doubtful):
-            self._lose(Loss(watched[each], True, _lost(watched[each], ENDED)))
 
     def _heed_end(self, neighbour: Neighbour) -> None:
         """Its process has ended: killed, or after it had said in its last beat that it leaves?"""
@@ -319,46 +346,56 @@ class Pulse:
         self._lose(Loss(neighbour, True, _lost(neighbour, "has left" if left else ENDED), left))
 
     def _lose(self, loss: Loss) -> None:
+        node_id = loss.neighbour.node_id
         with self._lock:
-            if loss.neighbour.node_id in self._lost:
+            # One that fell silent may be found to have ended later: that is told as well.
+            if node_id in (self._proven if loss.certain else self._lost):
                 return
-            self._lost.add(loss.neighbour.node_id)
+            self._lost.add(node_id)
+            if loss.certain:
+                self._proven.add(node_id)
         self._on_loss(loss)
 
 
 class _Line:
-    """The connection to the neighbour's watch post, without a blocking call."""
+    """The connection to a neighbour's watch post, without a blocking call.
 
-    def __init__(self) -> None:
-        self._to: Neighbour | None = None
+    ``ended``: it broke, and a second attempt was refused. ``refused``: already the first one was.
+    """
+
+    def __init__(self, to: Neighbour) -> None:
+        self._to = to
         self._socket: socket.socket | None = None
         self._connected = False
         self._again = False
+        self._tried = 0.0
+        self._found: tuple[Any, ...] | None = None  # by the resolver
         self.ended = False
-        self.refused_by = ""
-
-    def hold(self, neighbour: Neighbour | None) -> None:
-        """Have a line to this one, and to no other."""
-        if neighbour == self._to:
-            return
-        self.close()
-        self._to = neighbour
-        self._again = False
-        self.refused_by = ""
+        self.refused = False
         self._open()
 
     def _open(self) -> None:
         self.ended = self._connected = False
-        if self._to is None or self._to.addr is None:
+        self._tried = MONOTONIC.now()
+        if self._to.addr is None:
             return
         try:
-            found = socket.getaddrinfo(*self._to.addr, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, address = found[0]
+            if self._found is None:
+                self._found = socket.getaddrinfo(*self._to.addr, type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, _, address = self._found
             self._socket = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
             self._socket.setblocking(False)
             self._settle(self._socket.connect_ex(address))
         except OSError:
-            self._drop()  # no way there: its beat must do
+            self.close()  # no way there: its beat must do
+
+    def try_again(self, pause: float) -> None:
+        """Where there was no way: try once more, ``pause`` seconds after the last attempt."""
+        # A name that was not found is not looked up again: that may take longer than a beat may be late.
+        if self._found is None or self._socket is not None or self.refused:
+            return
+        if MONOTONIC.now() >= self._tried + pause:
+            self._open()
 
     def _settle(self, code: int) -> None:
         """A connection attempt has come to this."""
@@ -367,27 +404,25 @@ class _Line:
         if code == 0:
             self._connected = True
             return
-        self._drop()
-        if code == errno.ECONNREFUSED and self._to is not None:
+        self.close()
+        if code == errno.ECONNREFUSED:
             if self._again:
                 self.ended = True
             else:
-                self.refused_by = self._to.node_id
+                self.refused = True
 
-    def poll(self, wake_fd: int, timeout: float) -> None:
-        """Wait for news of the line, or for a byte on ``wake_fd``, at most ``timeout`` seconds."""
-        poller = select.poll()
-        poller.register(wake_fd, select.POLLIN)
+    def register(self, poller: select.poll) -> int:
+        """Have it tell of news; the descriptor it will be known by, or -1."""
+        if self._socket is None:
+            return -1
+        poller.register(self._socket, select.POLLIN if self._connected else select.POLLOUT)
+        return self._socket.fileno()
+
+    def hear(self) -> None:
+        """There are news."""
         sock = self._socket
-        if sock is not None:
-            poller.register(sock, select.POLLIN if self._connected else select.POLLOUT)
-        for fd, _ in poller.poll(timeout * 1000 + 1):
-            if fd == wake_fd:
-                os.read(wake_fd, 4096)
-            elif sock is not None:
-                self._hear(sock)
-
-    def _hear(self, sock: socket.socket) -> None:
+        if sock is None:
+            return
         if not self._connected:
             self._settle(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
             return
@@ -399,19 +434,38 @@ class _Line:
         except OSError:
             pass
         # Ended, or was it only the connection? Whoever is refused now knows.
-        self._drop()
+        self.close()
         self._again = True
         self._open()
 
-    def _drop(self) -> None:
+    def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
         self._socket = None
         self._connected = False
 
-    def close(self) -> None:
-        self._drop()
-        self._to = None
+
+def _hold(lines: dict[Neighbour, _Line], to: Sequence[Neighbour]) -> None:
+    """Have a line to each of these, and to no others."""
+    for each in lines.keys() - set(to):
+        lines.pop(each).close()
+    for each in to:
+        if each not in lines:
+            lines[each] = _Line(each)
+
+
+def _poll(lines: Iterable[_Line], wake_fd: int, timeout: float) -> None:
+    """Wait for news of a line, or for a byte on ``wake_fd``, at most ``timeout`` seconds."""
+    poller = select.poll()
+    poller.register(wake_fd, select.POLLIN)
+    by_fd = {line.register(poller): line for line in lines}
+    # A line may have come to its end when it was opened.
+    until = 0.0 if any(line.ended for line in by_fd.values()) else timeout * 1000 + 1
+    for fd, _ in poller.poll(until):
+        if fd == wake_fd:
+            os.read(wake_fd, 4096)
+        else:
+            by_fd[fd].hear()
 
 
 def _lost(neighbour: Neighbour, how: str) -> str:

@@ -65,6 +65,11 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Needed:
+    """How many of the last round's members must be there, as far as this node knows now who has ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """Others rely on this node from now on: it beats (:mod:`.liveness`), if it does not yet."""
 
@@ -76,5 +81,5 @@ class Tell:
     text: str
 
 
-Operation = Claim | Increment | Write | Await | Look | Count | Delete | Gone | Beat | Tell
+Operation = Claim | Increment | Write | Await | Look | Count | Delete | Gone | Needed | Beat | Tell
 Steps = Generator[Operation, tuple[float, Any], Any]

@@ -46,6 +46,7 @@ from .operations import (
     Gone,
     Increment,
     Look,
+    Needed,
     Steps,
     Tell,
     Write,
@@ -70,7 +71,6 @@ class Node:
         num_nodes: how many members that round had.
         slot: its slot in that round.
         given_rank: the rank its user has given it, or None.
-        survivors_needed: see :class:`~rallypoint.rendezvous.quorum.Standing`.
     """
 
     node_id: str
@@ -82,7 +82,6 @@ class Node:
     num_nodes: int = 0
     slot: int = -1
     given_rank: int | None = None
-    survivors_needed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,10 +157,10 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
         match outcome:
             case _Excluded(next_generation):
                 # Too late, or too many: from now on it waits for the round after.
-                node = replace(node, generation=None, survivors_needed=0)
+                node = replace(node, generation=None)
                 generation, entitled = next_generation, False
             case _Over():
-                node = replace(node, generation=None, survivors_needed=0)
+                node = replace(node, generation=None)
                 generation = None
             case _Void(next_generation):
                 generation, entitled = next_generation, True
@@ -441,13 +440,16 @@ def _lead(
         # Who has arrived is not gone, whatever was thought of it: its record is younger than the call.
         gone = frozenset((gone | silent) - here)
         (now, waiting) = yield Count(f"{generation}/waiting")
+        needed = 0
+        if node.generation is not None:
+            (now, needed) = yield Needed()
         standing = Standing(
             arrivals=arrivals,
             first_round=not members,
             missing=frozenset(missing) - gone,
             waiting=waiting,
             gone=gone,
-            survivors_needed=node.survivors_needed,
+            survivors_needed=needed,
             enough_since=enough_since,
             out_of_time=now >= give_up,
         )

@@ -108,6 +108,21 @@ class NotYet:
     enough: bool = field(default=False)
 
 
+def survivors_needed(members: int, ended: int, *, moved: bool) -> int:
+    """How many of the last round's members make it safe to go on.
+
+    Those that are not here may be alive behind a broken network, and must not go on as well. Those that are
+    known to have ended cannot. Of two halves, the one that has kept the store goes on.
+
+    Args:
+        members: of the last round.
+        ended: how many of them are known to have ended.
+        moved: the store was lost, and the nodes have met at another place.
+    """
+    undecided = members - ended
+    return undecided // 2 + 1 if moved else (undecided + 1) // 2
+
+
 def decide(now: float, settings: Settings, standing: Standing) -> Close | NotYet:
     """Whether the round can be closed. ``now`` and all times are seconds on the caller's clock."""
     present = _present(standing)
