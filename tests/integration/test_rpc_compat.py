@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.autograd as torch_autograd
 
 import rpc_workers
 from rallypoint import compat, rpc
@@ -16,6 +17,10 @@ from rpc_workers import Workers, eventually
 
 
 pytestmark = pytest.mark.integration
+
+
+# Its names are torch's own, which have no types.
+autograd: Any = torch_autograd
 
 
 def double(x: Any) -> Any:
@@ -40,6 +45,9 @@ class Counter:
         return self.count
 
 
+OPTIMIZER = "torch.distributed.optim.optimizer"
+
+
 def torch_rpc() -> Any:
     """As a program imports it, now."""
     return importlib.import_module("torch.distributed.rpc")
@@ -58,6 +66,17 @@ def everything() -> dict[str, Any]:
         "names": {name: id(value) for name, value in vars(torch_rpc()).items()},
         "native": {name: id(getattr(native, name)) for name in dir(native)},
         "api": {name: id(value) for name, value in vars(torch_rpc().api).items()},
+        "autograd": {name: id(value) for name, value in vars(autograd).items()},
+        "native autograd": {
+            name: id(getattr(torch._C._distributed_autograd, name))
+            for name in dir(torch._C._distributed_autograd)
+        },
+        "context": {name: id(value) for name, value in vars(autograd.context).items()},
+        "optimizer": id(
+            getattr(sys.modules.get(OPTIMIZER), "DistributedOptimizer", object).__init__
+        ),
+        "ddp": id(torch.nn.parallel.distributed.RRef),
+        "finders": [id(each) for each in sys.meta_path],
     }
 
 
@@ -116,6 +135,82 @@ def test_every_form_of_import_finds_ours_while_it_is_installed():
                 assert found["constants"].DEFAULT_RPC_TIMEOUT_SEC == 60
 
         workers.on(0, case)
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_distributed_autograd_is_refused_at_once_and_works_again_afterwards(imported):
+    with Workers(1) as workers:
+
+        def case():
+            if imported == "before":
+                importlib.import_module(OPTIMIZER)
+            before = everything()
+            compat.install()
+            rpc_workers.join()
+            optimizer = importlib.import_module("torch.distributed.optim").DistributedOptimizer
+            loss = torch.ones(1, requires_grad=True).sum()
+            rref = rpc.RRef(loss)
+            for act in (
+                autograd.context,
+                lambda: autograd.backward(1, [loss]),
+                lambda: autograd.get_gradients(1),
+                lambda: torch._C._distributed_autograd.backward(1, [loss]),
+                lambda: optimizer(torch.optim.SGD, [rref], lr=0.1),
+                lambda: rref.backward(1),
+            ):
+                with pytest.raises(rpc.RpcError, match="calls carry no graph"):
+                    act()
+            rref.backward()
+            rpc.shutdown()
+            compat.uninstall()
+            if imported == "before":
+                assert everything() == before
+            assert "Refusal" not in optimizer.__init__.__qualname__
+            autograd._init(0)
+            with autograd.context() as context:
+                x = torch.ones(1, requires_grad=True)
+                autograd.backward(context, [(2 * x).sum()])
+                assert autograd.get_gradients(context)[x] == 2
+
+        workers.on(0, case)
+
+
+def test_contexts_of_torchs_autograd_do_not_begin_over_ours_without_compat_either():
+    with Workers(1) as workers:
+
+        def case():
+            rpc_workers.join()
+            with pytest.raises(RuntimeError, match="initialize distributed autograd"):
+                autograd.context().__enter__()
+            rpc.shutdown()
+
+        workers.on(0, case)
+
+
+def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module.forward(x).detach()
+
+
+def test_torchs_remote_module_runs_over_ours():
+    with Workers(2) as workers:
+
+        def case():
+            with compat.installed():
+                nn = importlib.import_module("torch.distributed.nn")
+                rpc_workers.join()
+                if rpc.get_worker_info().id == 0:
+                    module = nn.RemoteModule("w1/cpu", torch.nn.Linear, args=(2, 3))
+                    weight, bias = (each.to_here() for each in module.remote_parameters())
+                    x = torch.rand(4, 2)
+                    wanted = torch.nn.functional.linear(x, weight, bias).detach()
+                    assert torch.equal(module.forward(x).detach(), wanted)
+                    assert torch.equal(module.forward_async(x).wait().detach(), wanted)
+                    # And when it is sent itself.
+                    assert torch.equal(rpc.rpc_sync("w1", forward, (module, x)), wanted)
+                    del module, weight, bias
+                rpc.shutdown()
+
+        workers.run(case)
 
 
 def test_a_member_of_a_group_does_not_change_horses():

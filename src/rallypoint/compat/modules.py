@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from rallypoint.rpc import (
 )
 from rallypoint.rpc.agent.agent import Agent
 
+from .autograd import Refusal
+
 
 _NAME = "torch.distributed.rpc"
 _SUBMODULES: dict[str, ModuleType] = {
@@ -44,9 +47,12 @@ _NATIVE_NAMES = ("PyRRef", "WorkerInfo", "_is_current_rpc_agent_set", "get_rpc_t
 # torch's do not end early when a call has failed: only failures that C++ has set count there.
 _FUTURES = {"collect_all": collect.collect_all, "wait_all": collect.wait_all}
 
+# Which DDP asks of its module's outputs, and has imported with torch.
+_ddp: Any = importlib.import_module("torch.nn.parallel.distributed")
 _MISSING = object()
 _lock = threading.Lock()
 _before: dict[str, Any] | None = None
+_refusal = Refusal()
 
 
 def install() -> None:
@@ -74,15 +80,17 @@ def install() -> None:
         for name in _SUBMODULES:
             sys.modules[f"{_NAME}.{name}"] = _SUBMODULES[name]
         sys.modules[f"{_NAME}._testing"] = _testing(facade)
-        sys.modules[f"{_NAME}.server_process_global_profiler"] = ModuleType(
-            f"{_NAME}.server_process_global_profiler"
-        )
+        sys.modules[f"{_NAME}.server_process_global_profiler"] = _profiler()
         torch.distributed.rpc = facade
         _before["futures"] = {name: getattr(torch.futures, name) for name in _FUTURES}
         for name, replacement in _FUTURES.items():
             setattr(torch.futures, name, replacement)
         api._torch_rules = True
         _patch_native()
+        _before["ddp"] = getattr(_ddp, "RRef", _MISSING)
+        if _before["ddp"] is not _MISSING:
+            _ddp.RRef = rpc.RRef
+        _refusal.begin()
 
 
 def uninstall() -> None:
@@ -111,6 +119,9 @@ def uninstall() -> None:
             setattr(native, name, value)
         for name, value in before["futures"].items():
             setattr(torch.futures, name, value)
+        _refusal.end()
+        if before["ddp"] is not _MISSING:
+            _ddp.RRef = before["ddp"]
         api._torch_rules = False
         backends.restore_tensorpipe()
 
@@ -168,6 +179,12 @@ def _facade() -> ModuleType:
     for name, value in extra.items():
         setattr(facade, name, value)
     return facade
+
+
+def _profiler() -> ModuleType:
+    module: Any = ModuleType(f"{_NAME}.server_process_global_profiler")
+    module._server_process_global_profile = _no_profiler
+    return module  # type: ignore[no-any-return]  # it is one
 
 
 def _no_profiler(*_: Any, **__: Any) -> Any:

@@ -186,8 +186,8 @@ def _init_rpc_backend(
 
 def _init_rpc_states(agent: Any) -> None:
     _gatherings.clear()
-    if isinstance(agent, Agent):
-        # For code that uses torch's contexts of distributed autograd within one process.
+    if isinstance(agent, Agent) and _torch_rules:
+        # Programs, and torch's tests, ask it for its debug information. All else of it is refused.
         dist_autograd = sys.modules.get("torch.distributed.autograd")
         if dist_autograd is not None:
             with contextlib.suppress(Exception):

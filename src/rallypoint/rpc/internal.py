@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .content.payload import _REDUCERS, Writer
+from .content.payload import _REDUCERS, Writer, register_reducer
 
 
 class RPCExecMode(Enum):
@@ -82,6 +82,9 @@ class _InternalRPCPickler:
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
         self._own.setdefault(obj_class, reducer)
+        if obj_class not in _REDUCERS:
+            # In calls as well, which are not pickled by this object.
+            register_reducer(obj_class, lambda _, obj: reducer(obj))
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         file = io.BytesIO()

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
+
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc.certificates import identity_of
@@ -295,6 +297,13 @@ class Agent:
 
     def enable_gil_profiling(self, flag: bool) -> None:
         self._gil_profiling = flag
+
+    def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
+        """torch's name for it; its RemoteModule asks."""
+        return {
+            torch.device(str(here)): torch.device(str(there))
+            for here, there in self.options.device_maps.get(to.name, {}).items()
+        }
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """torch's name for it."""

@@ -269,11 +269,19 @@ class RRef(Generic[T]):
             raise RpcError(reason)
         return table.fork_user(self._fork_id, to, "")
 
-    def _serialize(self) -> tuple[Any, ...]:
-        """As it would travel; for tests."""
-        fork = self._fork(-1)
-        self._agent.rrefs.unsent([fork])
-        return (fork.owner, fork.rref_id, fork.fork_id, fork.parent)
+    def _serialize(self) -> RRef[T]:
+        """For reducers that are written for torch's references: what they put into a message, which is the reference.
+
+        Raises:
+            RpcError: it cannot be sent.
+        """
+        self._agent.rrefs.unsent([self._fork(-1)])
+        return self
+
+    @staticmethod
+    def _deserialize(sent: RRef[T]) -> RRef[T]:
+        """The reverse of :meth:`_serialize`, in the receiver."""
+        return sent
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError(
