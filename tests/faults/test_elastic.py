@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic import PATIENCE, PORT, Cluster, Hosts, Node, free_port, make_hosts, wait_until
+from rallypoint._core import process
 from servers.etcd_server import EtcdCluster, require_etcd
 from servers.fault_proxy import FaultProxy
 
@@ -450,6 +451,30 @@ def test_a_node_that_is_told_to_leave_goes_and_the_others_go_on(cluster: Cluster
     cluster.node(first.names[-1]).signal(signal.SIGINT)
     assert [cluster.node(name).wait(15) for name in first.names] == [143, 130], cluster
     cluster.check_history()
+
+
+def test_a_node_all_of_whose_processes_are_told_to_end_leaves_and_the_others_go_on(
+    local: Cluster,
+) -> None:
+    """As a batch system requeues a part of a job. Its workers die of the signal before their supervisor has read it."""
+    port = free_port()
+    for name in ("n0", "n1", "n2"):
+        local.start(name, *words("1:3", "--rdzv-endpoint", f"127.0.0.1:{port}"))
+    first = local.formed(3)
+    local.goes_on(first)
+    for victim in ("n2", "n0"):  # the second one serves the store
+        pids = local.node(victim).tree()
+        # Children before their parents: its worker may have died before its supervisor is told.
+        process.send(reversed(pids), signal.SIGTERM)
+        second = local.formed(len(first.workers) - 1, after=first.generation)
+        assert victim not in second.names
+        assert (second.generation, second.restarts) == (first.generation + 1, 0), local
+        assert local.node(victim).wait() == 143
+        told = [each["generation"] for each in local.notes("signal") if each["node"] == victim]
+        assert told.count(first.generation) == 1, "once"
+        first = second
+    local.order("finish")
+    assert [local.node(name).wait() for name in first.names] == [0]
 
 
 # -- ends -----------------------------------------------------------------------------------------

@@ -135,6 +135,12 @@ def is_running(pid: int) -> bool:
     return bool(fields) and fields[0] not in "ZX"
 
 
+def state(pid: int) -> str:
+    """What a process is doing, as /proc has it (R, S, D, T, t, Z …); empty if it is gone."""
+    fields = _stat_fields(pid)
+    return fields[0] if fields else ""
+
+
 def descendants(pid: int, keep: Iterable[int] = ()) -> list[int]:
     """The running processes below ``pid``, parents first; ``keep`` and what is below it is left out."""
     kept = set(keep)

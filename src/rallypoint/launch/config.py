@@ -186,6 +186,7 @@ class LaunchConfig:
         role: ROLE_NAME of the workers.
         shutdown_timeout: seconds between SIGTERM (or a forwarded signal) and SIGKILL.
         signals: signals that are forwarded to the workers and end the job.
+        passed_signals: signals that are forwarded to the workers, and the job goes on.
         start_method: fork server or plain interpreters.
         preload: modules the fork server imports after torch.
         unbuffered: workers' stdout is unbuffered, as under ``python -u``.
@@ -218,6 +219,7 @@ class LaunchConfig:
         signal.SIGHUP,
         signal.SIGQUIT,
     )
+    passed_signals: tuple[signal.Signals, ...] = ()
     start_method: StartMethod = StartMethod.FORKSERVER
     preload: tuple[str, ...] = ()
     unbuffered: bool = False

@@ -95,8 +95,15 @@ FLAGS: tuple[Flag, ...] = (
         metavar="LIST",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         group=_RESTART,
-        help="signals that are passed on to the workers and end the job; Slurm users may add"
-        " SIGUSR1,SIGUSR2",
+        help="signals that are passed on to the workers and end the job",
+    ),
+    Flag(
+        name="--signals-to-pass",
+        metavar="LIST",
+        default="",
+        env=False,
+        group=_RESTART,
+        help="signals that are passed on to the workers while the job goes on: USR1,USR2",
     ),
     Flag(
         name="--log-dir",

@@ -81,6 +81,7 @@ class State:
         running: local indices of workers that have not ended.
         kill_at: when STOPPING turns into SIGKILL.
         signal: the first signal received, if any.
+        passed: signals that are for the workers alone: the job goes on.
     """
 
     max_restarts: int
@@ -97,6 +98,7 @@ class State:
     kill_at: float | None = None
     signal: int | None = None
     peers_done: bool = False
+    passed: frozenset[int] = frozenset()
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -230,6 +232,13 @@ class SignalWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class PassOn:
+    """A signal that workers are to hear of, and that ends nothing."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
     """End whatever is left: SIGTERM, ``grace`` seconds, SIGKILL."""
 
@@ -253,7 +262,7 @@ class Finish:
     aim: Aim
 
 
-Command = Join | StartWorkers | SignalWorkers | Sweep | TellPeers | ReportRestart | Finish
+Command = Join | StartWorkers | SignalWorkers | PassOn | Sweep | TellPeers | ReportRestart | Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +270,14 @@ class Decision:
     state: State
     commands: tuple[Command, ...]
     reason: str
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM``; a number for real-time signals, most of which have no name."""
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def start(state: State) -> Decision:
@@ -436,7 +453,11 @@ def _overruled(aim: Aim, by: Aim) -> Aim:
 
 
 def _signalled(now: float, state: State, number: int) -> Decision:
-    name = signals.Signals(number).name
+    name = signal_name(number)
+    if number in state.passed:
+        # Where no worker runs yet, none has a handler: the signal would end it.
+        commands = (PassOn(number),) if state.running else ()
+        return Decision(state, commands, f"{name} received: for the workers")
     if state.signal is None:
         state = replace(state, signal=number)
         # An elastic job goes on without a node that is preempted; Ctrl-C means the job.

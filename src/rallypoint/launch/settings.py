@@ -121,7 +121,8 @@ class _Settings:
             local_addr=self._values["local_addr"],
             role=self._text("role"),
             shutdown_timeout=self._shutdown_timeout(),
-            signals=self._signals(),
+            signals=tuple(each for each in self._signals() if each not in self._passed_signals()),
+            passed_signals=self._passed_signals(),
             start_method=start_method,
             preload=tuple(name for name in self._text("preload").split(",") if name),
             unbuffered=self._switch("unbuffered"),
@@ -497,8 +498,23 @@ class _Settings:
         return seconds
 
     def _signals(self) -> tuple[signal.Signals, ...]:
-        text = self._text("signals_to_handle")
-        shown = self._shown("signals_to_handle")
+        return self._signal_list("signals_to_handle")
+
+    def _passed_signals(self) -> tuple[signal.Signals, ...]:
+        passed = self._signal_list("signals_to_pass")
+        both = [each.name for each in self._signals() if each in passed]
+        if both and self._is_set("signals_to_handle"):
+            raise ConfigError(
+                self._shown("signals_to_pass"),
+                self._text("signals_to_pass"),
+                f"{', '.join(both)} cannot both end the job ({self._shown('signals_to_handle')}) and not",
+                "name it in one of the two",
+            )
+        return passed
+
+    def _signal_list(self, dest: str) -> tuple[signal.Signals, ...]:
+        text = self._text(dest)
+        shown = self._shown(dest)
         found = []
         for word in filter(None, (item.strip().upper() for item in text.split(","))):
             name = word if word.startswith("SIG") else f"SIG{word}"

@@ -18,7 +18,7 @@ from typing import Any, assert_never
 from rallypoint._core import addresses, clock, env as environment, process
 from rallypoint.errors import ConfigError, LaunchError
 
-from . import policy
+from . import policy, signals
 from .config import LaunchConfig, StartMethod, TargetKind
 from .coordination import (
     ENDED_WELL,
@@ -47,6 +47,13 @@ from .worker.job import Job, WorkerFds
 TORCH = ("torch", "torch.distributed")
 # How long the fork server may take to end everything.
 SERVER_PATIENCE = 8.0
+# Who signals every process of a job does so one by one. For this long a signal may still be on its way to the
+# fork server (then the workers get it too, and not from us as well), or a worker's death of it be ahead of it.
+SAME_SIGNAL = 0.25
+# The same between hosts.
+SAME_SIGNAL_ELSEWHERE = 0.5
+# When it is said what is waited for.
+SILENCE = 2.0
 # How long output may still be on its way when its writers are gone.
 DRAIN_PATIENCE = 2.0
 # How long the nodes wait, beyond the grace, for each other's failures before they print the report.
@@ -114,6 +121,7 @@ class Supervisor:
             grace=config.shutdown_timeout,
             num_nodes=config.num_nodes,
             elastic=config.elastic,
+            passed=frozenset(config.passed_signals),
         )
         self._num_workers = config.workers_per_node
         self._round: RoundReady | None = None
@@ -127,6 +135,12 @@ class Supervisor:
         self._peer_failures: tuple[WorkerFailure, ...] = ()
         self._results: tuple[bytes, ...] = ()
         self._gather_until: float | None = None
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._server_is_deaf = False  # it does not confirm what it is asked
+        self._left: set[int] = set()  # pids that do not die, as far as they have been named
+        self._signals_taken: set[int] = set()
+        self._peers_stop = False  # other nodes have got a signal, and so may this one
+        self._held_ends: list[policy.WorkerEnded] = []
         self._finished: Outcome | None = None
         self._server: ServerProcess
         self._poller = select.poll()
@@ -154,10 +168,14 @@ class Supervisor:
         return outcome
 
     def _listening(self) -> SignalEvents:
-        signals = set(self._config.signals)
+        config = self._config
+        numbers = {*config.signals, *config.passed_signals}
         if os.isatty(self._console.stderr_fd):
-            signals.add(signal.SIGWINCH)
-        return SignalEvents(signals)
+            numbers.add(signal.SIGWINCH)
+        if config.target.kind is TargetKind.FUNCTION:
+            return SignalEvents(numbers)  # the rest is the caller's
+        # Signals that workers may know what to do with end nothing here.
+        return SignalEvents(numbers | signals.ending(), signals.IGNORED_BY_SHELLS & numbers)
 
     def _start_server(self) -> ServerProcess:
         config = self._config
@@ -199,14 +217,13 @@ class Supervisor:
                 self._poller.register(server.channel.fileno(), wanted)
             ready = {fd for fd, _ in self._poller.poll(self._milliseconds_to_wait())}
             for number in received.take():
-                if number == signal.SIGWINCH and number not in self._config.signals:
-                    self._relay.resize()
-                    continue
-                self._gather_until = None  # no patience any more for other nodes' reports
-                self._decide(policy.SignalReceived(number))
+                self._take_signal(number)
             for worker in self._workers:
                 if worker.line.fileno() in ready and not worker.listen():
                     self._poller.unregister(worker.line)
+                    if worker.status is None and not self._server_is_deaf:
+                        # It has ended, it seems. Who is to tell us must be able to.
+                        server.ask({"do": "ping"})
             if self._probe_fd in ready:
                 self._finish_probe()
             server.channel.flush()
@@ -219,12 +236,29 @@ class Supervisor:
             kill_at = self._state.kill_at
             if kill_at is not None and clock.MONOTONIC.now() >= kill_at:
                 self._decide(policy.GraceOver())
+            self._do_what_is_due()
             if self._state.phase is Phase.ENDED and self._gathering_is_over():
                 self._conclude()
         return self._finished
 
+    def _do_what_is_due(self) -> None:
+        now = clock.MONOTONIC.now()
+        due = [what for at, what in self._later if at <= now]
+        self._later = [each for each in self._later if each[0] > now]
+        for what in due:
+            what()
+        for message in self._server.unheard():
+            self._do_without_server(message)
+
+    def _in(self, seconds: float, what: Callable[[], None]) -> None:
+        """Do it then, in the loop."""
+        self._later.append((clock.MONOTONIC.now() + seconds, what))
+
     def _milliseconds_to_wait(self) -> int | None:
         times = [at for at in (self._state.kill_at, self._gather_until) if at is not None]
+        times += [at for at, _ in self._later]
+        if self._server.patience_ends is not None:
+            times.append(self._server.patience_ends)
         if not times:
             return None
         return max(0, int((min(times) - clock.MONOTONIC.now()) * 1000) + 1)
@@ -233,8 +267,9 @@ class Supervisor:
         return self._gather_until is None or clock.MONOTONIC.now() >= self._gather_until
 
     def _close(self, received: SignalEvents) -> None:
-        # A server that still imports has nothing to end: it need not be waited for.
-        self._server.end(SERVER_PATIENCE if self._server_ready else 0.0)
+        # A server that still imports has nothing to end, a deaf one does nothing: neither is waited for.
+        answers = self._server_ready and not self._server_is_deaf
+        self._tell_what_is_left(self._server.end(SERVER_PATIENCE if answers else 0.0))
         done = self._state.phase is Phase.ENDED and self._state.aim is Aim.SUCCEED
         self._coordination.close(self._why_it_ends(), if_last=ENDED_WELL if done else "")
         if self._store_socket is not None:
@@ -265,6 +300,30 @@ class Supervisor:
             case _:
                 return ""
 
+    # -- signals ------------------------------------------------------------------------------
+
+    def _take_signal(self, number: int) -> None:
+        config = self._config
+        if number in {*config.signals, *config.passed_signals}:
+            self._signals_taken.add(number)
+            if number in config.signals:
+                self._gather_until = None  # no patience any more for other nodes' reports
+            self._decide(policy.SignalReceived(number))
+            self._decide_held_ends()
+        elif number == signal.SIGWINCH:
+            self._relay.resize()
+        elif number not in self._signals_taken:
+            self._signals_taken.add(number)
+            name = policy.signal_name(number)
+            self._say(
+                f"{name} received, and not passed on to the workers (--signals-to-pass {name} does)"
+            )
+
+    def _decide_held_ends(self) -> None:
+        ends, self._held_ends = self._held_ends, []
+        for event in ends:
+            self._decide(event)
+
     # -- events -------------------------------------------------------------------------------
 
     def _hear(self, message: Message) -> None:
@@ -288,6 +347,9 @@ class Supervisor:
             case "exited":
                 self._spawned.pop(message["name"], None)
                 self._process_ended(message["name"], message["status"], message["at"])
+            case "heard":
+                self._server.confirmed(message["ask"])
+                self._server_is_deaf = False
             case "swept":
                 self._end_generation(message["left"])
                 self._decide(policy.Swept())
@@ -350,23 +412,86 @@ class Supervisor:
         worker.status, worker.ended_at = status, at
         symptom = status != 0 and self._workers.is_echo(worker)
         index = self._workers.index(worker)
-        self._decide(policy.WorkerEnded(index, failed=status != 0, symptom=symptom))
+        end = policy.WorkerEnded(index, failed=status != 0, symptom=symptom)
+        if self._may_be_ahead(status):
+            self._held_ends.append(end)
+            self._in(SAME_SIGNAL, self._decide_held_ends)
+        else:
+            self._decide(end)
+
+    def _may_be_ahead(self, status: int) -> bool:
+        """Whether a worker has died of a signal that may be on its way to us too, to end the whole job."""
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        return (
+            self._state.phase is Phase.RUNNING
+            and number in self._config.signals
+            and number not in self._signals_taken
+        )
 
     def _server_lost(self) -> None:
         if not self._server.wait(0) or self._finished is not None:
             return
-        self._poller.unregister(self._server.pidfd)
-        self._poller.unregister(self._server.channel.fileno())
+        reason = f"its fork server (pid {self._server.pid}) {self._server.how_it_ended()}"
+        self._let_server_go()
+        self._fail_without_server(reason, self._server.kill_orphans())
+
+    def _let_server_go(self) -> None:
+        for fd in (self._server.pidfd, self._server.channel.fileno()):
+            try:
+                self._poller.unregister(fd)
+            except KeyError:
+                pass  # it has been already
         self._server.channel.closed_by_peer = True
-        left = self._server.kill_orphans()
+
+    def _fail_without_server(self, reason: str, left: list[int]) -> None:
         # Those that died with it have become our children.
         process.reap(self._spawned.values(), DRAIN_PATIENCE)
-        reason = f"its fork server (pid {self._server.pid}) {self._server.how_it_ended()}"
-        if left:
-            reason += f"; processes {left} could not be killed"
-        self._end_generation([])
+        self._end_generation(left)
         self._lost = self._lost or reason
         self._decide(policy.Broken(reason))
+
+    # -- a fork server that does not answer ----------------------------------------------------
+
+    def _ask(self, message: Message) -> None:
+        """Have the fork server do something, or do it in its place."""
+        if self._server_is_deaf:
+            self._do_without_server(message)
+        else:
+            self._server.ask(message)
+
+    def _do_without_server(self, message: Message) -> None:
+        """The fork server does not hear: somebody has stopped it for good, or it hangs in the kernel."""
+        server, state = self._server, self._state
+        what = f"fork server (pid {server.pid}) does not answer ({server.why_silent()})"
+        match message["do"]:
+            case "signal":
+                self._server_is_deaf = True
+                pids = [each.pid for each in self._workers if each.name in message["names"]]
+                server.signal_children(pids, message["signal"], group=message["group"])
+            case "sweep" if state.phase is Phase.SWEEPING:
+                self._server_is_deaf = True
+                self._say(f"the {what}: ending everything without it")
+                self._let_server_go()
+                left = server.kill()
+                if state.aim is Aim.RESTART:
+                    self._fail_without_server(f"its {what}", left)
+                else:
+                    self._end_generation(left)
+                    self._decide(policy.Swept())
+            case "ping" if state.phase is Phase.RUNNING:
+                ended = [each for each in self._workers if each.pid and each.status is None]
+                if any(not process.is_running(each.pid) for each in ended):
+                    self._server_is_deaf = True
+                    self._let_server_go()
+                    self._fail_without_server(f"its {what}", server.kill())
+            case _:
+                pass  # overtaken by events
+
+    def _tell_what_is_left(self, left: list[int]) -> None:
+        news = sorted(set(left) - self._left)
+        self._left.update(news)
+        if news:
+            self._say(f"processes {news} do not die (stuck in the kernel, or frozen?): left behind")
 
     def _hear_peers(self) -> None:
         for event in self._coordination.take():
@@ -384,6 +509,7 @@ class Supervisor:
                 case PeerEvent("all_done"):
                     self._decide(policy.PeersDone())
                 case PeerEvent("stopped", node_rank):
+                    self._peers_stop = True
                     self._say(f"node {node_rank} was told to stop: stopping here too")
                     self._decide(policy.PeersStopped(node_rank))
                 case PeerEvent("reports"):
@@ -394,6 +520,7 @@ class Supervisor:
                     self._lost = self._lost or event.reason
                     self._decide(policy.PeerLost(node_rank))
                 case PeerEvent("leaving", node_rank):
+                    self._peers_stop = True
                     self._lost = self._lost or f"node {node_rank} was told to leave"
                     self._decide(policy.PeerLeaves(node_rank))
                 case PeerEvent("waiting"):
@@ -431,11 +558,16 @@ class Supervisor:
                 case policy.SignalWorkers(_) if self._start_is_due:
                     self._start_nothing()
                 case policy.SignalWorkers(number):
+                    self._workers.note_signal(number)
+                    self._signal_workers(number)
+                case policy.PassOn(_) if self._start_is_due:
+                    pass  # there is nobody yet
+                case policy.PassOn(number):
                     self._signal_workers(number)
                 case policy.Sweep(grace):
                     self._workers.note_signal(signal.SIGKILL)
                     if self._server_ready:
-                        self._server.channel.send({"do": "sweep", "grace": grace})
+                        self._ask({"do": "sweep", "grace": grace})
                     else:
                         self._end_generation([])
                         self._decide(policy.Swept())
@@ -491,7 +623,7 @@ class Supervisor:
     def _start_workers(self) -> None:
         config, ready = self._config, self._round
         assert ready is not None
-        self._start_is_due = False
+        self._start_is_due = self._peers_stop = False
         self._store_failure = self._lost = ""
         self._peer_failures = ()
         if ready.node_rank == 0 and self._store_socket is not None:
@@ -588,20 +720,20 @@ class Supervisor:
         return sorted(chosen)
 
     def _signal_workers(self, number: int) -> None:
-        self._workers.note_signal(number)
         # A Python script's own children are its own to end (a DataLoader's workers must not die
         # while their trainer still saves); a program started as it is gets the signal as a group.
         group = self._config.target.kind is TargetKind.PROGRAM
-        self._server.channel.send(
-            {"do": "signal", "names": self._workers.running(), "signal": number, "group": group}
-        )
+        hold = SAME_SIGNAL if number in self._signals_taken else 0.0
+        if self._peers_stop:
+            hold = SAME_SIGNAL_ELSEWHERE
+        names = self._workers.running()
+        self._ask({"do": "signal", "names": names, "signal": number, "group": group, "hold": hold})
 
     # -- ends ---------------------------------------------------------------------------------
 
     def _end_generation(self, left: list[int]) -> None:
         """All processes are gone: collect what they said, make the failures of this generation."""
-        if left:
-            self._say(f"processes {left} do not die (stuck in the kernel?): left behind")
+        self._tell_what_is_left(left)
         self._workers.drain(DRAIN_PATIENCE)
         self._failures = in_order_of_blame(self._workers.failures())
         self._results = self._workers.results()

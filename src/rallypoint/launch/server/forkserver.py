@@ -15,10 +15,15 @@ Rules:
 3. If the supervisor goes (end of the line), everything below is killed, then this process ends. If
    this process goes, the supervisor, a subreaper too, inherits everything and does the same; and
    each worker asked the kernel to die with its parent. One of the three is enough.
-4. Pids are signalled only from here: a pid we have not reaped cannot have been given to a stranger.
+4. Pids are signalled only from here: a pid we have not reaped cannot have been given to a stranger. (If this
+   process does not answer, because somebody stopped it, the supervisor ends everything by itself.)
+5. A signal to this process is meant for the workers: batch systems signal every process of a job. It does
+   nothing here, but shows that the workers have got it too. So they are not sent it again when the supervisor asks
+   for that: a handler that raises, to write a last checkpoint, would be interrupted while it is written.
 
-Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``sweep``. Reports (``is``): ``ready`` ·
-``unready`` · ``spawned`` · ``exited`` · ``swept``. Fields are documented at their handlers.
+Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``sweep`` · ``ping``. Reports (``is``): ``ready`` ·
+``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``heard`` (a request that has a number, ``ask``). Fields are
+documented at their handlers.
 """
 
 from __future__ import annotations
@@ -34,8 +39,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
 from rallypoint._core import clock, env as environment, process
+from rallypoint.launch import signals
 from rallypoint.launch.config import StartMethod
 from rallypoint.launch.worker import bootstrap, ending
 from rallypoint.launch.worker.job import Job, WorkerFds, WorkerStart
@@ -47,6 +56,18 @@ from .channel import Channel, Message
 # How long the end of everything may take before we give up on processes that cannot die
 # (uninterruptible sleep in a driver or a dead network file system).
 KILL_PATIENCE = 5.0
+# A signal that we get is one that the workers have got, if it is to be passed on within this time.
+SAME_SIGNAL = 1.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """A signal that is passed on once it is clear that the workers do not get it anyway."""
+
+    until: float
+    number: int
+    pids: list[int]
+    group: bool
 
 
 class ForkServer:
@@ -80,11 +101,15 @@ class ForkServer:
         self._supervisor = -1
         self._unserved: set[int] = set()  # descriptors of requests not yet served
         self._threads: dict[str, int] = {}  # module -> threads its import has started
+        self._started: dict[int, float] = {}  # pid -> when
+        self._came_at: dict[int, float] = {}  # when a signal last came to this process
+        self._held: list[_Held] = []
 
     # -- life ---------------------------------------------------------------------------------
 
     def run(self, preload: tuple[str, ...]) -> None:
         """Import, report, serve. Ends the process."""
+        signals.note(self._note_signal)
         process.set_subreaper(True)
         if self._start_method is StartMethod.FORKSERVER and not self._import(preload):
             self._drain_and_exit()
@@ -148,15 +173,20 @@ class ForkServer:
                         os.close(fd)
                     self._unserved.difference_update(fds)
             self._reap()
+            self._pass_on_held()
             self._continue_sweep()
             if self._channel.closed_by_peer or self._supervisor in ready:
                 self._end_everything()
 
     def _milliseconds_to_wait(self) -> int | None:
         times = [at for at in (self._sweep_kill_at, self._sweep_give_up_at) if at is not None]
+        times += [held.until for held in self._held]
         if not times:
             return None
         return max(0, int((min(times) - clock.MONOTONIC.now()) * 1000) + 1)
+
+    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._came_at[number] = clock.MONOTONIC.now()
 
     def _drain_wakeups(self) -> None:
         try:
@@ -179,8 +209,12 @@ class ForkServer:
                 self._signal(message)
             case "sweep":
                 self._begin_sweep(message["grace"])
+            case "ping":
+                pass
             case other:
                 raise ValueError(f"fork server: unknown request {other!r}")
+        if "ask" in message:
+            self._report({"is": "heard", "ask": message["ask"]})
 
     def _spawn(self, message: Message, fds: list[int]) -> None:
         """Start a worker.
@@ -212,7 +246,7 @@ class ForkServer:
             process.set_title("rally: store")
             store_host.serve(listen_fd, port)
 
-        self._stores.add(self._fork(message["name"], become_store, fds))
+        self._stores.add(self._fork(message["name"], become_store, fds, deaf=True))
 
     def _probe(self, reply_fd: int) -> None:
         """Count accelerators in a fork: asking CUDA here would spoil every later fork."""
@@ -227,27 +261,47 @@ class ForkServer:
             os.write(reply_fd, json.dumps(found).encode())
             os._exit(0)
 
-        self._fork("probe", count, [reply_fd])
+        self._fork("probe", count, [reply_fd], deaf=True)
 
     def _signal(self, message: Message) -> None:
-        """Send ``signal`` to the workers ``names``; with ``group`` to their whole process groups."""
-        for name in message["names"]:
-            pid = self._pids.get(name)
-            if pid is None:
+        """Send ``signal`` to the workers ``names``; with ``group`` to their whole process groups.
+
+        ``hold``: seconds in which we may still get it ourselves, which would show that they have it already.
+        """
+        pids = [self._pids[name] for name in message["names"] if name in self._pids]
+        until = clock.MONOTONIC.now() + message["hold"]
+        self._held.append(_Held(until, message["signal"], pids, message["group"]))
+        self._pass_on_held()
+
+    def _pass_on_held(self, *, all_of_it: bool = False) -> None:
+        now = clock.MONOTONIC.now()
+        waiting = []
+        for held in self._held:
+            came_at = self._came_at.get(held.number, float("-inf"))
+            came = now - came_at < SAME_SIGNAL
+            if now < held.until and not came and not all_of_it:
+                waiting.append(held)
                 continue
-            try:
-                if message["group"]:
-                    os.killpg(pid, message["signal"])
-                else:
-                    os.kill(pid, message["signal"])
-            except ProcessLookupError:
-                pass
+            for pid in held.pids:
+                has_it = came and came_at >= self._started.get(pid, float("inf"))
+                if pid in self._names and not has_it:
+                    _send(pid, held.number, group=held.group)
+        self._held = waiting
 
     # -- children -----------------------------------------------------------------------------
 
-    def _fork(self, name: str, become: Callable[[], None], fds: list[int]) -> int:
+    def _fork(
+        self, name: str, become: Callable[[], None], fds: list[int], *, deaf: bool = False
+    ) -> int:
+        """Fork a process of the job. With ``deaf`` it is one of ours: what is meant for workers does not end it."""
         server = os.getpid()
-        pid = os.fork()
+        # What is sent to the new process before it is what it is to be must find it so: it waits.
+        mask = signals.block()
+        try:
+            pid = os.fork()
+        except BaseException:
+            signals.restore(mask)
+            raise
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)
@@ -261,11 +315,15 @@ class ForkServer:
                 self._channel.close()
                 os.setsid()
                 process.die_with_parent(server)
+                if deaf:
+                    signals.ignore()
                 become()
             except BaseException:  # noqa: BLE001  a fork must never return into the server's loop
                 traceback.print_exc()
             finally:
                 os._exit(1)
+        self._started[pid] = clock.MONOTONIC.now()
+        signals.restore(mask)
         self._names[pid] = name
         self._pids[name] = pid
         self._report({"is": "spawned", "name": name, "pid": pid})
@@ -280,6 +338,7 @@ class ForkServer:
             if pid == 0:
                 return
             name = self._names.pop(pid, None)
+            self._started.pop(pid, None)
             self._stores.discard(pid)
             if name is not None:  # else an orphan we had adopted
                 del self._pids[name]
@@ -295,6 +354,7 @@ class ForkServer:
         The stores go too, without a SIGTERM: they have nothing to save, but they go last.
         """
         now = clock.MONOTONIC.now()
+        self._pass_on_held(all_of_it=True)
         if grace > 0:
             process.send(self._left(), signal.SIGTERM)
         self._sweep_kill_at = now + grace
@@ -345,6 +405,16 @@ class ForkServer:
         self._channel.send(message)
 
 
+def _send(pid: int, number: int, *, group: bool) -> None:
+    try:
+        if group:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -363,6 +433,7 @@ def main(fd: int) -> None:
     hello = first[0][0]
     process.die_with_parent(hello["supervisor"])  # until the loop runs and can notice by itself
     job = Job.from_json(hello["job"])
-    process.set_title(f"rally: fork server of {job.title}")
+    # As a worker's title begins, and without our name: `pkill -f` with either finds workers too, or not us.
+    process.set_title(f"{Path(sys.executable).name}: fork server of {job.title}")
     start_method = StartMethod(hello["start_method"])
     ForkServer(channel, job, start_method).run(tuple(hello["preload"]))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rallypoint._core import clock, process
+from rallypoint.launch import signals
 from rallypoint.launch.config import StartMethod
 from rallypoint.launch.worker import bootstrap
 from rallypoint.launch.worker.job import Job, WorkerFds
 
-from .channel import Channel, socket_pair
+from .channel import Channel, Message, socket_pair
 
 
 # The command line of the fork server becomes, in each worker, the script's own (process.set_title);
@@ -22,6 +24,10 @@ from .channel import Channel, socket_pair
 TITLE_ROOM = 2048
 # How long a process may take to die of SIGKILL.
 KILL_PATIENCE = 3.0
+# How long the server may take to confirm a request, and how long where it is asked only whether it lives: a
+# busy machine is no reason to end a job.
+HEARD_PATIENCE = 3.0
+LIFE_PATIENCE = 30.0
 # In the environment of every process of a job: tells its processes from others of the caller.
 JOB_MARKER = "RALLY_JOB"
 
@@ -54,6 +60,9 @@ class ServerProcess:
         self._strangers = strangers
         self._forked = forked
         self._reaped: int | None = None
+        self._numbers = itertools.count()
+        self._unconfirmed: dict[int, tuple[float, Message]] = {}
+        self._woken = False
 
     @classmethod
     def start(
@@ -76,13 +85,18 @@ class ServerProcess:
         ours, theirs = socket_pair()
         fd = theirs.fileno()
         code = f"from rallypoint.launch.server.forkserver import main; main({fd})"
-        child = subprocess.Popen(
-            [*bootstrap.python_command(code, job), " " * TITLE_ROOM],
-            env={**env, JOB_MARKER: token},
-            pass_fds=[fd],
-            start_new_session=True,  # the terminal's Ctrl-C is for the supervisor, which passes it on
-        )
-        theirs.close()
+        # Until it has handlers of its own: what comes before waits.
+        mask = signals.block()
+        try:
+            child = subprocess.Popen(
+                [*bootstrap.python_command(code, job), " " * TITLE_ROOM],
+                env={**env, JOB_MARKER: token},
+                pass_fds=[fd],
+                start_new_session=True,  # the terminal's Ctrl-C is for the supervisor, which passes it on
+            )
+        finally:
+            signals.restore(mask)
+            theirs.close()
         child.returncode = 0  # we reap it ourselves, by pidfd: Popen must not wait for it or warn
         channel = Channel(ours)
         hello: dict[str, Any] = {"supervisor": os.getpid(), "job": job.to_json()}
@@ -97,6 +111,7 @@ class ServerProcess:
 
         ours, theirs = socket_pair()
         parent = os.getpid()
+        mask = signals.block()
         pid = os.fork()
         if pid == 0:
             try:
@@ -107,17 +122,89 @@ class ServerProcess:
                 ForkServer(Channel(theirs), job, StartMethod.FORK, call).run(())
             finally:
                 os._exit(1)
+        signals.restore(mask)
         theirs.close()
         return cls(pid, Channel(ours), f"{JOB_MARKER}={token}", forked=True)
 
-    def end(self, patience: float = 8.0) -> None:
-        """Hang up: the server kills all that is left and ends; if it does not, we do both."""
+    def end(self, patience: float = 8.0) -> list[int]:
+        """Hang up: the server kills all that is left and ends; if it does not, we do both.
+
+        Returns:
+            Pids that would not die.
+        """
         self.channel.close()
-        if not self.wait(patience):
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait(KILL_PATIENCE)
-        self.kill_orphans()
+        self.go_on()
+        left = self.kill() if not self.wait(patience) else self.kill_orphans()
         os.close(self.pidfd)
+        return left
+
+    # -- requests it must confirm ---------------------------------------------------------------
+
+    def ask(self, message: Message) -> None:
+        """Send a request, and wake the server if somebody has stopped it."""
+        number = next(self._numbers)
+        patience = LIFE_PATIENCE if message["do"] == "ping" else HEARD_PATIENCE
+        self._unconfirmed[number] = clock.MONOTONIC.now() + patience, message
+        self.channel.send({**message, "ask": number})
+        if message["do"] != "ping":
+            self.go_on()
+
+    def confirmed(self, number: int) -> None:
+        self._unconfirmed.pop(number, None)
+        self._woken = False
+
+    @property
+    def patience_ends(self) -> float | None:
+        """When :meth:`unheard` may have something; None: not."""
+        return min((until for until, _ in self._unconfirmed.values()), default=None)
+
+    def unheard(self) -> list[Message]:
+        """The requests that it has not confirmed in time, and will not be asked to any more. It is woken first."""
+        ends = self.patience_ends
+        if ends is None or clock.MONOTONIC.now() < ends:
+            return []
+        if not self._woken and self.go_on():
+            self._woken = True
+            until = clock.MONOTONIC.now() + HEARD_PATIENCE
+            self._unconfirmed = {n: (until, each) for n, (_, each) in self._unconfirmed.items()}
+            return []
+        messages = [message for _, message in self._unconfirmed.values()]
+        self._unconfirmed.clear()
+        return messages
+
+    def go_on(self) -> bool:
+        """If somebody has stopped it: wake it up."""
+        stopped = process.state(self.pid) in {"T", "t"}
+        if stopped:
+            os.kill(self.pid, signal.SIGCONT)
+        return stopped
+
+    def why_silent(self) -> str:
+        """In words."""
+        match process.state(self.pid):
+            case "T" | "t":
+                return "it is stopped"
+            case "D":
+                return "it is stuck in the kernel"
+            case _:
+                return "it is busy, or frozen"
+
+    def signal_children(self, pids: Iterable[int], number: int, *, group: bool) -> None:
+        """Signal workers in its place: while it does nothing, it reaps none, and no pid is given to others."""
+        for pid in set(process.children(self.pid)).intersection(pids):
+            process.send([-pid if group else pid], number)
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def kill(self) -> list[int]:
+        """Kill the server and all that is below it, without its help.
+
+        Returns:
+            Pids that would not die in time.
+        """
+        if self._reaped is None:
+            os.kill(self.pid, signal.SIGKILL)
+        return self.kill_orphans()
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until the server has ended, and reap it. False if the time ran out."""
@@ -142,16 +229,17 @@ class ServerProcess:
         return f"exited with code {os.waitstatus_to_exitcode(status)}"
 
     def kill_orphans(self, patience: float = KILL_PATIENCE) -> list[int]:
-        """Kill what a dead server has left. We are a subreaper: all of it has become our children.
+        """Kill what a dead server has left, and what is still below one that does not die.
+
+        We are a subreaper: what a dead one leaves becomes our children.
 
         Returns:
             Pids that would not die in time.
         """
-        if not self.wait(0):
-            return []
         deadline = clock.Deadline(patience)
+        self.wait(0)
         while True:
-            left = self._orphans()
+            left = self._left()
             if not left or deadline.expired():
                 return left
             pidfds = []
@@ -167,13 +255,16 @@ class ServerProcess:
                 poller.poll((deadline.remaining() or 0) * 1000)
                 poller.unregister(fd)
                 os.close(fd)
+            self.wait(0)
             process.reap(left)  # one whose parent is another orphan is not ours yet
 
-    def _orphans(self) -> list[int]:
+    def _left(self) -> list[int]:
         found = set(process.marked_processes(self._marker, exclude=(os.getpid(),)))
         if self._forked:
             ours = process.descendants(os.getpid())
             found |= {pid for pid in ours if process.bears_mark(pid, self._marker)}
         if self._strangers is not None:
             found |= set(process.descendants(os.getpid(), keep=self._strangers))
+        if self._reaped is None and process.is_running(self.pid):
+            found |= {self.pid, *process.descendants(self.pid)}
         return sorted(found)

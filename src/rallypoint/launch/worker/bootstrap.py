@@ -46,8 +46,8 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     _take_streams(worker.fds)
     _bind(worker.cpus)
     _default_signals()
-    # Python ignores these two; a program must not inherit that.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    # Python ignores two of these, and has a handler for the third; a program must not meet either.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     env = {**environment.snapshot(), **worker.env}
     if job.kind is TargetKind.PROGRAM:
