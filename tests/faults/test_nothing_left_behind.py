@@ -221,6 +221,18 @@ def test_a_second_signal_ends_it_now(start, number, method):
     assert not job.alive()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_waited_for_is_said_and_what_to_do(start, number):
+    job = start(*two(*FAST), worker=("--no-torch", "--deaf"))
+    job.workers(2)
+    job.kill(job.supervisor, number)
+    again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
+    _wait_for_text(job, f"waiting for ranks 0, 1 ({number.name}), up to ")
+    job.kill(job.supervisor, number)
+    assert job.end() == 128 + number
+    assert job.stderr().count(f" s; {again} kills them\n") == 1
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_while_torch_is_being_imported_starts_nothing(start, times):
     job = start(*two("--nproc-per-node", "2"), worker=("--no-torch",))

@@ -93,7 +93,7 @@ def freeze() -> Iterator:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_server_that_hangs_in_the_kernel_is_left_behind_alone(start, freeze, times):
-    job = start("--nproc-per-node", "2", "--shutdown-timeout", "2", worker=SAVES)
+    job = start("--nproc-per-node", "2", "--shutdown-timeout", "6", worker=SAVES)
     pids = job.workers(2)
     server = job.server()
     freeze(server)

@@ -204,6 +204,12 @@ MISTAKES = [
     _mistake("--monitor-interval x train.py", "--monitor-interval 'x'", "number of seconds"),
     _mistake("--signals-to-handle SIGFOO train.py", "'SIGFOO'", "names as in `kill -l`"),
     _mistake("--signals-to-handle SIGTERM,KILL train.py", "'KILL'", "cannot be passed on"),
+    _mistake("--signals-to-pass SIGFOO train.py", "--signals-to-pass 'SIGFOO'", "`kill -l`"),
+    _mistake(
+        "--signals-to-handle TERM,USR1 --signals-to-pass USR1 train.py",
+        "--signals-to-pass 'USR1'",
+        "name it in one",
+    ),
     # output
     _mistake("--redirects 4 train.py", "--redirects '4'", "0 (none), 1 (stdout)"),
     _mistake("-r x train.py", "--redirects 'x'", "0 (none), 1 (stdout)"),
@@ -238,6 +244,10 @@ MISTAKES = [
     _mistake("nowhere/train.py", "script 'nowhere/train.py'", "there is no folder nowhere"),
     _mistake("train.py/x.py", "script 'train.py/x.py'", "there is no folder train.py"),
     _mistake("zzz.py", "script 'zzz.py'", "looked in /"),
+    _mistake("python train.py --lr 1", "script 'python'", "leave python out: rally run … train.py"),
+    _mistake("/usr/bin/python3.11 -u train.py", "'/usr/bin/python3.11'", "or add --no-python"),
+    _mistake("sleep 1", "/usr/bin/sleep is a program", "add --no-python"),
+    _mistake("/usr/bin/sleep 1", "not a Python script", "add --no-python"),
     _mistake("empty\\folder", "script 'empty folder'", "without a __main__.py"),
     _mistake("x" * 256 + ".py", "cannot be read: File name too long", "check the path"),
     _mistake("--no-python nothing-there", "program 'nothing-there'", "not found"),

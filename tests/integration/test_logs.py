@@ -87,6 +87,21 @@ def test_redirected_streams_are_in_files_alone(tmp_path):
     }
 
 
+@BOTH_STARTS
+def test_templates_give_each_worker_arguments_of_its_own(tmp_path, start):
+    script = "print(sys.argv[1:])"
+    words = (
+        *command(tmp_path, script),
+        "--seed={rank}",
+        "{local_rank}-{node_rank}-{generation}",
+        "{x}",
+    )
+    for flags, shown in ((), list(words[-3:])), (("--templates",), ["--seed=0", "0-0-0", "{x}"]):
+        line = [words[0], "run", "--start-method", start, *flags, *words[2:]]
+        done = subprocess.run(line, env=environment(tmp_path), capture_output=True, text=True, timeout=TIMEOUT, check=True)  # fmt: skip
+        assert done.stdout == f"{shown}\n"
+
+
 def test_ranks_of_two_digits_can_be_named(tmp_path):
     """torchrun reads one digit: there `--redirects 10:1` is an error."""
     flags = ("--nproc-per-node", "12", "--redirects", "10:1,11:3", "--log-dir", "logs")
@@ -148,6 +163,14 @@ def test_a_private_folder_goes_after_success_and_stays_after_failure(tmp_path):
     assert str(folder) in done.stderr
     assert json.loads((folder / "report.json").read_text())["root_cause"]["rank"] == 0
     assert "why" in (folder / "attempt_0" / "0" / "error.json").read_text()
+
+
+def test_a_private_folder_goes_after_a_restart_that_led_to_success(tmp_path):
+    script = "assert os.environ['RALLY_GENERATION'] == '1', 'the first time'"
+    done = run(tmp_path, script, *EXEC, "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert "restarting all workers" in done.stderr
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_private_folder_with_output_is_kept_and_named(tmp_path):

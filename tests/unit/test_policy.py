@@ -17,6 +17,7 @@ from rallypoint.launch.policy import (
     Join,
     NodeWaiting,
     NotNeeded,
+    PassOn,
     PeerFailed,
     PeerLeaves,
     PeerLost,
@@ -393,6 +394,16 @@ def test_table(before, event, phase, aim, commands):
     assert (decision.state.phase, decision.state.aim) == (phase, aim)
     assert list(decision.commands) == commands
     assert decision.reason
+
+
+def test_a_signal_to_pass_ends_nothing():
+    start = running(0, 1, passed=frozenset({signal.SIGUSR1}))
+    for _ in range(2):
+        decision = policy.decide(0.0, start, SignalReceived(signal.SIGUSR1))
+        assert decision.commands == (PassOn(signal.SIGUSR1),)
+        assert decision.state == start
+    nobody = running(passed=start.passed)
+    assert policy.decide(0.0, nobody, SignalReceived(signal.SIGUSR1)).commands == ()
 
 
 def test_grace_is_not_over_early():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.placement.ranks import WorkerRanks, assign
+from rallypoint.launch.placement.ranks import WorkerRanks, assign, in_words
 
 
 NODES = st.lists(st.integers(1, 9), min_size=1, max_size=9)
@@ -70,3 +70,16 @@ def test_tasks_of_one_machine_share_it():
 def test_a_rank_outside_of_the_world_is_refused(offset, world):
     with pytest.raises(ConfigError, match=f"exceed world size {world}"):
         assign((4,), 0, rank_offset=offset, world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0, 1"),
+        ([0, 1, 2], "ranks 0-2"),
+        ([0, 1, 2, 3, 12, 14, 15], "ranks 0-3, 12, 14, 15"),
+    ],
+)
+def test_ranks_in_words(ranks, words):
+    assert in_words(ranks) == words

@@ -11,6 +11,7 @@ from rallypoint.launch.placement.ranks import assign
 from rallypoint.launch.placement.worker_env import (
     RoundFacts,
     common_defaults,
+    fill_in,
     log_prefix,
     worker_env,
 )
@@ -113,3 +114,15 @@ def test_devices_are_the_users_own_otherwise():
 )
 def test_prefix_of_teed_lines(template, prefix):
     assert log_prefix(template, "trainer", RANKS[2]) == prefix
+
+
+def test_templates_in_arguments_are_a_workers_own_numbers():
+    args = (
+        "--out=part{rank}.{local_rank}",
+        "{node_rank}/{generation}",
+        "{a: {rank}}",
+        "{Rank}",
+        "$",
+    )
+    filled = ("--out=part4.1", "1/3", "{a: 4}", "{Rank}", "$")
+    assert fill_in(args, RANKS[1], 3) == filled

@@ -191,6 +191,8 @@ class LaunchConfig:
         preload: modules the fork server imports after torch.
         unbuffered: workers' stdout is unbuffered, as under ``python -u``.
         block_buffered: it is buffered in blocks where it leads to a file or pipe; else line by line.
+        templates: ``{rank}``, ``{local_rank}``, ``{node_rank}`` and ``{generation}`` in the target's arguments are
+            replaced by each worker's own.
         virtual_local_rank: every worker sees LOCAL_RANK=0 and one device.
         numa_binding: how workers are bound to CPUs, or None.
         local_rank_base: local rank of the first worker (several supervisors on one machine).
@@ -224,6 +226,7 @@ class LaunchConfig:
     preload: tuple[str, ...] = ()
     unbuffered: bool = False
     block_buffered: bool = False
+    templates: bool = False
     virtual_local_rank: bool = False
     numa_binding: NumaBinding | None = None
     local_rank_base: int = 0

@@ -259,6 +259,13 @@ FLAGS: tuple[Flag, ...] = (
         " of output, lost if a worker is killed",
     ),
     Flag(
+        name="--templates",
+        group=_START,
+        env=False,
+        help="{rank}, {local_rank}, {node_rank} and {generation} in the script's arguments become the"
+        " worker's own numbers",
+    ),
+    Flag(
         name="--virtual-local-rank",
         group=_START,
         help="each worker sees one device: LOCAL_RANK=0, its own CUDA_VISIBLE_DEVICES",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 import stat
@@ -71,6 +72,8 @@ _ENDPOINT_EXAMPLES = {
     "file": "--rdzv-endpoint file:///a/folder/that/all/nodes/share",
 }
 
+_PYTHON = re.compile(r"python[0-9.]*|pypy[0-9.]*", re.ASCII)
+
 # Which flags say where this node stands; with one of them set the cluster is not asked.
 _NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "standalone")
 
@@ -127,6 +130,7 @@ class _Settings:
             preload=tuple(name for name in self._text("preload").split(",") if name),
             unbuffered=self._switch("unbuffered"),
             block_buffered=self._block_buffered(),
+            templates=self._switch("templates"),
             virtual_local_rank=self._switch("virtual_local_rank"),
             numa_binding=cast("NumaBinding | None", self._values["numa_binding"]),
             local_rank_base=placement.local_rank if placement and several_here else 0,
@@ -183,8 +187,31 @@ class _Settings:
             return Target(kind=TargetKind.PROGRAM, name=name, args=args)
         if self._switch("module"):
             return Target(kind=TargetKind.MODULE, name=name, args=args)
+        self._check_not_a_program(name, args)
         _check_script(name)
         return Target(kind=TargetKind.SCRIPT, name=name, args=args)
+
+    def _check_not_a_program(self, name: str, args: tuple[str, ...]) -> None:
+        """`rally run python t.py`, `rally run ./a.out`: what is meant, and how to write that."""
+        if _PYTHON.fullmatch(os.path.basename(name)) and not os.path.isdir(name):
+            rest = " ".join(args)[:60] or "script.py"
+            raise ConfigError(
+                "script",
+                name,
+                "workers are Python already",
+                f"leave {os.path.basename(name)} out: rally run … {rest}; or add --no-python",
+            )
+        if "/" not in name and not os.path.exists(name):
+            found = shutil.which(name, path=self._env.get("PATH"))
+            if found is not None:
+                raise ConfigError(
+                    "script",
+                    name,
+                    f"no such file; {found} is a program",
+                    "add --no-python for that",
+                )
+        elif _is_machine_code(name):
+            raise ConfigError("script", name, "a program, not a Python script", "add --no-python")
 
     def _start(self, target: Target) -> tuple[StartMethod, str | None]:
         word = self._values["start_method"]
@@ -573,6 +600,14 @@ def _check_script(name: str) -> None:
         raise ConfigError(
             "script", name, "a folder without a __main__.py cannot be run", "name a file in it"
         )
+
+
+def _is_machine_code(name: str) -> bool:
+    try:
+        with open(name, "rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except (OSError, ValueError):
+        return False
 
 
 def _nearest_file(path: Path) -> str:

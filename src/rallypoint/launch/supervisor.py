@@ -35,7 +35,7 @@ from .output.logs import Console, Relay, RunFolder, StreamFactory
 from .output.report import clean
 from .output.reportfiles import write_error_files, write_report
 from .placement import worker_env
-from .placement.ranks import WorkerRanks, assign
+from .placement.ranks import WorkerRanks, assign, in_words
 from .policy import Aim, Phase
 from .server.channel import Message
 from .server.server_process import ServerProcess
@@ -282,6 +282,8 @@ class Supervisor:
         self._relay.close(DRAIN_PATIENCE, received.fileno() if patient else None)
         folder: RunFolder | None = getattr(self, "_folder", None)
         if folder is not None:
+            if self._finished is None and self._failures:
+                folder.keep()  # an error of ours: nobody has told of these
             folder.close()
 
     def _why_it_ends(self) -> str:
@@ -318,6 +320,21 @@ class Supervisor:
             self._say(
                 f"{name} received, and not passed on to the workers (--signals-to-pass {name} does)"
             )
+
+    def _say_who_is_waited_for(self) -> None:
+        state = self._state
+        ranks = [each.ranks.rank for each in self._workers if each.status is None]
+        if state.phase is not Phase.STOPPING or state.kill_at is None or not ranks:
+            return
+        number = state.signal if state.aim is Aim.SIGNALLED and state.signal else signal.SIGTERM
+        seconds = max(0.0, state.kill_at - clock.MONOTONIC.now())
+        again = "Ctrl-C twice"
+        if state.signal is not None:
+            again = "Ctrl-C again" if state.signal == signal.SIGINT else "a second signal"
+        self._say(
+            f"waiting for {in_words(ranks)} ({policy.signal_name(number)}), up to {seconds:.0f} s;"
+            f" {again} kills them"
+        )
 
     def _decide_held_ends(self) -> None:
         ends, self._held_ends = self._held_ends, []
@@ -546,7 +563,10 @@ class Supervisor:
         self._do(policy.decide(clock.MONOTONIC.now(), self._state, event))
 
     def _do(self, decision: policy.Decision) -> None:
+        stops = decision.state.phase is Phase.STOPPING is not self._state.phase
         self._state = decision.state
+        if stops:
+            self._in(SILENCE, self._say_who_is_waited_for)
         for command in decision.commands:
             match command:
                 case policy.Join():
@@ -677,9 +697,13 @@ class Supervisor:
         """Of one worker: what is to be in its environment, and where it may run."""
         folder = factory.worker_folder(ranks.local_rank)
         error_file = "" if folder is None else str(folder / "error.json")
+        args = None
+        if self._config.templates:
+            args = worker_env.fill_in(self._config.target.args, ranks, facts.generation)
         return {
             "env": worker_env.worker_env(self._env, ranks, facts, error_file),
             "cpus": self._cpus_of(ranks),
+            "args": args,
         }
 
     def _start_worker(
@@ -739,7 +763,6 @@ class Supervisor:
         self._results = self._workers.results()
         self._let_go()
         if self._failures:
-            self._folder.keep()
             write_error_files(self._folder.path, self._failures)
 
     def _let_go(self) -> None:

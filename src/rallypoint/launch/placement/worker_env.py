@@ -6,7 +6,8 @@ Names and meanings are torchrun 2.13's (torch/distributed/elastic/agent/server/l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
 
@@ -96,6 +97,18 @@ def _own_device(env: Mapping[str, str], local_rank: int) -> str:
             f" but {len(devices)} are visible",
         )
     return devices[local_rank]
+
+
+def fill_in(args: Sequence[str], ranks: WorkerRanks, generation: int) -> tuple[str, ...]:
+    """A worker's own arguments (``--templates``): ``{rank}`` and its like replaced; other braces stay as they are."""
+    values = {
+        "{rank}": ranks.rank,
+        "{local_rank}": ranks.local_rank,
+        "{node_rank}": ranks.group_rank,
+        "{generation}": generation,
+    }
+    names = re.compile("|".join(map(re.escape, values)))
+    return tuple(names.sub(lambda match: str(values[match[0]]), arg) for arg in args)
 
 
 def log_prefix(template: str | None, role: str, ranks: WorkerRanks) -> str:

@@ -39,7 +39,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -220,16 +220,24 @@ class ForkServer:
         """Start a worker.
 
         ``name``: the supervisor's name for it. ``env``: variables on top of ours. ``cpus``: the CPUs
-        it is bound to, or null. Descriptors: its stdout, its stderr, its line to the supervisor,
+        it is bound to, or null. ``args``: its arguments, or null: the job's. Descriptors: its stdout, its stderr, its line to the supervisor,
         then for functions the memory files of payload and result.
         """
-        worker = WorkerStart(env=message["env"], cpus=message["cpus"], fds=WorkerFds.from_list(fds))
+        worker = WorkerStart(
+            env=message["env"],
+            cpus=message["cpus"],
+            fds=WorkerFds.from_list(fds),
+            args=message["args"],
+        )
         self._fork(message["name"], lambda: self._become_worker(worker), fds)
 
     def _become_worker(self, worker: WorkerStart) -> None:
+        job = self._job
+        if worker.args is not None:
+            job = replace(job, args=tuple(worker.args))
         if self._start_method is StartMethod.EXEC:
-            bootstrap.exec_worker(self._job, worker)
-        bootstrap.run_forked(self._job, worker, call=self._call)
+            bootstrap.exec_worker(job, worker)
+        bootstrap.run_forked(job, worker, call=self._call)
 
     def _start_store(self, message: Message, fds: list[int]) -> None:
         """Serve a store: ``name``, ``port``; descriptor: the listening socket."""

@@ -62,8 +62,9 @@ class WorkerFds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
-    """What is one worker's own: variables on top of the fork server's, CPUs to be bound to, descriptors."""
+    """What is one worker's own: variables on top of the fork server's, CPUs to be bound to, descriptors; arguments."""
 
     env: dict[str, str]
     cpus: list[int] | None
     fds: WorkerFds
+    args: list[str] | None = None
