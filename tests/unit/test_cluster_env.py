@@ -144,7 +144,7 @@ def facts(placement: Placement | None) -> dict[str, object]:
                 "SLURM_LOCALID": "2",
                 "SLURM_NODEID": "1",
             },
-            ("Slurm job 77", 7, 5, "gpu-3-ib", 15077, "77.3", 2, 3, 1, 2, True),
+            ("Slurm job 77", 7, 5, "gpu-3-ib", 18104, "77.3", 2, 3, 1, 2, True),
             id="slurm, uneven tasks in a step on part of the job's nodes",
         ),
         pytest.param(
@@ -284,6 +284,42 @@ def facts(placement: Placement | None) -> dict[str, object]:
 )
 def test_realistic_environments(env: dict[str, str], expected: tuple[object, ...]) -> None:
     assert tuple(facts(detect(env)).values()) == expected
+
+
+def _proxy(port: int, name: str = "/usr/bin/hydra_pmi_proxy") -> list[str]:
+    return [name, "--control-port", f"login1:{port}", "--rmk", "user", "--proxy-id", "0"]
+
+
+def test_two_mpiexecs_in_one_allocation_are_two_jobs() -> None:
+    shell = ["/bin/sh", "-c", "rally run train.py"]
+    env = INTEL_MPI | {"PBS_JOBID": "4217.pbs01"}
+    upstream = [
+        "/opt/intel/hydra_bstrap_proxy",
+        "--upstream-host",
+        "n1",
+        "--upstream-port",
+        "40123",
+    ]
+    jobs = [
+        detect(env, [shell, _proxy(34415)]),
+        detect(env, [_proxy(34416), shell]),
+        detect(env, [upstream]),
+        detect(env, [shell]),
+        detect(MVAPICH2 | {"MASTER_PORT": ""}, [_proxy(34417)]),
+    ]
+    assert [(job.run_id, job.master_port) for job in jobs if job] == [
+        ("login1-34415", 19415),
+        ("login1-34416", 19416),
+        ("n1-40123", 15123),
+        ("4217.pbs01", 19217),
+        ("login1-34417", 19417),
+    ]
+
+
+def test_two_steps_of_one_allocation_are_two_jobs() -> None:
+    steps = [detect(SLURM_ONE_PER_NODE | {"SLURM_STEP_ID": str(step)}) for step in (0, 1, 2)]
+    assert len({step.run_id for step in steps if step}) == 3
+    assert len({step.master_port for step in steps if step}) == 3
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,7 @@ def ranks_of(world: World, generation: int) -> dict[str, int]:
     }
 
 
+FIXED2 = Settings(min_nodes=2, max_nodes=2)
 FIXED4 = Settings(min_nodes=4, max_nodes=4)
 ELASTIC = Settings(min_nodes=2, max_nodes=4, last_call=3.0)
 
@@ -305,6 +306,31 @@ def test_too_many_nodes_are_spares_and_step_in() -> None:
     assert {after[n] for n in members.keys() - {victim}} == {
         members[n] for n in members.keys() - {victim}
     }
+
+
+def test_who_comes_with_a_rank_that_is_taken_is_told_while_the_round_forms_and_later() -> None:
+    for late in (False, True):
+        world = World()
+        names = ["a", "b"] if late else ["a"]
+        for rank, name in enumerate(names):
+            world.add(name, FIXED2, given_rank=rank)
+        world.run(0 if not late else 3000)
+        world.add("x", FIXED2, given_rank=0)
+        world.run(1)
+        assert world.nodes["x"].outcome == protocol.RankTaken(0, "a")
+        if late:
+            assert ranks_of(world, 0) == {"a": 0, "b": 1}
+
+
+def test_who_comes_with_a_rank_when_all_is_over_is_told_so() -> None:
+    world = World()
+    for rank, name in enumerate("ab"):
+        world.add(name, FIXED2, given_rank=rank)
+    world.run()
+    world.table["closed"] = {"closed": "the job has ended well"}
+    world.add("x", FIXED2, given_rank=1)
+    world.run(100)
+    assert world.nodes["x"].outcome == protocol.Closed("the job has ended well")
 
 
 def test_a_late_node_waits_for_the_next_round_and_is_admitted() -> None:

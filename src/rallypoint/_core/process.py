@@ -110,6 +110,21 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def ancestors() -> list[list[str]]:
+    """Command lines of the processes above this one, the nearest first, as far as they may be read."""
+    found: list[list[str]] = []
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                found.append(os.fsdecode(file.read()).rstrip("\0").split("\0"))
+        except OSError:
+            break
+        fields = _stat_fields(pid)
+        pid = int(fields[1]) if fields else 0
+    return found
+
+
 def _children_by_scan(pid: int) -> list[int]:
     found = []
     for name in os.listdir("/proc"):

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from rallypoint._core import process
 from rallypoint.errors import ConfigError
 from rallypoint.rendezvous.endpoint import (
     BACKEND_ALIASES,
@@ -104,7 +105,8 @@ class _Settings:
         start_method, python = self._start(target)
         placement = None
         if not any(self._is_set(name) for name in _NODE_FLAGS):
-            placement = cluster_env.detect(self._env)
+            wanted = cluster_env.may_need_ancestors(self._env)
+            placement = cluster_env.detect(self._env, process.ancestors() if wanted else ())
         if placement is not None:
             self._remarks.append(placement.describe())
         workers, accelerator = self._workers(placement)

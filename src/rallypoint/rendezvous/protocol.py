@@ -149,6 +149,11 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
             generation, entitled, joined = yield from _find_round(node)
             if joined is not None:
                 return joined
+            if not entitled and node.given_rank is not None:
+                # Ranks are given, so a job that runs has all its nodes: this one is another job's, or there twice.
+                taken = yield from _held_by(node.given_rank, generation - 1)
+                if taken is not None:
+                    return taken
         if not entitled:
             ended = yield from _wait_for_call(generation, settings, timing)
             if ended is not None:
@@ -201,6 +206,14 @@ def _find_round(node: Node) -> Steps:
         (_, (plan,)) = yield Look((f"{generation - 1}/plan",))
         joined = yield from _by_id(node, generation - 1, plan or {})
     return generation, generation == 0 or call is not None, joined
+
+
+def _held_by(rank: int, generation: int) -> Steps:
+    """Who has this rank in the running round, if it runs; else None."""
+    (_, (held, closed)) = yield Look((f"{generation}/rank/{rank}", "closed"))
+    if held is None or closed is not None:
+        return None
+    return RankTaken(rank, str(held.get("host")))
 
 
 def _wait_for_call(generation: int, settings: Settings, timing: Timing) -> Steps:

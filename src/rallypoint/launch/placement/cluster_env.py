@@ -1,6 +1,6 @@
 """Where this supervisor stands in the job, read from what the cluster put in the environment.
 
-Sans-I/O: a mapping goes in, a :class:`Placement` (or None) comes out. Flags win over all of this,
+Sans-I/O: a mapping and command lines go in, a :class:`Placement` (or None) comes out. Flags win over all of this,
 so nothing here is a guess that a user cannot overrule.
 
     found                                   taken for                       hosts come from
@@ -18,6 +18,12 @@ MPI variables are about the task, so OMPI_* and MV2_*, which nothing but mpirun 
 PMI_RANK and PMI_SIZE are different: `srun --mpi=pmi2` sets them too. If they say what the Slurm
 step says, then srun set them and Slurm is taken, as it also knows the hosts; if they differ, a
 Hydra `mpiexec` below srun did, and they are about the task while SLURM_PROCID is about its proxy.
+
+[Note: which job is this]
+Two jobs may run side by side, on one machine, in one allocation: two steps of srun, two mpiexecs. The name of a job
+and its port come from what is the launcher's own, so that they never meet. Slurm numbers its steps, PMIx names what it
+starts. Hydra tells its tasks nothing of the kind, but all its proxies, the tasks' parents, are called with the port at
+which their mpiexec listens: `hydra_pmi_proxy --control-port login1:34415 …`.
 
 [Note: a step or just a shell]
 Slurm sets SLURM_NTASKS, and often SLURM_PROCID=0, in places where exactly one process runs: the
@@ -39,7 +45,7 @@ from rallypoint.errors import ConfigError
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 DEFAULT_PORT = 29500  # torchrun's, and what every example on the web uses
@@ -60,9 +66,10 @@ _SHELLS = frozenset({"bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"})
 _INSIDE_A_WORKER = ("TORCHELASTIC_RUN_ID", "RALLY_GENERATION")
 _FLAG_DEFAULTS = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
 
-# The batch system's number of the job. Only Hydra hands the caller's whole environment to every
+# For jobs of MPI that another launcher than Hydra has started: HPE's PALS numbers them. Then the batch
+# system's number of the job, in which there may be several. Only Hydra hands the caller's whole environment to every
 # task; the other mpiruns may leave these on one machine and not on the next.
-_JOB_IDS = ("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID")
+_JOB_IDS = ("PALS_APID", "SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID")
 
 # A node list longer than this is a typing mistake (`node[0-99999999]`), not a cluster.
 _MAX_HOSTS = 1 << 20
@@ -134,11 +141,17 @@ class Placement:
         return text
 
 
-def detect(env: Mapping[str, str]) -> Placement | None:
+def may_need_ancestors(env: Mapping[str, str]) -> bool:
+    """Whether :func:`detect` wants to know what started this process."""
+    return bool(env.get("PMI_RANK") or env.get("MV2_COMM_WORLD_RANK"))
+
+
+def detect(env: Mapping[str, str], ancestors: Sequence[Sequence[str]] = ()) -> Placement | None:
     """Find this process's place in a job of several supervisors.
 
     Args:
         env: the environment, as it was when `rally run` started.
+        ancestors: command lines of the processes above this one, the nearest first.
 
     Returns:
         None if this is a run of its own: no cluster, a job of one task, a shell or script that
@@ -153,18 +166,18 @@ def detect(env: Mapping[str, str]) -> Placement | None:
         return None
     # Falling through to the plain variables where the launcher made a single task is for scripts
     # that call `srun -n1 -w $host env RANK=$i … rally run` once for each host.
-    return _from_launcher(env) or _from_plain_variables(env)
+    return _from_launcher(env, ancestors) or _from_plain_variables(env)
 
 
-def _from_launcher(env: Mapping[str, str]) -> Placement | None:
+def _from_launcher(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> Placement | None:
     # [Note: the innermost launcher wins] is about this order.
     if env.get("OMPI_COMM_WORLD_RANK"):
         return _from_open_mpi(env)
     if env.get("MV2_COMM_WORLD_RANK"):
-        return _from_mvapich2(env)
+        return _from_mvapich2(env, ancestors)
     in_step = _in_slurm_step(env)
     if env.get("PMI_RANK") and not (in_step and _pmi_repeats_slurm(env)):
-        return _from_pmi(env)
+        return _from_pmi(env, ancestors)
     return _from_slurm(env) if in_step else None
 
 
@@ -172,7 +185,13 @@ def _from_launcher(env: Mapping[str, str]) -> Placement | None:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of its tasks: [Note: a step or just a shell]."""
+    """Whether srun started this process as one of its tasks: [Note: which job is this]
+    Two jobs may run side by side, on one machine, in one allocation: two steps of srun, two mpiexecs. The name of a job
+    and its port come from what is the launcher's own, so that they never meet. Slurm numbers its steps, PMIx names what it
+    starts. Hydra tells its tasks nothing of the kind, but all its proxies, the tasks' parents, are called with the port at
+    which their mpiexec listens: `hydra_pmi_proxy --control-port login1:34415 …`.
+
+    [Note: a step or just a shell]."""
     reader = _Reader(env)
     if reader.text("SLURM_PROCID") is None:
         return False
@@ -254,7 +273,7 @@ def _from_slurm(env: Mapping[str, str]) -> Placement | None:
         num_nodes=size.value,
         node_rank=rank.value,
         master_addr=address.text,
-        master_port=port.value if port is not None else _port_from(str(job_id.value)),
+        master_port=port.value if port is not None else _port_of_step(job_id.value, step_id),
         run_id=f"{job_id.value}.{step_id}",
         local_rank=local_rank.value,
         tasks_per_machine=here,
@@ -313,25 +332,41 @@ def _from_open_mpi(env: Mapping[str, str]) -> Placement | None:
     rank = reader.need("OMPI_COMM_WORLD_RANK")
     size = reader.need("OMPI_COMM_WORLD_SIZE")
     local = ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)
-    ids = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # mpirun's number for this very start
-    return _from_mpi(reader, "Open MPI", rank, size, local, ids)
+    # mpirun's number for this very start
+    job = reader.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    return _from_mpi(reader, "Open MPI", rank, size, local, job)
 
 
-def _from_mvapich2(env: Mapping[str, str]) -> Placement | None:
+def _from_mvapich2(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> Placement | None:
     reader = _Reader(env)
     rank = reader.need("MV2_COMM_WORLD_RANK")
     size = reader.need("MV2_COMM_WORLD_SIZE")
     local = ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)
-    return _from_mpi(reader, "MVAPICH2", rank, size, local, ())
+    return _from_mpi(reader, "MVAPICH2", rank, size, local, _hydra(ancestors))
 
 
-def _from_pmi(env: Mapping[str, str]) -> Placement | None:
+def _from_pmi(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> Placement | None:
     reader = _Reader(env)
     rank, size = reader.need("PMI_RANK"), reader.need("PMI_SIZE")
     # MPI_LOCAL*: Hydra (MPICH, Intel MPI). PMI_LOCAL_*: the MPICH of HPE Cray machines.
     local = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
     source = "Intel MPI" if env.get("I_MPI_MPIRUN") else "MPICH"
-    return _from_mpi(reader, source, rank, size, local, _JOB_IDS)
+    job = _hydra(ancestors) or reader.text(*_JOB_IDS)
+    return _from_mpi(reader, source, rank, size, local, job)
+
+
+def _hydra(ancestors: Sequence[Sequence[str]]) -> _Text | None:
+    """Where the mpiexec that started us listens: [Note: which job is this]."""
+    for words in ancestors:
+        if not words or "proxy" not in words[0].rpartition("/")[2]:
+            continue
+        flags = dict(itertools.pairwise(words))
+        if "--control-port" in flags:  # MPICH
+            return _Text("--control-port of its proxy", flags["--control-port"])
+        if "--upstream-host" in flags and "--upstream-port" in flags:  # Intel MPI
+            place = f"{flags['--upstream-host']}:{flags['--upstream-port']}"
+            return _Text("--upstream-port of its proxy", place)
+    return None
 
 
 def _from_mpi(
@@ -340,7 +375,7 @@ def _from_mpi(
     rank: _Number,
     size: _Number,
     local_names: tuple[tuple[str, ...], tuple[str, ...]],
-    id_names: tuple[str, ...],
+    run_id: _Text | None,
 ) -> Placement | None:
     _check_below(rank, size, _FLAGS_HINT)
     if size.value == 1:
@@ -364,7 +399,6 @@ def _from_mpi(
             if one_machine
             else _mpi_master(reader, source, rank.value)
         )
-    run_id = reader.text(*id_names)
     port = _own_port(reader)
     derived_port = DEFAULT_PORT if run_id is None else _port_from(run_id.text)
     machine_rank, num_machines = _suppose_machines(
@@ -650,13 +684,20 @@ def _own_port(reader: _Reader) -> _Number | None:
     return found
 
 
+def _port_of_step(job: int, step: int) -> int:
+    """That of the job for its first step, another one for each further: two may run side by side on one machine."""
+    return _port_from(f"{(job + 1009 * step) % 10000}")
+
+
 def _port_from(run_id: str) -> int:
     """A port all tasks agree on: 15000 + the last four digits of the job's number.
 
-    That is the first number in ``1234[7].server1``, and the process id in PMIx's
-    ``prterun-login1-4711@1``.
+    That is the first number in ``1234[7].server1``, the process id in PMIx's ``prterun-login1-4711@1``, and
+    Hydra's port in ``login1:34415``.
     """
     before, at, _ = run_id.rpartition("@")
+    if re.fullmatch(r".+:[0-9]+", run_id):
+        before, at = run_id, ":"
     numbers = re.findall(r"[0-9]+", before if at else run_id)
     if not numbers:
         return DEFAULT_PORT
