@@ -9,6 +9,8 @@ import socket
 from rallypoint.errors import ConfigError
 
 
+# What ConfigError says of a port that somebody else has.
+IN_USE = "the port is in use"
 # Thousands of workers connect at once when a round starts; the kernel cuts this to somaxconn.
 BACKLOG = 4096
 
@@ -35,7 +37,7 @@ def bind_store(host: str | None, port: int, flag: str = "--master-port") -> sock
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            problem, hint = "the port is in use", "choose another one, or 0 for any free port"
+            problem, hint = IN_USE, "choose another one, or 0 for any free port"
         elif error.errno == errno.EACCES:
             problem, hint = "binding this port is not permitted", "choose one from 1024 up"
         else:
@@ -77,6 +79,15 @@ def check_host(host: str, flag: str = "--master-addr") -> None:
         ConfigError: its name has no address.
     """
     _resolve(host, 0, flag)
+
+
+def exists(host: str) -> bool:
+    """Whether the name has an address (yet)."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

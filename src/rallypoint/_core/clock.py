@@ -45,6 +45,11 @@ class Deadline:
         """Seconds left, never negative; None without a limit."""
         return None if self._at is None else max(0.0, self._at - self._clock.now())
 
+    def extend(self, seconds: float) -> None:
+        """Move it: so much time has passed that does not count."""
+        if self._at is not None:
+            self._at += seconds
+
     def expired(self) -> bool:
         return self._at is not None and self._clock.now() >= self._at
 

@@ -13,6 +13,7 @@ from enum import IntFlag, StrEnum
 
 from rallypoint.errors import ConfigError
 from rallypoint.rendezvous.endpoint import Endpoint
+from rallypoint.rendezvous.parameters import RendezvousParameters
 
 from .placement.numa import NumaBinding
 
@@ -152,6 +153,8 @@ class RendezvousConfig:
         label: where this node stands (rack, switch): nodes of one label get neighbouring ranks.
         secret: what all nodes of the job know; records without it are ignored.
         split_brain_guard: a minority that is cut off does not go on by itself.
+        plug_in: what a third party's rendezvous is made from, where that decides who meets; ``host``,
+            ``port`` and ``endpoint`` say nothing then. Used with one node, too.
     """
 
     run_id: str
@@ -166,6 +169,7 @@ class RendezvousConfig:
     label: str = ""
     secret: bytes | None = field(default=None, repr=False)
     split_brain_guard: bool = True
+    plug_in: RendezvousParameters | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,8 @@ class NodeFacts:
 
     Args:
         num_workers: how many it will start.
-        store_addr: where the workers' store would be, if this is node 0.
+        store_addr: where the workers' store would be, if this is node 0; empty: at the address by which the
+            other nodes reach this one.
         store_port: its port.
         restarts: how much of the restart budget is used, as far as we know.
         verdict: what the end of the last generation means for it.
@@ -68,10 +69,6 @@ class PeerEvent:
     generation: int
     failures: tuple[WorkerFailure, ...] = ()
     reason: str = ""
-
-
-# What nodes that still wait for a round are told when no further one is needed.
-ENDED_WELL = "the job has ended well"
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ FLAGS: tuple[Flag, ...] = (
         metavar="R",
         default="0",
         group=_NODES,
-        help="which node this is (0 to nnodes-1), where ranks are fixed",
+        help="which node this is (0 to nnodes-1); left out with --rdzv-endpoint: one is assigned",
     ),
     Flag(
         name="--master-addr",
@@ -174,8 +174,8 @@ FLAGS: tuple[Flag, ...] = (
         metavar="NAME",
         default="static",
         group=_NODES,
-        help="static (ranks from --node-rank); c10d, etcd or file (ranks are assigned, nodes are"
-        " replaced). Left out: as --rdzv-endpoint says",
+        help="static (ranks from --node-rank); c10d, etcd, file or a plug-in (ranks are assigned,"
+        " nodes are replaced). Left out: as --rdzv-endpoint and --node-rank say",
     ),
     Flag(
         name="--rdzv-endpoint",
@@ -458,7 +458,7 @@ def help_text(width: int = 100) -> str:
         "",
         "  rally run --nproc-per-node 4 train.py --epochs 3",
         "  rally run --nproc-per-node gpu --max-restarts 3 train.py",
-        "  rally run --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 train.py",
+        "  rally run --nnodes 2 --rdzv-endpoint node0 --nproc-per-node 8 train.py   (on both nodes)",
     ]
     for group in dict.fromkeys(flag.group for flag in FLAGS):
         lines += ["", f"{group}:"]

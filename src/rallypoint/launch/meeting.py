@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from rallypoint._core import addresses
 from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
 from rallypoint.rendezvous.endpoint import Endpoint, HostPort
+from rallypoint.rendezvous.plugged import PluggedRendezvous
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
+from rallypoint.rendezvous.registry import rendezvous_handler_registry
 
 from .config import LaunchConfig
 
@@ -23,6 +27,27 @@ def rendezvous_for(
         ConfigError: an option cannot be, a folder cannot be used, or a library is missing.
     """
     meeting = config.rendezvous
+    least = config.num_nodes if config.min_nodes is None else config.min_nodes
+    common: dict[str, Any] = {
+        "run_id": meeting.run_id,
+        "settings": Settings(
+            min_nodes=least,
+            max_nodes=config.num_nodes,
+            last_call=meeting.last_call,
+            straggler=meeting.lease,
+            by_label=bool(meeting.label),
+        ),
+        "timing": Timing(join=meeting.join_timeout, lease=meeting.lease),
+        "host": addresses.hostname(),
+        "label": meeting.label,
+        "local_addr": config.local_addr,
+        "secret": meeting.secret,
+        "say": say,
+        "listener": listener,
+    }
+    if meeting.plug_in is not None:
+        make = partial(rendezvous_handler_registry.create_handler, meeting.plug_in)
+        return PluggedRendezvous(make, backend=meeting.plug_in.backend, **common)
     endpoint = meeting.endpoint or Endpoint(
         scheme="tcp", backend="tcpstore", hosts=(HostPort(meeting.host, meeting.port),)
     )
@@ -36,25 +61,10 @@ def rendezvous_for(
         is_host=is_host,
         say=say,
     )
-    least = config.num_nodes if config.min_nodes is None else config.min_nodes
     return DynamicRendezvous(
         home,
         backend=endpoint.backend,
-        run_id=meeting.run_id,
-        settings=Settings(
-            min_nodes=least,
-            max_nodes=config.num_nodes,
-            last_call=meeting.last_call,
-            straggler=meeting.lease,
-            by_label=bool(meeting.label),
-        ),
-        timing=Timing(join=meeting.join_timeout, lease=meeting.lease),
-        host=addresses.hostname(),
-        label=meeting.label,
-        local_addr=config.local_addr,
-        secret=meeting.secret,
         split_brain_guard=meeting.split_brain_guard,
         given_rank=meeting.node_rank,
-        say=say,
-        listener=listener,
+        **common,
     )

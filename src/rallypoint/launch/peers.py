@@ -27,16 +27,17 @@ from rallypoint.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
 )
 from rallypoint.rendezvous import fields
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
+from rallypoint.rendezvous.home import ENDED_WELL
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.record_store import RecordStore
 
 from .config import LaunchConfig
 from .coordination import (
-    ENDED_WELL,
     Coordination,
     CoordinationEvent,
     CoordinationFailed,
@@ -69,7 +70,8 @@ Say = Callable[[str], None]
 
 def coordination_for(config: LaunchConfig, say: Say) -> Coordination:
     """The line to the other nodes; with one node, nobody's."""
-    return LoneNode() if config.num_nodes == 1 else PeerNodes(config, say)
+    alone = config.num_nodes == 1 and config.rendezvous.plug_in is None
+    return LoneNode() if alone else PeerNodes(config, say)
 
 
 class PeerNodes:
@@ -245,11 +247,14 @@ class PeerNodes:
         )
         try:
             formed = self._rendezvous.next_rendezvous()
-        except RendezvousClosedError:
-            if self._close_is_heard() == ENDED_WELL:
+        except RendezvousClosedError as closed:
+            if ENDED_WELL in {self._close_is_heard(), str(closed)}:
                 self._post(NotNeeded())
                 return
             raise
+        except RendezvousGracefulExitError:
+            self._post(NotNeeded())
+            return
         except RendezvousConnectionError as error:
             # It has looked for the store for as long as a round may take: there is none.
             self._post(CoordinationFailed(error))
@@ -298,6 +303,8 @@ class PeerNodes:
         if addresses.is_loopback(addr) and serving_host is not None and formed.rank != 0:
             # What node 0 calls itself (Kubeflow's master pod: localhost) may mean another host here.
             addr = serving_host
+        if formed.rank == 0 and not addresses.exists(addr):
+            addr = "localhost"  # the others have looked the name up; this node may do without
         return RoundReady(
             generation=formed.generation,
             node_rank=formed.rank,

@@ -6,6 +6,7 @@ what has no meaning here is accepted, with a remark that says why.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -26,6 +27,8 @@ from rallypoint.rendezvous.endpoint import (
     canonical_backend,
     parse_endpoint,
 )
+from rallypoint.rendezvous.parameters import RendezvousParameters
+from rallypoint.rendezvous.registry import BUILT_IN, rendezvous_handler_registry
 
 from .config import (
     DEFAULT_MASTER_PORT,
@@ -299,6 +302,8 @@ class _Settings:
         if self._switch("standalone"):
             least, num_nodes, backend = 1, 1, "tcpstore"
         run_id = self._text("rdzv_id")
+        if backend not in BUILT_IN:
+            return self._plugged(backend, run_id, least, num_nodes)
         options = self._rendezvous_options()
         if num_nodes == 1:
             # As torchrun: with nothing said about a meeting point, a name and a port of its own.
@@ -335,34 +340,46 @@ class _Settings:
                     "with --rdzv-backend static the number of nodes is fixed",
                     "leave --rdzv-backend out, or give c10d, etcd or file",
                 )
-            if not node_rank and not self._is_set("node_rank"):
+            if not self._is_set("node_rank"):
                 self._remarks.append("--node-rank is not given: this is node 0")
         else:
             if self._is_set("node_rank") and node_rank:
+                why = f"with {self._shown('nnodes')} {self._text('nnodes')}"
+                if backend != "tcpstore" or self._is_set("rdzv_backend"):
+                    why = f"where nodes meet by {backend}"
                 self._remarks.append(
-                    f"{self._shown('node_rank')} {node_rank} has no effect with --rdzv-backend"
-                    f" {self._text('rdzv_backend')}: ranks are assigned"
+                    f"{self._shown('node_rank')} {node_rank} has no effect: {why} ranks are assigned"
                 )
             node_rank = None
         return self._meeting(least, num_nodes, backend, run_id, node_rank, port, options)
 
     def _backend(self, a_range: bool) -> str:
-        """Which rendezvous: as the flag says; else as the endpoint's URL does, or a range of nodes."""
+        """Which rendezvous: as the flag says; else as the endpoint's URL, a range of nodes or given ranks do."""
         if self._is_set("rdzv_backend"):
             name = self._text("rdzv_backend")
             known = {*BACKEND_ALIASES, *BACKEND_ALIASES.values(), "static", "file", "rallypoint"}
             if name not in known:
+                plugged = {*rendezvous_handler_registry.known()} - {*BUILT_IN}
+                if name in plugged:
+                    return name
+                known |= plugged
+                near = difflib.get_close_matches(name, known, n=1)
                 raise ConfigError(
                     self._shown("rdzv_backend"),
                     name,
                     f"no such rendezvous (known: {', '.join(sorted(known))})",
+                    f"did you mean {near[0]}?" if near else "",
                 )
             return "tcpstore" if name == "rallypoint" else canonical_backend(name)
-        if "://" in self._text("rdzv_endpoint"):
-            return parse_endpoint(
-                self._text("rdzv_endpoint"), flag=self._shown("rdzv_endpoint")
-            ).backend
-        return "tcpstore" if a_range else "static"
+        text = self._text("rdzv_endpoint")
+        if "://" in text:
+            endpoint = parse_endpoint(text, flag=self._shown("rdzv_endpoint"))
+            if endpoint.backend != "tcpstore" or len(endpoint.hosts) > 1:
+                return endpoint.backend
+        # The same line on every node: nothing tells one from another. As soon as one thing does, ranks are given.
+        given = self._is_set("node_rank") or self._is_set("master_addr")
+        several = self._num_nodes()[1] > 1
+        return "tcpstore" if a_range or (text and several and not given) else "static"
 
     def _meeting(
         self,
@@ -422,11 +439,38 @@ class _Settings:
             first.port,
         )
 
+    def _plugged(
+        self, backend: str, run_id: str, least: int, num_nodes: int
+    ) -> tuple[int | None, int, RendezvousConfig, str | None, int | None]:
+        """A plug-in decides who meets; its options are its own, and ours are taken from among them."""
+        conf = dict(self._conf_items())
+        if self._is_set("node_rank"):
+            conf.setdefault("rank", self._text("node_rank"))
+        parameters = RendezvousParameters(
+            backend,
+            self._text("rdzv_endpoint"),
+            run_id,
+            least,
+            num_nodes,
+            self._values["local_addr"],
+            **conf,
+        )
+        rendezvous = RendezvousConfig(
+            run_id=run_id,
+            node_rank=None,
+            host="",
+            plug_in=parameters,
+            **self._rendezvous_options(all_known=False),
+        )
+        return least, num_nodes, rendezvous, None, None
+
     def _endpoint(self, backend: str) -> Endpoint:
+        # Given and assigned ranks meet at one port by default: so nodes that differ in that are told.
+        alone = self._num_nodes()[1] == 1
         return parse_endpoint(
             self._text("rdzv_endpoint").strip(),
             backend=backend,
-            default_port=DEFAULT_MASTER_PORT if backend == "static" else None,
+            default_port=DEFAULT_MASTER_PORT if backend == "static" and alone else None,
             flag=self._shown("rdzv_endpoint"),
         )
 
@@ -436,15 +480,23 @@ class _Settings:
             raise ConfigError(self._shown(dest), str(port), "expected a port from 0 to 65535")
         return port
 
-    def _rendezvous_options(self) -> dict[str, Any]:
+    def _conf_items(self) -> list[tuple[str, str]]:
+        """``--rdzv-conf`` as names and values."""
+        found = []
+        for item in filter(None, (part.strip() for part in self._text("rdzv_conf").split(","))):
+            name, equals, value = item.partition("=")
+            if not equals:
+                raise ConfigError(self._shown("rdzv_conf"), item, "expected NAME=VALUE,…")
+            found.append((name, value))
+        return found
+
+    def _rendezvous_options(self, *, all_known: bool = True) -> dict[str, Any]:
         """``--rdzv-conf`` and what else a meeting needs, as fields of :class:`RendezvousConfig`."""
         shown = self._shown("rdzv_conf")
         found: dict[str, Any] = {}
         without_effect = []
-        for item in filter(None, (part.strip() for part in self._text("rdzv_conf").split(","))):
-            name, equals, value = item.partition("=")
-            if not equals:
-                raise ConfigError(shown, item, "expected NAME=VALUE,…")
+        for name, value in self._conf_items():
+            item = f"{name}={value}"
             # torchrun's static rendezvous calls it timeout, its dynamic one heartbeat_timeout and so on.
             name = _CONF_ALIASES.get(name, name)
             if name in {"join_timeout", "last_call", "lease"}:
@@ -463,7 +515,7 @@ class _Settings:
                 found[name] = value
             else:
                 without_effect.append(name)
-        if without_effect:
+        if without_effect and all_known:
             self._remarks.append(
                 f"{shown}: {', '.join(without_effect)} has no effect here (known: join_timeout,"
                 " last_call_timeout, lease, is_host, label, split_brain_guard)"
@@ -613,8 +665,6 @@ def _is_machine_code(name: str) -> bool:
 
 
 def _nearest_file(path: Path) -> str:
-    import difflib
-
     kinds = {path.suffix, ".py"}
     try:
         there = sorted(item.name for item in path.parent.iterdir() if item.suffix in kinds)

@@ -17,11 +17,11 @@ from typing import Any, assert_never
 
 from rallypoint._core import addresses, clock, env as environment, process
 from rallypoint.errors import ConfigError, LaunchError
+from rallypoint.rendezvous.home import ENDED_WELL
 
 from . import policy, signals
 from .config import LaunchConfig, StartMethod, TargetKind
 from .coordination import (
-    ENDED_WELL,
     Coordination,
     CoordinationFailed,
     NodeFacts,
@@ -615,23 +615,12 @@ class Supervisor:
         )
         self._coordination.join(self._state.generation, facts)
 
-    def _own_address(self) -> str:
-        """How the other nodes reach this one: as the way to the meeting point tells."""
-        meeting = self._config.rendezvous
-        place = (meeting.host, meeting.port)
-        if meeting.endpoint is not None and meeting.endpoint.backend == "etcd":
-            place = (meeting.endpoint.hosts[0].host, meeting.endpoint.hosts[0].port)
-        if not place[0]:
-            return addresses.hostname()  # a shared folder
-        flag = "--master-addr" if meeting.endpoint is None else "--rdzv-endpoint"
-        return addresses.address_towards(*place, flag)
-
     def _bind_store(self) -> tuple[str, int]:
         config = self._config
         alone = config.num_nodes == 1
-        addr = config.master_addr or ("localhost" if alone else config.local_addr)
-        if addr is None:
-            addr = self._own_address()
+        # On several nodes the rendezvous finds out how the others reach this one: the names it goes by need not
+        # have addresses yet.
+        addr = config.master_addr or ("localhost" if alone else config.local_addr or "")
         host = addr if alone and addresses.is_loopback(addr) else None
         if alone and config.master_addr is not None:
             addresses.check_host(addr)

@@ -1,6 +1,6 @@
 """Who is in this round, with which rank, over which store.
 
-Membership is fixed: the number of nodes is given. :class:`StaticRendezvous` meets over c10d's ``TCPStore``.
+Handlers are made by the name of their backend (:data:`rendezvous_handler_registry`); :mod:`.registry` says how to add one.
 """
 
 from rallypoint.errors import (

@@ -23,10 +23,12 @@ from rallypoint.errors import (
     RendezvousTimeout,
 )
 
-from . import fields, operations, plan as plans, protocol
+from . import fields, operations, plan as plans, protocol, versions
 from .api import Member, RendezvousHandler, RendezvousInfo
 from .fields import Moved
-from .home import Home, LastRound
+from .guestbook import LOOK_EVERY, Guestbook
+from .home import Home, LastRound, Recovery
+from .introduction import Introduction
 from .liveness import Loss, Neighbour, Pulse, WatchPost
 from .protocol import Closed, Joined, Node, RankTaken, TimedOut, Timing
 from .quorum import Settings, survivors_needed
@@ -126,6 +128,23 @@ class DynamicRendezvous(RendezvousHandler):
         self._node = Node(
             node_id=uuid.uuid4().hex[:16], host=host, label=label, given_rank=given_rank
         )
+        serving = None if home.host is None else home.towards()
+        least, most = settings.min_nodes, settings.max_nodes
+        self._guestbook = Guestbook(
+            Introduction(
+                node_id=self._node.node_id,
+                host=host,
+                run_id=run_id,
+                nodes=f"{least}" if least == most else f"{least}:{most}",
+                given_rank=given_rank is not None,
+                rallypoint=versions.rallypoint(),
+                torch=versions.torch(),
+                python=versions.python(),
+            ),
+            secret,
+            say,
+            "" if serving is None else f"{serving[0]}:{serving[1]}",
+        )
         self._facts: Mapping[str, Any] = {}
         self._records: RecordStore | None = None
         self._pulse: Pulse | None = None
@@ -177,7 +196,7 @@ class DynamicRendezvous(RendezvousHandler):
                             f"node {rank} ({host})"
                             for rank, host in zip(given, arrived, strict=False)
                         )
-                    why = reason if len(arrived) >= least else ""
+                    why = reason if len(arrived) >= least else self._guestbook.said
                     raise RendezvousTimeout(self._timing.join, least, arrived, missing, most, why)
                 case Closed(reason):
                     raise RendezvousClosedError(
@@ -334,6 +353,8 @@ class DynamicRendezvous(RendezvousHandler):
     def _connected(self, deadline: Deadline) -> RecordStore:
         if self._records is None:
             self._records = RecordStore(self._home.connect(deadline, self._stop), self._codec)
+            newcomer = self._node.generation is None
+            self._guestbook.visit(self._records.store, serves=self._home.serves, newcomer=newcomer)
         if self._post is None:
             self._post = WatchPost()
         if self._pulse is not None and self._store_lost:
@@ -395,14 +416,22 @@ class DynamicRendezvous(RendezvousHandler):
                 dead = frozenset(self._dead)
             last = LastRound(plan=plan, node_id=self._node.node_id, dead=dead)
         recovery = self._home.recover(error, last, deadline, self._stop)
+        if recovery.moved and last is not None:
+            with self._lock:
+                # Silent for as long as a store may be: if it lives, it comes, and else nobody waits for it.
+                self._gone.add(str(last.plan.get("store", "")))
+        self._settle(recovery)
+
+    def _settle(self, recovery: Recovery) -> None:
+        """Go on in a store that may be another one; an empty one learns of the last round."""
+        generation = self._node.generation
         self._records = records = RecordStore(recovery.store, self._codec)
         with self._lock:
             self._dead |= recovery.dead
             self._gone |= recovery.dead
-            if recovery.moved and last is not None:
-                # Silent for as long as a store may be: if it lives, it comes, and else nobody waits for it.
-                self._gone.add(str(last.plan.get("store", "")))
         self._moved = self._moved or recovery.moved
+        if recovery.moved:
+            self._guestbook.visit(recovery.store, serves=self._home.serves, newcomer=False)
         if generation is None:
             return
         (head,) = records.look(["head"])
@@ -442,7 +471,7 @@ class DynamicRendezvous(RendezvousHandler):
             case operations.Write(key, body):
                 return records.write(key, body)
             case operations.Await(key, timeout):
-                answer = records.wait(key, timeout)
+                answer = self._wait(records, key, timeout)
                 self._note_plan(key, answer)
                 return answer
             case operations.Look(keys):
@@ -467,6 +496,18 @@ class DynamicRendezvous(RendezvousHandler):
             case _:
                 assert_never(operation)
 
+    def _wait(self, records: RecordStore, key: str, timeout: float) -> Mapping[str, Any] | None:
+        """Wait for a record, and see now and then who else has come."""
+        deadline = Deadline(timeout)
+        while True:
+            left = deadline.remaining() or 0.0
+            answer = records.wait(key, min(left, LOOK_EVERY))
+            if answer is not None:
+                return answer
+            self._guestbook.look(records.store)
+            if left <= LOOK_EVERY:
+                return None
+
     def _note_plan(self, key: str, body: Mapping[str, Any] | None) -> None:
         """A spare, too, must know where the store may go."""
         if body is not None and key.endswith("/plan") and "standbys" in body:
@@ -490,6 +531,7 @@ class DynamicRendezvous(RendezvousHandler):
         standby = dict(self._home.standby(addr))
         return {
             **self._facts,
+            "addr": self._facts.get("addr") or addr,
             "watch": [addr, self._post.port],
             "serves": self._home.serves,
             "standby": {**standby, "watch": self._post.port} if standby else {},
@@ -499,7 +541,11 @@ class DynamicRendezvous(RendezvousHandler):
         towards = self._home.towards()
         if towards is None:
             return addresses.hostname()
-        addr = addresses.address_towards(*towards, "--rdzv-endpoint")
+        try:
+            addr = addresses.address_towards(*towards, "--rdzv-endpoint")
+        except ConfigError:
+            # The name has no address (yet, or any more). Others come by it if it is ours.
+            return towards[0] if self._home.serves else addresses.hostname()
         # Many machines have their own name at 127.0.1.1; the name itself is what the others reach.
         return towards[0] if addresses.is_loopback(addr) else addr
 

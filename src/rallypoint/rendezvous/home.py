@@ -17,6 +17,10 @@ from rallypoint.errors import RendezvousConnectionError
 from .store import Store
 
 
+# What nodes that come or wait are told when no further one is needed.
+ENDED_WELL = "the job has ended well"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastRound:
     """What a node remembers of the round it is (or wants to be) a member of, should the store be lost.
@@ -59,7 +63,7 @@ class Home(Protocol):
         """Whether the store lives in this process: it ends with it."""
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
-        """The first connection."""
+        """The first connection. Time that a node needs to start is no time to wait: it moves the deadline."""
 
     def recover(
         self,

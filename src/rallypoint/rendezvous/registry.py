@@ -8,7 +8,8 @@ A plug-in is a distribution with an entry point of the group ``rallypoint.rendez
     [project.entry-points."rallypoint.rendezvous"]
     zookeeper = "my_package.rendezvous:create"
 
-``create`` is given the parameters and returns the handler, whose ``get_backend()`` is ``zookeeper``.
+``create`` is given the parameters and returns the handler, whose ``get_backend()`` is ``zookeeper``. Each of its rounds
+comes with a c10d store whose keys are new; ``rally run`` adds what it needs in that store (:mod:`.plugged`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The embedded store's home: one node of the job serves it, and another one when that node is lost.
 
 Which node serves at first is decided by binding: the endpoint's address can be bound on one machine only, so
-no name is compared with another. Of several nodes on that machine the first one wins the port.
+no name is compared with another. Of several nodes on that machine the first one wins the port. It binds
+before it imports torch, and a *doorman* (:mod:`.door`) tells those who come meanwhile that the store is starting: they wait,
+and that time is not counted against them.
 
 When the store is lost, the members of the last round ask the old place and each *standby* of the plan, and
 :mod:`.places` chooses. A standby has bound its port beforehand and does not listen there before it serves, so
@@ -15,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,12 +24,15 @@ from typing import Any
 
 from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC, Deadline
-from rallypoint.errors import ConfigError, RendezvousConnectionError
-from rallypoint.rendezvous.home import LastRound, Recovery
+from rallypoint.errors import ConfigError, RendezvousClosedError, RendezvousConnectionError
+from rallypoint.rendezvous.home import ENDED_WELL, LastRound, Recovery
 from rallypoint.rendezvous.store import Store
 
+from . import door
+from .door import Doorman
+from .greeting import SILENT, Door, Reply
 from .places import Answer, Place, Search
-from .tcpstore import FIRST_PATIENCE, TcpStore, connect
+from .tcpstore import FIRST_PATIENCE, TcpStore, connect, load
 
 
 _log = logging.getLogger(__name__)
@@ -41,6 +45,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 ATTEMPT = 1.0
 # The first connection of all.
 FIRST_TURN = 10.0
+# Reasons why nobody serves, said in lines of their own.
+MOST_SAID = 4
+# Seconds for an answer at the endpoint; and how long a store may say that it is starting, uncounted.
+FIRST_ANSWER, LONGEST_START = 3.0, 600.0
 # The new host looks this often whether somebody serves an empty store at the old place: before a newcomer there
 # has made a round of its own. Where it has left a note it looks less often whether that still stands.
 FORWARD_EVERY, FORWARD_AGAIN = 0.5, 2.0
@@ -72,6 +80,7 @@ class TcpHome:
         self._server: TcpStore | None = None
         self._left: list[TcpStore] = []  # served here, and empty but for a note of where the job is
         self._standby: socket.socket | None = None
+        self._doorman: Doorman | None = None
         self._current: Place = Place(*self._hosts[0])
         self._forward: LeaveNote | None = None
         self._forwarder: threading.Thread | None = None
@@ -114,7 +123,8 @@ class TcpHome:
                     listener.close()
                     self._current = Place(host, port)
                     return self._client(self._current)
-            return self._serve(listener, self._hosts[0][1])
+            return self._serve_when_loaded(listener, deadline)
+        _load(deadline)
         return self._wait_for_host(deadline, stop)
 
     def _listener_if_host(self) -> socket.socket | None:
@@ -126,49 +136,88 @@ class TcpHome:
         host, port = self._hosts[0]
         if self._is_host is False:
             return None
-        if self._is_host is None and not addresses.is_this_host(host):
+        here = addresses.is_this_host(host)
+        if self._is_host is None and not here:
             return None
-        if not addresses.is_this_host(host):
-            # An address that is only a NAT's outside, say: this node was told to serve.
-            self._say(f"{host} is no address of this machine; serving on all of them")
         try:
-            return addresses.bind_store(None, port, "--rdzv-endpoint")
-        except ConfigError:
+            listener = addresses.bind_store(None, port, "--rdzv-endpoint")
+        except ConfigError as error:
             if self._is_host is None:
                 return None  # another supervisor on this machine was first
-            raise
+            if error.problem != addresses.IN_USE:
+                raise
+            reply = _who_is_at(port)
+            if reply.door in {Door.SERVES, Door.STARTING}:
+                return None  # whoever serves there can say who it is
+            problem = f"{error.problem}: {reply.why}" if reply.why else error.problem
+            raise ConfigError(error.field, error.value, problem, error.hint) from None
+        if not here:
+            # A name that has no address yet, or one that only a NAT's outside has: this node was told to serve.
+            what = (
+                "is no address of this machine" if addresses.exists(host) else "has no address yet"
+            )
+            self._say(f"{host} {what}; serving on all addresses of this machine")
+        return listener
 
     def _wait_for_host(self, deadline: Deadline, stop: threading.Event) -> Store:
-        pause, said = FIRST_PAUSE, False
+        pause = FIRST_PAUSE
         names = ", ".join(f"{host}:{port}" for host, port in self._hosts)
+        said: set[str] = set()
+        asked_at = MONOTONIC.now()
+        granted = LONGEST_START
+        starting = False
         while True:
-            why = ""
+            replies: list[Reply] = []
             for host, port in self._hosts:
                 left = deadline.remaining()
-                timeout = min(5.0, 5.0 if left is None else max(left, 0.001))
-                answer, said_why = _greet(host, port, timeout)
-                if answer is not Answer.SERVES:
-                    why = why or said_why
-                    continue
-                self._current = Place(host, port)
-                # Thousands may come at once: their turn may take a while.
-                return self._client(self._current, FIRST_TURN)
+                brief = left is not None and not starting
+                timeout = min(FIRST_ANSWER, max(left or 0.0, 0.001)) if brief else FIRST_ANSWER
+                reply = door.greet(host, port, timeout)
+                if reply is SILENT:
+                    # While the doorman hands on to the store, nobody answers for a moment.
+                    reply = Reply(Door.STARTING) if starting else door.ask(host, port)
+                replies.append(reply)
+                if reply.door is Door.SERVES:
+                    self._current = Place(host, port)
+                    # Thousands may come at once: their turn may take a while.
+                    return self._client(self._current, FIRST_TURN)
+                if reply.door is Door.ENDED_WELL:
+                    raise RendezvousClosedError(ENDED_WELL)
+            # Somebody's answer says more than nobody's.
+            reply = max(replies, key=lambda each: each.door in {Door.STARTING, Door.STRANGER})
+            starting = any(each.door is Door.STARTING for each in replies)
+            before, asked_at = asked_at, MONOTONIC.now()
+            if starting and granted > 0:
+                granted -= asked_at - before
+                deadline.extend(asked_at - before)
             if deadline.expired() or stop.is_set():
-                raise RendezvousConnectionError(
-                    f"cannot reach the rendezvous at {names}: {why}; is `rally run` started there, is"
-                    " --rdzv-endpoint (or --master-addr) right, and is the port open?"
-                )
-            if not said and pause > 8 * FIRST_PAUSE:
-                said = True
+                raise RendezvousConnectionError(_cannot_reach(names, reply, starting=starting))
+            if (
+                pause > 8 * FIRST_PAUSE
+                and (why := "starting" if starting else reply.why) not in said
+            ):
+                said.add(why)
                 left = deadline.remaining()
                 until = "" if left is None else f", for up to {left:.0f} s"
-                self._say(f"waiting for the rendezvous at {names} ({why}){until}")
+                if starting:
+                    self._say(f"the rendezvous at {names} is starting; waiting for it")
+                elif len(said) <= MOST_SAID:
+                    self._say(f"waiting for the rendezvous at {names} ({why}){until}")
             stop.wait(min(pause, deadline.remaining() or pause))
             pause = min(pause * 2, LONGEST_PAUSE)
             # Who had the port and did not serve there (any connection may be given it) may be gone.
             listener = self._listener_if_host()
             if listener is not None:
-                return self._serve(listener, self._hosts[0][1])
+                return self._serve_when_loaded(listener, deadline)
+
+    def _serve_when_loaded(self, listener: socket.socket, deadline: Deadline) -> Store:
+        self._doorman = Doorman(listener)
+        try:
+            _load(deadline)
+        finally:
+            doorman, self._doorman = self._doorman, None
+            doorman.hand_on()
+        return self._serve(listener, self._hosts[0][1])
 
     def _serve(self, listener: socket.socket, port: int) -> Store:
         port = listener.getsockname()[1] or port
@@ -366,33 +415,36 @@ def _probe(host: str, port: int) -> Answer:
     return Answer.SERVES
 
 
-# What c10d's client says first: its magic number, and a number that a store sends back.
-_GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 0x52414C4C)
-_ECHO = struct.pack("=I", 0x52414C4C)
+def _load(deadline: Deadline) -> None:
+    """Import torch, in time of our own."""
+    began = MONOTONIC.now()
+    load()
+    deadline.extend(MONOTONIC.now() - began)
+
+
+def _who_is_at(port: int) -> Reply:
+    """Who has a port of this machine."""
+    reply = door.greet("localhost", port, FIRST_ANSWER)
+    if reply is SILENT:
+        reply = door.ask("localhost", port)
+    return reply if reply.door is not Door.REFUSED else Reply(Door.REFUSED)
+
+
+def _cannot_reach(names: str, reply: Reply, *, starting: bool) -> str:
+    if starting:
+        return f"the rendezvous at {names} did not come to serve in time: look at the node there"
+    ask = "is `rally run` started there, is --rdzv-endpoint (or --master-addr) right, and is the port open?"
+    if reply.door is Door.STRANGER:
+        ask = "is --rdzv-endpoint (or --master-addr) right, and is the port free for the job?"
+    return f"cannot reach the rendezvous at {names}: {reply.why}; {ask}"
 
 
 def _probe_store(host: str, port: int, timeout: float = ATTEMPT) -> Answer:
     """Whether a store answers there."""
-    return _greet(host, port, timeout)[0]
-
-
-def _greet(host: str, port: int, timeout: float) -> tuple[Answer, str]:
-    """Whether a store answers there, and why not.
-
-    A process that stands still accepts connections, since its kernel does; and c10d's client would wait for its
-    first answer without limit, and keep others of this process from connecting elsewhere.
-    """
-    try:
-        with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
-            try:
-                sock.sendall(_GREETING)
-                echo = sock.recv(len(_ECHO), socket.MSG_WAITALL)
-            except OSError:
-                return Answer.SILENT, "somebody listens there and does not answer"
-            if echo != _ECHO:
-                return Answer.SILENT, "another program answers there, or the store just ended"
-    except ConnectionRefusedError as error:
-        return Answer.DEAD, error.strerror or str(error)
-    except OSError as error:
-        return Answer.SILENT, error.strerror or str(error)
-    return Answer.SERVES, ""
+    match door.greet(host, port, timeout).door:
+        case Door.SERVES:
+            return Answer.SERVES
+        case Door.REFUSED:
+            return Answer.DEAD
+        case _:
+            return Answer.SILENT

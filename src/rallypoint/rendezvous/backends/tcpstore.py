@@ -270,12 +270,21 @@ def connect(
         patience *= 2
 
 
+# Two threads that each put a variable back would leave one of them changed.
+_loading = threading.Lock()
+
+
+def load() -> None:
+    """Import torch, so that no deadline has to pay for it."""
+    _import_tcp_store()
+
+
 def _import_tcp_store() -> Any:
     # c10d warns in C++ of each wait that ends without its key, and prints its stack where a connection
     # fails; we say what is the matter ourselves.
     level = environment.get("TORCH_CPP_LOG_LEVEL", "FATAL")
     # It reads the variable once, when it is loaded: that must be here.
-    with environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
+    with _loading, environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
     return TCPStore
 

@@ -1,0 +1,125 @@
+"""The door of an endpoint: asking who is there, and answering while the store is not there (yet, or any more)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+
+from . import greeting
+from .greeting import Door, Reply
+
+
+# Seconds that a listener which has not answered the greeting gets for a second question.
+SECOND_TRY = 1.0
+
+
+def greet(host: str, port: int, timeout: float) -> Reply:
+    """Who is at the door. Blocks for ``timeout`` seconds at most, and for as long as looking up a name takes.
+
+    A process that stands still accepts connections, since its kernel does; and c10d's client would wait for its
+    first answer without limit, and keep others of this process from connecting elsewhere.
+    """
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
+            try:
+                sock.sendall(greeting.GREETING)
+                answer = _receive(sock)
+            except TimeoutError:
+                answer = None
+            except OSError:
+                answer = b""
+    except ConnectionRefusedError:
+        return Reply(Door.REFUSED, "nobody listens there yet")
+    except socket.gaierror as error:
+        why = error.strerror or str(error)
+        return Reply(Door.UNKNOWN, f"{host} has no address yet: {why}")
+    except OSError as error:
+        return Reply(Door.UNREACHED, error.strerror or str(error))
+    return greeting.SILENT if answer is None else greeting.read(answer)
+
+
+def ask(host: str, port: int, timeout: float = SECOND_TRY) -> Reply:
+    """Who it is that does not answer the greeting: a question that HTTP servers answer."""
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
+            sock.sendall(greeting.QUESTION)
+            answer = sock.recv(greeting.LONGEST_ANSWER)
+    except OSError:
+        return greeting.SILENT
+    return greeting.read(answer) if answer else greeting.SILENT
+
+
+def _receive(sock: socket.socket) -> bytes:
+    """The four bytes of an answer that we know, or the beginning of another one."""
+    answer = b""
+    while len(answer) < len(greeting.ECHO):
+        more = sock.recv(greeting.LONGEST_ANSWER)
+        if not more:
+            break
+        answer += more
+    return answer
+
+
+class Doorman:
+    """Answers those who come to a listening socket, until it is handed on.
+
+    Who comes meanwhile and greets is told why there is no store; everybody else is hung up on.
+
+    Args:
+        listener: bound and listening.
+        answer: what they are told.
+    """
+
+    def __init__(self, listener: socket.socket, answer: bytes = greeting.STARTING) -> None:
+        self._listener = listener
+        self._answer = answer
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="rally-doorman", daemon=True)
+        listener.setblocking(False)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def hand_on(self) -> socket.socket:
+        """Stop answering; the socket, in whose queue the next ones wait."""
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+        self._listener.setblocking(True)
+        return self._listener
+
+    def _run(self) -> None:
+        lines: dict[int, socket.socket] = {}
+        poller = select.poll()
+        poller.register(self._read, 0)  # its other end is closed
+        poller.register(self._listener, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd == self._read:
+                    for line in lines.values():
+                        line.close()
+                    return
+                if fd != self._listener.fileno():
+                    poller.unregister(fd)
+                    self._reply(lines.pop(fd))
+                    continue
+                try:
+                    line = self._listener.accept()[0]
+                except OSError:
+                    # Gone again; or there are no descriptors left, then those who wait stay in the queue.
+                    select.select([self._read], [], [], 0.1)
+                    continue
+                line.setblocking(False)
+                lines[line.fileno()] = line
+                poller.register(line, select.POLLIN)
+
+    def _reply(self, line: socket.socket) -> None:
+        with line, contextlib.suppress(OSError):
+            if line.recv(64) == greeting.GREETING:
+                line.sendall(self._answer)

@@ -1,0 +1,79 @@
+"""What a node says first at an endpoint, and what the answer tells about who is there.
+
+The greeting is one that every c10d store echoes: its magic number, then a ping with a number of ours. A node that
+will serve the store and still imports torch answers with another number, and a node whose job has just ended with a
+third. Anything else is somebody else's server.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from enum import Enum
+
+
+_NUMBER = 0x52414C4C
+GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, _NUMBER)
+ECHO = struct.pack("=I", _NUMBER)
+STARTING = struct.pack("=I", _NUMBER + 1)
+ENDED_WELL = struct.pack("=I", _NUMBER + 2)
+# Sent to those who keep silent after the greeting: HTTP servers answer it.
+QUESTION = b"GET / HTTP/1.0\r\n\r\n"
+# Read of an answer; names of servers are cut to the second.
+LONGEST_ANSWER, LONGEST_NAME = 512, 60
+
+
+class Door(Enum):
+    """Who is at an endpoint."""
+
+    SERVES = "serves"
+    STARTING = "starting"
+    ENDED_WELL = "ended well"
+    REFUSED = "refused"  # nobody listens
+    UNKNOWN = "unknown"  # the name has no address
+    UNREACHED = "unreached"
+    STRANGER = "stranger"  # somebody listens, and it is no store
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Who is there, and in words why it is no store; empty if it is one."""
+
+    door: Door
+    why: str = ""
+
+
+def read(answer: bytes) -> Reply:
+    """What the bytes that came back mean; none mean that the other end hung up."""
+    known = {ECHO: Door.SERVES, STARTING: Door.STARTING, ENDED_WELL: Door.ENDED_WELL}
+    door = known.get(answer[: len(ECHO)])
+    if door is not None:
+        return Reply(door)
+    if not answer:
+        return Reply(Door.STRANGER, "another program answers there, or the store just ended")
+    return Reply(Door.STRANGER, f"{server(answer)} answers there, not a rendezvous")
+
+
+SILENT = Reply(Door.STRANGER, "somebody listens there and does not answer")
+
+
+def server(answer: bytes) -> str:
+    """What kind of server says this, in words."""
+    text = answer.decode("latin-1")
+    if found := re.match(r"SSH-[\d.]+-([^\s]*)", text):
+        return _named("an SSH server", found[1])
+    if text.startswith("HTTP/"):
+        found = re.search(r"^server:[ \t]*([^\r\n]+)", text, re.IGNORECASE | re.MULTILINE)
+        return _named("an HTTP server", found[1] if found else "")
+    first = _printable(text.splitlines()[0] if text.splitlines() else "")
+    return _named("another program", f"it says {first!r}" if first else "")
+
+
+def _named(kind: str, name: str) -> str:
+    shown = _printable(name).strip()
+    return f"{kind} ({shown})" if shown else kind
+
+
+def _printable(text: str) -> str:
+    return "".join(each for each in text if each.isascii() and each.isprintable())[:LONGEST_NAME]

@@ -1,0 +1,132 @@
+"""Who has come to a store, whatever job it means to join: so that nodes that do not go together learn why.
+
+One node is the host: it serves the store, or in a store that no node serves it came first. It introduces itself
+under one key, and everybody else reads that: one operation. Only who does not go with the host leaves an introduction of
+its own, and those that wait for a round look for these. All keys stand outside the job's own, which a node with
+another name or secret cannot find.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from rallypoint._core.clock import MONOTONIC
+from rallypoint.errors import ConfigError
+
+from .introduction import Introduction, Mismatch, mismatches, pack, unpack
+from .store import Store
+
+
+_log = logging.getLogger(__name__)
+
+_HOST, _OTHER = "rally-guests/host", "rally-guests/other/"
+# Introductions read at a time, and in all: a stranger may write any number.
+AT_ONCE, MOST = 8, 64
+# Lines said about them.
+MOST_SAID = 8
+# Seconds between two looks, and until whoever serves the store must have introduced itself.
+LOOK_EVERY, HOST_PATIENCE = 1.5, 3.0
+
+
+class Guestbook:
+    """One node's view of it. Calls block as the store's do, and raise what it raises.
+
+    Args:
+        mine: this node's introduction.
+        secret: of its job.
+        say: prints a line for the person at the terminal.
+        place: of the store, if one of the job's nodes is to serve it; else empty.
+    """
+
+    def __init__(
+        self, mine: Introduction, secret: bytes | None, say: Callable[[str], None], place: str
+    ) -> None:
+        self._mine = mine
+        self._secret = secret
+        self._say = say
+        self._place = place
+        self._said: list[str] = []
+        self._next = 0
+        self._looked = 0.0
+
+    @property
+    def said(self) -> str:
+        """What was found, for an error."""
+        return "; ".join(self._said)
+
+    def visit(
+        self, store: Store, *, serves: bool, newcomer: bool, should_serve: bool = False
+    ) -> None:
+        """Introduce this node in a store it has just come to.
+
+        Args:
+            store: a connection to it.
+            serves: this node serves it.
+            newcomer: this node has been in no round yet.
+            should_serve: it would, if another had not been there before it: one that is not of its job is in its way.
+
+        Raises:
+            ConfigError: a newcomer does not go with the node that serves the store.
+        """
+        self._next = 0
+        self._looked = MONOTONIC.now()
+        packed = pack(self._mine, self._secret)
+        if serves:
+            store.set(_HOST, packed)
+            return
+        if not newcomer:
+            return
+        try:
+            host = store.get(_HOST, HOST_PATIENCE) if self._place else store.put_new(_HOST, packed)
+        except TimeoutError:
+            self._note_no_host(in_the_way=should_serve)
+            return
+        if not (found := self._compare(host)):
+            return
+        self._leave(store, packed)
+        for each in found:
+            # What others keep alive may still hold the introduction of a job that was killed.
+            if (each.hopeless or should_serve) and self._place:
+                raise ConfigError(each.field, each.value or None, each.problem, each.hint)
+            self._tell(str(each))
+
+    def look(self, store: Store) -> None:
+        """See who has come meanwhile that does not go with us, if it is time to."""
+        now = MONOTONIC.now()
+        if now - self._looked < LOOK_EVERY:
+            return
+        self._looked = now
+        keys = [f"{_OTHER}{index}" for index in range(self._next, min(self._next + AT_ONCE, MOST))]
+        for data in store.get_many(keys) if keys else ():
+            if data is None:
+                break
+            self._next += 1
+            for each in self._compare(data):
+                self._tell(str(each))
+
+    def _note_no_host(self, *, in_the_way: bool) -> None:
+        text = f"the store at {self._place} is served by no node of a job: it may be torchrun's"
+        if in_the_way:
+            hint = "choose another port"
+            raise ConfigError("--rdzv-endpoint", self._place, f"the port is in use: {text}", hint)
+        self._tell(f"{text}; is --rdzv-endpoint right?")
+
+    def _compare(self, data: bytes) -> tuple[Mismatch, ...]:
+        guest = unpack(data, self._secret)
+        if guest is None:
+            _log.info("an introduction in the store that cannot be read: %.80r", data)
+            return ()
+        if guest.introduction.node_id == self._mine.node_id:
+            return ()
+        return mismatches(self._mine, self._secret is not None, guest)
+
+    def _leave(self, store: Store, packed: bytes) -> None:
+        for index in range(MOST):
+            if store.put_new(f"{_OTHER}{index}", packed) == packed:
+                return
+
+    def _tell(self, text: str) -> None:
+        if text not in self._said and len(self._said) < MOST_SAID:
+            self._said.append(text)
+            self._say(text)

@@ -1,0 +1,27 @@
+"""The versions that nodes of a job must share."""
+
+from __future__ import annotations
+
+import sys
+
+
+def rallypoint() -> str:
+    return str(getattr(sys.modules.get("rallypoint"), "__version__", ""))
+
+
+def python() -> str:
+    """Major and minor."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def torch() -> str:
+    """Major and minor; empty if there is none. Imports nothing that is not imported yet."""
+    loaded = getattr(sys.modules.get("torch"), "__version__", None)
+    if loaded is None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            loaded = version("torch")
+        except PackageNotFoundError:
+            return ""
+    return ".".join(str(loaded).split(".")[:2])

@@ -1,0 +1,324 @@
+"""How nodes first meet, and what they are told where they cannot: real supervisors on this machine."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from elastic import PATIENCE, Cluster, Node, wait_until
+
+
+pytestmark = [pytest.mark.integration, pytest.mark.alone]
+
+# Says which node it is on, and needs no torch.
+SCRIPT = """
+import os, pathlib
+folder = pathlib.Path(os.environ["ELASTIC_FOLDER"])
+names = ("RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "RALLY_GENERATION")
+(folder / f"ran-{os.environ['ELASTIC_NODE']}").write_text(" ".join(os.environ[n] for n in names))
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+def start(cluster: Cluster, name: str, *words: str, **more: object) -> Node:
+    return cluster.start(name, *words, script=("script.py",), **more)
+
+
+def ran(cluster: Cluster, name: str) -> list[str]:
+    """RANK, GROUP_RANK, WORLD_SIZE, MASTER_ADDR and generation of a node's worker."""
+    return (cluster.folder / f"ran-{name}").read_text().split()
+
+
+def stop(*nodes: Node) -> None:
+    for node in nodes:
+        if node.alive:
+            node.signal(signal.SIGTERM)
+    for node in nodes:
+        node.wait()
+
+
+# -- the same line everywhere ---------------------------------------------------------------------
+
+
+def test_the_same_line_on_every_node_meets_and_assigns_ranks(cluster: Cluster) -> None:
+    line = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
+    nodes = [start(cluster, f"n{i}", *line) for i in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0], cluster
+    assert sorted(ran(cluster, node.name)[0] for node in nodes) == ["0", "1"]
+    assert {ran(cluster, node.name)[2] for node in nodes} == {"2"}
+    assert "this is node 0" not in str(cluster)
+
+
+# -- nodes that do not go together ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        (("--rdzv-id", "a"), ("--rdzv-id", "b"), "another job meets here"),
+        (("--secret-file", "one"), (), "give all nodes the same --secret-file"),
+        pytest.param(
+            ("--secret-file", "one"),
+            ("--secret-file", "other"),
+            "has another secret than this node",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_nodes_of_two_minds_both_say_why_they_wait(cluster: Cluster, one, other, says) -> None:
+    for name in ("one", "other"):
+        (cluster.folder / name).write_text(name)
+    line = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
+    nodes = [start(cluster, "n0", *line, *one), start(cluster, "n1", *line, *other)]
+    for node in nodes:
+        node.wait_said(says, timeout=PATIENCE)
+    stop(*nodes)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        (("--nnodes", "2"), ("--nnodes", "3"), "the number of nodes is"),
+        (("--nnodes", "2"), ("--nnodes", "2", "--node-rank", "1"), "was given a rank"),
+    ],
+)
+def test_who_cannot_go_with_the_first_is_turned_away_and_the_first_is_told(
+    cluster: Cluster, one, other, says
+) -> None:
+    where = ("--rdzv-endpoint", f"localhost:{free_port()}")
+    first = start(cluster, "n0", *one, *where)
+    second = start(cluster, "n1", *other, *where)
+    ended = wait_until(
+        lambda: next((each for each in (first, second) if not each.alive), None), "one ends"
+    )
+    assert ended.wait() == 2, cluster
+    assert says in ended.says()
+    (stays,) = {first, second} - {ended}
+    stays.wait_said(says)
+    stop(stays)
+
+
+# -- somebody else at the endpoint, or nobody yet -------------------------------------------------
+
+
+def test_a_stranger_at_the_endpoint_is_named(cluster: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    with sock.accept()[0] as line, suppress(OSError):
+                        line.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                        line.recv(100)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        where = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{sock.getsockname()[1]}")
+        guest = start(cluster, "n1", *where)
+        host = start(cluster, "n0", *where, "--node-rank", "0")
+        assert host.wait() == 2, host
+        for node in (host, guest):
+            node.wait_said("an SSH server (OpenSSH_9.6) answers there")
+        stop(guest)
+        sock.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE)
+
+
+def test_a_store_of_another_program_is_named(cluster: Cluster) -> None:
+    serve = (
+        "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True,"
+        " wait_for_workers=False); print(s.port, flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", serve]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        port = int(other.stdout.readline())
+        node = start(cluster, "n0", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+        node.wait_said("is served by no node of a job")
+        stop(node)
+        other.kill()
+
+
+def test_a_store_that_is_still_starting_is_waited_for_beyond_the_time_to_join(
+    cluster: Cluster,
+) -> None:
+    """The host's import of torch takes as long as the test likes; the guest's time to join is short."""
+    slow = cluster.folder / "slow"
+    slow.mkdir()
+    # Before `import torch` in the host's supervisor, not in its fork server.
+    (slow / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch' and 'run' in sys.argv:\n"
+        "            while not os.path.exists(os.environ['ELASTIC_FOLDER'] + '/go'):\n"
+        "                time.sleep(0.05)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    where = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
+    path = os.pathsep.join(filter(None, (str(slow), os.environ.get("PYTHONPATH"))))
+    host = start(cluster, "n0", *where, env={"PYTHONPATH": path})
+    guest_words = ("--rdzv-conf", "join_timeout=1.5,is_host=false")
+    # The host has bound its port: only then the guest comes.
+    wait_until(lambda: listening(where[-1]), "the host listens")
+    guest = start(cluster, "n1", *where, *guest_words)
+    guest.wait_said("is starting; waiting for it")
+    with pytest.raises(subprocess.TimeoutExpired):
+        guest.process.wait(3.0)  # twice its time to join: the point of the test
+    cluster.order("go")
+    assert [host.wait(), guest.wait()] == [0, 0], cluster
+    assert "cannot reach" not in str(cluster)
+
+
+def listening(endpoint: str) -> bool:
+    """Whether somebody listens there; asks the kernel, not the door."""
+    port = f":{int(endpoint.rpartition(':')[2]):04X}"
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
+    return any(row[1].endswith(port) and row[3] == "0A" for row in rows)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_name_that_has_no_address_yet_is_looked_up_again(cluster: Cluster, given: bool) -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and util-linux for a file of hosts of its own")
+    hosts = cluster.folder / "hosts"
+    before = Path("/etc/hosts").read_text()
+    hosts.write_text(before)
+    own_hosts = (
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        f'mount --bind {hosts} /etc/hosts && exec "$@"',
+        "-",
+    )
+    port = free_port()
+    where = ("--nnodes", "2", "--rdzv-endpoint", f"node0.train.test:{port}")
+    ranks = [("--node-rank", str(i)) if given else () for i in range(2)]
+    nodes = [start(cluster, f"n{i}", *where, *ranks[i], prefix=own_hosts) for i in range(2)]
+    for node in nodes[given:]:
+        node.wait_said("node0.train.test has no address yet")
+    if given:
+        nodes[0].wait_said("node0.train.test has no address yet; serving on all addresses")
+    assert all(node.alive for node in nodes), cluster
+    with hosts.open("a") as file:
+        file.write("\n127.0.0.1 node0.train.test\n")
+    assert [node.wait() for node in nodes] == [0, 0], cluster
+
+
+# -- a third party's rendezvous -------------------------------------------------------------------
+
+PLUG_IN = '''
+"""A rendezvous as somebody else would write it: ranks by order of arrival at a store of its own."""
+
+from rallypoint.rendezvous import RendezvousHandler, RendezvousInfo
+
+
+class Handler(RendezvousHandler):
+    def __init__(self, params):
+        self._params = params
+        self._round = 0
+
+    def get_backend(self):
+        return "meeting-room"
+
+    def get_run_id(self):
+        return self._params.run_id
+
+    def next_rendezvous(self):
+        import pathlib
+        import torch.distributed as dist
+
+        path = pathlib.Path(self._params.endpoint, f"{self.get_run_id()}-{self._round}")
+        store = dist.FileStore(str(path), -1)
+        self._round += 1
+        size = self._params.max_nodes
+        rank = store.add("arrived", 1) - 1
+        store.set(f"node-{rank}", "here")
+        store.wait([f"node-{each}" for each in range(size)])
+        print(f"met in the {self._params.get('colour')} room", flush=True)
+        return RendezvousInfo(dist.PrefixStore("round", store), rank, size)
+
+    def is_closed(self):
+        return False
+
+    def set_closed(self):
+        pass
+
+    def num_nodes_waiting(self):
+        return 0
+
+    def shutdown(self):
+        return True
+
+
+def create(params):
+    return Handler(params)
+'''
+
+# Fails once, so that there is a second round.
+TWICE = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+if os.environ["RALLY_GENERATION"] == "0":
+    if os.environ["RANK"] == "1":
+        raise ValueError("a bad batch")
+    dist.all_reduce(x)
+exec(open("script.py").read())
+"""
+
+
+def test_a_plug_in_s_rendezvous_works_under_rally_run(cluster: Cluster) -> None:
+    site = cluster.folder / "site"
+    info = site / "meeting_room-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "meeting_room.py").write_text(PLUG_IN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: meeting-room\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[rallypoint.rendezvous]\nmeeting-room = meeting_room:create\n"
+    )
+    (cluster.folder / "twice.py").write_text(TWICE)
+    (cluster.folder / "room").mkdir()
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    line = ("--nnodes", "2", "--max-restarts", "1", "--rdzv-backend", "meeting-room")
+    line += ("--rdzv-endpoint", str(cluster.folder / "room"), "--rdzv-conf", "colour=blue")
+    nodes = [
+        cluster.start(f"n{i}", *line, env={"PYTHONPATH": path}, script=("twice.py",))
+        for i in range(2)
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], cluster
+    found = sorted(ran(cluster, node.name) for node in nodes)
+    assert [each[0] for each in found] == ["0", "1"]
+    assert {each[4] for each in found} == {"1"}
+    assert "rank 1 raised ValueError: a bad batch; restarting" in str(cluster)
+    unknown = cluster.start("n2", "--rdzv-backend", "meeting-rom", env={"PYTHONPATH": path})
+    assert unknown.wait() == 2
+    assert "did you mean meeting-room?" in unknown.says()
+    assert "c10d, etcd" in unknown.says()
