@@ -677,9 +677,8 @@ def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> 
 
 
 def _work_of(agent: Agent) -> tuple[int, int, bool]:
-    """What it has sent and served for the program, and whether it has nothing to do now."""
-    counters = agent.counters
-    return counters.user_sent, counters.user_served, agent.is_idle()
+    """How many calls it has made and served for the program, and whether it has nothing to do now."""
+    return agent.made.value(), agent.done.value(), agent.is_idle()
 
 
 def _wait_idle(agent: Agent, deadline: Deadline) -> None:

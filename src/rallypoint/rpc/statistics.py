@@ -24,21 +24,18 @@ def is_own(target: Any) -> bool:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the worker joined. Incremented without a lock: a lost increment does not matter.
+    """Counts since the worker joined, for people: incremented without a lock, they may miss one.
 
     Attributes:
         sent: calls made.
         served: calls answered.
         failed: those of them that raised.
-        user_sent, user_served: without the package's own calls.
         latencies: of served calls from arrival to answer, counted by class (``BOUNDS``).
     """
 
     sent: int = 0
     served: int = 0
     failed: int = 0
-    user_sent: int = 0
-    user_served: int = 0
     latencies: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
 
     def note(self, seconds: float) -> None:

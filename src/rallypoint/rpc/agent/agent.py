@@ -44,6 +44,7 @@ from .losses import Losses
 from .overview import Overview
 from .replies import Replies
 from .service import Service, read_foreign
+from .tally import Tally
 
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class Agent:
     ) -> None:
         self.options = options
         self.counters = Counters()
+        # The program's calls, without the package's own: made, and served.
+        self.made, self.done = Tally(), Tally()
         self.allowed = (
             None if options.allowed_modules is None else AllowList(options.allowed_modules)
         )

@@ -75,6 +75,7 @@ class Caller:
         self.options = agent.options
         self.default_timeout = agent.options.rpc_timeout
         self._counters = agent.counters
+        self._count_made = agent.made.add
         # What each call needs of others, without a way around.
         self.route = connections.route
         self.decode = replies.decode
@@ -290,10 +291,9 @@ class Caller:
         block: bool = True,
     ) -> None:
         """Where faults are injected: every request goes through here."""
-        counters = self._counters
-        counters.sent += 1
+        self._counters.sent += 1
         if kind <= STREAM and not is_own(call.what):
-            counters.user_sent += 1
+            self._count_made()
         if tensors is None or not (tensors.buffers or tensors.forks or tensors.parcels):
             crowd = _CROWD if call.on_done is not None else 0
             outgoing.begin(kind, call, payload, flags=flags, block=block, crowd=crowd)

@@ -36,6 +36,7 @@ class Service:
         self._agent = agent
         self._crew = crew
         self._counters = agent.counters
+        self._count_done = agent.done.add
         self.loop = CoroutineLoop(name)
         self.long_ones: dict[Any, int] = {}
 
@@ -90,7 +91,7 @@ class Service:
         counters = self._counters
         counters.served += 1
         if is_user:
-            counters.user_served += 1
+            self._count_done()
         if failed:
             counters.failed += 1
         counters.note(time.monotonic() - arrived)
