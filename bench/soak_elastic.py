@@ -4,9 +4,9 @@
     python bench/soak_elastic.py --faults 200 --output bench/results/soak_elastic.json --seed 7
 
 Four hosts (network namespaces, so root and iproute2 are needed), each with one supervisor, train a small model
-with DDP and checkpoint every step. Faults strike one after another: a worker, a supervisor, a store's host
-killed; a host's processes stopped for longer than the lease; a cable cut and mended; a node preempted. What is
-killed is started again on the same host. After each fault the job must go on with all four hosts, and the step it
+with DDP and checkpoint every step. Faults strike one after another: a worker, a supervisor, two supervisors at once, the
+node with the store twice in a row killed; a host's processes stopped for longer than the lease; a cable cut and mended; a
+node preempted, or all of them in turn (a rolling restart). What is killed is started again on the same host. After each fault the job must go on with all four hosts, and the step it
 resumes at must not be below the last one that all ranks had committed. At the end no process of the job may be
 left. The exit code is 1 if anything failed. See bench/README.md.
 """
@@ -25,7 +25,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,37 @@ class Host:
         workers = [p for p in self.tree() if " ".join(_words(p)[1:2]).endswith("train.py")]
         return random.choice(workers) if workers else None
 
+    def connections_served(self) -> int:
+        """How many connections from other hosts its supervisor has at ports where a store may be."""
+        assert self.process is not None
+        found: list[Any] = psutil.Process(self.process.pid).net_connections("tcp")
+        listening = {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+        return sum(
+            each.laddr.port in listening and each.status == psutil.CONN_ESTABLISHED
+            for each in found
+        )
+
+    def served(self) -> int:
+        """How many connections its supervisor has at ports where it listens: most are to a store."""
+        assert self.process is not None
+        proc = Path(f"/proc/{self.process.pid}")
+        own = set()
+        for fd in proc.glob("fd/*"):
+            with contextlib.suppress(OSError):
+                own.add(os.readlink(fd))
+        ports, peers = set(), []
+        for table in ("tcp", "tcp6"):  # of its own network namespace
+            for line in (proc / "net" / table).read_text().splitlines()[1:]:
+                _, local, _, state, *more = line.split()
+                if f"socket:[{more[5]}]" not in own:
+                    continue
+                port = local.rpartition(":")[2]
+                if state == "0A":
+                    ports.add(port)
+                else:
+                    peers.append(port)
+        return sum(port in ports for port in peers)
+
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
@@ -249,7 +282,10 @@ def blink(host: Host, network: Network) -> None:
     network.cable(host.index, "up")
 
 
-FAULTS = {
+Fault = Callable[[Host, Network], None]
+
+# Each strikes one host.
+FAULTS: dict[str, Callable[[Host, Network], None]] = {
     "kill a worker": kill_worker,
     "kill a supervisor": kill_supervisor,
     "preempt a node": preempt,
@@ -258,8 +294,48 @@ FAULTS = {
     "cut a cable": cut_cable,
     "a cable blinks": blink,
 }
+# These strike several.
+TWO, TWICE = "kill two supervisors at once", "kill the store's node twice in a row"
+ROLLING, HASTY = "restart all nodes in turn", "restart all nodes in turn, in haste"
 # After these the job need not restart.
 HARMLESS = {"a cable blinks", "stop a supervisor"}
+
+Blow = tuple[str, Callable[[], None]]
+
+
+def blows(name: str, hosts: list[Host], network: Network, rng: random.Random) -> Iterator[Blow]:
+    """What a fault consists of: whom it strikes, and how. After each the job must be whole again."""
+    host = rng.choice(hosts)
+    if name in FAULTS:
+        yield f"host {host.index}", partial(FAULTS[name], host, network)
+    elif name == TWO:
+        victims = rng.sample(hosts, 2)
+        yield f"hosts {sorted(each.index for each in victims)}", partial(kill_together, victims)
+    elif name == TWICE:
+        for _ in range(2):
+            server = max(hosts, key=lambda each: each.served())
+            yield f"host {server.index}", partial(kill_supervisor, server, network)
+    elif name == ROLLING:
+        for each in hosts:
+            yield f"host {each.index}", partial(preempt, each, network)
+    else:
+        yield "all hosts", partial(preempt_all, hosts, network)
+
+
+def kill_together(victims: list[Host]) -> None:
+    for host in victims:
+        assert host.process is not None
+        host.process.send_signal(signal.SIGKILL)
+    for host in victims:
+        assert host.process is not None
+        host.process.wait(20)
+        host.start()
+
+
+def preempt_all(hosts: list[Host], network: Network) -> None:
+    """Each as soon as the one before has been started again, wherever the job is by then."""
+    for host in hosts:
+        preempt(host, network)
 
 
 def soak(faults: int, seed: int, progress: Progress) -> dict[str, Any]:
@@ -279,27 +355,28 @@ def soak(faults: int, seed: int, progress: Progress) -> dict[str, Any]:
                 host.start()
             if not _wait_until_whole(notes, -1, hosts):
                 raise SystemExit(f"the job did not start: see {folder}")
+            kinds = [*FAULTS, TWO, TWICE, ROLLING, HASTY]
             for number in range(faults):
-                name = rng.choice(list(FAULTS))
-                host = rng.choice(hosts)
-                time.sleep(rng.uniform(0.0, 0.5))
-                notes.read()
-                before, committed = notes.whole(), notes.all_committed
-                FAULTS[name](host, network)
-                mended = time.monotonic()
+                name = rng.choice(kinds)
+                for whom, strike in blows(name, hosts, network, rng):
+                    time.sleep(rng.uniform(0.0, 0.5))
+                    notes.read()
+                    before, committed = notes.whole(), notes.all_committed
+                    strike()
+                    mended = time.monotonic()
+                    harmless = committed if name in HARMLESS else None
+                    if not _wait_until_whole(notes, before, hosts, steps_beyond=harmless):
+                        hangs.append(f"fault {number}: {name} on {whom}")
+                        break
+                    times[name].append(time.monotonic() - mended)
+                    ended = [each.index for each in hosts if not each.alive()]
+                    if ended:
+                        hangs.append(f"fault {number}: {name}: supervisors of {ended} have ended")
+                        break
                 struck[name] += 1
-                again = _wait_until_whole(
-                    notes, before, hosts, steps_beyond=committed if name in HARMLESS else None
-                )
-                if not again:
-                    hangs.append(f"fault {number}: {name} on host {host.index}")
+                if hangs:
                     break
-                times[name].append(time.monotonic() - mended)
-                ended = [each.index for each in hosts if not each.alive()]
-                if ended:
-                    hangs.append(f"fault {number}: {name}: supervisors of hosts {ended} have ended")
-                    break
-                progress.step(f"{name} on host {host.index}")
+                progress.step(f"{name}, last on {whom}")
             for host in hosts:
                 if host.alive():
                     assert host.process is not None

@@ -215,6 +215,29 @@ def test_workers_deaths_are_known_everywhere_at_once(cluster: Cluster) -> None:
     assert time.monotonic() - at < 10
 
 
+@pytest.mark.netns
+def test_all_nodes_are_restarted_in_turn(cluster: Cluster, hosts: Hosts) -> None:
+    """A rolling update: SIGTERM, and start again at once. The store moves with each, and its old places stay."""
+    endpoint = ",".join(f"{hosts.addr(index)}:{PORT}" for index in range(3))
+    flags = words("2:3", "--rdzv-endpoint", endpoint)
+    saves = {"ELASTIC_SAVES": "1"}  # the store of a node that leaves serves on meanwhile
+    nodes = [cluster.start(f"n{index}", *flags, host=index, env=saves) for index in range(3)]
+    formed = cluster.formed(3)
+    cluster.goes_on(formed)
+    for index in (0, 1, 2, 0):
+        at = nodes[index].signal(signal.SIGTERM)
+        assert nodes[index].wait() == 143
+        name = f"again{len(cluster.nodes)}"
+        nodes[index] = cluster.start(name, *flags, host=index, env=saves)
+        formed = cluster.formed(3, after=formed.generation)
+        assert formed.restarts == 0
+        cluster.goes_on(formed)
+        cluster.measure(f"n{index} restarted, all train again", formed.at - at)
+    for node in cluster.nodes:
+        assert node.says().count("going there") <= 2, node
+    finish(cluster, *formed.names)
+
+
 # -- silence --------------------------------------------------------------------------------------
 
 

@@ -124,6 +124,13 @@ class Nodes:
             f"no round of {[n.name for n in wanted]}:\n{json.dumps(seen, indent=1)}"
         )
 
+    def wait_for(self, node: Node, text: str, timeout: float = 20.0) -> None:
+        """Until a node has said that."""
+        end = time.monotonic() + timeout
+        while not any(text in each["text"] for each in node.notes("says")):
+            assert time.monotonic() < end, node.notes()
+            time.sleep(0.01)
+
     def formed(self) -> float:
         """When the last of the living got into its last round."""
         return max(node.notes("round")[-1]["at"] for node in self.living)
@@ -221,6 +228,21 @@ def test_who_is_left_of_several_killed_together_goes_on(
         killed = node.signal(signal.SIGKILL)
     nodes.together(timeout=30)
     print(f"next round after {nodes.formed() - killed:.2f} s")
+
+
+def test_who_waits_goes_on_where_all_members_were_killed(nodes: Nodes) -> None:
+    members = [nodes.start(min=1, max=2) for _ in range(2)]
+    nodes.together(timeout=30)
+    spare = nodes.start(min=1, max=2)
+    nodes.wait_for(spare, "as a spare")
+    generation = members[0].notes("round")[-1]["generation"]
+    for node in members:
+        killed = node.signal(signal.SIGKILL)
+    nodes.together(timeout=30)
+    print(f"members killed, round of the spare after {nodes.formed() - killed:.2f} s")
+    assert spare.notes("round")[-1]["generation"] > generation
+    nodes.start(min=1, max=2)
+    nodes.together(timeout=30)
 
 
 def test_a_host_that_slept_comes_back_as_a_newcomer_where_the_others_are(nodes: Nodes) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from rallypoint._core import addresses
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousClosedError, RendezvousTimeout
 from rallypoint.rendezvous.api import RendezvousInfo
@@ -27,10 +28,14 @@ from rallypoint.rendezvous.backends.file import FileStore
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.backends.tcp_home import TcpHome
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
+from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous
+from rallypoint.rendezvous.endpoint import Endpoint, HostPort
 from rallypoint.rendezvous.home import FixedHome, Home
+from rallypoint.rendezvous.notes import Age, Moved, read, written
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
+from rallypoint.rendezvous.record_store import RecordStore
 from rallypoint.rendezvous.records import Codec
 from rallypoint.rendezvous.store import Store
 from servers.etcd_server import EtcdCluster, require_etcd
@@ -368,6 +373,58 @@ def test_a_port_that_somebody_holds_for_a_moment_is_served_later() -> None:
     store.set("k", b"v")
     store.close()
     home.close()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_store_the_job_has_left_leads_to_the_newer_one_and_never_back(order: int) -> None:
+    """Both have seen the same rounds, and the old one still serves while its node leaves."""
+    ports = sorted([free_port(), free_port()])[::order]
+    codec = Codec("job")
+    stores = []
+    for moves, port in enumerate(ports):
+        listener = addresses.bind_store(None, port, "port")
+        records = RecordStore(TcpStore("localhost", port, listener, LEASE), codec)
+        records.write("head", {"generation": 3})
+        records.write("store", {"name": f"s{moves}", "moves": moves})
+        stores.append(records)
+    old, new = stores
+    endpoint = Endpoint(scheme="tcp", backend="tcpstore", hosts=(HostPort("127.0.0.1", ports[1]),))
+    home = home_for(endpoint, run_id="job", lease=LEASE)
+    assert isinstance(home, TcpHome) and home._forward is not None
+    at = [("127.0.0.1", port) for port in ports]
+    home._forward(new.store, old.store, at[1], at[0])
+    home._forward(old.store, new.store, at[0], at[1])
+    assert new.look(["moved"]) == [None]
+    (note,) = old.look(["moved"])
+    assert read(note) == Moved("127.0.0.1", ports[1], Age(3, 1, "s1"))
+    for records in stores:
+        records.close()
+
+
+def test_a_node_that_is_led_to_a_store_that_has_ended_stays_and_goes_on() -> None:
+    port, gone = free_port(), free_port()
+    nodes = [
+        DynamicRendezvous(
+            TcpHome([("127.0.0.1", port)], silence=LEASE, say=lambda _: None),
+            backend="tcpstore",
+            run_id="job",
+            settings=Settings(min_nodes=2, max_nodes=2),
+            timing=Timing(join=JOIN, lease=LEASE),
+            host=f"n{index}",
+            local_addr="127.0.0.1",
+        )
+        for index in range(2)
+    ]
+    pool = ThreadPoolExecutor(2)
+    infos = list(pool.map(lambda node: node.next_rendezvous(), nodes))
+    assert sorted(ranks(infos)) == [0, 1]
+    records = nodes[0].records
+    assert records is not None
+    records.write("moved", written(Moved("127.0.0.1", gone, Age(9, 9, "gone"))))
+    infos = list(pool.map(lambda node: node.next_rendezvous(), nodes))
+    assert sorted(ranks(infos)) == [0, 1]
+    for node in nodes:
+        node.shutdown()
 
 
 # -- nothing is left ------------------------------------------------------------------------------

@@ -90,6 +90,42 @@ def test_a_node_that_is_no_standby_only_looks() -> None:
     assert other.choose(1000.0, answers(*[Answer.DEAD] * 5)) is None
 
 
+ENDPOINT = Place("first", 1)
+
+
+def waiting() -> Search:
+    """Of a node that is no standby: it looks at the endpoint as well."""
+    return Search(
+        OLD,
+        HOST,
+        [*STANDBYS, ENDPOINT],
+        own="new",
+        dead=(),
+        alive_patience=ALIVE,
+        silent_patience=SILENT,
+    )
+
+
+def test_the_endpoint_comes_after_every_standby_that_may_still_serve() -> None:
+    node = waiting()
+    held = {**answers(Answer.DEAD, Answer.DEAD, Answer.ALIVE), ENDPOINT: Answer.SERVES}
+    assert node.choose(0.0, held) is None
+    held |= answers(Answer.DEAD, *[Answer.DEAD] * 4)
+    assert node.choose(0.5, held) == ENDPOINT
+    assert node.dead == {HOST, "n1", "n2", "n3", "n4"}
+
+
+def test_one_that_waits_starts_over_only_where_all_are_seen_to_have_ended() -> None:
+    node = waiting()
+    ended = answers(*[Answer.DEAD] * 5)
+    assert node.nobody_is_left(ended)
+    for place in (OLD, *STANDBYS):
+        for answer in (Answer.SILENT, Answer.ALIVE, Answer.SERVES):
+            assert not node.nobody_is_left({**ended, place: answer})
+        assert not node.nobody_is_left({p: a for p, a in ended.items() if p != place})
+    assert not search(2).nobody_is_left(ended), "it serves itself"
+
+
 @dataclass
 class World:
     """Nodes that search at the same time; some are dead or silent, all others act in a random order."""

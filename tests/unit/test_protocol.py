@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from rallypoint.rendezvous import operations, plan as plans, protocol
-from rallypoint.rendezvous.fields import Moved
+from rallypoint.rendezvous import notes, operations, plan as plans, protocol
+from rallypoint.rendezvous.notes import Age, Moved
 from rallypoint.rendezvous.protocol import Closed, Joined, Node, TimedOut, Timing
 from rallypoint.rendezvous.quorum import Settings
 
@@ -550,9 +550,30 @@ def test_a_note_that_the_store_has_moved_leads_everybody_there(step: int) -> Non
     for _ in range(step):
         for each in world.runnable():
             world.act(each)
-    world.table["moved"] = {"addr": "there", "port": 4711, "generation": 1}
+    moved = Moved("there", 4711, Age(1, 0, "s"))
+    world.table["moved"] = notes.written(moved)
     world.run(60)
-    assert [each.outcome for each in world.nodes.values()] == [Moved("there", 4711)] * 3
+    assert [each.outcome for each in world.nodes.values()] == [moved] * 3
+
+
+def test_a_round_that_was_to_go_elsewhere_is_void_where_that_store_has_ended() -> None:
+    """Whoever went there in vain comes back, and all are still members of the last round."""
+    world = World()
+    three = replace(ELASTIC, min_nodes=3, max_nodes=3)
+    for name in "abc":
+        world.add(name, three)
+    world.run(60)
+    for name in "abc":
+        world.again(world.nodes[name])
+    world.table["moved"] = notes.written(Moved("there", 4711, Age(1, 1, "s")))
+    world.run(60)
+    for node in world.nodes.values():
+        assert isinstance(node.outcome, Moved)
+        node.node = replace(node.node, ended_stores=frozenset({"s"}))
+        node.needed = 2
+        world.start(node)
+    world.run(60)
+    assert ranks_of(world, 2) == {"a": 0, "b": 1, "c": 2}
 
 
 @pytest.mark.parametrize(
@@ -564,11 +585,14 @@ def test_a_note_that_the_store_has_moved_leads_everybody_there(step: int) -> Non
         {"addr": "x", "port": 0, "generation": 1},
         {"addr": 7, "generation": 1},
         {"addr": "there", "port": 4711, "generation": 0},  # it knows no more than this place
+        {"addr": "there", "port": 4711, "generation": 0, "moves": 2, "store": "a"},
+        {"addr": "there", "port": 4711, "generation": 0, "moves": 3, "store": "a"},
     ],
 )
 def test_a_note_that_leads_nowhere_is_not_followed(note: dict[str, Any]) -> None:
     world = World()
     world.table["moved"] = note
+    world.table["store"] = {"name": "b", "moves": 3}
     for name in "abcd":
         world.add(name, FIXED4)
     world.run(60)

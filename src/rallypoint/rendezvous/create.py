@@ -33,6 +33,7 @@ from .backends.memory import MemoryStore
 from .dynamic import DynamicRendezvous, Listener, Say
 from .endpoint import Endpoint, HostPort, parse_endpoint
 from .home import FixedHome, Home
+from .notes import Moved, age, is_news, to_lead_to, written
 from .parameters import RendezvousParameters
 from .protocol import Timing
 from .quorum import Settings
@@ -250,27 +251,20 @@ def _tcp_home(
     )
     codec = Codec(run_id, secret)
 
-    def leave_note(own: Store, there: Store, here: tuple[str, int], old: tuple[str, int]) -> None:
-        # Who has seen more rounds is right: two places must not lead to each other.
-        ours, theirs = _head(RecordStore(own, codec)), _head(RecordStore(there, codec))
-        # We may be the few who were cut off, and gathered here while the others went on there. If all were cut
-        # off from all, nobody has gone on: any place will do, as long as it is the same for everybody.
-        stay = ours > theirs if ours != theirs else here < old
-        wrong, right = (there, here) if stay else (own, old)
-        # Over an older note, which may lead to a place that is gone.
-        generation = max(ours, theirs) + (ours == theirs)
-        note = {"addr": right[0], "port": right[1], "generation": generation}
-        RecordStore(wrong, codec).write("moved", note)
+    def leave_note(
+        one: Store, other: Store, place: tuple[str, int], others: tuple[str, int] | None
+    ) -> None:
+        stores = [RecordStore(each, codec) for each in (one, other)]
+        here, there = (age(*each.look(["head", "store"])) for each in stores)
+        newer = to_lead_to(here, there)
+        wrong, right = (stores[1], place) if newer == here else (stores[0], others)
+        if newer is None or right is None:
+            return
+        note = Moved(*right, newer)
+        wrong.improve("moved", lambda held: written(note) if is_news(note, held) else None)
 
     home.forward_with(leave_note)
     return home
-
-
-def _head(records: RecordStore) -> int:
-    """The generation a store's next round will have."""
-    (head,) = records.look(["head"])
-    generation = 0 if head is None else head.get("generation")
-    return generation if isinstance(generation, int) else 0
 
 
 def _etcd_home(endpoint: Endpoint, run_id: str, lease: float, options: Mapping[str, Any]) -> Home:

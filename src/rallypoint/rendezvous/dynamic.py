@@ -23,13 +23,13 @@ from rallypoint.errors import (
     RendezvousTimeout,
 )
 
-from . import fields, operations, plan as plans, protocol, versions
+from . import fields, notes, operations, plan as plans, protocol, versions
 from .api import Member, RendezvousHandler, RendezvousInfo
-from .fields import Moved
 from .guestbook import LOOK_EVERY, Guestbook
 from .home import Home, LastRound, Recovery
 from .introduction import Introduction
 from .liveness import Loss, Neighbour, Pulse, WatchPost
+from .notes import Moved
 from .protocol import Closed, Joined, Node, RankTaken, TimedOut, Timing
 from .quorum import Settings, survivors_needed
 from .record_store import RecordStore
@@ -42,10 +42,16 @@ _log = logging.getLogger(__name__)
 NUM_NEIGHBOURS = 4
 # Nodes begin to beat one after the other, so many seconds apart: each opens a connection for it.
 BETWEEN_FIRST_BEATS = 0.0005
+# Seconds before a store that did not answer is visited again.
+VISIT_PAUSE = 1.0
 # How long leaving may take.
 LEAVE_PATIENCE = 2.0
 
 Say = Callable[[str], None]
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex[:16]
 
 
 def _ignore(_: object) -> None:
@@ -125,9 +131,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._listener = listener or Listener()
         self._store_for = store_for
         self._codec = Codec(run_id, secret)
-        self._node = Node(
-            node_id=uuid.uuid4().hex[:16], host=host, label=label, given_rank=given_rank
-        )
+        self._node = Node(node_id=_new_name(), host=host, label=label, given_rank=given_rank)
         serving = None if home.host is None else home.towards()
         least, most = settings.min_nodes, settings.max_nodes
         self._guestbook = Guestbook(
@@ -162,6 +166,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._store_lost = False  # to the pulse, which has ended then
         self._proving = False  # the round is over, and the pulse looks who has ended
         self._moved = False
+        self._moves = 0  # of the store, before it came to where it is now
         self._elsewhere = False  # led to another store, which need not know our last round
 
     # -- torchelastic's interface ---------------------------------------------------------------
@@ -181,6 +186,9 @@ class DynamicRendezvous(RendezvousHandler):
                 outcome: protocol.Outcome = self._play(records)
                 if isinstance(outcome, Joined):
                     return self._joined(records, outcome)
+                if isinstance(outcome, Moved) and not deadline.expired():
+                    self._follow(records, outcome)
+                    continue
             except RendezvousConnectionError as error:
                 if self._stop.is_set() or self._records is None:
                     raise
@@ -203,10 +211,10 @@ class DynamicRendezvous(RendezvousHandler):
                         f"the rendezvous {self._run_id!r} is closed: {reason}"
                     )
                 case Moved(addr, port):
-                    self._say(f"the job's store is at {addr}:{port} now: going there")
-                    self._home.follow(addr, port)
-                    self._disconnect(leaving=False)
-                    self._elsewhere = True
+                    raise RendezvousConnectionError(
+                        f"the job's store has moved to {addr}:{port}, and did not answer there within"
+                        f" {self._timing.join:g} s; can this node reach that host?"
+                    )
                 case RankTaken(rank, taken_by):
                     raise ConfigError(
                         "--node-rank",
@@ -355,6 +363,8 @@ class DynamicRendezvous(RendezvousHandler):
             self._records = RecordStore(self._home.connect(deadline, self._stop), self._codec)
             newcomer = self._node.generation is None
             self._guestbook.visit(self._records.store, serves=self._home.serves, newcomer=newcomer)
+            if self._home.serves:
+                self._records.claim("store", {"name": _new_name(), "moves": 0})
         if self._post is None:
             self._post = WatchPost()
         if self._pulse is not None and self._store_lost:
@@ -385,6 +395,39 @@ class DynamicRendezvous(RendezvousHandler):
                 self._proving = True
                 self._pulse.prove(doubtful)
         return self._pulse
+
+    def _follow(self, records: RecordStore, moved: Moved) -> None:
+        """Go to where a note leads, if that store is still there; else stay here."""
+        found = None
+        try:
+            store = self._home.visit(moved.addr, moved.port)
+            if store is not None:
+                found = RecordStore(store, self._codec)
+                age = notes.age(*found.look(["head", "store"]))
+        except RendezvousConnectionError:
+            # Behind a broken network, perhaps: the note still stands when that is mended.
+            if found is not None:
+                found.close()
+            self._stop.wait(VISIT_PAUSE)
+            return
+        if found is None or age.store != moved.age.store:
+            if found is not None:
+                found.close()
+            ended = self._node.ended_stores | {moved.age.store}
+            self._node = replace(self._node, ended_stores=ended)
+            # It must not keep another note away, to a store that has seen less and still is there.
+            note = notes.written(moved)
+            records.improve("moved", lambda held: {} if held == note else None)
+            return
+        self._say(f"the job's store is at {moved.addr}:{moved.port} now: going there")
+        self._home.follow(moved.addr, moved.port)
+        self._disconnect(leaving=False)
+        self._records = found
+        self._moves = age.moves
+        self._elsewhere = True
+        newcomer = self._node.generation is None
+        self._guestbook.visit(found.store, serves=False, newcomer=newcomer)
+        self._home.redirect(found.store)
 
     def _disconnect(self, *, leaving: bool) -> None:
         pulse, self._pulse = self._pulse, None
@@ -432,17 +475,39 @@ class DynamicRendezvous(RendezvousHandler):
         self._moved = self._moved or recovery.moved
         if recovery.moved:
             self._guestbook.visit(recovery.store, serves=self._home.serves, newcomer=False)
+        (head, store) = records.look(["head", "store"])
         if generation is None:
-            return
-        (head,) = records.look(["head"])
-        if recovery.moved or head is None:
-            # The place is empty: what the next round needs to know of the last one is put there.
+            empty = recovery.moved and self._home.serves
+        else:
+            empty = recovery.moved or head is None
+        if empty:
+            self._furnish(records, generation)
+        else:
+            self._moves = notes.age(head, store).moves
+        self._home.redirect(records.store)
+
+    def _furnish(self, records: RecordStore, generation: int | None) -> None:
+        """The place is empty: what the next round needs to know of the last one is put there."""
+        if generation is None:
+            following = 1 + fields.number(self._latest.get("generation")) if self._latest else 0
+        else:
+            following = generation + 1
             plan = plans.seeded(self._plan)
             if self._ids:
                 records.write(plans.ids_key(generation, plan), {"ids": list(self._ids)})
             records.claim(f"{generation}/plan", plan)
-            if head is None or head.get("generation", 0) <= generation:
-                records.write("head", {"generation": generation + 1})
+        moves = self._moves + 1
+
+        def head(held: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+            return {"generation": following} if fields.generation(held) < following else None
+
+        def store(held: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+            age = notes.age(None, held)
+            return {"name": age.store or _new_name(), "moves": moves} if age.moves < moves else None
+
+        records.improve("head", head)
+        records.improve("store", store)
+        self._moves = notes.age(*records.look(["head", "store"])).moves
 
     # -- one round ------------------------------------------------------------------------------
 
@@ -478,6 +543,8 @@ class DynamicRendezvous(RendezvousHandler):
                 bodies = records.look(keys)
                 for name, found in zip(keys, bodies, strict=True):
                     self._note_plan(name, found)
+                    if name == "store":
+                        self._moves = notes.age(None, found).moves
                 return bodies
             case operations.Count(key):
                 return records.count(key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 
@@ -28,27 +27,6 @@ def node_id(value: object) -> str:
 
 def generation(head: Mapping[str, Any] | None) -> int:
     return 0 if head is None else number(head.get("generation"))
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The job's store is elsewhere now: the others meet there."""
-
-    addr: str
-    port: int
-
-
-def moved(note: object, head: int) -> Moved | None:
-    """Where the store is now; None if the note does not say, or says less than this store knows itself.
-
-    Two places may lead to each other for a while, when a broken network heals. The one that has seen more
-    rounds is right.
-    """
-    if not isinstance(note, dict) or number(note.get("generation")) <= head:
-        return None
-    addr, port = note.get("addr"), number(note.get("port"))
-    good = isinstance(addr, str) and addr and 0 < port < 65536
-    return Moved(str(addr), port) if good else None
 
 
 def beat_number(beat: Mapping[str, Any] | None) -> int:

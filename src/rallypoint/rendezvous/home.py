@@ -74,8 +74,18 @@ class Home(Protocol):
     ) -> Recovery:
         """A connection again after ``error``."""
 
+    def visit(self, addr: str, port: int) -> Store | None:
+        """A connection to the store at the place a note leads to; None if nobody serves there any more.
+
+        Raises:
+            RendezvousConnectionError: it does not answer; later it may.
+        """
+
     def follow(self, addr: str, port: int) -> None:
         """The job's store is known to be elsewhere now."""
+
+    def redirect(self, store: Store) -> None:
+        """Leave notes to the job's store in those that this node still serves beside it."""
 
     def standby(self, addr: str) -> Mapping[str, Any]:
         """What others must know to find the store here, should it move here; empty if it never does."""
@@ -135,7 +145,13 @@ class FixedHome:
                 raise error
             pause = min(2 * pause, 1.0)
 
+    def visit(self, addr: str, port: int) -> Store | None:
+        return None
+
     def follow(self, addr: str, port: int) -> None:
+        pass
+
+    def redirect(self, store: Store) -> None:
         pass
 
     def standby(self, addr: str) -> Mapping[str, Any]:

@@ -59,6 +59,12 @@ class _RoundsHome:
     def follow(self, addr: str, port: int) -> None:
         pass
 
+    def visit(self, addr: str, port: int) -> Store | None:
+        return None
+
+    def redirect(self, store: Store) -> None:
+        pass
+
     def standby(self, addr: str) -> Mapping[str, Any]:
         return {}
 

@@ -34,9 +34,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import fields, plan as plans
-from .fields import Moved
+from . import fields, notes, plan as plans
 from .lease import Leases
+from .notes import Moved
 from .operations import (
     Await,
     Beat,
@@ -71,6 +71,7 @@ class Node:
         num_nodes: how many members that round had.
         slot: its slot in that round.
         given_rank: the rank its user has given it, or None.
+        ended_stores: names of stores that are served no more; no note leads there.
     """
 
     node_id: str
@@ -82,6 +83,7 @@ class Node:
     num_nodes: int = 0
     slot: int = -1
     given_rank: int | None = None
+    ended_stores: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +146,7 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
     """The steps of one node into its next round. Returns an :data:`Outcome`."""
     generation = None if node.generation is None else node.generation + 1
     entitled = True  # a member of the round before may open the next
+    void = 0  # rounds since the last one that were none: their members are still those of that one
     while True:
         if generation is None:
             generation, entitled, joined = yield from _find_round(node)
@@ -155,19 +158,21 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
                 if taken is not None:
                     return taken
         if not entitled:
-            ended = yield from _wait_for_call(generation, settings, timing)
+            ended = yield from _wait_for_call(node, generation, settings, timing)
             if ended is not None:
                 return ended
-        outcome = yield from _take_part(node, generation, settings, timing)
+        last = generation - 1 - void
+        outcome = yield from _take_part(node, generation, last, settings, timing)
         match outcome:
             case _Excluded(next_generation):
                 # Too late, or too many: from now on it waits for the round after.
                 node = replace(node, generation=None)
-                generation, entitled = next_generation, False
+                generation, entitled, void = next_generation, False, 0
             case _Over():
                 node = replace(node, generation=None)
-                generation = None
+                generation, void = None, 0
             case _Void(next_generation):
+                void = void + 1 if next_generation == generation + 1 else 0
                 generation, entitled = next_generation, True
             case _:
                 return outcome
@@ -193,7 +198,7 @@ def _find_round(node: Node) -> Steps:
 
     Or, third, that this node is a member of the running round and did not hear of it.
     """
-    (_, (head,)) = yield Look(("head",))
+    (_, (head, _)) = yield Look(("head", "store"))
     generation = fields.generation(head)
     while True:
         keys = (f"{generation}/plan", f"{generation}/call")
@@ -216,7 +221,7 @@ def _held_by(rank: int, generation: int) -> Steps:
     return RankTaken(rank, str(held.get("host")))
 
 
-def _wait_for_call(generation: int, settings: Settings, timing: Timing) -> Steps:
+def _wait_for_call(node: Node, generation: int, settings: Settings, timing: Timing) -> Steps:
     """Wait until the round is opened. Returns an outcome, or None: take part."""
     yield Increment(f"{generation}/waiting")
     (now, (plan,)) = yield Look((f"{generation - 1}/plan",))
@@ -230,19 +235,20 @@ def _wait_for_call(generation: int, settings: Settings, timing: Timing) -> Steps
         (now, call) = yield Await(f"{generation}/call", timing.lease)
         if call is not None:
             return Closed(str(call["closed"])) if "closed" in call else None
-        (now, (beat, closed, moved, head)) = yield Look(
-            (f"beat/{first}", "closed", "moved", "head")
+        (now, (beat, closed, note, head, store)) = yield Look(
+            (f"beat/{first}", "closed", "moved", "head", "store")
         )
         if closed is not None:
             return Closed(str(closed.get("closed")))
-        if (place := fields.moved(moved, fields.generation(head))) is not None:
-            return place
+        moved = notes.leads_on(note, notes.age(head, store), node.ended_stores)
+        if moved is not None:
+            return moved
         if leases.observe(now, {0: fields.beat_number(beat)}):
             yield Tell("no node of the running round is heard of: opening the next one")
             return None
 
 
-def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) -> Steps:
+def _take_part(node: Node, generation: int, last: int, settings: Settings, timing: Timing) -> Steps:
     (now, call) = yield Claim(f"{generation}/call", {"leader": node.node_id})
     if "closed" in call:
         return Closed(str(call["closed"]))
@@ -252,7 +258,7 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
         (_, held) = yield Claim(f"{generation}/rank/{node.given_rank}", owner)
         if held.get("id") != node.node_id:
             return RankTaken(node.given_rank, str(held.get("host")))
-    survivor = node.generation is not None and node.generation == generation - 1
+    survivor = node.generation is not None and node.generation == last
     record = {
         "id": node.node_id,
         "host": node.host,
@@ -265,7 +271,7 @@ def _take_part(node: Node, generation: int, settings: Settings, timing: Timing) 
     term, leader = 0, fields.node_id(call.get("leader"))
     while True:
         if leader == node.node_id:
-            steps = _lead(node, generation, slot, record, settings, timing, give_up)
+            steps = _lead(node, generation, last, slot, record, settings, timing, give_up)
         else:
             steps = _follow(generation, slot, record, term, leader, timing, give_up)
         plan, slot = yield from steps
@@ -312,8 +318,10 @@ def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> S
     """What a plan means for the node in ``slot``."""
     if "closed" in plan:
         return Closed(str(plan["closed"]))
-    if (moved := fields.moved(plan.get("moved"), -1)) is not None:
-        return moved
+    if "moved" in plan:
+        # The leader has compared ages. Where that store is served no more, the nodes stay here.
+        moved = notes.leads_on(plan["moved"], notes.Age(), node.ended_stores)
+        return _Void(generation + 1) if moved is None else moved
     if "void" in plan:
         return _Void(max(generation + 1, fields.number(plan["void"])))
     if "over" in plan:
@@ -387,6 +395,7 @@ def _follow(
 def _lead(
     node: Node,
     generation: int,
+    last: int,
     slot: int,
     record: Mapping[str, Any],
     settings: Settings,
@@ -397,7 +406,7 @@ def _lead(
     yield Beat()
     arrivals: dict[int, Arrival] = {}
     records: dict[int, Mapping[str, Any]] = {}
-    members = yield from _members_of_last_round(generation)
+    members = yield from _members_of(last)
     leases: Leases[str] = Leases(timing.lease)
     silent: set[str] = set()
     enough_since: float | None = None
@@ -416,12 +425,14 @@ def _lead(
             arrivals.clear()
         fresh = tuple(each for each in range(filled) if each not in records)
         keys = tuple(f"{generation}/node/{each}" for each in fresh)
-        (now, found) = yield Look((f"{generation}/plan", "head", "closed", "moved", *keys))
-        (plan, head, closed, moved), found = found[:4], found[4:]
+        shared = (f"{generation}/plan", "head", "closed", "moved", "store")
+        (now, found) = yield Look((*shared, *keys))
+        (plan, head, closed, note, store), found = found[: len(shared)], found[len(shared) :]
         if plan is not None:
             return plan, slot  # another leader's, or our own and the answer was lost
-        if fields.moved(moved, fields.generation(head)) is not None:
-            (_, plan) = yield Claim(f"{generation}/plan", {"moved": moved})
+        moved = notes.leads_on(note, notes.age(head, store), node.ended_stores)
+        if moved is not None:
+            (_, plan) = yield Claim(f"{generation}/plan", {"moved": notes.written(moved)})
             return plan, slot
         if closed is not None:
             (_, plan) = yield Claim(f"{generation}/plan", {"closed": closed.get("closed")})
@@ -505,12 +516,12 @@ def _lead(
 SILENCE = 3.0
 
 
-def _members_of_last_round(generation: int) -> Steps:
-    """Ids of the last round's members; none in the first round."""
-    (_, (plan,)) = yield Look((f"{generation - 1}/plan",))
+def _members_of(generation: int) -> Steps:
+    """Ids of a round's members; none before the first round."""
+    (_, (plan,)) = yield Look((f"{generation}/plan",))
     if plan is None or "by" not in plan:
         return frozenset()
-    (_, (record,)) = yield Look((plans.ids_key(generation - 1, plan),))
+    (_, (record,)) = yield Look((plans.ids_key(generation, plan),))
     return frozenset(plans.ids_in(record))
 
 

@@ -9,14 +9,14 @@ same for everybody, since all skip the same bytes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousConnectionError, RendezvousStateError
 
 from .records import BadRecord, Codec
-from .store import Store, StoreSilent
+from .store import ComparingStore, Store, StoreSilent
 
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,30 @@ class RecordStore:
         full = self.full(key)
         self.operations += 1
         self._store.set(full, self._codec.pack(full, body))
+
+    def improve(
+        self, key: str, better: Callable[[dict[str, Any] | None], Mapping[str, Any] | None]
+    ) -> None:
+        """Replace a record by a better one, though others may do the same in this moment.
+
+        Args:
+            better: gets what stands there (None: nothing); returns what should, or None to leave it.
+        """
+        store, full = self._store, self.full(key)
+        assert isinstance(store, ComparingStore)
+        self.operations += 1
+        (raw,) = store.get_many([full])
+        while True:
+            body = better(None if raw is None else self._unpack(full, raw))
+            if body is None:
+                return
+            wanted = self._codec.pack(full, body)
+            self.operations += 1
+            held = store.compare_set(full, raw or b"", wanted)
+            if held == wanted:
+                return
+            # Where the key has vanished meanwhile, c10d returns what was expected.
+            raw = None if held == raw else held
 
     def wait(self, key: str, timeout: float) -> dict[str, Any] | None:
         """The body under ``key``; waits ``timeout`` seconds for it, then None."""

@@ -70,6 +70,9 @@ class C10dClient:
     def put_new(self, key: str, value: bytes) -> bytes:
         return bytes(self._call(lambda: self._store.compare_set(key, "", value)))
 
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        return bytes(self._call(lambda: self._store.compare_set(key, expected, desired)))
+
     def exists(self, key: str) -> bool:
         return bool(self._call(lambda: self._store.check([key])))
 

@@ -2,7 +2,8 @@
 
 The places are, in this order, the old one (perhaps only a connection broke) and each *standby* of the last plan
 by rank. Whoever lives and comes first will serve, and gets the time to; whoever is dead is passed over. So
-all come to the same place, one after the other, without a word between them.
+all come to the same place, one after the other, without a word between them. A node that is no standby looks at
+the endpoint's hosts, too, after all others: where all members have ended, those that wait meet there again.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Search:
         silent_patience: float,
     ) -> None:
         self._old, self._host_id = old, host_id
-        self._places = (old, *others)
+        self.places = (old, *others)
         self._own = own
         self.dead = set(dead)
         # Not even asked: a node that is about to leave serves until it has left.
@@ -69,16 +70,13 @@ class Search:
         self._patience = {Answer.ALIVE: alive_patience, Answer.SILENT: silent_patience}
         self._since: dict[Place, float] = {}
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def is_own(self, place: Place) -> bool:
         return bool(place.node_id) and place.node_id == self._own
 
     def to_ask(self) -> tuple[Place, ...]:
         return tuple(
             place
-            for place in self._places
+            for place in self.places
             if not self.is_own(place) and self._node_at(place) not in self._given_up
         )
 
@@ -91,9 +89,9 @@ class Search:
                 ``SILENT``, ours too.
         """
         taken = False  # somebody before us may still come to serve
-        for index, place in enumerate(self._places):
+        for index, place in enumerate(self.places):
             if self.is_own(place):
-                later = self._places[index + 1 :]
+                later = self.places[index + 1 :]
                 serving = next((p for p in later if answers.get(p) is Answer.SERVES), None)
                 if serving is not None:
                     return serving
@@ -105,12 +103,23 @@ class Search:
             if answer is None:
                 taken = True  # it may be about to say that it serves
             elif answer is Answer.SERVES:
-                return place
+                if place.node_id or place is self._old or not taken:
+                    return place
             elif answer is Answer.DEAD:
-                self.dead.add(self._node_at(place))
+                if node := self._node_at(place):
+                    self.dead.add(node)
             elif place is not self._old:
                 taken = self._awaits(place, answer, now, taken) or taken
         return None
+
+    def nobody_is_left(self, answers: Mapping[Place, Answer]) -> bool:
+        """Whether all that could serve are seen to have ended, so that whoever waits may start over."""
+        return all(
+            not self.is_own(place)
+            and (self._node_at(place) in self._given_up or answers.get(place) is Answer.DEAD)
+            for place in self.places
+            if place.node_id or place is self._old
+        )
 
     def _awaits(self, place: Place, answer: Answer, now: float, taken: bool) -> bool:
         # One after the other: the second in line waits for the first from when the first stops waiting.

@@ -38,7 +38,7 @@ from .tcpstore import FIRST_PATIENCE, TcpStore, connect, load
 _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int]], None]
+LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int] | None], None]
 
 # Attempts to connect while a place is looked for: seconds between them, and for each.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
@@ -82,6 +82,8 @@ class TcpHome:
         self._standby: socket.socket | None = None
         self._doorman: Doorman | None = None
         self._current: Place = Place(*self._hosts[0])
+        self._outside: Place | None = None  # the same for others, once it has moved
+        self._told = False  # that the endpoint is no address of ours
         self._forward: LeaveNote | None = None
         self._forwarder: threading.Thread | None = None
         self._closed = threading.Event()
@@ -98,31 +100,35 @@ class TcpHome:
         return self._hosts[0]
 
     def forward_with(self, leave_note: LeaveNote) -> None:
-        """How to leave a note where the job is now: in the store at an old place, or in ours if that is wrong.
+        """How to leave a note in the older of two stores that leads to the newer one.
 
-        Takes our own store and the other one, and where other nodes find each of them.
+        Takes the job's store as this node sees it and another one, and where other nodes find each of them; None
+        if that is not known: then no note leads there.
         """
         self._forward = leave_note
 
     # -- the first connection -------------------------------------------------------------------
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
-        if self._current != Place(*self._hosts[0]):
+        while True:
             try:
-                return self._client(self._current)  # led here by a note
+                return self._connect(deadline, stop)
             except RendezvousConnectionError:
-                # The note was old. Whoever serves now will leave another.
-                self._current = Place(*self._hosts[0])
-                if stop.wait(LONGEST_PAUSE) or deadline.expired():
+                # Who served has ended in this very moment: another will.
+                if stop.is_set() or deadline.expired():
                     raise
+                stop.wait(min(FIRST_PAUSE, deadline.remaining() or FIRST_PAUSE))
+
+    def _connect(self, deadline: Deadline, stop: threading.Event) -> Store:
         listener = self._listener_if_host()
         if listener is not None:
             # Of several endpoints one may be served already: this node has come back.
             for host, port in self._hosts[1:]:
                 if _probe_store(host, port) is Answer.SERVES:
                     listener.close()
+                    store = self._client(Place(host, port))
                     self._current = Place(host, port)
-                    return self._client(self._current)
+                    return store
             return self._serve_when_loaded(listener, deadline)
         _load(deadline)
         return self._wait_for_host(deadline, stop)
@@ -156,7 +162,9 @@ class TcpHome:
             what = (
                 "is no address of this machine" if addresses.exists(host) else "has no address yet"
             )
-            self._say(f"{host} {what}; serving on all addresses of this machine")
+            if not self._told:
+                self._say(f"{host} {what}; serving on all addresses of this machine")
+            self._told = True
         return listener
 
     def _wait_for_host(self, deadline: Deadline, stop: threading.Event) -> Store:
@@ -178,9 +186,10 @@ class TcpHome:
                     reply = Reply(Door.STARTING) if starting else door.ask(host, port)
                 replies.append(reply)
                 if reply.door is Door.SERVES:
-                    self._current = Place(host, port)
                     # Thousands may come at once: their turn may take a while.
-                    return self._client(self._current, FIRST_TURN)
+                    store = self._client(Place(host, port), FIRST_TURN)
+                    self._current = Place(host, port)
+                    return store
                 if reply.door is Door.ENDED_WELL:
                     raise RendezvousClosedError(ENDED_WELL)
             # Somebody's answer says more than nobody's.
@@ -260,7 +269,7 @@ class TcpHome:
         answers: dict[Place, Answer] = {}
         asked: dict[Place, Future[Answer]] = {}
         # All at once, and again who has answered: a silent place must not keep us from another.
-        pool = ThreadPoolExecutor(len(search), thread_name_prefix="rally-ask")
+        pool = ThreadPoolExecutor(len(search.places), thread_name_prefix="rally-ask")
         try:
             while True:
                 for place in search.to_ask():
@@ -273,9 +282,11 @@ class TcpHome:
                     with contextlib.suppress(RendezvousConnectionError):
                         return self._go_to(choice, search)
                     answers[choice] = Answer.SILENT
+                if search.nobody_is_left(answers) and (store := self._start_over()) is not None:
+                    return Recovery(store, True, frozenset(search.dead))
                 if stop.is_set() or deadline.expired():
                     raise RendezvousConnectionError(
-                        f"{error}; no other node serves it either ({len(search)} places tried)"
+                        f"{error}; no other node serves it either ({len(search.places)} places tried)"
                     )
                 stop.wait(min(pause, deadline.remaining() or pause))
                 pause = min(2 * pause, LONGEST_PAUSE / 4)
@@ -288,8 +299,10 @@ class TcpHome:
         host_id = "" if last is None else str(last.plan.get("store", ""))
         # The node that has served until now answers at the old place, or not at all.
         others = [p for p in _standbys(last) if p.node_id == own or p.node_id != host_id]
-        if last is None:
-            others = [each for host in self._hosts if (each := Place(*host)) != old]
+        if own not in [each.node_id for each in others]:
+            # We can serve in nobody's place: whoever starts over does it where all began.
+            known = {(each.addr, each.port) for each in (old, *others)}
+            others += [Place(*host) for host in self._hosts if host not in known]
         return Search(
             old,
             host_id,
@@ -303,10 +316,17 @@ class TcpHome:
 
     def _go_to(self, place: Place, search: Search) -> Recovery:
         if search.is_own(place):
-            return self._take_over(place, frozenset(search.dead))
+            return self._take_over(place, search)
+        if (left := self._left_at(place)) is not None:
+            # All that served after us have ended: it is the job's once more.
+            again = left.clone()
+            self._left.remove(left)
+            self._server, self._current, self._outside = left, place, place
+            return Recovery(again, True, frozenset(search.dead))
         store = self._client(place)
         store.exists("probe")
-        moved, self._current = place is not self._current, place
+        moved = place is not self._current
+        self._current = self._outside = place
         return Recovery(store, moved, frozenset(search.dead))
 
     def _ask(self, place: Place) -> Answer:
@@ -319,7 +339,28 @@ class TcpHome:
             return Answer.DEAD if alive is Answer.DEAD else answer
         return Answer.ALIVE if alive is Answer.SERVES else alive
 
-    def _take_over(self, place: Place, dead: frozenset[str]) -> Recovery:
+    def _start_over(self) -> Store | None:
+        """Serve where all began, for those who wait: nobody else is left to. None if that is not for us."""
+        host, port = self._hosts[0]
+        try:
+            listener = self._listener_if_host()
+        except ConfigError:
+            return None  # somebody has that port, and may be about to serve there
+        if listener is None:
+            return None
+        self._say(f"all nodes that served the job's store have ended; serving it here, port {port}")
+        store = self._serve(listener, port)
+        self._outside = Place(host, port)
+        return store
+
+    def _left_at(self, place: Place) -> TcpStore | None:
+        """The store at a place, if this very node serves it, and the job had moved on from there."""
+        for left in self._left:
+            if left.port == place.port and addresses.is_this_host(place.addr):
+                return left
+        return None
+
+    def _take_over(self, place: Place, search: Search) -> Recovery:
         listener, self._standby = self._standby, None
         if listener is None:
             raise RendezvousConnectionError(
@@ -335,43 +376,72 @@ class TcpHome:
         self._say(
             f"the job's store at {old.addr}:{old.port} is lost; serving it here, port {place.port}"
         )
+        others = search.places
         store = self._serve(listener, place.port)
+        self._outside = place
         if self._forward is not None:
+            # Another part of a broken network may have met at any of the places it knew.
+            places = dict.fromkeys([*self._hosts, *((each.addr, each.port) for each in others)])
             self._forwarder = threading.Thread(
                 target=self._keep_forwarding,
-                args=(place, (old.addr, old.port)),
+                args=(self._server, place, tuple(places)),
                 name="rally-forwarder",
                 daemon=True,
             )
             self._forwarder.start()
-        return Recovery(store, True, dead)
+        return Recovery(store, True, frozenset(search.dead))
 
-    def _keep_forwarding(self, here: Place, before: tuple[str, int]) -> None:
-        """Lead those who still go to where the store was (a host may wake up) to where the job is now."""
+    def _keep_forwarding(
+        self, server: TcpStore, here: Place, places: Sequence[tuple[str, int]]
+    ) -> None:
+        """Lead those who go to where the store was, or might have been, to where the job is now."""
         assert self._forward is not None
         pause = FORWARD_EVERY
-        while not self._closed.wait(pause) and self._server is not None:
+        while not self._closed.wait(pause) and self._server is server:
             pause = FORWARD_EVERY
-            for host, port in dict.fromkeys((*self._hosts, before)):
+            for host, port in places:
                 if (host, port) == (here.addr, here.port) or (
                     port == here.port and addresses.is_this_host(host)
                 ):
                     continue
                 if _probe_store(host, port) is not Answer.SERVES:
                     continue
-                with contextlib.suppress(RendezvousConnectionError, TimeoutError):
-                    there, own = self._client(Place(host, port)), self._server.clone()
+                with (
+                    contextlib.suppress(RendezvousConnectionError, TimeoutError),
+                    contextlib.closing(server.clone()) as own,
+                    contextlib.closing(self._client(Place(host, port))) as there,
+                ):
                     self._forward(own, there, (here.addr, here.port), (host, port))
-                    own.close()
-                    there.close()
                     pause = FORWARD_AGAIN
 
+    def visit(self, addr: str, port: int) -> Store | None:
+        match _probe_store(addr, port):
+            case Answer.SERVES:
+                return self._client(Place(addr, port))
+            case Answer.DEAD:
+                return None
+            case _:
+                raise RendezvousConnectionError(f"no answer from the store at {addr}:{port}")
+
     def follow(self, addr: str, port: int) -> None:
-        self._current = Place(addr, port)
+        self._current = self._outside = Place(addr, port)
+        self._retire()
+
+    def _retire(self) -> None:
+        """The store served here is not the job's any more; it stays, to lead others on from there."""
         if self._server is not None:
-            # Where others are led on from: it stays. But it is not the job's.
             self._left.append(self._server)
             self._server = None
+
+    def redirect(self, store: Store) -> None:
+        if self._forward is None or self._outside is None:
+            return
+        for left in tuple(self._left):
+            with (
+                contextlib.suppress(RendezvousConnectionError, TimeoutError),
+                contextlib.closing(left.clone()) as there,
+            ):
+                self._forward(store, there, (self._outside.addr, self._outside.port), None)
 
     def clear(self, store: Store) -> None:
         pass  # it ends with its node

@@ -126,6 +126,10 @@ class TcpStore:
     def _closed(self) -> StoreSilent:
         return StoreSilent(f"the connection to {self._host}:{self._port} is closed")
 
+    @property
+    def port(self) -> int:
+        return self._port
+
     def set(self, key: str, value: bytes) -> None:
         with self._asking() as store:
             store.set(key, value)

@@ -1,0 +1,103 @@
+"""Which of two stores is the job's, and the notes that lead from one to the other. Pure.
+
+When the job's store moves, others may stay behind: one that a restarted node serves anew at the endpoint, one of
+a part of the network that was cut off, one whose node was led on elsewhere. In each of them stands a note that
+leads to a newer store. All agree on which is newer (:class:`Age`), whatever they have seen, and ages only grow.
+So whoever follows notes comes to newer and newer stores, and never back: there are no circles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import fields
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Age:
+    """How much a store has seen. The greater one is the job's.
+
+    Args:
+        generation: of its next round. Of two parts of a broken network, only the one that has gone on has more.
+        moves: how often the job's store had moved when it came here. A store that has moved has seen no more
+            rounds at first than the one its nodes come from.
+        store: its random name, which tells two apart that moved at the same time.
+    """
+
+    generation: int = 0
+    moves: int = 0
+    store: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The job's store is elsewhere now, and was that old when this was noted: the others meet there."""
+
+    addr: str
+    port: int
+    age: Age = Age()
+
+
+def age(head: Mapping[str, Any] | None, store: Mapping[str, Any] | None) -> Age:
+    """Of a store, from what stands there under ``head`` and ``store``."""
+    body = store or {}
+    return Age(
+        fields.generation(head), fields.number(body.get("moves")), fields.node_id(body.get("name"))
+    )
+
+
+def written(moved: Moved) -> dict[str, Any]:
+    """The note as it stands in a store."""
+    return {
+        "addr": moved.addr,
+        "port": moved.port,
+        "generation": moved.age.generation,
+        "moves": moved.age.moves,
+        "store": moved.age.store,
+    }
+
+
+def read(note: object) -> Moved | None:
+    """A note; None if it makes no sense."""
+    if not isinstance(note, dict):
+        return None
+    addr, port = note.get("addr"), fields.number(note.get("port"))
+    if not (isinstance(addr, str) and addr and 0 < port < 65536):
+        return None
+    told = Age(
+        fields.number(note.get("generation")),
+        fields.number(note.get("moves")),
+        fields.node_id(note.get("store")),
+    )
+    return Moved(addr, port, told)
+
+
+def leads_on(note: object, here: Age, ended: frozenset[str] = frozenset()) -> Moved | None:
+    """Where to go from a store with this note in it; None: stay.
+
+    Args:
+        note: as it stands there.
+        here: the age of that store, now.
+        ended: names of stores that are known to be served no more.
+    """
+    moved = read(note)
+    if moved is None or moved.age <= here or moved.age.store in ended:
+        return None
+    return moved
+
+
+def is_news(note: Moved, held: object) -> bool:
+    """Whether a note should take the place of what stands there."""
+    before = read(held)
+    return before is None or before.age < note.age
+
+
+def to_lead_to(one: Age, other: Age) -> Age | None:
+    """The newer of two stores, if the other one should get a note that leads there.
+
+    It does not where both are one store, and not before the newer one has its name.
+    """
+    newer = max(one, other)
+    return newer if newer.store and one.store != other.store else None
