@@ -2,11 +2,12 @@
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
+WILD   := .venv-wild
 STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: bench-rpc fuzz-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: wild wild-sample bench-rpc fuzz-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -22,11 +23,26 @@ demo: $(STAMP)   ## train a real model on two processes, with plots, in under a 
 	$(BIN)/rally run --nproc-per-node 2 examples/digits_ddp.py --output demo-output
 
 test: $(STAMP)   ## the whole test suite: three files at a time, then those that want to be alone
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not alone"
-	$(BIN)/python -m pytest -q -m "not long and alone"
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not alone and not wild"
+	$(BIN)/python -m pytest -q -m "not long and alone and not wild"
 
 test-long: $(STAMP) ## the tests that take their time: slow lines, long silences
 	$(BIN)/python -m pytest -q -m long
+
+# A virtual environment of its own that sees what is in .venv: torch is not installed twice.
+$(WILD)/bin/python: $(STAMP)
+	$(PYTHON) -m venv --without-pip $(WILD)
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	    > $$($(WILD)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+
+wild: $(WILD)/bin/python ## frameworks (Trainer, accelerate, Lightning, ignite, Hydra …) on tiny models, beside torchrun
+	$(WILD)/bin/python -m pip install --quiet --constraint constraints.txt --requirement requirements-wild.txt
+	$(WILD)/bin/python -m pytest -q -o faulthandler_timeout=0 -m wild tests/wild
+
+wild-sample: $(WILD)/bin/python ## two of them, in half a minute
+	$(WILD)/bin/python -m pip install --quiet --constraint constraints.txt --constraint requirements-wild.txt \
+	    hydra-core accelerate
+	$(WILD)/bin/python -m pytest -q -o faulthandler_timeout=0 -m sample tests/wild
 
 check: $(STAMP)  ## ruff, mypy (strict) and the layering rule
 	$(BIN)/ruff check .
@@ -75,4 +91,4 @@ memory-rpc: $(STAMP) ## five million calls and 20,000 tensors: memory stays flat
 	$(BIN)/python bench/memory_rpc.py --output bench/results/memory_rpc.json
 
 clean:           ## remove the virtual environment and what the tools cached
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
+	rm -rf $(VENV) $(WILD) .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output

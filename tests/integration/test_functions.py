@@ -416,6 +416,12 @@ def test_init_dist_names_what_it_does_not_take(args, kwargs, words):
         init_dist(*args, **kwargs)
 
 
+@pytest.mark.parametrize("start", [launch_subprocesses, init_and_run])
+def test_a_config_in_another_place_is_named(start):
+    with pytest.raises(ConfigError, match=r"cfg 1.0: expected a MultiprocessConfig .*func, cfg"):
+        start(abs, 1.0, MultiprocessConfig(world_size=2))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_setup_in_the_third_place_is_named(world_size):
     def takes_one(x, *, step=1):

@@ -1055,6 +1055,9 @@ def test_what_cannot_be_joined(pairs: Ranks) -> None:
         model = DistributedDataParallel(model_of())
         for joinables, text in (
             ([], "joinables .*: expected at least one"),
+            (model, r"joinables 'DistributedDataParallel': expected a list .*Join\(\["),
+            (model_of(), r"joinables '\w+': expected a list"),
+            (None, "joinables 'NoneType': expected a list"),
             ([Half()], "constructor does not call Joinable's"),
             (["model"], "joinables 'str': expected a Joinable, a module"),
         ):

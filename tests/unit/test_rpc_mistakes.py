@@ -129,3 +129,12 @@ def test_a_served_function_that_shuts_down_is_told_so_and_does_not_wait_for_itse
 
 def test_a_call_that_inherits_its_time_names_the_time_it_had(alone):
     assert rpc.rpc_sync("me", ask_in_vain) <= 0.05
+
+
+@pytest.mark.parametrize("world_size", [2, None])
+def test_without_a_launcher_what_is_missing_is_told_and_nothing_beside_it(monkeypatch, world_size):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"needs MASTER_ADDR and MASTER_PORT.*rally run") as told:
+        rpc.init_rpc("me", rank=0, world_size=world_size)
+    assert told.value.__context__ is None

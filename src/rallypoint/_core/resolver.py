@@ -64,13 +64,19 @@ def connecting_to(host: str) -> Iterator[None]:
 
     What c10d would warn of, that it does not know the name of an address, nobody needs to know.
     """
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        yield
+    if not _is_address(host):
+        yield  # outside of any handler: what is raised here has no context of ours
         return
     with without_name_servers(), _quiet:
         yield
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class _Quiet:

@@ -122,6 +122,13 @@ class Join:
         process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
+        # A Sequential can be gone through, layer by layer, which nobody wants here.
+        given: object = joinables
+        if isinstance(given, nn.Module) or not isinstance(given, Iterable):
+            what = type(given).__name__
+            raise ConfigError(
+                "joinables", what, "expected a list", "as in Join([model, optimizer])"
+            )
         if not joinables:
             raise ConfigError("joinables", [], "expected at least one: the model, say")
         for name, value in (("lookahead", lookahead), ("accumulation", accumulation)):

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 
+from . import multiprocess_config
 from .config import LaunchConfig, LogConfig, RendezvousConfig, StartMethod, Target, TargetKind
 from .coordination import LoneNode, NodeFacts
 from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
@@ -108,6 +109,7 @@ def launch_subprocesses(
         LaunchError: the job's processes could not be run, or a result cannot be loaded here.
     """
     _check_calls(func, setup)
+    multiprocess_config.check(cfg)
     if setup is None:
         _check_arguments(func, args, kwargs)
     asked, cfg = cfg, cfg.with_sizes()

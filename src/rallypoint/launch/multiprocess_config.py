@@ -213,6 +213,21 @@ class MultiprocessConfig:
         return replace(self, master_addr=addr, **found)  # type: ignore[arg-type]  # the numbers are ints
 
 
+def check(cfg: object) -> None:
+    """Whether ``cfg`` is a config at all: functions that take one take anything behind it.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(cfg, MultiprocessConfig):
+        raise ConfigError(
+            "cfg",
+            cfg,
+            "expected a MultiprocessConfig",
+            "the order is: func, cfg, arguments of func",
+        )
+
+
 _BACKENDS = (
     "backend",
     "model_parallel_backend",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rallypoint._core import clock, env as environment
 from rallypoint.errors import ConfigError, LaunchError, RendezvousConnectionError
+from rallypoint.launch import multiprocess_config
 from rallypoint.launch.config import DEFAULT_JOIN_TIMEOUT
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
 
@@ -304,9 +305,11 @@ def init_and_run(
     Returns:
         What ``func`` returns.
     Raises:
+        ConfigError: ``cfg`` is none.
         What ``setup``, :func:`init_dist` and ``func`` raise; the group is destroyed then too.
     Effects: the variables that :func:`init_dist` sets are put back at the end.
     """
+    multiprocess_config.check(cfg)
     if setup is not None:
         setup()
     with environment.kept(_SET_BY_INIT):

@@ -64,6 +64,8 @@ def open_store(
                 if not _serves(rank):
                     host = _await_server(*server, limit)
                 url = url._replace(scheme="tcp", netloc=_netloc(host, server[1]))
+            elif url.scheme == "env" and not torch_rules:
+                raise _no_address(init_method)
             url = url._replace(query=f"{url.query}&rank={rank}&world_size=-1".lstrip("&"))
             init_method, rank, world_size = url.geturl(), -1, None
         with connecting_to(host):
@@ -79,13 +81,17 @@ def open_store(
     if server is None and url.scheme == "tcp":
         raise ConfigError("init_method", init_method, "expected a port: tcp://host:port")
     if server is None:
-        raise ConfigError(
-            "init_method",
-            init_method,
-            "needs MASTER_ADDR and MASTER_PORT in the environment",
-            "start the workers with rally run, or set them",
-        )
+        raise _no_address(init_method)
     return _tcp(*server, limit, rank)
+
+
+def _no_address(init_method: str) -> ConfigError:
+    return ConfigError(
+        "init_method",
+        init_method,
+        "needs MASTER_ADDR and MASTER_PORT in the environment",
+        "start the workers with rally run, set them, or give tcp://HOST:PORT as init_method",
+    )
 
 
 def _tcp(host: str, port: int, limit: timedelta, rank: int) -> Any:
