@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from rallypoint.errors import JoinError
 
 from . import exchange
+from .notes import Notes
 from .run import Run
 from .samples import CountSamples, inputs_of_loader
 from .schedule import Inputs, Schedule, Weighting
@@ -60,6 +61,7 @@ class Batches:
         self._has_example = example is not None
         self._shadow = shadow
         self._begun = False
+        self._width = 0
 
     def agree(self) -> Schedule | None:
         """The schedule, if all ranks know their lengths (and samples, if these are the weights).
@@ -71,7 +73,9 @@ class Batches:
             own = self._steps or inputs_of_loader(self._loader, self._count)
         if own is not None and self._weighting == "samples" and not own.counted:
             own = None
-        every = exchange.all_inputs(own, self._run.device, self._run.group)
+        run = self._run
+        every, number = exchange.all_inputs(own, run.device, run.group)
+        run.notes = run.notes or Notes(run.group, run.device, number)
         return None if every is None else Schedule(every, self._weighting)
 
     def planned(self, schedule: Schedule) -> Iterator[Any]:
@@ -90,31 +94,46 @@ class Batches:
         """Batches of a loader that may end at any time.   Collective: once per window."""
         run, batches = self._run, iter(self._loader)
         sizes = exchange.gather([self._lookahead or LOOKAHEAD], 1, run.device, run.group)
-        width = max(size for (size,) in sizes)
-        counts = self._weighting == "samples"
+        self._width = width = max(size for (size,) in sizes)
         ahead: list[Any] = []
         while True:
             # One more than is told of: whether there will be another window.
             ahead += islice(batches, width + 1 - len(ahead))
             now, ahead = ahead[:width], ahead[width:]
-            own = [self._count(batch) for batch in now] if counts else []
-            told = [len(now), len(ahead), *own]
-            every = exchange.gather(told, width + 2, run.device, run.group)
-            schedule = Schedule(
-                [
-                    Inputs.of_sizes(row[2 : 2 + row[0]]) if counts else Inputs.of_steps(row[0])
-                    for row in every
-                ],
-                self._weighting,
-            )
-            run.ends = not any(row[1] for row in every)
+            schedule = self._agree_on_window(now, more=bool(ahead))
             yield from self._window(schedule, iter(now))
             if run.ends:
                 return
 
+    def _agree_on_window(self, now: list[Any], *, more: bool) -> Schedule:
+        run, counts = self._run, self._weighting == "samples"
+        own = [self._count(batch) for batch in now] if counts else []
+        every = exchange.gather([len(now), int(more), *own], self._width + 2, run.device, run.group)
+        inputs = [
+            Inputs.of_sizes(row[2 : 2 + row[0]]) if counts else Inputs.of_steps(row[0])
+            for row in every
+        ]
+        run.ends = not any(row[1] for row in every)
+        return Schedule(inputs, self._weighting)
+
+    def rest(self) -> Iterator[None]:
+        """The steps that are left, for a rank that has left the loop: it has no inputs any more.
+
+        Collective: once per window, with the ranks that are in the loop.
+        """
+        run = self._run
+        while True:
+            assert run.schedule is not None
+            while run.step + 1 < run.base + run.schedule.total:
+                run.step += 1
+                yield
+            if run.ends:
+                return
+            run.begin_schedule(self._agree_on_window([], more=False))
+
     def _window(self, schedule: Schedule, batches: Iterator[Any]) -> Iterator[Any]:
         run = self._run
-        run.schedule, run.base = schedule, run.step + 1
+        run.begin_schedule(schedule)
         if self._shadow is None and not self._begun and schedule.least == 0 and schedule.total:
             batches = self._describe(schedule, batches)
         self._begun = True

@@ -22,8 +22,10 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack
 from difflib import get_close_matches
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,7 +44,10 @@ from .hooks.ddp import DdpMember
 from .hooks.local_sgd import LocalSgdMember, is_local_sgd
 from .hooks.optimizer import StepMember
 from .hooks.replay import ModuleMember, Standstill
+from .leaving import Deserted, Stay, steps_of_all
 from .members import HookMember, Member
+from .notes import Notes
+from .passes import Pass, Passes
 from .run import Run
 from .samples import CountSamples, first_dim, inputs_of
 from .schedule import WEIGHTINGS, Schedule, Weighting
@@ -53,6 +58,9 @@ _log = logging.getLogger(__name__)
 
 # A rank that has so many fewer steps than another keeps it company for long: worth a word (torch's number).
 MUCH_SKEW = 1000
+
+# The order in which several modules go forward and backward in a step, by the first of them.
+_orders: WeakKeyDictionary[nn.Module, list[Pass]] = WeakKeyDictionary()
 
 
 class Join:
@@ -155,6 +163,8 @@ class Join:
         self._stack = ExitStack()
         self._hook: RemovableHandle | None = None
         self._iterated = False
+        self._batches: Batches | None = None
+        self._stayed: int | None = None  # in how many steps, once the loop has come to its end
         self._check()
 
     def _check(self) -> None:
@@ -177,16 +187,20 @@ class Join:
         device = next((m.device for m in self._members if m.device is not None), None)
         run = Run(self._group, device or torch.device("cpu"), self._accumulation)
         self._iterated = False
+        self._batches = self._stayed = None
         modules = self._modules
         run.counted = bool(modules)
         with ExitStack() as stack:
             stack.callback(self._scale_by, 1.0)
             for member in self._members:
                 member.enter(run, stack, self._kwargs)
+            if len(models := self._models) > 1:
+                run.passes = Passes(len(models), _orders.get(models[0].ddp))
             # Only a module, or our own loop, can be stopped in the right step without asking the others.
             if self._own is not None and (modules or not self._throw):
-                every = exchange.all_inputs(self._own, run.device, run.group)
+                every, number = exchange.all_inputs(self._own, run.device, run.group)
                 assert every is not None
+                run.notes = Notes(run.group, run.device, number)
                 self._plan(run, Schedule(every, self._weighting), stack)
             for joinable in self._joinables:
                 if isinstance(joinable, Joinable):
@@ -198,6 +212,11 @@ class Join:
             self._stack = stack.pop_all()
         self._run = run
         return self
+
+    @property
+    def _models(self) -> list[DdpMember]:
+        """Those that hooks can match."""
+        return [member for member in self._members if isinstance(member, DdpMember)]
 
     @property
     def _modules(self) -> list[nn.Module]:
@@ -246,32 +265,63 @@ class Join:
         self._scale.set(factor)
 
     def _finish(self, run: Run) -> None:
-        if not self._iterated:
-            self._refuse_bare_loop(run)
-            if run.schedule is None:
-                self._shadow_classic(run)
-                return
+        if self._iterated:
+            self._end_loop(run)
+            return
+        self._refuse_bare_loop(run)
+        if run.schedule is None:
+            self._shadow_classic(run)
+        else:
             self._shadow_planned(run, run.schedule)
+
+    def _put_right(self, run: Run, stays: Sequence[Stay]) -> None:
+        """What ranks that ran out before the others keep from the steps that they only matched.
+
+        Raises:
+            JoinError: they have left in different steps.
+        """
+        steps = steps_of_all(stays)
         schedule = run.schedule
-        if schedule is None or schedule.even:
+        even = schedule is None or schedule.even
+        if not steps:
+            return
+        if even:
+            self._remember_order(run.passes.order)
             return
         self._end_standstill()
-        run.step = run.base + schedule.total
+        run.step = run.first + steps - 1
+        self._share_order(run, run.source)
         for member in self._members:
             if self._replays_now:
                 member.after_replay(run.source)
             else:
-                member.post_hook(schedule.steps[run.rank] == schedule.total)
+                member.post_hook(stays[run.rank].steps == steps)
+
+    def _share_order(self, run: Run, source: int) -> None:
+        """What the rank ``source`` has seen.   Collective, if there are several models: two broadcasts."""
+        if len(self._models) < 2:
+            return
+        own = " ".join(f"{each.module},{int(each.forward)}" for each in run.passes.order or ())
+        told = exchange.broadcast_text(own, source, run.device, run.group)
+        pairs = [each.split(",") for each in told.split()]
+        self._remember_order([Pass(int(i), bool(int(forward))) for i, forward in pairs])
+
+    def _remember_order(self, order: list[Pass] | None) -> None:
+        """For a later block in which some rank has no inputs to learn it from. The same on all ranks."""
+        models = self._models
+        if len(models) > 1 and order:
+            _orders[models[0].ddp] = order
 
     # -- classic: each step tells ---------------------------------------------------------------
 
     def _shadow_classic(self, run: Run) -> None:
         shadowed = 0
         while self._others_have_inputs(run):
+            run.step += 1
             if self._throw:
                 dist.all_reduce(torch.ones(1, device=run.device), group=run.group)
                 raise _exhausted(run.rank, (run.rank,))
-            self._main_hooks()
+            self._main_hooks(run)
             shadowed += 1
             if shadowed == MUCH_SKEW + 1:
                 _log.warning(
@@ -281,32 +331,80 @@ class Join:
                 )
         for member in self._members:
             member.post_hook(shadowed == 0)
+        if models := self._models:
+            self._share_order(run, models[0].ddp._authoritative_rank)  # noqa: SLF001
 
     def _others_have_inputs(self, run: Run) -> bool:
         count = torch.zeros(1, device=run.device)
         dist.all_reduce(count, group=run.group)
         return bool(count.item())
 
-    def _main_hooks(self) -> None:
+    def _main_hooks(self, run: Run) -> None:
+        models, passes = self._models, run.passes.missing(run.step)
+        if _in_turn(passes):
+            for member in self._members:
+                member.main_hook()
+            return
+        for each in passes:
+            models[each.module].match(forward=each.forward)
         for member in self._members:
-            member.main_hook()
+            if not isinstance(member, DdpMember):
+                member.main_hook()
 
     # -- planned: the schedule tells ------------------------------------------------------------
 
     def _shadow_planned(self, run: Run, schedule: Schedule) -> None:
-        steps = schedule.steps[run.rank]
-        # Without a module only a Joinable of the user's knows how many there were.
-        done = run.own if run.counted else steps
+        announced = schedule.steps[run.rank]
+        if not run.counted:
+            # Only a Joinable of the user's knows how many there were.
+            run.step = run.base + announced - 1
+        next_step = self._next_exchange(run)
+        done = next_step - run.base
         run.counted = True
-        if done != steps:
-            _log.warning("rank %d ran %d of the %d steps it had announced", run.rank, done, steps)
         self._check_throw(run, schedule, done)
-        self._scale_by(1.0)
         if schedule.total - done > MUCH_SKEW:
             _warn_of_skew(run.rank, schedule.total - done)
-        for step in range(run.base + done, run.base + schedule.total):
-            run.step = step
-            self._main_hooks()
+        left = done < announced
+        self._keep_company(run, next_step, iter(range(next_step, run.base + schedule.total)), left)
+        self._put_right(run, self._tell_stays(run, Stay(done, left)))
+
+    def _next_exchange(self, run: Run) -> int:
+        """The first step whose collectives this rank has not been in, or not in all of them."""
+        begun = run.step < 0 or all(member.begun_in(run.step) for member in self._members)
+        return run.step + 1 if begun else run.step
+
+    def _keep_company(self, run: Run, next_step: int, steps: Iterator[int], left: bool) -> None:
+        """Match the others' steps until the last, or until it shows that there are no others."""
+        self._scale_by(1.0)
+        if left:
+            assert run.notes is not None
+            run.notes.write(next_step)
+        told = not left
+        try:
+            for run.step in steps:
+                self._main_hooks(run)
+                if not told and run.exchanged:
+                    told = True
+                    _log.warning(
+                        "rank %d left its loop before step %d, and others did not: it keeps them company to the"
+                        " end, and all of them will raise",
+                        run.rank,
+                        next_step - run.first,
+                    )
+        except Deserted:
+            return
+        except RuntimeError as error:
+            if not left:
+                raise
+            raise JoinError(
+                f"rank {run.rank} left its loop after {next_step - run.first} steps, and others did not: leave"
+                " the loop in the same step on all ranks, or on none"
+            ) from error
+
+    def _tell_stays(self, run: Run, stay: Stay) -> list[Stay]:
+        """Of all ranks.   Collective: one all-gather."""
+        told = exchange.gather([stay.steps, int(stay.left)], 2, run.device, run.group)
+        return [Stay(steps, bool(left)) for steps, left in told]
 
     def _check_throw(self, run: Run, schedule: Schedule, step: int) -> None:
         """Raises if the block is to end before this step."""
@@ -377,6 +475,14 @@ class Join:
                     f"{member.name} cannot be joined by hooks: {why}; iterate over"
                     " join.batches(loader), without replay=False"
                 )
+        someone_has_none = schedule is not None and schedule.least == 0 < schedule.total
+        models = self._models
+        if someone_has_none and len(models) > 1 and models[0].ddp not in _orders:
+            raise JoinError(
+                f"{len(models)} DistributedDataParallel modules cannot be joined by hooks while a rank has no inputs:"
+                " it learns in its own steps in which order they go backward; iterate over join.batches(loader),"
+                " without replay=False"
+            )
 
     # -- our own loop ---------------------------------------------------------------------------
 
@@ -397,7 +503,7 @@ class Join:
         if run is None:
             raise JoinError("join.batches() belongs inside of the block: with Join(...) as join:")
         if self._iterated:
-            self._end_standstill()  # of the loop before
+            self._end_loop(run)  # the one before
         batches = Batches(
             run,
             loader,
@@ -415,6 +521,7 @@ class Join:
             self._plan(run, schedule, self._stack)
             self._configure(tells=False)
         self._iterated = run.counted = True
+        self._batches, run.replays = batches, self._replays
         if self._replays and self._hook is not None:
             self._hook.remove()  # this loop counts, and nothing has to be asked
         run.begin_loop()
@@ -422,19 +529,23 @@ class Join:
             _warn_of_skew(run.rank, schedule.total - schedule.steps[run.rank])
         steps = batches.by_windows() if schedule is None else batches.planned(schedule)
         run.calm = 0
-        for batch in steps:
-            if run.step < run.calm:
+        try:
+            for batch in steps:
+                if run.step < run.calm:
+                    yield batch
+                    continue
+                assert run.schedule is not None
+                index = run.step - run.base
+                self._check_throw(run, run.schedule, index)
+                until = run.schedule.calm_until(run.rank, index, throws=self._throw)
+                run.calm = run.base + until
+                if not run.active and self._standstill is None:
+                    self._standstill = Standstill(self._modules)
+                self._scale_by(run.factor)
                 yield batch
-                continue
-            assert run.schedule is not None
-            index = run.step - run.base
-            self._check_throw(run, run.schedule, index)
-            until = run.schedule.calm_until(run.rank, index, throws=self._throw)
-            run.calm = run.base + until
-            if not run.active and self._standstill is None:
-                self._standstill = Standstill(self._modules)
-            self._scale_by(run.factor)
-            yield batch
+        except Deserted:  # while this rank only shadowed
+            pass
+        self._stayed = run.step + 1 - run.first if self._replays else run.own
 
     def _shadow_in_loop(self) -> None:
         run = self._run
@@ -442,7 +553,49 @@ class Join:
         assert run.schedule is not None
         self._check_throw(run, run.schedule, run.step - run.base)
         self._scale_by(1.0)
-        self._main_hooks()
+        self._main_hooks(run)
+
+    def _end_loop(self, run: Run) -> None:
+        """The loop over :meth:`batches` is over on this rank.
+
+        Raises:
+            JoinError: it left early, and others did not; or others did.
+        """
+        batches, self._batches = self._batches, None
+        stayed, self._stayed = self._stayed, None
+        if batches is None:
+            return
+        schedule = run.schedule
+        assert schedule is not None
+        next_step = self._next_exchange(run)
+        if stayed is None and run.ends and next_step >= run.base + schedule.total:
+            stayed = schedule.total + run.base - run.first  # it left behind the last step
+        left = stayed is None
+        if stayed is None:
+            stayed = next_step - run.first
+        if self._matched_by_hooks(run):
+            self._end_standstill()
+            if left:
+                again = [run.step] if next_step == run.step else []
+                rest = (run.step for _ in batches.rest())
+                self._keep_company(run, next_step, chain(again, rest), left)
+            stays = self._tell_stays(run, Stay(stayed, left))
+        elif left:
+            self._end_standstill()
+            assert run.notes is not None
+            run.notes.write(next_step)
+            notes = run.notes.wait()
+            stays = [Stay(notes[rank] - run.first, left=True) for rank in range(run.world_size)]
+        else:
+            # No rank can have left: its collectives would have been missed.
+            stays = [Stay(stayed, left=False)] * run.world_size
+        self._put_right(run, stays)
+        self._end_standstill()
+
+    def _matched_by_hooks(self, run: Run) -> bool:
+        """Whether a rank that left can match what the others do, and learn whether they are there."""
+        knows = any(isinstance(member, DdpMember) for member in self._members)
+        return knows and not any(member.unmatched(run.schedule) for member in self._members)
 
     def _end_standstill(self) -> None:
         standstill, self._standstill = self._standstill, None
@@ -547,11 +700,21 @@ def _check_constructed(joinable: Any) -> None:
         )
 
 
+def _in_turn(passes: Sequence[Pass]) -> bool:
+    """Whether one module is through before the next one, in the order of the list, begins."""
+    modules = [each.module for each in passes]
+    return modules == sorted(modules)
+
+
 def _exhausted(rank: int, out: tuple[int, ...]) -> InputsExhausted:
     if rank in out:
         return InputsExhausted(f"Rank {rank} exhausted all inputs.", out)
     ranks = f"rank {out[0]}" if len(out) == 1 else f"ranks {', '.join(map(str, out))}"
-    return InputsExhausted(f"Rank {rank} was stopped: {ranks} exhausted all inputs.", out)
+    # Its first sentence is that of torch's Join.
+    return InputsExhausted(
+        f"Detected at least one rank that exhausted inputs. Rank {rank} was stopped after {ranks}.",
+        out,
+    )
 
 
 def _warn_of_skew(rank: int, steps: int) -> None:

@@ -16,25 +16,37 @@ NUM_INLINE = 2
 # No size: nobody knows how many samples there are.
 UNKNOWN = -1
 
+# The last number of each group, by its name.
+_numbers: dict[str, int] = {}
+
 
 def all_inputs(
     inputs: Inputs | None, device: torch.device, group: dist.ProcessGroup | None
-) -> list[Inputs] | None:
-    """What each rank has, in rank order; None if any of them does not know (``inputs`` is None there).
+) -> tuple[list[Inputs] | None, int]:
+    """What each rank has, and a number that this group has not had before.
 
     Collective: one all-gather, and a second one if the batches of some rank are irregular.
+
+    Returns:
+        In rank order; None if any of them does not know (``inputs`` is None there). And the number.
     """
     runs = () if inputs is None else inputs.runs
-    head = [UNKNOWN if inputs is None else len(runs), *_flat(runs[:NUM_INLINE])]
-    heads = gather(head, 1 + 2 * NUM_INLINE, device, group)
-    counts = [each[0] for each in heads]
+    name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]  # there is a default group
+    own = _numbers.get(name, 0)
+    head = [own, UNKNOWN if inputs is None else len(runs), *_flat(runs[:NUM_INLINE])]
+    heads = gather(head, 2 + 2 * NUM_INLINE, device, group)
+    # The greatest: a process that came later has counted fewer.
+    number = max(each[0] for each in heads) + 1
+    _numbers[name] = number
+    counts = [each[1] for each in heads]
     if UNKNOWN in counts:
-        return None
+        return None, number
     if max(counts) > NUM_INLINE:
         tables = gather(_flat(runs), 2 * max(counts), device, group)
     else:
-        tables = [each[1:] for each in heads]
-    return [Inputs(_runs(table, count)) for table, count in zip(tables, counts, strict=True)]
+        tables = [each[2:] for each in heads]
+    every = [Inputs(_runs(table, count)) for table, count in zip(tables, counts, strict=True)]
+    return every, number
 
 
 def gather(

@@ -41,8 +41,12 @@ class Member:
         """Why hooks cannot match its collectives, and only running the loop's body again does; else empty."""
         return ""
 
+    def begun_in(self, step: int) -> bool:
+        """Whether it exchanged something in this step: at least in part, if hooks cannot match its exchanges."""
+        return True
+
     def main_hook(self) -> None:
-        """This rank has run out: match what the others do in one step."""
+        """This rank has run out, or left: match what the others do in one step."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out."""

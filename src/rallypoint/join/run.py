@@ -9,6 +9,9 @@ import torch.distributed as dist
 
 from rallypoint.errors import JoinError
 
+from .leaving import Deserted, all_have_left
+from .notes import Notes
+from .passes import Passes
 from .schedule import Schedule
 
 
@@ -29,6 +32,11 @@ class Run:
         exchanged: whether the step that was shadowed last exchanged gradients.
         counted: whether somebody else than an optimizer tells when a step begins.
         calm: before this step nothing changes for this rank: neither its factor nor whether it goes on.
+        replays: whether ranks that have run out go on running the loop's body.
+        notes: of the ranks that have left their loops early; None: nobody could tell (classic).
+        passes: in which order the modules that hooks can match go forward and backward.
+        modules: how many there are of them.
+        began_with: how many ranks had inputs when the accumulation began that the last schedule left open.
     """
 
     group: dist.ProcessGroup | None
@@ -43,17 +51,65 @@ class Run:
     exchanged: bool = True
     counted: bool = True
     calm: int = 0
+    replays: bool = False
+    notes: Notes | None = None
+    began_with: int = 0
+    passes: Passes = field(default_factory=lambda: Passes(0))
+    modules: int = 0
     rank: int = field(init=False)
     world_size: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
+        self.began_with = self.world_size
+
+    def add_module(self) -> int:
+        """Its position."""
+        self.modules += 1
+        self.passes = Passes(self.modules)
+        return self.modules - 1
 
     def begin_loop(self) -> None:
         """The next step is the first of a loop."""
         self.first = self.base = self.step + 1
         self.own = 0
+
+    def begin_schedule(self, schedule: Schedule) -> None:
+        """The next step is the schedule's first."""
+        self.began_with = self.sharing(self.step + 1)
+        self.schedule, self.base = schedule, self.step + 1
+
+    def accumulation_at(self, step: int) -> int:
+        """The first of the steps whose gradients are exchanged together with this one's."""
+        return step - (step - self.first) % self.accumulation
+
+    def sharing(self, step: int) -> int:
+        """How many ranks had inputs when the accumulation began that this step is part of.
+
+        What stands in their gradients from before is the same on all of them; nobody else contributes it.
+        """
+        start = self.accumulation_at(step)
+        if self.schedule is None or start < self.base:
+            return self.began_with
+        return self.schedule.num_active(start - self.base)
+
+    def confirm(self) -> None:
+        """Called by a rank that shadows, when a step's gradients are exchanged, before they are used.
+
+        Raises:
+            Deserted: all who should have been in this step have left their loops before it.
+        """
+        if self.notes is None or self.schedule is None:
+            return
+        notes = self.notes.read()
+        if not notes:
+            return
+        index = self.step - self.base
+        ranks = range(self.world_size)
+        needed = ranks if self.replays else [r for r in ranks if self.schedule.is_active(r, index)]
+        if all_have_left(notes, needed, self.step):
+            raise Deserted
 
     @property
     def factor(self) -> float:

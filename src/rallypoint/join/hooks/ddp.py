@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from rallypoint.errors import JoinError
 from rallypoint.join.members import Member
@@ -21,6 +26,9 @@ from .sync_batch_norm import exchanges_statistics
 # DDP asks the other ranks with these; where all have the schedule it answers by itself.
 ASKS = ("_find_common_rank", "_check_global_requires_backward_grad_sync")
 
+# No step.
+NEVER = -2
+
 # What torch's hook sets on it.
 DIVISOR = "_divide_by_initial_world_size"
 
@@ -29,7 +37,13 @@ class DdpMember(Member):
     """Matches DDP's forward (buffers) and backward (buckets of gradients).
 
     torch's own hook throws away the reduced gradients. This one puts them where they belong, so that what steps
-    after it (an optimizer, sharded or not) keeps this rank's state the same as the others'.
+    after it (an optimizer, sharded or not) keeps this rank's state the same as the others'. When all ranks are
+    through, a rank that had run out takes its gradients from one that had not: only a loop that ran to the end
+    knows whether it left them, cleared them, or changed them.
+
+    Gradients that stand before a backward (nobody cleared them) are part of what DDP averages. They are the same
+    on every rank, but a rank that has run out cannot know that they still stand; so those that have inputs
+    contribute its share.
 
     Args:
         ddp: the module.
@@ -40,13 +54,33 @@ class DdpMember(Member):
         self.name = "DistributedDataParallel"
         self.group = ddp.process_group
         self.device = ddp.join_device
+        self.world_size = dist.get_world_size(ddp.process_group)
         self.module = ddp
         self._exchanges_statistics = any(map(exchanges_statistics, ddp.modules()))
         self._run: Run | None = None
         self._hook = JoinHook()
+        self._parameters: list[nn.Parameter] = []
+        self._index = 0
+        # The accumulation whose standing gradients have been seen to.
+        self._accumulation = NEVER
+        # Whether the last backward pass exchanged gradients; whether a step that was shadowed did.
+        self._exchanged, self._shadowed = True, False
+        # How many ranks exchange gradients in this step, where each step tells.
+        self._told: tuple[dist.Work, torch.Tensor] | None = None
+        # Whether the step that is shadowed exchanges gradients.
+        self._syncs = True
+        # Whether this rank's loop clears gradients by zeros.
+        self._zeros: bool | None = None
 
     def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
         self._run = run
+        self._accumulation = NEVER
+        self._index = run.add_module()
+        self._exchanged, self._shadowed, self._told, self._zeros = True, False, None, None
+        self._parameters = [p for p in self.ddp._module_parameters if p.requires_grad]  # noqa: SLF001
+        stack.callback(self.ddp.register_forward_hook(self._after_forward).remove)
+        self.ddp.__dict__[ASKS[1]] = self._tell_sync
+        stack.callback(self.ddp.__dict__.pop, ASKS[1], None)
         before = self.ddp.__dict__.get(DIVISOR)
         self._hook = self.ddp.join_hook(**kwargs)
         if before is None:
@@ -79,21 +113,97 @@ class DdpMember(Member):
         ddp = self.ddp
         return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued  # noqa: SLF001
 
+    def _tell_sync(self, is_joined_rank: bool) -> bool | None:
+        """As DDP's own; but what comes of it is kept: how many ranks exchange gradients."""
+        exchanges = not is_joined_rank and self.ddp.require_backward_grad_sync
+        count = torch.full((1,), float(exchanges), device=self.ddp.device)
+        work = dist.all_reduce(count, group=self.group, async_op=True)
+        if not is_joined_rank:
+            self._told = (work, count)
+            return None
+        work.wait()
+        return bool(count.item())
+
+    # -- a rank that has inputs -----------------------------------------------------------------
+
+    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        assert self._run is not None
+        passes, step, index = self._run.passes, self._run.step, self._index
+        passes.note(step, index, forward=True)
+        self._syncs = bool(self.ddp.require_backward_grad_sync)
+        outputs = [output] if isinstance(output, torch.Tensor) else _tensors(output)
+        outputs = [each for each in outputs if each.requires_grad]
+        if len(outputs) == 1:
+            outputs[0].register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+        elif outputs:
+            register_multi_grad_hook(outputs, self._before_backward, mode="any")
+        else:
+            passes.note(step, index, forward=False)  # it cannot be seen
+
+    def _before_backward(self, _: torch.Tensor) -> None:
+        run = self._run
+        if run is None:
+            return
+        run.passes.note(run.step, self._index, forward=False)
+        exchanged, self._exchanged = self._exchanged, bool(self.ddp.require_backward_grad_sync)
+        if run.replays:
+            return  # every rank contributes its own
+        if run.schedule is not None:
+            start = run.accumulation_at(run.step)
+            if start != self._accumulation:
+                self._accumulation = start
+                self._raise_standing(lambda: run.sharing(run.step))
+        elif exchanged and self._exchanged and self._told is not None:
+            # Else torch's protocol tells nothing of it.
+            work, count = self._told
+            if self.ddp._divide_by_initial_world_size or self.ddp._comm_hooks:  # noqa: SLF001
+                self._raise_standing(lambda: int(count.item()) if work.wait() else 0)
+
+    def _raise_standing(self, sharing: Callable[[], int]) -> None:
+        """Gradients that stand already count for the ranks that do not contribute theirs, too."""
+        standing = [p.grad for p in self._parameters if p.grad is not None]
+        if not standing or not 0 < (number := sharing()) < self.world_size:
+            return
+        with torch.no_grad():
+            for gradient in standing:
+                gradient.mul_(self.world_size / number)
+
+    def begun_in(self, step: int) -> bool:
+        assert self._run is not None
+        return not any(each.module == self._index for each in self._run.passes.missing(step))
+
+    # -- a rank that has run out ----------------------------------------------------------------
+
     def main_hook(self) -> None:
-        ddp = self.ddp
+        assert self._run is not None
+        for each in self._run.passes.missing(self._run.step):
+            if each.module == self._index:
+                self.match(forward=each.forward)
+
+    def match(self, *, forward: bool) -> None:
+        """Match what the others do in one pass.
+
+        Raises:
+            Deserted: there are no others.
+        """
+        ddp, run = self.ddp, self._run
+        assert run is not None
         if self._has_to_learn:
             raise JoinError(
                 "a DistributedDataParallel with static_graph has had no inputs on this rank: its graph is learnt in"
                 " its own first backward; iterate over join.batches(loader)"
             )
-        ddp.reducer._rebuild_buckets()  # noqa: SLF001  # as DDP's forward does, once
-        ddp._check_and_sync_module_buffers()  # noqa: SLF001
-        syncs = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)  # noqa: SLF001
-        # As after a forward under no_sync(): the next one does not exchange buffers either.
-        ddp.require_forward_param_sync = syncs
-        assert self._run is not None
-        self._run.exchanged = bool(syncs)
-        if not syncs:
+        if forward:
+            ddp.reducer._rebuild_buckets()  # noqa: SLF001  # as DDP's forward does, once
+            ddp._check_and_sync_module_buffers()  # noqa: SLF001
+            self._syncs = bool(ddp._check_global_requires_backward_grad_sync(is_joined_rank=True))  # noqa: SLF001
+            # As after a forward under no_sync(): the next one does not exchange buffers either.
+            ddp.require_forward_param_sync = self._syncs
+            return
+        run.exchanged = self._syncs
+        if not self._syncs:
             return
         buckets = ddp.reducer._get_zeros_like_grad_buckets()  # noqa: SLF001
         reduced = []
@@ -103,6 +213,8 @@ class DdpMember(Member):
         results = [_tensor(each.wait()) for each in reduced]
         unused = ddp.find_unused_parameters and not ddp.static_graph
         used = self._used_anywhere() if unused else None
+        run.confirm()
+        self._shadowed = True
         for bucket, result in zip(buckets, results, strict=True):
             self._take(bucket, result, used)
         ddp.reducer._push_all_rebuilt_params()  # noqa: SLF001
@@ -124,8 +236,19 @@ class DdpMember(Member):
         if result.data_ptr() != buffer.data_ptr():
             buffer.copy_(result)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            # An optimizer passes over a parameter that has none.
-            parameter.grad = None if used is not None and id(parameter) not in used else gradient
+            if used is None or id(parameter) in used:
+                parameter.grad = gradient
+            elif self._clears_by_zeros():
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad = None  # an optimizer passes over it
+
+    def _clears_by_zeros(self) -> bool:
+        """As far as can be seen from the gradients that this rank's loop left."""
+        if self._zeros is None:
+            left = [p.grad for p in self._parameters if p.grad is not None]
+            self._zeros = bool(left) and not any(bool(each.count_nonzero()) for each in left)
+        return self._zeros
 
     def _used_anywhere(self) -> set[int]:
         ddp = self.ddp
@@ -134,24 +257,71 @@ class DdpMember(Member):
         ddp.process_group.allreduce(counts).wait()
         found = counts.tolist()
         counts.zero_()
-        ignored = set(ddp.parameters_to_ignore)
-        parameters = [
-            parameter
-            for name, parameter in ddp.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        ]
-        return {id(p) for p, count in zip(parameters, found, strict=True) if count}
+        return {id(p) for p, count in zip(self._parameters, found, strict=True) if count}
+
+    # -- all ranks are through ------------------------------------------------------------------
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._hook.post_hook(is_last_joiner)
+        self._share_gradients(self.ddp._authoritative_rank, is_last_joiner)  # noqa: SLF001
+
+    def _share_gradients(self, source: int, is_last_joiner: bool) -> None:
+        """Those of the rank ``source``, unless its last backward passes exchanged nothing."""
+        parameters = self._parameters
+        there = [p.grad is not None and not p.grad.is_sparse for p in parameters]
+        told = torch.tensor([self._exchanged, *there], dtype=torch.uint8, device=self.ddp.device)
+        dist.broadcast(told, group=self.group, group_src=source)
+        exchanged, *flags = [bool(each) for each in told.tolist()]
+        stand = [p for p, flag in zip(parameters, flags, strict=True) if flag]
+        if not exchanged:
+            if not is_last_joiner and self._is_spent():
+                for parameter in parameters:
+                    parameter.grad = None
+                for parameter in stand:
+                    parameter.grad = torch.zeros_like(parameter)
+            return
+        is_source = dist.get_rank(self.group) == source
+        gradients = []
+        for parameter in stand:
+            own = parameter.grad if is_source else torch.empty_like(parameter)
+            assert own is not None
+            gradients.append(own.detach())
+        if gradients:
+            assert self.group is not None
+            size = self.ddp.broadcast_bucket_size
+            dist._broadcast_coalesced(self.group, gradients, size, source)  # type: ignore[attr-defined]  # noqa: SLF001
+        if is_last_joiner:
+            return
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter, gradient in zip(stand, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _is_spent(self) -> bool:
+        """Whether the others have had all that stands in this rank's gradients, and hold it for the next exchange."""
+        run = self._run
+        assert run is not None
+        return self._shadowed if run.schedule is None else not run.pending
 
     def after_replay(self, source: int) -> None:
         # Parameters and what optimizers hold are the same everywhere; buffers are one rank's.
         ddp = self.ddp
+        ddp._authoritative_rank = source  # noqa: SLF001  # as torch's hook says it
         if ddp.forward_sync_buffers:
             buffers = [buffer for _, buffer in ddp.module.named_buffers()]
             for buffer in buffers:
                 dist.broadcast(buffer, group=self.group, group_src=source)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors that a module gives, also in dataclasses."""
+    found = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, each.name) for each in fields(leaf)])
+    return found
 
 
 def _tensor(result: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rallypoint.join.members import Member
+from rallypoint.join.run import Run
 from rallypoint.join.schedule import Schedule
 from rallypoint.join.weights import has_fsdp
 
@@ -30,6 +31,20 @@ class ModuleMember(Member):
         self.name = type(module).__name__
         first = next(module.parameters(), None)
         self.device = None if first is None else first.device
+        self._run: Run | None = None
+        self._begun = -1
+
+    def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
+        assert self.module is not None
+        self._run, self._begun = run, -1
+        stack.callback(self.module.register_forward_pre_hook(self._begin).remove)
+
+    def _begin(self, _: nn.Module, __: Any) -> None:
+        if torch.is_grad_enabled() and self._run is not None:
+            self._begun = self._run.step
+
+    def begun_in(self, step: int) -> bool:
+        return self._begun == step
 
     def unmatched(self, schedule: Schedule | None) -> str:
         assert self.module is not None

@@ -1,0 +1,67 @@
+"""Who has left the loop early, in the store of the group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from rallypoint.errors import JoinError
+
+from .leaving import names_of
+
+
+class Notes:
+    """The notes of one block, in the store of its group.
+
+    Args:
+        group: whose ranks write them.
+        device: of its messages.
+        number: of the block: the same on all ranks, and never used twice.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, number: int) -> None:
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
+        # Any: the stubs of torch's stores have fewer methods than the stores.
+        self._group: Any = group or c10d._get_default_group()  # noqa: SLF001
+        self._device = device
+        self._store: Any = c10d._get_process_group_store(self._group)  # noqa: SLF001
+        self._prefix = f"rallypoint/join/{number}"
+
+    def write(self, step: int) -> None:
+        """This rank has left: ``step`` is the first that it is not in."""
+        self._store.set(self._key(self._rank), str(step))
+        self._store.set(f"{self._prefix}/any", "")
+
+    def read(self) -> dict[int, int]:
+        """The notes that are there: by rank, its first step that it is not in."""
+        if not self._store.check([f"{self._prefix}/any"]):
+            return {}
+        ranks = [r for r in range(self._world_size) if self._store.check([self._key(r)])]
+        return {rank: int(self._store.get(self._key(rank))) for rank in ranks}
+
+    def wait(self) -> dict[int, int]:
+        """The notes of all ranks.   Blocks: until they are there, as long as a collective may take.
+
+        Raises:
+            JoinError: some rank wrote none in time.
+        """
+        patience: timedelta = self._group._get_backend(self._device).options._timeout  # noqa: SLF001
+        try:
+            self._store.wait([self._key(rank) for rank in range(self._world_size)], patience)
+        except (dist.DistStoreError, RuntimeError) as error:
+            there = self.read()
+            others = [rank for rank in range(self._world_size) if rank not in there]
+            raise JoinError(
+                f"rank {self._rank} left its loop early, and {names_of(others) if others else 'another rank'} did"
+                f" not within {patience.total_seconds():g} s: leave the loop in the same step on all ranks,"
+                " or on none"
+            ) from error
+        return self.read()
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"

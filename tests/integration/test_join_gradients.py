@@ -1,0 +1,227 @@
+"""What a rank that ran out keeps of the steps that it only matched: whatever the order of a loop's statements."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rallypoint.join import Join
+from ranks import Ranks
+
+
+pytestmark = pytest.mark.integration
+
+FEATURES, OUTPUTS = 4, 2
+# Steps of each rank in each epoch: everybody runs out first once, and one has no inputs at all once.
+EPOCHS = [[2, 5, 3], [3, 1, 4], [4, 2, 0]]
+
+CLASSIC, PLANNED = "classic", "planned"
+MODES = [PLANNED, "replay", "hooks", "windows", "hooks in windows"]
+ORDERS = [
+    *("clear last", "zero last", "clear first", "zero first", "clear between"),
+    *("never clear", "every other step"),
+]
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with contextlib.closing(Ranks(3)) as ranks:
+        yield ranks
+
+
+def batches_of(rank: int, epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(100 * epoch + rank)
+    return [
+        (
+            torch.randn(1 + (step + rank) % 3, FEATURES, generator=generator, dtype=torch.float64),
+            torch.randn(OUTPUTS, generator=generator, dtype=torch.float64),
+        )
+        for step in range(EPOCHS[epoch][rank])
+    ]
+
+
+def models_of(number: int) -> list[nn.Module]:
+    torch.manual_seed(11)
+    return [
+        nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, OUTPUTS)).double()
+        for _ in range(number)
+    ]
+
+
+def loss_of(models: list[Any], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, y = batch
+    return sum(((model(x) - y) ** 2).mean() for model in models)  # type: ignore[return-value]
+
+
+class Clearing:
+    """When a loop clears its gradients."""
+
+    def __init__(self, order: str, optimizer: Any) -> None:
+        self.order, self.optimizer = order, optimizer
+
+    def begin(self, index: int) -> None:
+        if self.order in ("clear first", "zero first"):
+            self.optimizer.zero_grad(set_to_none=self.order == "clear first")
+
+    def between(self) -> None:
+        if self.order == "clear between":
+            self.optimizer.zero_grad()
+
+    def end(self, index: int) -> None:
+        if self.order in ("clear last", "zero last"):
+            self.optimizer.zero_grad(set_to_none=self.order == "clear last")
+        if self.order == "every other step" and index % 2:
+            self.optimizer.zero_grad()
+
+
+def parameters_of(models: list[nn.Module]) -> list[nn.Parameter]:
+    return [p for model in models for p in model.parameters()]
+
+
+def stand(models: list[nn.Module], standing: bool) -> None:
+    """A gradient that somebody has left there before the block."""
+    if standing:
+        for p in parameters_of(models):
+            p.grad = torch.full_like(p, 0.25)
+
+
+Snapshot = tuple[torch.Tensor, list[torch.Tensor | None]]
+
+
+def snapshot(models: list[nn.Module]) -> Snapshot:
+    every = parameters_of(models)
+    return (
+        torch.cat([p.detach().flatten() for p in every]),
+        [None if p.grad is None else p.grad.detach().clone() for p in every],
+    )
+
+
+def alone(order: str, weighting: str, number: int, standing: bool) -> list[Snapshot]:
+    """One process: what it has after each epoch."""
+    models = models_of(number)
+    optimizer = torch.optim.SGD(parameters_of(models), lr=0.03, momentum=0.5)
+    clearing, found = Clearing(order, optimizer), []
+    for epoch, lengths in enumerate(EPOCHS):
+        stand(models, standing)
+        every = [batches_of(rank, epoch) for rank in range(3)]
+        for step in range(max(lengths)):
+            here = [each[step] for each in every if step < len(each)]
+            clearing.begin(step)
+            samples = sum(len(x) for x, _ in here)
+            weights = {
+                "samples": [len(x) / samples for x, _ in here],
+                "ranks": [1 / len(here)] * len(here),
+                "initial": [1 / 3] * len(here),
+            }[weighting]
+            loss = sum(w * loss_of(models, each) for w, each in zip(weights, here, strict=True))
+            clearing.between()
+            loss.backward()
+            optimizer.step()
+            clearing.end(step)
+        found.append(snapshot(models))
+    return found
+
+
+def train(
+    mode: str,
+    order: str,
+    weighting: str,
+    *,
+    number: int = 1,
+    standing: bool = False,
+    zero: bool = False,
+) -> list[Snapshot]:
+    models = models_of(number)
+    wrapped = [DistributedDataParallel(model) for model in models]
+    options: dict[str, Any] = {"lr": 0.03, "momentum": 0.5}
+    if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        sharded = ZeroRedundancyOptimizer(parameters_of(models), torch.optim.SGD, **options)
+    optimizer: Any = sharded if zero else torch.optim.SGD(parameters_of(models), **options)
+    clearing, found = Clearing(order, optimizer), []
+    for epoch in range(len(EPOCHS)):
+        stand(models, standing)
+        data = batches_of(dist.get_rank(), epoch)
+        arguments: dict[str, Any] = {"weighting": weighting}
+        if mode == PLANNED:
+            arguments["steps"] = [len(x) for x, _ in data]
+        if "hooks" in mode:
+            arguments["replay"] = False
+        if "windows" in mode:
+            arguments["lookahead"] = 2
+        with Join([*wrapped, optimizer], **arguments) as join:
+            loop: Any = data
+            if mode not in (CLASSIC, PLANNED):
+                loop = join.batches(iter(data) if "windows" in mode else data)
+            for index, batch in enumerate(loop):
+                clearing.begin(index)
+                loss = loss_of(wrapped, batch)
+                clearing.between()
+                loss.backward()
+                optimizer.step()
+                clearing.end(index)
+        found.append(snapshot(models))
+    return found
+
+
+def assert_same(found: list[list[Snapshot]], expected: list[Snapshot], what: str) -> None:
+    for rank, epochs in enumerate(found):
+        for epoch, ((mine, gradients), (theirs, wanted)) in enumerate(
+            zip(epochs, expected, strict=True)
+        ):
+            where = f"{what}: rank {rank}, epoch {epoch}"
+            assert [g is None for g in gradients] == [w is None for w in wanted], where
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-10, atol=1e-12, msg=lambda text, where=where: where + text
+            )
+            for g, w in zip(gradients, wanted, strict=True):
+                if g is not None:
+                    torch.testing.assert_close(
+                        g, w, rtol=1e-10, atol=1e-12, msg=lambda text, where=where: where + text
+                    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_statements_does_not_matter(three: Ranks, order: str) -> None:
+    def case() -> dict[str, Any]:
+        found = {mode: train(mode, order, "samples") for mode in MODES}
+        for weighting in ("ranks", "initial"):
+            found[f"{CLASSIC}, {weighting}"] = train(CLASSIC, order, weighting)
+        return found
+
+    results = three.run(case)
+    for what in results[0]:
+        weighting = what.partition(", ")[2] or "samples"
+        expected = alone(order, weighting, 1, False)
+        assert_same([each[what] for each in results], expected, what)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_so_it_is_with_two_models_a_sharded_optimizer_and_gradients_from_before(
+    three: Ranks, order: str
+) -> None:
+    def case() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for mode in (PLANNED, "replay", "hooks in windows"):
+            found[mode] = train(mode, order, "samples", number=2, standing=True)
+            found[f"{mode}, zero"] = train(
+                mode, order, "samples", number=2, standing=True, zero=True
+            )
+        found[CLASSIC] = train(CLASSIC, order, "initial", number=2, standing=True)
+        found[f"{CLASSIC}, zero"] = train(
+            CLASSIC, order, "initial", number=2, standing=True, zero=True
+        )
+        return found
+
+    results = three.run(case)
+    for what in results[0]:
+        expected = alone(order, "initial" if CLASSIC in what else "samples", 2, True)
+        assert_same([each[what] for each in results], expected, what)
