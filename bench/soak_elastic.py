@@ -40,7 +40,7 @@ HOSTS = 4
 LEASE = 2.0
 PORT = 29400
 # The job must be training again with all hosts this long after a fault was mended.
-RECOVERY_TIMEOUT = 60.0
+PATIENCE = 60.0
 MARK = "RALLY_SOAK_JOB"
 
 TRAIN = """
@@ -338,7 +338,7 @@ def preempt_all(hosts: list[Host], network: Network) -> None:
         preempt(host, network)
 
 
-def soak(faults: int, seed: int, progress: Progress) -> dict[str, Any]:
+def soak(faults: int, seed: int, patience: float, progress: Progress) -> dict[str, Any]:
     rng = random.Random(seed)
     random.seed(seed)
     folder = Path(tempfile.mkdtemp(prefix="rally-soak-"))
@@ -353,7 +353,7 @@ def soak(faults: int, seed: int, progress: Progress) -> dict[str, Any]:
         try:
             for host in hosts:
                 host.start()
-            if not _wait_until_whole(notes, -1, hosts):
+            if not _wait_until_whole(notes, -1, hosts, patience):
                 raise SystemExit(f"the job did not start: see {folder}")
             kinds = [*FAULTS, TWO, TWICE, ROLLING, HASTY]
             for number in range(faults):
@@ -365,7 +365,7 @@ def soak(faults: int, seed: int, progress: Progress) -> dict[str, Any]:
                     strike()
                     mended = time.monotonic()
                     harmless = committed if name in HARMLESS else None
-                    if not _wait_until_whole(notes, before, hosts, steps_beyond=harmless):
+                    if not _wait_until_whole(notes, before, hosts, patience, harmless):
                         hangs.append(f"fault {number}: {name} on {whom}")
                         break
                     times[name].append(time.monotonic() - mended)
@@ -409,10 +409,14 @@ def soak(faults: int, seed: int, progress: Progress) -> dict[str, Any]:
 
 
 def _wait_until_whole(
-    notes: Notes, after: int, hosts: list[Host], steps_beyond: int | None = None
+    notes: Notes,
+    after: int,
+    hosts: list[Host],
+    patience: float,
+    steps_beyond: int | None = None,
 ) -> bool:
     """Until a generation after ``after`` trains with all hosts (or the same goes on, where that may be)."""
-    deadline = time.monotonic() + RECOVERY_TIMEOUT
+    deadline = time.monotonic() + patience
     quiet_since = time.monotonic()
     while time.monotonic() < deadline:
         notes.read()
@@ -435,6 +439,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds; more if busy")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if not available():
@@ -444,12 +449,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
     progress = Progress(args.faults)
-    result = soak(args.faults, args.seed, progress)
+    result = soak(args.faults, args.seed, args.patience, progress)
     progress.close()
     document = {
         "machine": machine(),
         "seed": args.seed,
         "lease_seconds": LEASE,
+        "patience_seconds": args.patience,
         "seconds": round(time.monotonic() - started, 1),
         **result,
     }

@@ -44,7 +44,7 @@ def forks() -> Iterator[Callable[[dict[str, Any]], int]]:
 
     yield fork
     parent.stdin.close()
-    parent.wait(10)
+    parent.wait(60)
     parent.stdout.close()
 
 
@@ -124,11 +124,10 @@ class Nodes:
             f"no round of {[n.name for n in wanted]}:\n{json.dumps(seen, indent=1)}"
         )
 
-    def wait_for(self, node: Node, text: str, timeout: float = 20.0) -> None:
-        """Until a node has said that."""
+    def until(self, condition: Callable[[], object], timeout: float = 20.0) -> None:
         end = time.monotonic() + timeout
-        while not any(text in each["text"] for each in node.notes("says")):
-            assert time.monotonic() < end, node.notes()
+        while not condition():
+            assert time.monotonic() < end, {node.name: node.notes()[-6:] for node in self.all}
             time.sleep(0.01)
 
     def formed(self) -> float:
@@ -230,11 +229,46 @@ def test_who_is_left_of_several_killed_together_goes_on(
     print(f"next round after {nodes.formed() - killed:.2f} s")
 
 
+def test_the_next_host_is_killed_while_the_others_wait_for_it_to_serve(nodes: Nodes) -> None:
+    four(nodes)
+    host = nodes.host()
+    standby = next(nodes.by_rank(rank) for rank in range(4) if nodes.by_rank(rank) is not host)
+    left = [node for node in nodes.all if node not in (host, standby)]
+    standby.signal(signal.SIGSTOP)  # its turn comes, and it does not take it
+    killed = host.signal(signal.SIGKILL)
+    nodes.until(lambda: all(node.notes("store-lost", since=killed) for node in left))
+    standby.signal(signal.SIGKILL)
+    nodes.together(left, timeout=30)
+
+
+def test_one_node_is_killed_and_another_one_stands_still(nodes: Nodes) -> None:
+    """Two of three that may live go on, and the third comes back."""
+    four(nodes)
+    host = nodes.host()
+    sleeper = nodes.by_rank(3) if nodes.by_rank(3) is not host else nodes.by_rank(2)
+    sleeper.signal(signal.SIGSTOP)
+    host.signal(signal.SIGKILL)
+    nodes.together(timeout=30)
+    sleeper.signal(signal.SIGCONT)
+    sleeper.alive = True
+    nodes.together(timeout=30)
+
+
+def test_a_node_that_comes_back_is_lost_again_before_it_is_in(nodes: Nodes) -> None:
+    four(nodes)
+    lost = nodes.by_rank(3) if nodes.by_rank(3) is not nodes.host() else nodes.by_rank(2)
+    for _ in range(2):
+        lost.signal(signal.SIGKILL)
+        lost = nodes.start()
+        nodes.until(lambda back=lost: back.notes())
+    nodes.together(timeout=30)
+
+
 def test_who_waits_goes_on_where_all_members_were_killed(nodes: Nodes) -> None:
     members = [nodes.start(min=1, max=2) for _ in range(2)]
     nodes.together(timeout=30)
     spare = nodes.start(min=1, max=2)
-    nodes.wait_for(spare, "as a spare")
+    nodes.until(lambda: any("as a spare" in each["text"] for each in spare.notes("says")))
     generation = members[0].notes("round")[-1]["generation"]
     for node in members:
         killed = node.signal(signal.SIGKILL)
