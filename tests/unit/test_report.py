@@ -306,3 +306,14 @@ def test_who_failed_by_itself_is_not_said_to_have_died_of_the_root_cause():
     assert first[1].endswith("; 1 other worker died of it")
     both = render(report(raising(0), *alike, symptom, stopped), width=120).splitlines()[0]
     assert both.endswith("; 2 other workers failed too, 2 died of it")
+
+
+def test_an_indented_message_is_not_shown_a_second_time_below_the_stack():
+    message = "Expected a tensor\n             but got an array instead."
+    stack = (
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 3, in step\n    check(x)\n'
+        f"    ~~~~~^^^\nTypeError: {message}\n"
+    )
+    text = render(report(raising(1, "TypeError", message, stack)), width=100)
+    assert text.count("Expected a tensor") == text.count("but got an array") == 1
+    assert "  │     ~~~~~^^^" in text

@@ -163,7 +163,14 @@ def _frames(traceback: str) -> list[str]:
     if lines and lines[0] == _BEGINNING:
         lines = lines[1:]
     inside = [index for index, line in enumerate(lines) if line.startswith(" ")]
-    found = lines[: inside[-1] + 1] if inside else []
+    end = inside[-1] + 1 if inside else 0
+    # A message of several lines may be indented, too. (In a group's tree frames stand behind bars.)
+    frames = [index for index in inside if lines[index].startswith('  File "')]
+    if frames and not any(lines[index].startswith("  |") for index in inside):
+        end = frames[-1] + 1
+        while end < len(lines) and lines[end].startswith(("    ", "  [Previous line")):
+            end += 1
+    found = lines[:end]
     if len(found) > MAX_TRACEBACK_LINES:
         found = [each for each in found if each.strip(" ^~") and each != _BEGINNING]
     return found
