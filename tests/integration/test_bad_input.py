@@ -147,6 +147,7 @@ MISTAKES = [
     _mistake("--nproc_per_node=2.5 train.py", "--nproc-per-node '2.5'", "a number"),
     _mistake("--nproc-per-node= train.py", "--nproc-per-node ''", "a number"),
     _mistake("--nproc-per-node ² train.py", "--nproc-per-node '²'", "a number"),
+    _mistake("--nproc-per-node 100000000 train.py", "no more than", "start fewer workers"),
     _mistake("--nnodes two train.py", "--nnodes 'two'", "number of nodes"),
     _mistake("--nnodes ² train.py", "--nnodes '²'", "number of nodes"),
     _mistake("--nnodes 1:2:3 train.py", "--nnodes '1:2:3'", "number of nodes"),

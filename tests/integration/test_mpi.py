@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 # Trains with whom it finds, and ends when the test says so.
 PROBE = """
@@ -52,7 +52,7 @@ def test_two_jobs_on_one_machine_never_meet(tmp_path: Path, launcher: str) -> No
         for name in ("first", "second")
     ]
     try:
-        said = [job.communicate(timeout=150)[1].decode() for job in jobs]
+        said = [job.communicate(timeout=500)[1].decode() for job in jobs]
     finally:
         for job in jobs:
             job.kill()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, LaunchError
 
 
 # What ConfigError says of a port that somebody else has.
@@ -66,6 +67,8 @@ def _resolve(host: str, port: int, flag: str = "--master-addr") -> tuple[int, tu
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError:
+        # Without a descriptor no name is found, and nothing tells that apart from an unknown one: but this does.
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         raise ConfigError(
             flag, host, "no such host", "check the name, or give an IP address"
         ) from None
@@ -88,6 +91,25 @@ def exists(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_loopback(host: str) -> None:
+    """Ask whether this machine reaches itself there. Sends nothing.
+
+    Raises:
+        LaunchError: the loopback interface is down (a network namespace in which nobody has brought it up).
+    """
+    family, address = _resolve(host, 9)
+    with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        try:
+            sock.connect(address)
+        except OSError as error:
+            if error.errno not in {errno.ENETUNREACH, errno.EADDRNOTAVAIL}:
+                raise
+            raise LaunchError(
+                f"this machine cannot reach itself at {host} ({error.strerror}), and workers meet there:"
+                " bring its loopback interface up (ip link set lo up)"
+            ) from None
 
 
 def is_loopback(host: str) -> bool:

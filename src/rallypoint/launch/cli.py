@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 
 import rallypoint
-from rallypoint._core import env as environment
+from rallypoint._core import env as environment, limits
 from rallypoint.errors import ConfigError, RallyError
 
 from . import flags
@@ -39,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except RallyError as error:
         _say(str(error))
+        return 1
+    except (OSError, RuntimeError) as error:
+        reached = limits.explain(error)
+        if reached is None:
+            raise
+        _say(reached)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -81,6 +87,8 @@ def run(words: Sequence[str]) -> int:
     if given.help:
         _print(flags.help_text())
         return 0
+    if (problem := limits.working_directory()) is not None:
+        raise ConfigError("working directory", None, problem, "cd to another one")
     env = environment.snapshot()
     from .settings import config_from
 

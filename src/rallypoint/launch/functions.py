@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rallypoint._core import env as environment
-from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
+from rallypoint._core import env as environment, limits
+from rallypoint.errors import ConfigError, LaunchError, RallyError, WorkersFailed
 
 from . import multiprocess_config
 from .config import LaunchConfig, LogConfig, RendezvousConfig, StartMethod, Target, TargetKind
@@ -128,6 +128,10 @@ def launch_subprocesses(
 def _check_calls(func: object, setup: object) -> None:
     if not callable(func):
         raise ConfigError("func", func, "expected something that can be called")
+    if (problem := limits.working_directory()) is not None:
+        raise LaunchError(
+            f"the working directory of this process: {problem}; os.chdir to another one"
+        )
     if setup is not None and not callable(setup):
         raise ConfigError("setup", setup, "expected a function without arguments, or None")
 
@@ -296,8 +300,9 @@ def _supervise(
         payload.run_in_fork(fds, call, facts)
 
     fork = method is StartMethod.FORK
-    payload_fd = None if fork else payload.pack(call, facts)
+    payload_fd = None
     try:
+        payload_fd = None if fork else payload.pack(call, facts)
         token = uuid.uuid4().hex
         supervisor = Supervisor(
             _launch_config(call, cfg, rank_offset, method, token),
@@ -314,6 +319,11 @@ def _supervise(
             raise
         name = _FIELDS[error.field]
         raise ConfigError(name, error.value, error.problem, error.hint) from None
+    except OSError as error:
+        reached = limits.explain(error)
+        if reached is None or isinstance(error, RallyError):
+            raise
+        raise LaunchError(reached) from None
     finally:
         if payload_fd is not None:
             os.close(payload_fd)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from rallypoint._core import process
+from rallypoint._core import limits, process
 from rallypoint.errors import ConfigError
 from rallypoint.rendezvous.endpoint import (
     BACKEND_ALIASES,
@@ -229,7 +229,8 @@ class _Settings:
         python = self._env.get("PYTHON_EXEC")
         if python and not _same_file(python, sys.executable):
             if shutil.which(python, path=self._env.get("PATH")) is None:
-                raise ConfigError("PYTHON_EXEC", python, "no such interpreter")
+                problem = "may not be executed" if os.path.exists(python) else "no such interpreter"
+                raise ConfigError("PYTHON_EXEC", python, problem)
             return StartMethod.EXEC, python
         if target.kind is TargetKind.PROGRAM:
             method = StartMethod.EXEC
@@ -276,6 +277,8 @@ class _Settings:
             ) from None
         if number < 1:
             raise ConfigError(shown, word, "expected at least 1 worker")
+        if (problem := limits.why_not(number)) is not None:
+            raise ConfigError(shown, word, problem, "start fewer workers")
         return number, None
 
     def _num_nodes(self) -> tuple[int, int]:

@@ -6,17 +6,18 @@ lines, the other nodes. It sleeps until one of them has something, or until the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from rallypoint._core import addresses, clock, env as environment, process
-from rallypoint.errors import ConfigError, LaunchError
+from rallypoint._core import addresses, clock, env as environment, limits, process
+from rallypoint.errors import ConfigError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL
 
 from . import policy, signals
@@ -113,7 +114,7 @@ class Supervisor:
         self._payload_fd = payload_fd
         self._call = call
         self._env = environment.snapshot()
-        self._relay = Relay()
+        self._relay: Relay
         self._workers = Generation(0, 0)
         self._spawned: dict[str, int] = {}  # pids of what the fork server has not reaped
         self._state = policy.State(
@@ -143,6 +144,8 @@ class Supervisor:
         self._held_ends: list[policy.WorkerEnded] = []
         self._finished: Outcome | None = None
         self._server: ServerProcess
+        self._open_files: int | None = None  # that a worker may have
+        self._reserve: list[int] = []  # descriptors that cleaning up can count on
         self._poller = select.poll()
 
     # -- life ---------------------------------------------------------------------------------
@@ -156,18 +159,36 @@ class Supervisor:
             RendezvousError: the nodes did not come together.
         """
         config = self._config
-        with process.adopting_orphans(), self._listening() as received:
-            self._server = self._start_server()
-            try:
-                self._folder = RunFolder(config.logs, config.rendezvous.run_id)
-                if self._folder.is_news:
-                    self._say(f"output that goes to files is in {self._folder.path}")
-                outcome = self._loop(received)
-            finally:
-                self._close(received)
-        return outcome
+        try:
+            with process.adopting_orphans(), self._listening() as received:
+                try:
+                    self._relay = Relay()
+                    for _ in range(4):
+                        self._reserve.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+                    self._server = self._start_server()
+                    self._folder = RunFolder(config.logs, config.rendezvous.run_id)
+                    if self._folder.is_news:
+                        self._say(f"output that goes to files is in {self._folder.path}")
+                    return self._loop(received)
+                finally:
+                    self._close(received)
+        except (OSError, RuntimeError) as error:
+            reached = limits.explain(error)
+            if reached is None or isinstance(error, RallyError):
+                raise
+            raise LaunchError(reached) from None
 
-    def _listening(self) -> SignalEvents:
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[SignalEvents]:
+        with contextlib.ExitStack() as stack:
+            try:
+                received = stack.enter_context(self._signal_events())
+            except OSError:  # there is no descriptor for it
+                self._coordination.close("")
+                raise
+            yield received
+
+    def _signal_events(self) -> SignalEvents:
         config = self._config
         numbers = {*config.signals, *config.passed_signals}
         if os.isatty(self._console.stderr_fd):
@@ -192,6 +213,8 @@ class Supervisor:
             assert self._call is not None
             with environment.overlay({"RALLY_JOB": self._token}):
                 return ServerProcess.fork(job, self._call, self._token)
+        if config.target.kind is not TargetKind.FUNCTION:
+            self._open_files = limits.allow_open_files()
         threads = config.local_world_size or config.workers_per_node or 2
         defaults = worker_env.common_defaults(self._env, threads)
         preload = (*TORCH, *config.preload)
@@ -203,6 +226,7 @@ class Supervisor:
             self._token,
             # A function launch runs in somebody's program, which may have children of its own.
             alone=config.target.kind is not TargetKind.FUNCTION,
+            open_files=self._open_files,
         )
 
     def _loop(self, received: SignalEvents) -> Outcome:
@@ -267,9 +291,12 @@ class Supervisor:
         return self._gather_until is None or clock.MONOTONIC.now() >= self._gather_until
 
     def _close(self, received: SignalEvents) -> None:
-        # A server that still imports has nothing to end, a deaf one does nothing: neither is waited for.
-        answers = self._server_ready and not self._server_is_deaf
-        self._tell_what_is_left(self._server.end(SERVER_PATIENCE if answers else 0.0))
+        for fd in self._reserve:
+            os.close(fd)
+        if hasattr(self, "_server"):
+            # A server that still imports has nothing to end, a deaf one does nothing: neither is waited for.
+            answers = self._server_ready and not self._server_is_deaf
+            self._tell_what_is_left(self._server.end(SERVER_PATIENCE if answers else 0.0))
         done = self._state.phase is Phase.ENDED and self._state.aim is Aim.SUCCEED
         self._coordination.close(self._why_it_ends(), if_last=ENDED_WELL if done else "")
         if self._store_socket is not None:
@@ -279,7 +306,8 @@ class Supervisor:
         self._let_go()
         # Who has told us to stop will not wait for a console that takes no output.
         patient = self._finished is not None and self._finished.aim is not Aim.SIGNALLED
-        self._relay.close(DRAIN_PATIENCE, received.fileno() if patient else None)
+        if hasattr(self, "_relay"):
+            self._relay.close(DRAIN_PATIENCE, received.fileno() if patient else None)
         folder: RunFolder | None = getattr(self, "_folder", None)
         if folder is not None:
             if self._finished is None and self._failures:
@@ -316,10 +344,8 @@ class Supervisor:
             self._relay.resize()
         elif number not in self._signals_taken:
             self._signals_taken.add(number)
-            name = policy.signal_name(number)
-            self._say(
-                f"{name} received, and not passed on to the workers (--signals-to-pass {name} does)"
-            )
+            # If all processes of the job have got it, so have the workers. The fork server knows, in a moment.
+            self._in(SAME_SIGNAL, lambda: self._ask({"do": "tell", "signal": number}))
 
     def _say_who_is_waited_for(self) -> None:
         state = self._state
@@ -333,7 +359,7 @@ class Supervisor:
             again = "Ctrl-C again" if state.signal == signal.SIGINT else "a second signal"
         self._say(
             f"waiting for {in_words(ranks)} ({policy.signal_name(number)}), up to {seconds:.0f} s;"
-            f" {again} kills them"
+            f" {again} kills {'them' if len(ranks) > 1 else 'it'}"
         )
 
     def _decide_held_ends(self) -> None:
@@ -367,6 +393,17 @@ class Supervisor:
             case "heard":
                 self._server.confirmed(message["ask"])
                 self._server_is_deaf = False
+            case "told" if not message["came"]:
+                name = policy.signal_name(message["signal"])
+                self._say(
+                    f"{name} received, and not passed on to the workers (--signals-to-pass {name} does)"
+                )
+            case "told":
+                pass
+            case "failed":
+                raise LaunchError(
+                    f"cannot start {message['name'] or 'a process'}: {message['why']}"
+                )
             case "swept":
                 self._end_generation(message["left"])
                 self._decide(policy.Swept())
@@ -622,6 +659,8 @@ class Supervisor:
         # have addresses yet.
         addr = config.master_addr or ("localhost" if alone else config.local_addr or "")
         host = addr if alone and addresses.is_loopback(addr) else None
+        if host is not None:
+            addresses.check_loopback(host)
         if alone and config.master_addr is not None:
             addresses.check_host(addr)
         # On several nodes the port that all know is the supervisors' own; workers meet at a free one.
@@ -669,7 +708,7 @@ class Supervisor:
         settings = [self._settings_of(ranks, facts, factory) for ranks in ranks_of_workers]
         self._workers = Generation(ready.generation, ready.node_rank)
         for ranks, each in zip(ranks_of_workers, settings, strict=True):
-            self._workers.add(self._start_worker(ranks, facts, factory, each))
+            self._start_worker(ranks, facts, factory, each)
 
     def _start_nothing(self) -> None:
         """Told to stop while the fork server still imports: the workers end before they began."""
@@ -701,25 +740,29 @@ class Supervisor:
         facts: worker_env.RoundFacts,
         factory: StreamFactory,
         settings: dict[str, Any],
-    ) -> Worker:
+    ) -> None:
         prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
         streams = factory.open(ranks.local_rank, prefix)
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError:
+            streams.given()
+            raise
         ours.setblocking(False)
         # The name holds the generation: a report about an earlier one's must not be taken for its.
         name = f"worker {facts.generation}.{ranks.local_rank}"
         worker = Worker(ranks, name, ours, streams)
-        fds = [streams.stdout, streams.stderr, theirs.fileno()]
-        if self._config.target.kind is TargetKind.FUNCTION:
-            worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
-            payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
-            fds += [payload, worker.result_fd]
-        message = {"do": "spawn", "name": worker.name, **settings}
-        self._server.channel.send(message, fds)
-        theirs.close()
-        streams.given()
+        self._workers.add(worker)  # from here on what it has open is closed with the generation
         self._poller.register(ours, select.POLLIN)
-        return worker
+        with theirs:
+            fds = [streams.stdout, streams.stderr, theirs.fileno()]
+            if self._config.target.kind is TargetKind.FUNCTION:
+                worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
+                payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
+                fds += [payload, worker.result_fd]
+            message = {"do": "spawn", "name": worker.name, **settings}
+            self._server.channel.send(message, fds)
+        streams.given()
 
     def _cpus_of(self, ranks: WorkerRanks) -> list[int] | None:
         if self._config.numa_binding is None:

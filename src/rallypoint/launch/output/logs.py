@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from rallypoint._core import clock
+from rallypoint._core import clock, limits
 from rallypoint._core.whole_writes import write_whole
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch.config import LogConfig, Streams
@@ -151,6 +151,8 @@ def _needing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if limits.explain(error) is not None:
+            raise
         raise LaunchError(
             f"cannot write logs at {path}: {error.strerror}"
             " (make room there, or name another folder with --log-dir)"
@@ -271,10 +273,19 @@ class Relay:
         with self._lock:
             self._new.append(source)
         if self._thread is None:
-            self._over_read, self._over_write = os.pipe2(os.O_CLOEXEC)
-            self._thread = threading.Thread(target=self._run, name="rally-relay", daemon=True)
-            self._thread.start()
+            self._start()
         os.write(self._wake_write, b"x")
+
+    def _start(self) -> None:
+        self._over_read, self._over_write = os.pipe2(os.O_CLOEXEC)
+        thread = threading.Thread(target=self._run, name="rally-relay", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there may be no further thread
+            os.close(self._over_read)
+            os.close(self._over_write)
+            raise
+        self._thread = thread
 
     def resize(self) -> None:
         """The real terminal has another size: workers' pseudo-terminals follow."""
@@ -301,6 +312,8 @@ class Relay:
                 return  # a blocked console; the daemon thread goes with the process
             self._thread.join()
             os.close(self._over_read)
+        for source in self._new:  # which no thread has come to take over
+            _finish(source)
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -479,8 +492,12 @@ class StreamFactory:
             if folder is not None:
                 folder.mkdir()
             place = (local_rank, prefix, folder, streams)
-            streams.stdout = self._open_one("stdout", Streams.OUT, *place)
-            streams.stderr = self._open_one("stderr", Streams.ERR, *place)
+            try:
+                streams.stdout = self._open_one("stdout", Streams.OUT, *place)
+                streams.stderr = self._open_one("stderr", Streams.ERR, *place)
+            except BaseException:
+                streams.given()
+                raise
         return streams
 
     def _open_one(
@@ -516,7 +533,12 @@ class StreamFactory:
         terminal = not out and not teed and writer is None and os.isatty(direct)
         read, write = _pseudo_terminal(direct) if terminal else os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read, False)
-        file_fd = None if path is None else _create(path)
+        streams.to_close.append(write)
+        try:
+            file_fd = None if path is None else _create(path)
+        except OSError:
+            os.close(read)
+            raise
         source = Source(
             fd=read,
             file=None if file_fd is None else _fd_writer(file_fd),
@@ -533,7 +555,6 @@ class StreamFactory:
         streams.sources.append(source)
         if not out:
             streams.stderr_source = source
-        streams.to_close.append(write)
         self._relay.add(source)
         return write
 

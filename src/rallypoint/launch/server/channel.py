@@ -10,6 +10,7 @@ as arguments) travels in a memory file.
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
 import socket
@@ -54,10 +55,17 @@ class Channel:
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message and send what the socket takes. ``fds`` are duplicated: the caller keeps its own."""
         data = json.dumps(message, separators=(",", ":")).encode()
-        own = [os.dup(fd) for fd in fds]
-        if len(data) > MAX_MESSAGE:
-            own.append(_in_file(data))
-            data = _IN_FILE
+        own: list[int] = []
+        try:
+            for fd in fds:
+                own.append(os.dup(fd))  # noqa: PERF401  those made so far are closed if one cannot be
+            if len(data) > MAX_MESSAGE:
+                own.append(_in_file(data))
+                data = _IN_FILE
+        except OSError:
+            for fd in own:
+                os.close(fd)
+            raise
         self._outgoing.append((data, own))
         self.flush()
 
@@ -77,13 +85,17 @@ class Channel:
             for fd in fds:
                 os.close(fd)
 
-    def receive(self) -> list[tuple[Message, list[int]]]:
-        """Every message that is there now. Sets ``closed_by_peer`` at the end of the line."""
+    def receive(self, most: int | None = None) -> list[tuple[Message, list[int]]]:
+        """The messages that are there now, or the first ``most``. Sets ``closed_by_peer`` at the end of the line.
+
+        Raises:
+            OSError: EMFILE: there is no room for the descriptors of a message.
+        """
         messages: list[tuple[Message, list[int]]] = []
-        while not self.closed_by_peer:
+        while not self.closed_by_peer and (most is None or len(messages) < most):
             fds = array.array("i")
             try:
-                data, ancillary, _flags, _addr = self._sock.recvmsg(
+                data, ancillary, flags, _addr = self._sock.recvmsg(
                     MAX_MESSAGE, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
@@ -94,6 +106,10 @@ class Channel:
             for level, kind, payload in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+            if flags & socket.MSG_CTRUNC:
+                for fd in (*fds, *(each for _, others in messages for each in others)):
+                    os.close(fd)
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if not data:
                 self.closed_by_peer = True
                 break

@@ -21,9 +21,9 @@ Rules:
    nothing here, but shows that the workers have got it too. So they are not sent it again when the supervisor asks
    for that: a handler that raises, to write a last checkpoint, would be interrupted while it is written.
 
-Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``sweep`` · ``ping``. Reports (``is``): ``ready`` ·
-``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``heard`` (a request that has a number, ``ask``). Fields are
-documented at their handlers.
+Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``sweep`` · ``tell`` (whether a signal came here) ·
+``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` · ``failed`` (a limit
+was reached) · ``heard`` (a request that has a number, ``ask``). Fields are documented at their handlers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from rallypoint._core import clock, env as environment, process
+from rallypoint._core import clock, env as environment, limits, process
 from rallypoint.launch import signals
 from rallypoint.launch.config import StartMethod
 from rallypoint.launch.worker import bootstrap, ending
@@ -56,6 +56,8 @@ from .channel import Channel, Message
 # How long the end of everything may take before we give up on processes that cannot die
 # (uninterruptible sleep in a driver or a dead network file system).
 KILL_PATIENCE = 5.0
+# Requests taken at a time: descriptors come with them.
+FEW = 8
 # A signal that we get is one that the workers have got, if it is to be passed on within this time.
 SAME_SIGNAL = 1.0
 
@@ -79,6 +81,7 @@ class ForkServer:
         start_method: fork workers of this process, or have forks execute interpreters.
         call: with ``fork`` (function launches), what a worker calls: this process was forked from
             the caller's program, so the function is here already.
+        open_files: how many files a worker may have open, if that is less than this process may.
     """
 
     def __init__(
@@ -87,11 +90,13 @@ class ForkServer:
         job: Job,
         start_method: StartMethod,
         call: Callable[[WorkerFds], None] | None = None,
+        open_files: int | None = None,
     ) -> None:
         self._channel = channel
         self._job = job
         self._start_method = start_method
         self._call = call
+        self._open_files = open_files
         self._names: dict[int, str] = {}  # pid -> name the supervisor gave; workers and stores
         self._pids: dict[str, int] = {}
         self._stores: set[int] = set()
@@ -163,11 +168,15 @@ class ForkServer:
             ready = {fd for fd, _ in poller.poll(self._milliseconds_to_wait())}
             self._drain_wakeups()
             self._channel.flush()
-            requests = self._channel.receive()
+            requests = self._channel.receive(FEW)
             self._unserved = {fd for _, fds in requests for fd in fds}
             for message, fds in requests:
                 try:
                     self._handle(message, fds)
+                except OSError as error:
+                    if (why := limits.explain(error)) is None:
+                        raise
+                    self._report({"is": "failed", "name": message.get("name", ""), "why": why})
                 finally:
                     for fd in fds:
                         os.close(fd)
@@ -209,6 +218,9 @@ class ForkServer:
                 self._signal(message)
             case "sweep":
                 self._begin_sweep(message["grace"])
+            case "tell":
+                came = self._has_come(message["signal"])
+                self._report({"is": "told", "signal": message["signal"], "came": came})
             case "ping":
                 pass
             case other:
@@ -281,12 +293,16 @@ class ForkServer:
         self._held.append(_Held(until, message["signal"], pids, message["group"]))
         self._pass_on_held()
 
+    def _has_come(self, number: int) -> bool:
+        """Whether we got this signal ourselves a moment ago."""
+        return clock.MONOTONIC.now() - self._came_at.get(number, float("-inf")) < SAME_SIGNAL
+
     def _pass_on_held(self, *, all_of_it: bool = False) -> None:
         now = clock.MONOTONIC.now()
         waiting = []
         for held in self._held:
+            came = self._has_come(held.number)
             came_at = self._came_at.get(held.number, float("-inf"))
-            came = now - came_at < SAME_SIGNAL
             if now < held.until and not came and not all_of_it:
                 waiting.append(held)
                 continue
@@ -323,6 +339,8 @@ class ForkServer:
                 self._channel.close()
                 os.setsid()
                 process.die_with_parent(server)
+                if self._open_files is not None:
+                    limits.limit_open_files(self._open_files)
                 if deaf:
                     signals.ignore()
                 become()
@@ -444,4 +462,5 @@ def main(fd: int) -> None:
     # As a worker's title begins, and without our name: `pkill -f` with either finds workers too, or not us.
     process.set_title(f"{Path(sys.executable).name}: fork server of {job.title}")
     start_method = StartMethod(hello["start_method"])
-    ForkServer(channel, job, start_method).run(tuple(hello["preload"]))
+    server = ForkServer(channel, job, start_method, open_files=hello["open_files"])
+    server.run(tuple(hello["preload"]))

@@ -7,10 +7,12 @@ import os
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rallypoint._core import clock, process
+from rallypoint.errors import LaunchError
 from rallypoint.launch import signals
 from rallypoint.launch.config import StartMethod
 from rallypoint.launch.worker import bootstrap
@@ -74,11 +76,13 @@ class ServerProcess:
         token: str,
         *,
         alone: bool,
+        open_files: int | None = None,
     ) -> ServerProcess:
         """Start a server in an interpreter of its own; it goes on importing when this returns.
 
         Args:
             alone: this process does nothing but run the job, so orphans it gets are the job's.
+            open_files: how many files a worker may have open, if that is less than we have now.
         """
         # `helper & exec rally run …` in a shell: a child that was there before us.
         strangers = frozenset(process.children(os.getpid())) if alone else None
@@ -94,6 +98,11 @@ class ServerProcess:
                 pass_fds=[fd],
                 start_new_session=True,  # the terminal's Ctrl-C is for the supervisor, which passes it on
             )
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, PermissionError | FileNotFoundError):
+                raise LaunchError(f"cannot execute {sys.executable}: {error.strerror}") from None
+            raise
         finally:
             signals.restore(mask)
             theirs.close()
@@ -101,8 +110,19 @@ class ServerProcess:
         channel = Channel(ours)
         hello: dict[str, Any] = {"supervisor": os.getpid(), "job": job.to_json()}
         hello |= {"start_method": start_method.value, "preload": list(preload)}
+        hello["open_files"] = open_files
         channel.send(hello)
-        return cls(child.pid, channel, f"{JOB_MARKER}={token}", strangers)
+        return cls._of(child.pid, channel, token, strangers=strangers)
+
+    @classmethod
+    def _of(cls, pid: int, channel: Channel, token: str, **more: Any) -> ServerProcess:
+        try:
+            return cls(pid, channel, f"{JOB_MARKER}={token}", **more)
+        except OSError:  # no descriptor is left for its pidfd
+            channel.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
 
     @classmethod
     def fork(cls, job: Job, call: Callable[[WorkerFds], None], token: str) -> ServerProcess:
@@ -112,7 +132,13 @@ class ServerProcess:
         ours, theirs = socket_pair()
         parent = os.getpid()
         mask = signals.block()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except BaseException:
+            signals.restore(mask)
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             try:
                 ours.close()
@@ -124,7 +150,7 @@ class ServerProcess:
                 os._exit(1)
         signals.restore(mask)
         theirs.close()
-        return cls(pid, Channel(ours), f"{JOB_MARKER}={token}", forked=True)
+        return cls._of(pid, Channel(ours), token, forked=True)
 
     def end(self, patience: float = 8.0) -> list[int]:
         """Hang up: the server kills all that is left and ends; if it does not, we do both.

@@ -1,0 +1,133 @@
+"""What the system allows a process, and in words which limit has been reached."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+
+# What a supervisor has open for each worker, at the least: its line and its streams.
+FILES_PER_WORKER = 3
+# A Python process with torch, forked of one that has it, has at least so much memory for itself.
+MEMORY_PER_WORKER = 8 << 20
+
+
+def explain(error: BaseException) -> str | None:
+    """One sentence about the limit that an error comes from, with its value and the next step; None if from none."""
+    if isinstance(error, RuntimeError):
+        return _too_many_processes() if "can't start new thread" in str(error) else None
+    if not isinstance(error, OSError):
+        return None
+    match error.errno:
+        case errno.EMFILE:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            more = f"ulimit -n {hard}" if hard > soft else "its hard limit has to be raised"
+            return f"no more than {soft} files may be open in a process (RLIMIT_NOFILE): {more}"
+        case errno.ENFILE:
+            return "the system has no room for more open files (fs.file-max): raise it with sysctl"
+        case errno.EAGAIN if not error.filename:
+            return _too_many_processes()
+        case _:
+            return None
+
+
+def working_directory() -> str | None:
+    """What is wrong with the working directory; None if nothing is."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError)
+        return "it has been deleted" if gone else f"cannot be used: {error.strerror}"
+    return None
+
+
+def most_processes() -> tuple[int, str]:
+    """How many processes there may be, by the tightest of the limits, and what sets it."""
+    found = [(_number("/proc/sys/kernel/pid_max"), "kernel.pid_max")]
+    found.append((_number("/proc/sys/kernel/threads-max"), "kernel.threads-max"))
+    found += [(limit, str(path)) for limit, _, path in _pid_cgroups()]
+    if os.geteuid() != 0:  # root is exempt
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        found.append((None if soft == resource.RLIM_INFINITY else soft, "RLIMIT_NPROC, ulimit -u"))
+    return min((limit, name) for limit, name in found if limit is not None)
+
+
+def why_not(workers: int) -> str | None:
+    """Why so many workers cannot be on this machine, whatever they do; None if they can."""
+    most, name = most_processes()
+    if workers >= most:
+        return f"no more than {most} processes may run here ({name})"
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = workers * FILES_PER_WORKER
+    if hard != resource.RLIM_INFINITY and files > hard:
+        return f"workers need {files} open files, and no more than {hard} are allowed (RLIMIT_NOFILE, ulimit -Hn)"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if workers * MEMORY_PER_WORKER > memory:
+        need = workers * MEMORY_PER_WORKER >> 30
+        return f"workers need at least {need} GiB of memory, and this machine has {memory >> 30}"
+    return None
+
+
+def allow_open_files() -> int | None:
+    """Let this process have as many open files as it may; how many it could have before, if that was less."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft
+
+
+def limit_open_files(soft: int) -> None:
+    """Undo :func:`allow_open_files`."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _too_many_processes() -> str:
+    for limit, current, path in _pid_cgroups():
+        if current >= limit - 1:
+            return (
+                f"no more than {limit} processes and threads may run in this cgroup ({path}):"
+                " raise that (systemd TasksMax=, docker --pids-limit), or start fewer workers"
+            )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.geteuid() != 0 and soft != resource.RLIM_INFINITY:
+        return (
+            f"user {os.geteuid()} may run no more than {soft} processes and threads"
+            " (RLIMIT_NPROC): raise it with ulimit -u, or start fewer workers"
+        )
+    most, name = most_processes()
+    return f"no further process can be started (at most {most}: {name}): start fewer workers"
+
+
+def _pid_cgroups() -> list[tuple[int, int, Path]]:
+    """Limit, processes now, and file, of our cgroup and of those above it."""
+    found = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        base = Path("/sys/fs/cgroup")
+        if controllers == "pids":
+            base /= "pids"
+        elif controllers:
+            continue
+        folder = base / name.lstrip("/")
+        for each in (folder, *folder.parents):
+            limit, current = _number(each / "pids.max"), _number(each / "pids.current")
+            if limit is not None and current is not None:
+                found.append((limit, current, each / "pids.max"))
+            if each == base:
+                break
+    return found
+
+
+def _number(path: str | Path) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # it is not there, or "max"
+        return None

@@ -1,0 +1,155 @@
+"""What the system does not allow is answered in a sentence: the limit, its value, the next step; and nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+PIDS = Path("/sys/fs/cgroup/pids")
+# Launches under every limit from hardly any descriptor to enough, and looks what is left after each.
+SWEEP = """
+import os, resource, sys, torch.distributed
+from rallypoint.errors import LaunchError, WorkersFailed
+from rallypoint.launch import MultiprocessConfig, launch_subprocesses
+
+def open_files():
+    return sorted(os.listdir("/proc/self/fd"), key=int)
+
+def work():
+    return os.environ["RANK"]
+
+def launch():
+    return launch_subprocesses(work, MultiprocessConfig(world_size=2, launch_method="fork"))
+
+assert launch() == ["0", "1"]
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+before = open_files()
+outcomes = []
+for more in range(1, 48, 3):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + more, hard))
+    try:
+        outcomes.append(" ".join(launch()))
+    except LaunchError as error:
+        outcomes.append(type(error).__name__)
+        if not isinstance(error, WorkersFailed):
+            assert "(RLIMIT_NOFILE): ulimit -n" in str(error), error
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    assert open_files() == before, (more, [os.readlink(f"/proc/self/fd/{fd}") for fd in open_files()[3:-1]])
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        assert not file.read(), more
+print(sorted(set(outcomes)), outcomes[-1])
+"""
+
+
+def rally(tmp_path: Path, *words: str, **more) -> str:
+    """What `rally run WORDS` says when it fails: one line, and no traceback."""
+    (tmp_path / "t.py").write_text("print('here')")
+    done = subprocess.run(
+        [sys.executable, "-m", "rallypoint", "run", "--start-method", "exec", *words, str(tmp_path / "t.py")],
+        **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120, "check": False, **more},
+    )  # fmt: skip
+    assert done.returncode in {1, 2}, done
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("rally: "), done.stderr
+    return str(done.stderr)
+
+
+def test_open_files_of_a_function_launch(tmp_path):
+    (tmp_path / "sweep.py").write_text(SWEEP)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "sweep.py")], capture_output=True, text=True, timeout=200, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "LaunchError" in done.stdout
+    assert done.stdout.endswith("0 1\n"), done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("most", [12, 20])
+def test_open_files_of_a_command(tmp_path, most):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+    said = rally(tmp_path, "--nproc-per-node", "4", preexec_fn=limit)
+    assert f"no more than {most} files may be open in a process (RLIMIT_NOFILE)" in said
+
+
+def test_workers_have_the_limit_that_was_set_and_there_may_be_more_of_them(tmp_path):
+    script = tmp_path / "t.py"
+    script.write_text("import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
+
+    def limit() -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, hard))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "rallypoint", "run", "--start-method", "exec", "--nproc-per-node", "8", str(script)],
+        preexec_fn=limit, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["24"] * 8
+
+
+@pytest.fixture
+def pids_cgroup() -> Iterator[Callable[[int], Callable[[], None]]]:
+    if not (PIDS / "cgroup.procs").exists() or os.geteuid() != 0:
+        pytest.skip("needs root and the pids controller of cgroup v1")
+    folder = PIDS / f"rally-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+
+    def most(number: int) -> Callable[[], None]:
+        (folder / "pids.max").write_text(str(number))
+        return lambda: (folder / "cgroup.procs").write_text(str(os.getpid())) and None
+
+    yield most
+    folder.rmdir()
+
+
+@pytest.mark.parametrize(("most", "what"), [(3, "cannot start store 0"), (4, "worker 0.0")])
+def test_processes_of_a_cgroup(tmp_path, pids_cgroup, most, what):
+    said = rally(tmp_path, "--nproc-per-node", "2", preexec_fn=pids_cgroup(most))
+    assert what in said
+    assert f"no more than {most} processes and threads may run in this cgroup (/sys/fs/" in said
+    assert "pids.max): raise that (systemd TasksMax=" in said
+
+
+def test_a_working_directory_that_has_been_deleted(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+
+    def leave() -> None:
+        os.chdir(gone)
+        os.rmdir(gone)
+
+    said = rally(tmp_path, preexec_fn=leave, cwd=None)
+    assert said == "rally: working directory: it has been deleted (cd to another one)\n"
+
+
+@pytest.mark.netns
+def test_a_loopback_interface_that_is_down(tmp_path):
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and util-linux for a network namespace")
+    (tmp_path / "t.py").write_text("")
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-m", "rallypoint", "run", str(tmp_path / "t.py")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "this machine cannot reach itself at localhost" in done.stderr
+    assert "ip link set lo up" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_interpreter_that_may_not_be_executed(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("")
+    said = rally(tmp_path, env={**os.environ, "PYTHON_EXEC": str(python)})
+    assert f"PYTHON_EXEC '{python}': may not be executed" in said
