@@ -9,7 +9,7 @@ import pytest
 from rallypoint._core import process
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal.SIGRTMIN)
 

@@ -15,7 +15,7 @@ import pytest
 from rallypoint._core import process
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 SAVES = ("--no-torch", "--saves")

@@ -339,10 +339,10 @@ class ForkServer:
                 self._channel.close()
                 os.setsid()
                 process.die_with_parent(server)
-                if self._open_files is not None:
-                    limits.limit_open_files(self._open_files)
                 if deaf:
                     signals.ignore()
+                elif self._open_files is not None:
+                    limits.limit_open_files(self._open_files)
                 become()
             except BaseException:  # noqa: BLE001  a fork must never return into the server's loop
                 traceback.print_exc()

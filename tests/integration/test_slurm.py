@@ -1,0 +1,78 @@
+"""On a real Slurm cluster, where there is one: run from a login node, in a folder that all nodes share.
+
+SLURM_SHARED=/shared/folder python -m pytest -m long tests/integration/test_slurm.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600)]
+
+SAVER = Path(__file__).parents[1] / "faults" / "scripts" / "saver.py"
+
+
+def slurm(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.fixture
+def submit() -> Iterator[Callable[..., tuple[str, Path]]]:
+    """``submit(*flags)``: an `sbatch` of two nodes with a worker each; its number, and the folder of the notes."""
+    if shutil.which("sbatch") is None or subprocess.run(["sinfo"], capture_output=True).returncode:
+        pytest.skip("needs a Slurm cluster (sbatch, sinfo)")
+    shared = os.environ.get("SLURM_SHARED")
+    if shared is None:
+        pytest.skip("needs SLURM_SHARED, a folder that all nodes see")
+    folder = Path(shared, f"rally-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    jobs = []
+
+    def run(*flags: str) -> tuple[str, Path]:
+        line = f"srun {sys.executable} -m rallypoint run {' '.join(flags)} {SAVER}"
+        words = ("sbatch", "--parsable", "-N2", "--ntasks-per-node=1", "-o", str(folder / "log"))
+        env = f"--export=ALL,WORKER_NOTES={folder}"
+        jobs.append(slurm(*words, env, "--wrap", line).strip())
+        return jobs[-1], folder
+
+    yield run
+    for job in jobs:
+        subprocess.run(["scancel", job], check=False)
+    shutil.rmtree(folder)
+
+
+def notes(folder: Path, pattern: str, count: int) -> list[str]:
+    end = time.monotonic() + 240
+    while len(found := sorted(folder.glob(pattern))) < count:
+        assert time.monotonic() < end, (folder / "log").read_text()
+        time.sleep(0.2)
+    return [path.read_text() for path in found]
+
+
+def test_scancel_lets_all_workers_write_their_last_checkpoint(submit):
+    job, folder = submit()
+    notes(folder, "loop.0.*", 2)
+    slurm("scancel", "--signal=USR1", job)
+    notes(folder, "count.10.*", 2)
+    slurm("scancel", job)
+    # USR1 and TERM (scancel sends CONT with it), each once.
+    assert notes(folder, "saved.0.*", 2) == ["10:1 15:1 18:1"] * 2, (folder / "log").read_text()
+
+
+def test_a_signal_to_pass_comes_once(submit):
+    job, folder = submit("--signals-to-pass", "USR2")
+    notes(folder, "loop.0.*", 2)
+    slurm("scancel", "--signal=USR2", job)
+    assert notes(folder, "count.12.*", 2) == ["1", "1"]
+    slurm("scancel", job)
+    assert notes(folder, "saved.0.*", 2) == ["12:1 15:1 18:1"] * 2
