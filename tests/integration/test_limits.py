@@ -96,7 +96,7 @@ def test_workers_have_the_limit_that_was_set_and_there_may_be_more_of_them(tmp_p
         [sys.executable, "-m", "rallypoint", "run", "--start-method", "exec", "--nproc-per-node", "8", str(script)],
         preexec_fn=limit, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert done.stdout.split() == ["24"] * 8
+    assert done.stdout.count("24") == 8
 
 
 @pytest.fixture

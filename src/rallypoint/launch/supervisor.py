@@ -52,7 +52,7 @@ SERVER_PATIENCE = 8.0
 # fork server (then the workers get it too, and not from us as well), or a worker's death of it be ahead of it.
 SAME_SIGNAL = 0.25
 # The same between hosts.
-SAME_SIGNAL_ELSEWHERE = 0.5
+SAME_SIGNAL_ELSEWHERE = 1.0
 # When it is said what is waited for.
 SILENCE = 2.0
 # How long output may still be on its way when its writers are gone.
