@@ -31,6 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jobs import Progress, machine, publish, ratio, spread
 from plot_rpc import plot
@@ -56,6 +57,11 @@ WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     ONE_WAY: discard,
     "there and back": echo,
     "there, another back": exchange,
+}
+# What else is large, beside a tensor of the same size.
+KINDS: dict[str, Callable[[int], Any]] = {
+    "NumPy": lambda size: np.ones(size // 4, np.float32),
+    "bytes": bytes,
 }
 MANY = 16
 CALLER_THREADS = [1, 8]
@@ -111,6 +117,11 @@ class Rank:
         x = self._of_bytes(num_bytes)
         function = WAYS[way]
         return self._times(lambda: self._rpc.rpc_sync(name(1), function, (x,)), count, warm_up)
+
+    def other(self, kind: str, num_bytes: int, count: int, warm_up: int) -> list[float]:
+        """Seconds of each call that takes an array or bytes there and back."""
+        x = KINDS[kind](num_bytes)
+        return self._times(lambda: self._rpc.rpc_sync(name(1), echo, (x,)), count, warm_up)
 
     def check(self, num_bytes: int) -> None:
         x = self._of_bytes(num_bytes)
@@ -557,6 +568,30 @@ def measure_tensors(num_bytes: int) -> Callable[[Duel, Scale, str], list[dict[st
     return measure
 
 
+def measure_others(num_bytes: int) -> Callable[[Duel, Scale, str], list[dict[str, Any]]]:
+    """Arrays and bytes of one size."""
+
+    def measure(duel: Duel, scale: Scale, transport: str) -> list[dict[str, Any]]:
+        each = max(2, min(10, scale.repeats * 64 // (num_bytes // MIB)))
+        rows = []
+        for kind in KINDS:
+            found = duel.turns(
+                lambda group, kind=kind: group.ask([0], "other", kind, num_bytes, each, 2)[0], 2
+            )
+            rows.append(
+                row(
+                    f"{num_bytes // MIB} MiB of {kind} there and back",
+                    transport,
+                    "GB/s",
+                    found,
+                    lambda b: spread([2 * num_bytes / 1e9 / s for s in flat(b)]),
+                )
+            )
+        return rows
+
+    return measure
+
+
 def measure_many(duel: Duel, scale: Scale, transport: str) -> list[dict[str, Any]]:
     others = range(1, MANY)
     start_in = 0.2
@@ -655,6 +690,7 @@ def plan(sizes: list[int]) -> list[tuple[str, int, str, Measure]]:
     tensors: list[tuple[str, Measure]] = [
         (f"tensors of {each // MIB} MiB", measure_tensors(each)) for each in sizes
     ]
+    tensors.append(("arrays and bytes of 64 MiB", measure_others(64 * MIB)))
     calls: list[tuple[str, Measure]] = [
         ("empty calls", measure_empty),
         ("4 KiB tensors", measure_small),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor
+
+
+T = TypeVar("T")
 
 
 def nothing() -> None:
@@ -13,7 +18,7 @@ def discard(x: Tensor) -> None:
     pass
 
 
-def echo(x: Tensor) -> Tensor:
+def echo(x: T) -> T:
     return x
 
 

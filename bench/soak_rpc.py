@@ -4,7 +4,8 @@
     python bench/soak_rpc.py --faults 10000 --seed 7 --output bench/results/soak_rpc.json
 
 Eight members of a dynamic group (soak_rpc_member.py) call each other in every way there is and check every answer
-byte by byte. Meanwhile they are killed (others come in their place), stopped for a while, their connections are
+byte by byte. Meanwhile they are killed (others come in their place), stopped for a while (for 12 s amid 64 MiB
+tensors, too), their connections are
 reset, their messages delayed and dropped; strangers send them garbage, with and without proof of the secret, and ask
 for large answers that they do not read. Every few hundred faults all is undone and the calls pause: then no call,
 reference, block of shared memory, descriptor, thread or process may be there that is not accounted for. The exit
@@ -56,6 +57,10 @@ JOIN_TIMEOUT = 30.0
 # Until calls that are under way at a quiet point have ended, and all that follows from them.
 PAUSE_PATIENCE = 20.0
 CENSUS_PATIENCE = 12.0
+# Of one that stands still amid large tensors: more than twice what a silent host is waited for.
+STILL_SECONDS = 12.0
+# How long after the last refusal of a connection somebody may still be expelled for it.
+LATE_EXPULSION = 5.0
 
 
 # -- the nursery: forks members without importing torch anew ----------------------------------------
@@ -104,6 +109,8 @@ class Process:
     pid: int = 0
     hello: dict[str, Any] | None = None
     stopped_since: float | None = None
+    # When new connections to it were refused last: then the others rightly take it for dead.
+    refused: float = 0.0
     stops: list[tuple[float, float]] = field(default_factory=list)
     killed: bool = False
     expelled: bool = False
@@ -257,6 +264,8 @@ class Crowd:
             case {"expelled": _}:
                 process.expelled = True
                 self.counts["expelled"] += 1
+                if time.monotonic() - process.refused > LATE_EXPULSION:
+                    self.note("expelled", process, error="it lives, and could be connected to")
             case {"problem": kind}:
                 self._judge(process, kind, said)
             case _:
@@ -451,6 +460,7 @@ class Faults:
         self._running: list[Any] = []
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._still_until = 0.0
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), act))
@@ -508,6 +518,33 @@ class Faults:
         self.later(self.chance.choice((0.02, 0.1, 0.3, 0.6, 1.5)), go_on)
         return True
 
+    def _stand_still(self, victim: Process, active: list[Process]) -> bool:
+        """Two send it 64 MiB each, it sends as much, and is stopped for longer than a silent host would be waited for."""
+        if len(active) <= LEAST_ACTIVE or self._still_until > time.monotonic():
+            return False
+        began = self.chance.uniform(0.0, 0.4)
+        self._still_until = time.monotonic() + began + STILL_SECONDS + 8.0
+        others = self.chance.sample([each for each in active if each is not victim], 2)
+        for each in others:
+            each.tell(do="send_large", to=victim.name)
+        victim.tell(do="send_large", to=others[0].name)
+
+        def stop() -> None:
+            if not victim.is_active:
+                return
+            os.kill(victim.pid, signal.SIGSTOP)
+            victim.stopped_since = time.monotonic()
+            self.later(STILL_SECONDS, go_on)
+
+        def go_on() -> None:
+            if victim.stopped_since is not None and victim.is_there:
+                os.kill(victim.pid, signal.SIGCONT)
+                victim.stops.append((victim.stopped_since, time.monotonic()))
+                victim.stopped_since = None
+
+        self.later(began, stop)
+        return True
+
     def _reset(self, victim: Process, _: list[Process]) -> bool:
         victim.tell(do="reset")
         return True
@@ -524,6 +561,7 @@ class Faults:
         return self._disturb(victim, "drop")
 
     def _refuse(self, victim: Process, _: list[Process]) -> bool:
+        victim.refused = time.monotonic()
         return self._disturb(victim, "refuse")
 
     def _start(self, act: Callable[..., str], *args: Any) -> bool:
@@ -560,6 +598,7 @@ KINDS = (
     ("reset", 36),
     ("kill", 9),
     ("stop", 9),
+    ("stand_still", 1),
     ("delay", 8),
     ("drop", 5),
     ("refuse", 4),

@@ -32,6 +32,8 @@ CALLERS = 3
 LENGTH = 16 << 20
 SMALLEST, LARGEST = 1 << 10, 8 << 20
 HELD_BYTES = 32 << 20
+# Those that are sent to one that stands still, and what such a call may take.
+LARGE, LARGE_SECONDS = 64 << 20, 60.0
 TIMEOUTS = (0.5, 1.0, 2.0, 3.0)
 
 # A reference whose making has failed, or whose sender has gone before its owner had heard of it.
@@ -120,7 +122,7 @@ class Ledger:
         self, operation: str, to: Any, error: Exception, entered: float, until: float
     ) -> str:
         remote = isinstance(error.__cause__, RemoteTraceback)
-        if self.expelled:
+        if self.expelled or isinstance(error, rpc.Expelled):
             return "expelled"
         # What a callback of `then` raises is text to torch.
         wrapped = re.search(r"(PeerLost|RpcTimeout|CallCancelled): ", str(error))
@@ -252,6 +254,20 @@ _callee = random.Random(1)
 
 def add(nonce: int, a: int, b: int) -> tuple[str, int, int]:
     return LEDGER.name, nonce, a + b
+
+
+def turn_large(nonce: int, tensor: torch.Tensor) -> torch.Tensor:
+    tensor += nonce % 1000
+    return tensor
+
+
+def send_large(to: str, nonce: int) -> None:
+    """64 MiB there and back, for one that stands still meanwhile."""
+    tensor = torch.arange(LARGE // 8)
+    with suppress(Given), LEDGER.call("large tensor turned", to, LARGE_SECONDS):
+        got = rpc.rpc_sync(to, turn_large, (nonce, tensor), timeout=LARGE_SECONDS)
+        good = torch.equal(got, tensor + nonce % 1000)
+        LEDGER.check("large tensor turned", to, good, got.shape)
 
 
 def take(nonce: int, offset: int, size: int, tensor: torch.Tensor) -> tuple[str, int, bool]:

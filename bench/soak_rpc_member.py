@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from soak_rpc_calls import CALLERS, COROUTINES, LEDGER, Caller, let_go, stacks
+from soak_rpc_calls import CALLERS, COROUTINES, LEDGER, Caller, let_go, send_large, stacks
 
 from rallypoint import rpc
 from rallypoint.rpc import api
@@ -379,6 +379,10 @@ def _obey(
                 LEDGER.send(done="reset", how=reset(agent, chance))
             case "disturb":
                 disturb(agent, command["how"], chance)
+            case "send_large":
+                # Not one of those that a quiet point waits for: it ends when its peer goes on.
+                args = (command["to"], chance.randrange(1 << 30))
+                threading.Thread(target=send_large, args=args, name="soak", daemon=True).start()
             case "undisturb":
                 undisturb(agent)
             case "pause":

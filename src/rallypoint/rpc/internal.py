@@ -56,7 +56,7 @@ class _TableWriter(Writer):
     """Puts tensors into a table instead of taking them apart."""
 
     def __init__(self, file: io.BytesIO, own: dict[type, Callable[[Any], Any]]) -> None:
-        super().__init__(file, None, None)
+        super().__init__(file, None, None, apart=False)
         # Not our own id: a message that is only written, as in torch's tests, goes to nobody.
         self.to = -1
         self.table: list[torch.Tensor] = []

@@ -92,7 +92,7 @@ def check(payload: int, buffers: Sequence[memoryview]) -> None:
             "bytes beside its tensors",
             payload,
             limits.payload,
-            "send it in parts, or large data as tensors",
+            "send it in parts, or large data as tensors, arrays or bytes",
         )
     if len(buffers) > limits.buffers:
         raise MessageTooLarge(

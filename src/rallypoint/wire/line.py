@@ -170,6 +170,9 @@ class Line:
 
     def _put(self, view: memoryview) -> None:
         if view:
+            if type(view.obj) is bytearray:
+                # Its owner could not resize it meanwhile, and may have been given it back already.
+                view = memoryview(bytes(view))
             self._outbox.append(view)
             self._left += len(view)
 

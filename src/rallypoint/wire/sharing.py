@@ -63,13 +63,19 @@ class Sharing:
             raise
 
     def place(
-        self, buffers: Sequence[memoryview], least: int = SMALLEST, home: int = 0
+        self,
+        buffers: Sequence[memoryview],
+        least: int = SMALLEST,
+        home: int = 0,
+        *,
+        is_alone: bool = False,
     ) -> tuple[list[Shared | memoryview], list[Block]]:
         """Copy those of at least ``least`` bytes where the other end can see them.
 
         Args:
             home: where a buffer begins that the caller alone refers to: if it is a block that came from the other end,
                 it goes back as it is.
+            is_alone: whether the caller has made sure, too, that nobody else refers to the block.
 
         Returns:
             what to send, and the blocks, for :meth:`take_back` if it is not sent after all.
@@ -78,7 +84,7 @@ class Sharing:
         blocks: list[Block] = []
         for each in buffers:
             if home and self._mapped is not None and address_of(each) == home:
-                segment = self._mapped.give_home(home, each.nbytes)
+                segment = self._mapped.give_home(home, each.nbytes, is_alone=is_alone)
                 if segment is not None:
                     placed.append(Shared(segment, _HOME, 0, each.nbytes))
                     continue

@@ -203,7 +203,7 @@ class Caller:
         outgoing = self.route(to, deadline, timeout)
         call = Call(kind.name if isinstance(kind, Kind) else str(kind), deadline, timeout)
         call.on_done = lambda done: finish(done, outgoing)
-        self._dispatch(outgoing, kind, call, payloads.dumps(content)[0], None, block=False)
+        self._dispatch(outgoing, kind, call, payloads.dumps_whole(content), None, block=False)
         self.expect(deadline)
         outgoing.attend()
 
@@ -240,7 +240,7 @@ class Caller:
             rref_id, fork_id, *what = content
             inner, tensors, flags = self._pickle(CALL, tuple(what), outgoing, flags)
             try:
-                return payloads.dumps((rref_id, fork_id, inner))[0], tensors, flags
+                return payloads.dumps_whole((rref_id, fork_id, inner)), tensors, flags
             except BaseException:
                 payloads.unsent(tensors)
                 raise
@@ -275,9 +275,9 @@ class Caller:
             by_value=self.options.pickle_by_value,
         )
 
-    def dumps_plain(self, obj: Any) -> tuple[bytes, TensorWriter]:
-        """Pickle something of builtin types."""
-        return payloads.dumps(obj)
+    def dumps_plain(self, obj: Any) -> bytes:
+        """Pickle something of builtin types, in one piece."""
+        return payloads.dumps_whole(obj)
 
     def _dispatch(
         self,

@@ -34,6 +34,7 @@ from rallypoint.rpc.connections.messages import (
     STREAM,
 )
 from rallypoint.rpc.content.allowlist import NotAllowed
+from rallypoint.rpc.content.arrays import is_array, memory_of_array
 from rallypoint.rpc.content.payload import loads, loads_call, packed_result, unpacked, unsent
 from rallypoint.rpc.content.tensors import memory_of_one
 from rallypoint.rpc.crew.crew import TICK
@@ -71,6 +72,7 @@ class Request:
         "_home",
         "_ids",
         "_incoming",
+        "_is_array",
         "_is_user",
         "_made",
         "_on_cancel",
@@ -86,6 +88,7 @@ class Request:
         self._content: Any = None
         # Where the memory of its result begins, if nobody has it but the answer.
         self._home = 0
+        self._is_array = False
         # Takes the credit of a stream.
         self._flow: Any = None
         # For a remote call: of the value and of its first fork, once they are read; what the result belongs into.
@@ -231,6 +234,10 @@ class Request:
             if type(result) is torch.Tensor:
                 del args, kwargs
                 self._home = memory_of_one(result)
+            elif result is not None and is_array(result):
+                del args, kwargs
+                self._home = memory_of_array(result)
+                self._is_array = True
         except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
             self.fail(error)
             return
@@ -351,7 +358,7 @@ class Request:
         error.__traceback__ = _without_us(error.__traceback__)
         if printed and not isinstance(error, (CallCancelled, asyncio.CancelledError)):
             self._print(error)
-        payload, _ = self._agent.dumps_plain(describe(translated(error)))
+        payload = self._agent.dumps_plain(describe(translated(error)))
         self._incoming.reply(FAILURE, self._frame.call, payload)
         self._incoming.answered(self._frame.call)
         self._agent.served(self._arrived, failed=True, is_user=self._is_user)
@@ -390,6 +397,7 @@ class Request:
             held=tensors.held,
             later=later,
             home=self._home,
+            is_alone=self._is_array,
             flags=flags | FLAG_REFS if forks or tensors.parcels else flags,
         )
         if not sent:

@@ -160,11 +160,12 @@ class Incoming:
         later: bool = False,
         flags: int = 0,
         home: int = 0,
+        is_alone: bool = False,
     ) -> bool:
         """Answer a request. Does not wait; an answer to a peer that has gone is dropped.
 
         Args:
-            home: where a buffer begins that may go back as it came, as :meth:`~.wire.sharing.Sharing.place` says.
+            home, is_alone: of a buffer that may go back as it came, as :meth:`~.wire.sharing.Sharing.place` says.
             held: kept until the buffers are sent.
             later: send it together with the next ones, at :meth:`flush`.
 
@@ -176,7 +177,7 @@ class Incoming:
             return False
         placed: Sequence[Shared | memoryview] = buffers
         if buffers and self.sharing is not None:
-            placed, _ = self.sharing.place(buffers, home=home)
+            placed, _ = self.sharing.place(buffers, home=home, is_alone=is_alone)
         pieces = encode(kind, number, payload, placed, flags=flags)
         if later and len(pieces) == 1:
             self._held.append(pieces[0])  # type: ignore[arg-type]  # the only piece is bytes

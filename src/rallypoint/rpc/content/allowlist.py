@@ -37,6 +37,7 @@ _OWN = frozenset(
     for name in (
         "api._broadcast_to_followers",
         "api._gather_to_leader",
+        "content.apart.rebuild_view",
         "content.cuda_ipc.arrive_handed",
         "content.cuda_ipc.arrive_shared",
         "content.cuda_ipc.arrive_staged",

@@ -51,6 +51,8 @@ from rallypoint.rpc.groups.member import Member
 from rallypoint.wire.shm import SMALLEST
 from rallypoint.wire.transport import choose
 
+from .apart import has_table, load
+
 
 logger = logging.getLogger(__name__)
 
@@ -394,13 +396,16 @@ def view(
 # -- of a message that could not be read ------------------------------------------------------------
 
 
-def salvage(payload: bytes | bytearray | memoryview) -> None:
+def salvage(payload: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) -> None:
     """Give up the blocks in a message whose unpickling has failed, but for those that were reached. Never raises."""
     data = bytes(payload)
     if not any(name in data for name in (b"arrive_shared", b"arrive_handed")):
         return
     with contextlib.suppress(Exception):
-        _Salvage(io.BytesIO(data)).load()
+        if has_table(data):
+            load(data, buffers, _Salvage)
+        else:
+            _Salvage(io.BytesIO(data)).load()
 
 
 class _Salvage(pickle.Unpickler):

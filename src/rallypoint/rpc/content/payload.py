@@ -21,6 +21,7 @@ import torch
 from rallypoint.wire.frames import check
 
 from .allowlist import AllowList
+from .apart import LEAST_CUT, has_table, load, put_together, reduce_view
 from .cuda_ipc import salvage
 from .script import check_with, load_script_function, load_torch_function
 from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
@@ -34,6 +35,7 @@ Payload = bytes | bytearray | memoryview
 
 # Of these neither they nor what they hold needs a reducer.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_TEXTS = frozenset({str, bytes})
 _EMPTY_CALLS: dict[Any, bytes] = {}
 _MOST_CACHED = 4096
 # Payloads, and buffers that are alone, are not compared with the limits up to here: those are no less.
@@ -54,11 +56,13 @@ class Writer(pickle.Pickler):
         forks: the remote references that it carries.
     """
 
-    def __init__(self, file: io.BytesIO, to: int | None, devices: Devices | None) -> None:
-        super().__init__(file, 5)
+    def __init__(
+        self, file: Any, to: int | None, devices: Devices | None, *, apart: bool = True
+    ) -> None:
+        self.tensors = tensors = TensorWriter(devices)
+        super().__init__(file, 5, True, tensors.take if apart else None)
         self.to = to
-        self.tensors = TensorWriter(devices)
-        self.forks = self.tensors.forks
+        self.forks = tensors.forks
 
     def reducer_override(self, obj: Any) -> Any:
         reducer = _REDUCERS.get(type(obj))
@@ -75,11 +79,11 @@ def _by_value() -> type:
         import cloudpickle
 
         class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-            def __init__(self, file: io.BytesIO, to: int | None, devices: Devices | None) -> None:
-                super().__init__(file, 5)
+            def __init__(self, file: Any, to: int | None, devices: Devices | None) -> None:
+                self.tensors = tensors = TensorWriter(devices)
+                super().__init__(file, 5, tensors.take)
                 self.to = to
-                self.tensors = TensorWriter(devices)
-                self.forks = self.tensors.forks
+                self.forks = tensors.forks
 
             def reducer_override(self, obj: Any) -> Any:
                 reducer = _REDUCERS.get(type(obj))
@@ -100,14 +104,14 @@ def dumps(
         MessageTooLarge: the peer would not take it.
         Exception: whatever an object raises that cannot be pickled.
     """
-    if type(obj) in _PLAIN:
+    if type(obj) in _PLAIN and not _is_long(obj):
         return _dump_plain(obj), _NO_TENSORS
-    file = io.BytesIO()
+    file = _Pieces()
     writer = (_by_value() if by_value else Writer)(file, to, devices)
     try:
         writer.dump(obj)
-        payload = file.getvalue()
         buffers = writer.tensors.buffers
+        payload = put_together(file, writer.tensors.out_of_band, buffers)
         if len(payload) > _CHECKED or (
             buffers and (len(buffers) > 1 or buffers[0].nbytes > _CHECKED)
         ):
@@ -121,6 +125,27 @@ def dumps(
 
 # Of a message that has none.
 _NO_TENSORS = TensorWriter()
+
+
+class _Pieces(list[Any]):
+    """A file that keeps what is written to it, as it was written."""
+
+    __slots__ = ()
+    write = list.append
+
+
+def _is_long(plain: Any) -> bool:
+    """Whether a plain value travels apart from its pickle."""
+    return type(plain) in _TEXTS and len(plain) >= LEAST_CUT
+
+
+def dumps_whole(content: object) -> bytes:
+    """Pickle something of builtin types in one piece, whatever its size.
+
+    Raises:
+        MessageTooLarge: the peer would not take it.
+    """
+    return _dump_plain(content)
 
 
 def _explain(error: BaseException) -> None:
@@ -199,6 +224,8 @@ def packed_call(content: tuple[Any, ...]) -> tuple[bytes, TensorWriter | None] |
             tensors += 1
             packed.append(data)
         elif kind in _PLAIN:
+            if kind in _TEXTS and len(each) >= LEAST_CUT:
+                return None
             packed.append(each)
         else:
             return None
@@ -266,7 +293,7 @@ def dumps_call(
             return payload, tensors
         if type(func) is _FUNCTION:
             for each in args:
-                if type(each) not in _PLAIN:
+                if type(each) not in _PLAIN or _is_long(each):
                     break
             else:
                 return _dump_plain((func, args, None)), None
@@ -336,8 +363,8 @@ def loads_call(payload: Payload, sender: int) -> Any:
 class _Checked(pickle.Unpickler):
     """Names only what the allow-list permits."""
 
-    def __init__(self, payload: bytes, allowed: AllowList) -> None:
-        super().__init__(io.BytesIO(payload))
+    def __init__(self, file: Any, allowed: AllowList, buffers: Sequence[Any] = ()) -> None:
+        super().__init__(file, buffers=buffers)
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
@@ -394,12 +421,20 @@ def loads(
         if allowed is not None:
             outer, current.allowed = current.allowed, allowed
             try:
-                return _Checked(bytes(payload), allowed).load()
+                if has_table(payload):
+
+                    def check(file: Any, *, buffers: Sequence[Any]) -> _Checked:
+                        return _Checked(file, allowed, buffers)
+
+                    return load(payload, buffers, check)
+                return _Checked(io.BytesIO(payload), allowed).load()
             finally:
                 current.allowed = outer
+        if has_table(payload):
+            return load(payload, buffers)
         return pickle.loads(payload)  # noqa: S301  # the sender has proved the job's secret
     except BaseException:
-        salvage(payload)
+        salvage(payload, buffers)
         raise
     finally:
         current.reader, current.sender, current.forks = before
@@ -436,6 +471,11 @@ def _reduce_builtin(writer: Writer, function: Any) -> Any:
     return NotImplemented
 
 
+def _reduce_view(_: Writer, view: memoryview) -> Any:
+    return reduce_view(view)
+
+
+register_reducer(memoryview, _reduce_view)
 register_reducer(type(torch.add), _reduce_builtin)
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
 register_reducer(torch.Tensor, _reduce_tensor)

@@ -13,6 +13,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from rallypoint.wire.shm import SMALLEST
 
 from . import cuda_ipc
+from .apart import LEAST_OUT_OF_BAND, MOST_BUFFERS
 
 
 # Bytes of tensors that are pickled like anything else: a buffer of its own costs more than the copy.
@@ -85,15 +87,26 @@ class TensorWriter:
         held: what must stay alive until the buffers are sent.
         forks: remote references in the same message.
         parcels: memory of accelerators that is free again only when the message is unpickled, or not sent.
+        out_of_band: which of the buffers belong to objects that give their memory to the pickler.
     """
 
-    __slots__ = ("_devices", "_seen", "_small", "buffers", "forks", "held", "parcels")
+    __slots__ = (
+        "_devices",
+        "_seen",
+        "_small",
+        "buffers",
+        "forks",
+        "held",
+        "out_of_band",
+        "parcels",
+    )
 
     def __init__(self, devices: Devices | None = None) -> None:
         self.buffers: list[memoryview] = []
         self.held: list[Any] = []
         self.forks: list[Any] = []
         self.parcels: list[cuda_ipc.Parcel] | None = None
+        self.out_of_band: list[int] = []
         # What a storage has become: the number of its buffer, or its parcel.
         self._seen: dict[tuple[Any, ...], Any] | None = None
         self._small: dict[int, bytearray] | None = None
@@ -106,6 +119,15 @@ class TensorWriter:
         made.buffers = [_view_memory(each.data_ptr(), each.nbytes(), _READ) for each in storages]
         made.held = storages
         return made
+
+    def take(self, buffer: PickleBuffer) -> bool:
+        """For a pickler: whether an object's memory is to be in the pickle; else it is a buffer of the message."""
+        view = buffer.raw()
+        if view.nbytes < LEAST_OUT_OF_BAND or len(self.buffers) >= MOST_BUFFERS:
+            return True
+        self.out_of_band.append(len(self.buffers))
+        self.buffers.append(view)
+        return False
 
     def reduce(self, tensor: Tensor) -> Reduced:
         """What a pickler writes for a tensor; ``rebuild_tensor`` and friends turn it back."""

@@ -96,15 +96,16 @@ class Mapped:
                 block, _free_block, self._page, segment, self._lent, address, os.getpid()
             )
             self._page[segment] = HELD
-            self._lent[address] = _Lent(segment, weakref.ref(view), end)
+            self._lent[address] = _Lent(segment, size, weakref.ref(view), end)
         return view
 
-    def give_home(self, address: int, size: int) -> int | None:
+    def give_home(self, address: int, size: int, *, is_alone: bool = False) -> int | None:
         """Hand a block back to the sender with what is in it now, if one tensor alone is left of all that used it.
 
         Args:
             address: where the tensor's memory begins. The caller has made sure that nobody else refers to the tensor,
                 and neither reads nor writes it from here on.
+            is_alone: whether they have made sure, too, that no other view of the block is left.
             size: bytes of that memory.
 
         Returns:
@@ -112,11 +113,14 @@ class Mapped:
         """
         with self._lock:
             lent = self._lent.get(address)
-            view = None if lent is None else lent.view()
-            if lent is None or view is None or view.nbytes != size or self._page is _NO_PAGE:
+            if lent is None or lent.size != size or self._page is _NO_PAGE:
                 return None
-            # The tensor's memory has one reference, this function another, and the call that counts the third.
-            if sys.getrefcount(view) != 3 or lent.end.detach() is None:
+            if not is_alone:
+                view = lent.view()
+                # The tensor's memory has one reference, this function another, and the call that counts the third.
+                if view is None or sys.getrefcount(view) != 3:
+                    return None
+            if lent.end.detach() is None:
                 return None
             del self._lent[address]
             self._page[lent.segment] = HOME
@@ -168,6 +172,7 @@ class _Lent(NamedTuple):
     """A view that is in use; ``end`` gives its block back."""
 
     segment: int
+    size: int
     view: weakref.ref[memoryview]
     end: weakref.finalize[..., Any]
 

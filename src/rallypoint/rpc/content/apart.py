@@ -1,0 +1,189 @@
+"""Large pieces of a pickle as buffers beside it: arrays, bytes, whatever pickles with buffers of its own. No I/O.
+
+Two ways lead out of a pickle:
+
+- What gives its memory to the pickler (``pickle.PickleBuffer``: NumPy's arrays, pandas' frames) is kept *out of band*.
+  The pickle says only that the next such buffer belongs there.
+- What the pickler writes in one piece (``bytes``, ``bytearray``, long text, also within other objects) is *cut out*: the
+  pickler hands pieces of 64 KiB or more to its file as they are, without a copy.
+
+A message with either begins with a table, and the pickle follows, with gaps where something was cut out::
+
+    sign        1 byte    no pickle begins with it
+    cuts        u32       how many; for each, where in the pickle (u64) and which buffer (u32)
+    out of band u32       how many; for each, which buffer (u32)
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rallypoint.wire.buffers import copy_into
+
+
+# Bytes below which a piece stays where it is: a buffer of its own costs more than copies.
+LEAST_OUT_OF_BAND = 16 * 1024
+LEAST_CUT = 256 * 1024
+# Buffers of a message that may be of these kinds; what is beyond stays in the pickle. Half of what a frame may have.
+MOST_BUFFERS = 1 << 13
+
+_SIGN = b"\x01"
+_COUNT = struct.Struct("<I")
+_CUT = struct.Struct("<QI")
+
+Payload = bytes | bytearray | memoryview
+
+
+def put_together(
+    pieces: Sequence[Any], out_of_band: Sequence[int], buffers: list[memoryview]
+) -> bytes:
+    """A payload from what a pickler has written.
+
+    Args:
+        pieces: as they were written.
+        out_of_band: which buffers are, in the pickle's order.
+        buffers: the message's; takes what is cut out.
+    """
+    if len(pieces) == 1 and not out_of_band:
+        whole: bytes = pieces[0]
+        return whole
+    left: list[Any] = []
+    cuts: list[bytes] = []
+    length = 0
+    for piece in pieces:
+        size = len(piece) if type(piece) is bytes else memoryview(piece).nbytes
+        if size >= LEAST_CUT and len(buffers) < MOST_BUFFERS:
+            cuts.append(_CUT.pack(length, len(buffers)))
+            buffers.append(pickle.PickleBuffer(piece).raw())
+        else:
+            left.append(piece)
+            length += size
+    if not cuts and not out_of_band:
+        return b"".join(left)
+    numbers = struct.pack(f"<I{len(out_of_band)}I", len(out_of_band), *out_of_band)
+    return b"".join([_SIGN, _COUNT.pack(len(cuts)), *cuts, numbers, *left])
+
+
+def load(
+    payload: Payload,
+    buffers: Sequence[Any],
+    unpickler: Callable[..., pickle.Unpickler] = pickle.Unpickler,
+) -> Any:
+    """What a payload of :func:`put_together` says.
+
+    Args:
+        unpickler: makes one from a file, and ``buffers`` that are out of band.
+
+    Raises:
+        UnpicklingError: it is none.
+        Exception: whatever unpickling raises.
+    """
+    data = memoryview(payload)
+    try:
+        (count,) = _COUNT.unpack_from(data, 1)
+        at = 1 + _COUNT.size
+        cuts = list(_CUT.iter_unpack(data[at : at + count * _CUT.size]))
+        at += count * _CUT.size
+        (count,) = _COUNT.unpack_from(data, at)
+        at += _COUNT.size
+        numbers = struct.unpack_from(f"<{count}I", data, at)
+        out_of_band = [buffers[number] for number in numbers]
+        file = _Spliced(data[at + 4 * count :], [(where, buffers[n]) for where, n in cuts])
+    except (struct.error, IndexError, ValueError) as error:
+        raise pickle.UnpicklingError(
+            f"the table before a message's pickle is damaged: {error}"
+        ) from None
+    return unpickler(file, buffers=out_of_band).load()
+
+
+def has_table(payload: Payload) -> bool:
+    return payload[:1] == _SIGN
+
+
+class _Spliced:
+    """A file whose content lies in pieces; for an unpickler.
+
+    Args:
+        rest: what is left where pieces were cut out.
+        cuts: where in ``rest``, and the piece, in order.
+    """
+
+    __slots__ = ("_left",)
+
+    def __init__(self, rest: memoryview, cuts: Sequence[tuple[int, Any]]) -> None:
+        left: list[memoryview] = []
+        done = 0
+        for where, piece in cuts:
+            if not done <= where <= len(rest):
+                raise ValueError(f"a piece was cut out at {where} of {len(rest)}, after {done}")
+            left += [rest[done:where], memoryview(piece).cast("B")]
+            done = where
+        left.append(rest[done:])
+        # The next one is the last.
+        self._left = [each for each in reversed(left) if each]
+
+    def read(self, size: int) -> bytes:
+        left = self._left
+        if left and len(left[-1]) > size:
+            first = left[-1]
+            left[-1] = first[size:]
+            return bytes(first[:size])
+        found = []
+        while size and left:
+            first = left.pop()
+            if len(first) > size:
+                left.append(first[size:])
+                first = first[:size]
+            found.append(first)
+            size -= len(first)
+        return b"".join(found)
+
+    def readinto(self, target: memoryview) -> int:
+        left, done = self._left, 0
+        while done < len(target) and left:
+            first = left.pop()
+            room = len(target) - done
+            if len(first) > room:
+                left.append(first[room:])
+                first = first[:room]
+            copy_into(target[done : done + len(first)], first)
+            done += len(first)
+        return done
+
+    def readline(self) -> bytes:
+        found = b""
+        while self._left and not found.endswith(b"\n"):
+            found += self.read(1)
+        return found
+
+
+# -- memoryviews, which Python does not pickle -----------------------------------------------------
+
+
+def reduce_view(view: memoryview) -> tuple[Any, ...]:
+    """What is pickled for a memoryview: it arrives as one, with its shape, and is as writable as it was.
+
+    Raises:
+        TypeError: its elements are of a kind that only their owner can read.
+    """
+    try:
+        memoryview(bytes(view.itemsize)).cast(view.format)  # type: ignore[call-overload]  # any format
+    except ValueError:
+        raise TypeError(
+            f"a memoryview of format {view.format!r} cannot be sent: send what it is a view of, or view.cast('B')"
+        ) from None
+    data: Any = pickle.PickleBuffer(view) if view.c_contiguous else view.tobytes()
+    if not view.readonly and not view.c_contiguous:
+        data = bytearray(data)
+    return rebuild_view, (data, view.format, view.shape)
+
+
+def rebuild_view(data: Any, code: str, shape: tuple[int, ...]) -> memoryview:
+    flat = memoryview(data)
+    if flat.ndim != 1 or flat.format != "B":
+        flat = flat.cast("B")
+    kind: Any = code
+    return flat.cast(kind) if len(shape) == 1 or 0 in shape else flat.cast(kind, shape)
