@@ -167,7 +167,7 @@ def test_a_peer_that_does_not_read_costs_no_more_than_the_time_out(
     tensor = torch.zeros(40 << 20, dtype=torch.uint8)
     outgoing = a.route("b")
     if outgoing.sharing is not None:
-        outgoing.sharing.place = lambda buffers: (buffers, [])  # as when the memory is spent
+        outgoing.sharing.place = lambda buffers, **_: (buffers, [])  # as when the memory is spent
     began = time.monotonic()
     with pytest.raises(RpcTimeout):
         if sync:

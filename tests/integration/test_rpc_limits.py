@@ -59,8 +59,9 @@ def rows_one_by_one(*numbers: int) -> Iterator[list[torch.Tensor]]:
         yield rows(number)
 
 
-def text(size: int) -> str:
-    return "x" * size
+def many(size: int) -> list[None]:
+    """A byte of pickle each."""
+    return [None] * size
 
 
 def tensor(size: int) -> torch.Tensor:
@@ -128,7 +129,7 @@ def test_too_many_tensors_in_an_item_end_the_stream_and_nothing_else(two):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (text, r"with \d+ bytes beside its tensors: at most 1048576 are taken; send it in parts"),
+        (many, r"with \d+ bytes beside its tensors: at most 1048576 are taken; send it in parts"),
         (tensor, r"with \d+ bytes in tensors: at most 1048576 are taken; split the call"),
     ],
     ids=["payload", "tensors"],

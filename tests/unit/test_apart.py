@@ -2,6 +2,7 @@
 
 import array
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from rallypoint.rpc.content import apart
 from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
-from rallypoint.rpc.content.payload import dumps, dumps_call, loads, loads_call
+from rallypoint.rpc.content.payload import TooSlow, dumps, dumps_call, loads, loads_call
 
 
 LARGE = apart.LEAST_CUT
@@ -189,3 +190,10 @@ def test_an_allow_list_holds() -> None:
 def test_a_damaged_table_is_an_error_and_nothing_else(damage: bytes) -> None:
     with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError)):
         apart.load(b"\x01" + damage + b"\x00", [bytearray(8)])
+
+
+def test_a_message_that_is_not_pickled_in_time_is_given_up() -> None:
+    floats = [float(each) for each in range(1_000_000)]
+    with pytest.raises(TooSlow):
+        dumps((floats,), until=time.monotonic())
+    assert dumps((1,), until=time.monotonic() + 60.0)[0]

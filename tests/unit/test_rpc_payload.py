@@ -405,14 +405,14 @@ def test_a_message_that_is_too_large_says_so_and_lets_its_references_go(monkeypa
     monkeypatch.setattr(frames, "LIMITS", frames.Limits(payload=1 << 20, buffers=3, buffer=1 << 20))
     rows = torch.zeros(8, 3).unbind(0)
     assert len(dumps(rows[:3])[1].buffers) == 3
+    small = tuple(bytes([each]) * 200_000 for each in range(6))
     for make in (lambda: dumps(rows), lambda: dumps_call(first, (rows,), None)):
         with pytest.raises(MessageTooLarge, match="with 8 tensors .*at most 3 are taken; stack"):
             make()
     for make in (
-        lambda: dumps(bytes(1 << 20)),
-        lambda: dumps([bytes(1 << 20)]),
-        lambda: dumps_call(first, (bytes(1 << 20),), None),
-        lambda: packed_call((first, (bytes(1 << 20),), None)),
+        lambda: dumps(["x" * 200_000 + str(each) for each in range(6)]),
+        lambda: dumps_call(first, small, None),
+        lambda: packed_call((first, small, None)),
     ):
         with pytest.raises(MessageTooLarge, match="at most 1048576 are taken; send it in parts"):
             make()

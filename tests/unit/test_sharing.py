@@ -15,7 +15,8 @@ from typing import Any, Self
 import pytest
 import torch
 
-from rallypoint.errors import ProtocolError
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import DeadlineExceeded, ProtocolError
 from rallypoint.wire.frames import INLINE, Shared
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import SMALLEST, Budget, Pool
@@ -75,6 +76,17 @@ def text(size: int, seed: int = 0) -> bytes:
 
 
 # -- what it is for --------------------------------------------------------------------------------
+
+
+def test_copies_that_take_too_long_end_and_keep_nothing(ends: Ends) -> None:
+    large = memoryview(bytearray(40 * MB))
+    with pytest.raises(DeadlineExceeded, match=r"0 of 41943040 bytes were copied"):
+        ends.a.place([memoryview(bytearray(KB64)), large], deadline=Deadline(0.0))
+    found = ends.a.statistics()
+    assert found["shared_leased"] == 0
+    placed, _ = ends.a.place([large], deadline=Deadline(60.0))
+    assert ends.b.take(placed)[0] == large
+    assert ends.a.statistics()["shared_segments"] == found["shared_segments"]
 
 
 def test_both_directions_at_once(ends: Ends) -> None:

@@ -30,6 +30,8 @@ from .spinning import SPIN, Spinning
 # How long a receiver that waits sleeps in the kernel before it looks at its deadline.
 PATIENCE = 1.0
 _DONT_WAIT = socket.MSG_DONTWAIT
+# Bytes that are sent between two looks at the clock, and at what else is to be done.
+MOST_AT_ONCE = 16 << 20
 # What sendmsg takes at most on Linux (IOV_MAX).
 _MOST_PIECES = 1024
 _recv = ctypes.PyDLL(None, use_errno=True).recv
@@ -198,12 +200,15 @@ class Line:
         return [kept]
 
     def flush(self) -> bool:
-        """Send what is left, as far as the kernel takes it. True if nothing is left."""
+        """Send what is left, as far as the kernel takes it, and no more than some MiB. True if nothing is left."""
+        total = 0
         with self._lock:
             if self._kept:
                 for each in self._take_kept():
                     self._put(memoryview(each))
             while self._outbox:
+                if total >= MOST_AT_ONCE:
+                    return False
                 pieces = [self._outbox[0]]
                 if len(self._outbox) > 1:
                     pieces = [self._outbox[i] for i in range(min(len(self._outbox), _MOST_PIECES))]
@@ -213,6 +218,7 @@ class Line:
                     return False
                 except OSError as error:
                     raise self._gone(error) from None
+                total += sent
                 self.bytes_sent += sent
                 self._left -= sent
                 while sent:

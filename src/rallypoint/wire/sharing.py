@@ -15,7 +15,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from rallypoint.errors import ProtocolError
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import DeadlineExceeded, ProtocolError
 
 from .buffers import Move, address_of, copy_into
 from .frames import INLINE, Buffer, Shared
@@ -25,6 +26,8 @@ from .shm import SMALLEST, Block, Budget, Mapped, Pool
 _CONTROL = INLINE
 # Whose block a message names, in ``Shared.slot``: its sender's, or one of the receiver's own that comes back.
 _OWN, _HOME = 0, 1
+# Bytes that are copied between two looks at the clock: fresh pages may take a second for so many.
+_AT_ONCE = 32 << 20
 _ENTRY = struct.Struct("<QI")
 _FD = struct.Struct("i")
 
@@ -69,6 +72,7 @@ class Sharing:
         home: int = 0,
         *,
         is_alone: bool = False,
+        deadline: Deadline | None = None,
     ) -> tuple[list[Shared | memoryview], list[Block]]:
         """Copy those of at least ``least`` bytes where the other end can see them.
 
@@ -79,9 +83,13 @@ class Sharing:
 
         Returns:
             what to send, and the blocks, for :meth:`take_back` if it is not sent after all.
+
+        Raises:
+            DeadlineExceeded: the copies took too long. Nothing is to be sent.
         """
         placed: list[Shared | memoryview] = []
-        blocks: list[Block] = []
+        # Copied, and not announced yet: of what the other end has not heard, nothing is lost.
+        copied: list[tuple[int, Block]] = []
         for each in buffers:
             if home and self._mapped is not None and address_of(each) == home:
                 segment = self._mapped.give_home(home, each.nbytes, is_alone=is_alone)
@@ -89,14 +97,35 @@ class Sharing:
                     placed.append(Shared(segment, _HOME, 0, each.nbytes))
                     continue
             block = self._pool.lease(each.nbytes) if each.nbytes >= least else None
-            if block is None or not self._announce(block):
-                placed.append(each)
-                continue
-            copy_into(block.view, each, self._move)
-            is_new = block.file is not None
-            placed.append(Shared(block.segment, _OWN, int(is_new), block.size))
-            blocks.append(block)
+            if block is not None:
+                copied.append((len(placed), block))
+                try:
+                    self._copy(block.view, each, deadline)
+                except DeadlineExceeded:
+                    for _, one in copied:
+                        self._pool.take_back(one)
+                    raise
+            placed.append(each)
+        blocks: list[Block] = []
+        for index, block in copied:
+            if self._announce(block):
+                is_new = block.file is not None
+                placed[index] = Shared(block.segment, _OWN, int(is_new), block.size)
+                blocks.append(block)
         return placed, blocks
+
+    def _copy(self, target: memoryview, source: memoryview, deadline: Deadline | None) -> None:
+        if deadline is None or target.nbytes <= _AT_ONCE:
+            copy_into(target, source, self._move)
+            return
+        source = source.cast("B")
+        for start in range(0, target.nbytes, _AT_ONCE):
+            if deadline.expired():
+                raise DeadlineExceeded(
+                    f"{start} of {target.nbytes} bytes were copied when the time was up"
+                )
+            end = start + _AT_ONCE
+            copy_into(target[start:end], source[start:end], self._move)
 
     def take_back(self, blocks: Sequence[Block]) -> None:
         """The message is not sent."""

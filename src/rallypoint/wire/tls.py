@@ -45,7 +45,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 from rallypoint.errors import AuthenticationError, ProtocolError
 
 from .frames import Frame, FrameParser
-from .line import PATIENCE, Closed, Line, Piece
+from .line import MOST_AT_ONCE, PATIENCE, Closed, Line, Piece
 from .silence import Silence
 from .tcp import TcpListener
 
@@ -254,7 +254,7 @@ class TlsSocket:
                     count, self._uncounted = self._uncounted, 0
                     _drop(left, count)
                     sent += count
-                if not left:
+                if not left or sent >= MOST_AT_ONCE:
                     return sent
                 chunk = _first(left)
                 with self._lock:

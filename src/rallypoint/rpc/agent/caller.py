@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rallypoint.errors import PeerLost, RpcError, RpcTimeout
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError, RpcTimeout
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.completions import complete_by
 from rallypoint.rpc.connections.connections import Connections
@@ -98,8 +99,8 @@ class Caller:
         """Call and wait. ``content`` is a function, its positional and its keyword arguments."""
         deadline, seconds = self.deadline(timeout)
         outgoing = self.route(to, deadline, seconds)
-        payload, tensors, flags = self._pickle(kind, content, outgoing, flags)
         call = Call(what, deadline, seconds)
+        payload, tensors, flags = self._pickle(kind, content, outgoing, flags, call)
         self._dispatch(outgoing, kind, call, payload, tensors, flags)
         crew = Crew.current()
         if crew is None:
@@ -152,7 +153,13 @@ class Caller:
         call.outgoing = outgoing
         done = self._complete if finish is None else functools.partial(complete_by, finish)
         call.on_done = done
-        payload, tensors, flags = self._pickle(kind, content, outgoing, flags)
+        try:
+            payload, tensors, flags = self._pickle(kind, content, outgoing, flags, call)
+        except RpcTimeout as error:
+            call.error = error
+            call.done = True
+            done(call)
+            return made
         made.call = call
         try:
             self._dispatch(
@@ -220,7 +227,7 @@ class Caller:
         func, args, kwargs = content
         kwargs = {**(kwargs or {})}
         payload, tensors, flags = self._pickle(
-            STREAM, (func, args, {**kwargs, WINDOW_NAME: window}), outgoing, 0
+            STREAM, (func, args, {**kwargs, WINDOW_NAME: window}), outgoing, 0, call
         )
         stream.begun(call, outgoing)
         self._dispatch(outgoing, Kind.STREAM, call, payload, tensors, flags)
@@ -232,13 +239,19 @@ class Caller:
     # -- requests -----------------------------------------------------------------------------------
 
     def _pickle(
-        self, kind: int, content: tuple[Any, ...], outgoing: Outgoing, flags: int
+        self, kind: int, content: tuple[Any, ...], outgoing: Outgoing, flags: int, call: Call
     ) -> tuple[bytes, TensorWriter | None, int]:
-        """A request's payload, its buffers, and the flags that say how to read it."""
+        """A request's payload, its buffers, and the flags that say how to read it.
+
+        Raises:
+            RpcTimeout: it took all of the call's time.
+            Exception: whatever an argument raises that cannot be pickled.
+        """
         if kind in REMOTES:
             # The ids can be read even where the rest cannot be: then the value is there as an error.
             rref_id, fork_id, *what = content
-            inner, tensors, flags = self._pickle(CALL, tuple(what), outgoing, flags)
+            call.kind = kind
+            inner, tensors, flags = self._pickle(CALL, tuple(what), outgoing, flags, call)
             try:
                 return payloads.dumps_whole((rref_id, fork_id, inner)), tensors, flags
             except BaseException:
@@ -256,14 +269,27 @@ class Caller:
                     return *packed, FLAG_PACKED
         to = outgoing.info
         devices = self._devices_for(to) if options.device_maps or outgoing.has_maps else None
-        if len(content) == 3 and not flags:
-            payload, tensors = payloads.dumps_call(
-                *content, to=to.id, devices=devices, by_value=options.pickle_by_value
-            )
-        else:
-            payload, tensors = payloads.dumps(
-                content, to=to.id, devices=devices, by_value=options.pickle_by_value
-            )
+        # A value that was asked for is made even if that is too late for whoever asked.
+        until = None if call.kind in REMOTES else call.deadline
+        try:
+            if len(content) == 3 and not flags:
+                payload, tensors = payloads.dumps_call(
+                    *content,
+                    to=to.id,
+                    devices=devices,
+                    by_value=options.pickle_by_value,
+                    until=until,
+                )
+            else:
+                payload, tensors = payloads.dumps(
+                    content,
+                    to=to.id,
+                    devices=devices,
+                    by_value=options.pickle_by_value,
+                    until=until,
+                )
+        except payloads.TooSlow:
+            raise RpcTimeout(call.seconds, f"{call.describe()} on {to.name!r}") from None
         return payload, tensors, flags
 
     def dumps(self, obj: Any, to: WorkerInfo) -> tuple[bytes, TensorWriter]:
@@ -332,7 +358,16 @@ class Caller:
                 kind, call, payload, tensors.buffers, flags=flags, held=tensors.held, block=block
             )
             return
-        placed, _ = sharing.place(tensors.buffers)
+        try:
+            left = None
+            if call.deadline is not None and kind not in REMOTES:
+                left = call.deadline - time.monotonic()
+            placed, _ = sharing.place(tensors.buffers, deadline=Deadline(left))
+        except BaseException as error:
+            outgoing.release(call)
+            if isinstance(error, DeadlineExceeded):
+                raise RpcTimeout(call.seconds, f"{call.describe()} on {outgoing.peer!r}") from error
+            raise
         outgoing.begin(kind, call, payload, placed, flags=flags, held=tensors.held, block=block)
 
     # -- time -------------------------------------------------------------------------------------

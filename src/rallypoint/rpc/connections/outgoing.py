@@ -132,6 +132,13 @@ class Outgoing:
             self.in_flight += size
             call.size = size
 
+    def release(self, call: Call) -> None:
+        """``call`` is not made: its bytes are not in flight."""
+        with self._room:
+            self.in_flight -= call.size
+            call.size = 0
+            self._room.notify_all()
+
     def begin(
         self,
         kind: int,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -96,17 +97,26 @@ def _by_value() -> type:
 
 
 def dumps(
-    obj: Any, *, to: int | None = None, devices: Devices | None = None, by_value: bool = False
+    obj: Any,
+    *,
+    to: int | None = None,
+    devices: Devices | None = None,
+    by_value: bool = False,
+    until: float | None = None,
 ) -> tuple[bytes, TensorWriter]:
     """Pickle a message for a peer.
 
+    Args:
+        until: monotonic seconds at which nobody wants it any more.
+
     Raises:
         MessageTooLarge: the peer would not take it.
+        TooSlow: it was not done in time.
         Exception: whatever an object raises that cannot be pickled.
     """
     if type(obj) in _PLAIN and not _is_long(obj):
         return _dump_plain(obj), _NO_TENSORS
-    file = _Pieces()
+    file = _Pieces() if until is None else _PiecesInTime(until)
     writer = (_by_value() if by_value else Writer)(file, to, devices)
     try:
         writer.dump(obj)
@@ -123,6 +133,10 @@ def dumps(
     return payload, writer.tensors
 
 
+class TooSlow(Exception):
+    """A message was not pickled in time."""
+
+
 # Of a message that has none.
 _NO_TENSORS = TensorWriter()
 
@@ -132,6 +146,20 @@ class _Pieces(list[Any]):
 
     __slots__ = ()
     write = list.append
+
+
+class _PiecesInTime(_Pieces):
+    """The same for a message that is worth nothing later."""
+
+    __slots__ = ("_until",)
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+
+    def write(self, piece: Any) -> None:
+        if time.monotonic() > self._until:
+            raise TooSlow
+        self.append(piece)
 
 
 def _is_long(plain: Any) -> bool:
@@ -277,6 +305,7 @@ def dumps_call(
     to: int | None = None,
     devices: Devices | None = None,
     by_value: bool = False,
+    until: float | None = None,
 ) -> tuple[bytes, TensorWriter | None]:
     """Pickle a call; the same as :func:`dumps`, faster for those that carry little."""
     if not kwargs and not by_value:
@@ -297,7 +326,9 @@ def dumps_call(
                     break
             else:
                 return _dump_plain((func, args, None)), None
-    return dumps((func, args, kwargs or None), to=to, devices=devices, by_value=by_value)
+    return dumps(
+        (func, args, kwargs or None), to=to, devices=devices, by_value=by_value, until=until
+    )
 
 
 _FUNCTION = type(dumps)
