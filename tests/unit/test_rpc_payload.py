@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import MessageTooLarge
+from rallypoint.rpc.agent.serving import translated
 from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
 from rallypoint.rpc.content.payload import dumps, dumps_call, loads, loads_call, packed_call
-from rallypoint.rpc.content.tensors import _DTYPES
+from rallypoint.rpc.content.tensors import _DTYPES, TensorWriter
 from rallypoint.wire import frames
 
 
@@ -233,9 +234,62 @@ def test_lazy_negatives_conjugates_and_quantized_tensors_arrive_as_their_values(
     assert torch.equal(sent(quantized).dequantize(), quantized.dequantize())
 
 
+def test_tensors_without_memory_of_their_own_arrive_or_are_refused_by_name():
+    meta = torch.empty(3, 4, device="meta", requires_grad=True).t()
+    arrived = sent([meta])[0]
+    assert (arrived.device, arrived.stride()) == (meta.device, meta.stride())
+    assert arrived.requires_grad
+    assert torch.equal(sent([torch._efficientzerotensor(3)])[0], torch.zeros(3))
+
+    functional = torch._to_functional_tensor(torch.ones(3))
+    for pack in (lambda x: dumps([x]), lambda x: packed_call((sent, (x,), None)) or dumps([x])):
+        with pytest.raises(ValueError, match="a functional tensor .* cannot be sent"):
+            pack(functional)
+        with pytest.raises(ValueError, match=r"a tensor inside torch.func.vmap cannot be sent"):
+            torch.func.vmap(pack)(torch.ones(3))
+        with pytest.raises(ValueError, match=r"a tensor inside torch.func.grad, .* cannot be sent"):
+            torch.func.grad(pack)(torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_mkldnn_tensors_arrive():
+    parts = [torch.rand(2, 3), torch.rand(4, 3)]
+    nested = sent([torch.nested.nested_tensor(parts, requires_grad=True)])[0]
+    assert nested.is_nested
+    assert nested.requires_grad
+    assert all(map(torch.equal, nested.detach().unbind(), parts))
+    x = torch.rand(4, 4)
+    arrived = sent([x.to_mkldnn()])[0]
+    assert arrived.is_mkldnn
+    assert torch.equal(arrived.to_dense(), x)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gone", "function"),
+        ("_gone", "function"),
+        ("Gone", "class"),
+        ("_Gone", "class"),
+        ("Outer.Gone", "class"),
+        ("Outer.gone", "method"),
+        ("outer.gone", "function"),
+    ],
+)
+def test_what_is_not_there_is_called_what_it_is(name, kind):
+    error = AttributeError(f"Can't get attribute {name!r} on <module 'm' from 'm.py'>")
+    assert f"The {kind} is not there on the callee" in str(translated(error))
+
+
 def test_a_tensor_on_another_device_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"meta.*options\.set_device_map"):
-        dumps(torch.ones(3, device="meta"))
+    class Elsewhere:
+        """What is asked of a tensor before its memory is: there is no accelerator here."""
+
+        is_nested, layout, device = False, torch.strided, torch.device("cuda:0")
+
+    elsewhere: Any = Elsewhere()
+    with pytest.raises(ValueError, match=r"cuda:0.*options\.set_device_map"):
+        TensorWriter().reduce(elsewhere)
 
 
 def test_what_arrives_is_not_the_senders_memory():

@@ -207,8 +207,10 @@ def test_trimmed_memory_is_free_though_the_peer_has_it_mapped(line: Line) -> Non
     assert line.pool.trim() == 0
     assert resident(block) == 4 * MB
     del view
-    assert line.pool.trim(keep_bytes=4 * MB) == 0
-    assert line.pool.trim(keep_bytes=4 * MB - 1) == 4 * MB
+    before = time.monotonic()
+    assert line.pool.statistics().idle_bytes == 4 * MB
+    assert line.pool.trim(before) == 0
+    assert line.pool.trim(time.monotonic()) == 4 * MB
     assert resident(block) == 0
     # The peer's mapping goes when it hears of another segment, also of one with another number.
     first, second = line.lease(MB), line.lease(MB)

@@ -53,6 +53,8 @@ _current: Any = None
 _not_ours: list[Any] = []
 # Seconds that a worker which leaves in good order gives to answers that are on their way.
 _LAST_WORDS = 5.0
+# Seconds that a closing agent gives functions that still run; and after Ctrl-C.
+_CLOSING, _AT_ONCE = 5.0, 0.1
 _init_count = 0
 _init_lock = threading.Lock()
 _gatherings = Gatherings()
@@ -433,15 +435,17 @@ def _shown(value: Any) -> str:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait for all ``rpc_async`` calls that the block makes."""
-    _thread_local_var.future_list = []
+    """Wait for all ``rpc_async`` calls that the block makes; not if it is interrupted."""
+    futures = _thread_local_var.future_list = []
     try:
-        yield
-    finally:
         try:
-            wait_all(_thread_local_var.future_list)
-        finally:
-            del _thread_local_var.future_list
+            yield
+        except Exception:
+            wait_all(futures)
+            raise
+        wait_all(futures)
+    finally:
+        del _thread_local_var.future_list
 
 
 @contextlib.contextmanager
@@ -630,6 +634,7 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
             " function tell the main thread (threading.Event) to do it, or use graceful=False"
         )
     deadline = Deadline(timeout or None)
+    patience = _CLOSING
     try:
         if graceful:
             first: dict[str, Any] | None = None
@@ -645,8 +650,13 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
                 leaks = agent.rrefs.leaks()
                 if leaks:
                     raise RpcError("Leaking RRefs: Leaking RRef: " + "; ".join(leaks))
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            # Ctrl-C: whoever pressed it has waited enough.
+            patience = _AT_ONCE
+        raise
     finally:
-        _finalize_shutdown()
+        _finalize_shutdown(patience)
 
 
 def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> None:
@@ -688,7 +698,7 @@ def _wait_idle(agent: Agent, deadline: Deadline) -> None:
         )
 
 
-def _finalize_shutdown() -> None:
+def _finalize_shutdown(patience: float = _CLOSING) -> None:
     global _current  # the one agent of the process
     agent, _current = _current, None
     try:
@@ -696,7 +706,7 @@ def _finalize_shutdown() -> None:
             with contextlib.suppress(RpcError, DeadlineExceeded, OSError):
                 if agent.group is not None:
                     agent.group.leave("it has shut down")
-            agent.close()
+            agent.close(patience)
     finally:
         agent_in_use.set_current_agent(None)
         _gatherings.clear()

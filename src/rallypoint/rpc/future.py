@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import threading
@@ -222,7 +223,8 @@ class RpcFuture(Future[T]):
                 done.set_result(None)
 
         def wake(_: Future[T]) -> None:
-            loop.call_soon_threadsafe(settle)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle)
 
         self.add_done_callback(wake)
         try:

@@ -96,7 +96,7 @@ class Agent:
         )
         self.errands = Errands(crew, self._poller)
         self.roster = roster = Roster(name, job)
-        self.lines = Lines(options.shared_memory_bytes, options.heartbeat)
+        self.lines = Lines(options.shared_memory_bytes, options.heartbeat, self.errands.later)
         self.service = service = Service(self, crew, f"rpc-{name}")
         self.dialer = Dialer(roster, self.lines, secret, transports, identity, options.heartbeat)
         replies = Replies(self.allowed)
@@ -213,10 +213,11 @@ class Agent:
         for each in outgoing:
             each.fail("this worker has left the group")
         # Answers of what has just been done go out first.
-        self._crew.close(_LAST_WORDS)
+        self._crew.close(min(_LAST_WORDS, timeout))
         connections.be_alone()
+        last_words = Deadline(min(_LAST_WORDS, timeout))
         for peer in incoming:
-            peer.finish(Deadline(_LAST_WORDS))
+            peer.finish(last_words)
         self.service.loop.close(timeout)
         ended = self._crew.close(timeout)
         connections.complete_left()

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FETCHES = (FETCH, SCRIPT_FETCH)
+_MISSING_NAME = re.compile(r"Can't get attribute '([^']*)'")
 _OURS = os.path.join(os.path.dirname(__file__), "")
 
 
@@ -452,12 +454,26 @@ def translated(error: BaseException) -> BaseException:
         return scripted.with_traceback(error.__traceback__)
     if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
         made: BaseException = RuntimeError(
-            f"{error}. The function is not there on the callee: the RPC pickler does not serialize function"
+            f"{error}. The {_kind_of(error)} is not there on the callee: the RPC pickler does not serialize function"
             " code, only its name; both sides must have it (or set the option pickle_by_value)."
             " RPC pickler does not serialize function code."
         )
         return made.with_traceback(error.__traceback__)
     return error
+
+
+def _kind_of(error: AttributeError) -> str:
+    """What was looked up in vain. There is nothing but its name, so this goes by how names are written."""
+    found = _MISSING_NAME.search(str(error))
+    *outer, name = found[1].split(".") if found else [""]
+    if _is_class_name(name):
+        return "class"
+    return "method" if outer and _is_class_name(outer[-1]) else "function"
+
+
+def _is_class_name(name: str) -> bool:
+    bare = name.lstrip("_")
+    return bare[:1].isupper() and (len(bare) == 1 or not bare.isupper() or "_" not in bare)
 
 
 def _kept(error: BaseException, worker: str) -> Exception:

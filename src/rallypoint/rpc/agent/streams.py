@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 import time
@@ -230,7 +231,8 @@ class ItemChannel(Generic[T]):
         event = asyncio.Event()
 
         def wake() -> None:
-            loop.call_soon_threadsafe(event.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(event.set)
 
         with self._changed:
             if self._items or call.done:

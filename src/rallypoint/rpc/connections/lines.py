@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 from rallypoint.wire import tcp, tls
 from rallypoint.wire.copying import Copier
@@ -13,19 +14,29 @@ from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
 from rallypoint.wire.silence import Silence
 
+from .unused_memory import UnusedMemory
+
 
 class Lines:
     """Makes them; all of one agent share a budget, memory for what comes, and threads that copy.
 
     Args:
         shared_memory_bytes, heartbeat: as in the options.
+        later: calls a function after so many seconds.
     """
 
-    def __init__(self, shared_memory_bytes: int, heartbeat: float) -> None:
+    def __init__(
+        self,
+        shared_memory_bytes: int,
+        heartbeat: float,
+        later: Callable[[float, Callable[[], None]], None],
+    ) -> None:
         self._heartbeat = heartbeat
-        self.budget = Budget(shared_memory_bytes)
+        unused = UnusedMemory(later)
+        self.budget = Budget(shared_memory_bytes, unused.used)
         self._copier = Copier()
-        self._recycler = Recycler()
+        self._recycler = Recycler(on_use=unused.used)
+        unused.watch(self.budget, self._recycler)
 
     def share(self, side: socket.socket) -> Sharing:
         """The way of large buffers, over the second socket of a connection."""

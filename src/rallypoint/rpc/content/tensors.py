@@ -130,7 +130,24 @@ class TensorWriter:
         return False
 
     def reduce(self, tensor: Tensor) -> Reduced:
-        """What a pickler writes for a tensor; ``rebuild_tensor`` and friends turn it back."""
+        """What a pickler writes for a tensor; ``rebuild_tensor`` and friends turn it back.
+
+        Raises:
+            ValueError: it is on a device that no map speaks of, or stands for other tensors in a transformation.
+        """
+        if tensor.is_nested:
+            return self._reduce_nested(tensor)
+        try:
+            return self._reduce(tensor)
+        except RuntimeError:
+            kind = _stand_in(tensor)
+            if kind is None:
+                raise
+            raise ValueError(
+                f"{kind} cannot be sent: it stands for other tensors, inside a transformation; make the call outside of it"
+            ) from None
+
+    def _reduce(self, tensor: Tensor) -> Reduced:
         if tensor.layout is not torch.strided:
             return self._reduce_sparse(tensor)
         if tensor.device.type != "cpu":
@@ -146,6 +163,10 @@ class TensorWriter:
         whole = storage.nbytes()
         if not bytes_shown:
             return rebuild_empty, (code, size, tensor.stride(), grad)
+        if not tensor.data_ptr():
+            if not tensor._is_zerotensor():
+                raise RuntimeError("the tensor has no memory")
+            return self._reduce(torch.zeros(size, dtype=tensor.dtype, requires_grad=grad))
         if whole == bytes_shown and tensor.is_contiguous():
             if whole <= SMALL:
                 return rebuild_small, (self._copy(storage, whole), code, size, grad)
@@ -240,10 +261,19 @@ class TensorWriter:
             outer, inner = (getattr(plain, name)() for name in layouts[tensor.layout])
             layout = str(tensor.layout).removeprefix("torch.")
             return rebuild_compressed, (layout, outer, inner, plain.values(), size, grad)
+        if tensor.is_mkldnn:
+            return rebuild_mkldnn, (plain.to_dense(), grad)
         return self._reduce_odd(tensor, None)
+
+    def _reduce_nested(self, tensor: Tensor) -> Reduced:
+        return rebuild_nested, (list(tensor.detach().unbind()), tensor.dtype, tensor.requires_grad)
 
     def _reduce_elsewhere(self, tensor: Tensor) -> Reduced:
         """From an accelerator, on the way that the two workers have for it (``cuda_ipc``)."""
+        if tensor.device.type == "meta":
+            # It has no memory, so no device map is needed.
+            size, stride = tuple(tensor.shape), tensor.stride()
+            return rebuild_meta, (size, stride, _CODES[tensor.dtype], tensor.requires_grad)
         if self._devices is None:
             raise ValueError(
                 f"a tensor on {tensor.device} was to be sent to a worker that no device map says anything"
@@ -252,8 +282,6 @@ class TensorWriter:
         target = self._devices.target(tensor.device)
         code = _CODES.get(tensor.dtype)
         grad = tensor.requires_grad
-        if tensor.device.type == "meta":
-            return rebuild_meta, (tuple(tensor.shape), tensor.stride(), _CODES[tensor.dtype])
         plain = tensor.detach()
         if code is None or tensor.device.type not in cuda_ipc.memory.kinds:
             return rebuild_on_device, (plain.cpu(), target, grad)
@@ -367,7 +395,8 @@ def pack(tensor: Tensor, large: list[torch.UntypedStorage]) -> Packed | None:
     if tensor.layout is not _STRIDED or tensor.device != _CPU:
         return None
     shown = tensor.nbytes
-    if not shown or not tensor.is_contiguous():
+    # One without an address only stands for others.
+    if not shown or tensor.is_nested or not tensor.is_contiguous() or not _address(tensor):
         return None
     code = _CODES.get(tensor.dtype)
     storage = tensor.untyped_storage()
@@ -382,6 +411,25 @@ def pack(tensor: Tensor, large: list[torch.UntypedStorage]) -> Packed | None:
         data = len(large)
         large.append(storage)
     return data, code, tuple(tensor.shape), tensor.requires_grad
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _stand_in(tensor: Tensor) -> str | None:
+    """The kind of a tensor that has no memory of its own; None for any other."""
+    functorch = torch._C._functorch  # torch itself asks there
+    if functorch.is_batchedtensor(tensor):
+        return "a tensor inside torch.func.vmap"
+    if functorch.is_gradtrackingtensor(tensor):
+        return "a tensor inside torch.func.grad, vjp or jvp"
+    if torch._is_functional_tensor(tensor):
+        return "a functional tensor (torch.func.functionalize, torch.compile)"
+    return None
 
 
 def unpack(packed: Packed, buffers: Sequence[Any]) -> Tensor:
@@ -502,8 +550,19 @@ def rebuild_empty(code: int, size: tuple[int, ...], stride: tuple[int, ...], gra
     return torch.empty_strided(size, stride, dtype=_DTYPES[code], requires_grad=grad)
 
 
-def rebuild_meta(size: tuple[int, ...], stride: tuple[int, ...], code: int) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=_DTYPES[code], device="meta")
+def rebuild_meta(
+    size: tuple[int, ...], stride: tuple[int, ...], code: int, grad: bool = False
+) -> Tensor:
+    made = torch.empty_strided(size, stride, dtype=_DTYPES[code], device="meta")
+    return rebuild_grad(made, grad)
+
+
+def rebuild_mkldnn(dense: Tensor, grad: bool) -> Tensor:
+    return rebuild_grad(dense.to_mkldnn(), grad)
+
+
+def rebuild_nested(parts: list[Tensor], dtype: torch.dtype, grad: bool) -> Tensor:
+    return torch.nested.nested_tensor(parts, dtype=dtype, requires_grad=grad)
 
 
 def rebuild_grad(tensor: Tensor, grad: bool) -> Tensor:

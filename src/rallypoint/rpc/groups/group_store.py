@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any, Final, Protocol, Self
 
 from rallypoint._core import resolver
+from rallypoint._core.clock import Deadline
 from rallypoint.errors import RpcError
 
 
@@ -24,6 +25,8 @@ from rallypoint.errors import RpcError
 POLL: Final = 0.05
 # A wait without limit: c10d hands milliseconds to poll(2) as a C int, which ends at 24 days.
 NO_LIMIT: Final = timedelta(days=20)
+# Seconds after which a wait lets signals through.
+SIGNALS: Final = 0.25
 # Keys in one call.
 BATCH: Final = 512
 
@@ -109,6 +112,16 @@ class Calls:
             # Stores say in different ways that time is up. One that is lost says so again here.
             return self.present(keys)
         return True
+
+    def wait_interruptibly(self, keys: Sequence[str], timeout: float | None) -> bool:
+        """:meth:`wait`, for the main thread: c10d's waits let no signal through, so each is a short one."""
+        deadline = Deadline(timeout)
+        while True:
+            left = deadline.remaining()
+            if self.wait(keys, SIGNALS if left is None else min(left, SIGNALS)):
+                return True
+            if deadline.expired():
+                return False
 
 
 def _key(key: str) -> str:

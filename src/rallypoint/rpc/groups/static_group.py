@@ -62,7 +62,7 @@ class StaticGroup:
                 " a group that forms anew a store prefix of its own"
             )
         keys = [f"rank/{rank}" for rank in range(world_size)]
-        if not calls.wait(keys, timeout):
+        if not calls.wait_interruptibly(keys, timeout):
             # Those who see this record, too, must know that it is void; unless all have seen one group already.
             seal = calls.put_new("formed", _given_up(me))
             missing = [key.removeprefix("rank/") for key in calls.absent(keys)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rallypoint.errors import ConfigError
@@ -19,15 +20,17 @@ class Budget:
 
     Args:
         limit_bytes: capacity of all segments, leased and idle.
+        on_use: called whenever memory is leased; :meth:`give_back` is to be called some time after that.
 
     Raises:
         ConfigError: that is negative.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, on_use: Callable[[], None] = lambda: None) -> None:
         if limit_bytes < 0:
             raise ConfigError("limit_bytes", limit_bytes, "expected a number of bytes, 0 for none")
         self.limit_bytes = limit_bytes
+        self.on_use = on_use
         # What follows is for the pools, which hold the lock. They compute under it; files are made and memory is
         # given back outside.
         self.lock = threading.Lock()
@@ -36,6 +39,23 @@ class Budget:
         self.freed = (
             0  # counts blocks that came back: the smaller its number, the longer one is idle
         )
+
+    def give_back(self, before: float) -> tuple[float | None, bool]:
+        """Give the memory of all blocks to the system that have been idle since before this time.
+
+        Args:
+            before: monotonic seconds.
+
+        Returns:
+            since when those that are left have been idle, the longest of them; and whether any is leased.
+        """
+        with self.lock:
+            pools = list(self.pools)
+        for pool in pools:
+            pool.trim(before)
+        with self.lock:
+            left = [each.idle_since for pool in pools for each in pool.idle_segments()]
+            return min(left, default=None), any(pool.has_leased for pool in pools)
 
     def reserve(self, capacity: int) -> list[Segment] | None:
         """Count ``capacity`` in; returns whose memory has to be given back for it. None: that would not do."""

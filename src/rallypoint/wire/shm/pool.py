@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 import os
+import time
 from dataclasses import dataclass
 from typing import Self
 
@@ -80,6 +82,7 @@ class Pool:
         if os.getpid() != self._process:
             return None  # after a fork the memory, and the peer, are still the parent's
         capacity = capacity_for(size)
+        self._budget.on_use()
         with self._budget.lock:
             if self._closed:
                 return None
@@ -158,25 +161,19 @@ class Pool:
             raise ProtocolError(f"a block came back in segment {number!r}, but none is on its way")
         return segment
 
-    def trim(self, keep_bytes: int = 0) -> int:
-        """Give idle memory back to the system, what was idle longest first, until at most ``keep_bytes`` is idle.
+    def trim(self, before: float = math.inf) -> int:
+        """Give memory back to the system that has been idle since before this time (monotonic seconds).
 
         Returns:
             the bytes given back.
         """
         if os.getpid() != self._process:
             return 0
-        gone: list[Segment] = []
         with self._budget.lock:
             self.collect()
-            idle = sorted(self.idle_segments(), key=lambda each: each.freed)
-            left = sum(each.capacity for each in idle)
-            for each in idle:
-                if left <= keep_bytes:
-                    break
+            gone = [each for each in self.idle_segments() if each.idle_since < before]
+            for each in gone:
                 self.forget(each)
-                gone.append(each)
-                left -= each.capacity
         free_pages(gone)
         return sum(each.capacity for each in gone)
 
@@ -223,7 +220,7 @@ class Pool:
         if not freed:
             return
         self._leased ^= freed
-        marks = freed.to_bytes(self._top, "little")
+        marks, now = freed.to_bytes(self._top, "little"), time.monotonic()
         number = marks.find(1)
         while number >= 0:
             segment = self._segments[number]
@@ -234,9 +231,15 @@ class Pool:
                 continue
             segment.view = None
             segment.freed = self._budget.freed
+            segment.idle_since = now
             self._budget.freed += 1
             self._idle.setdefault(segment.capacity, []).append(segment)
             number = marks.find(1, number + 1)
+
+    @property
+    def has_leased(self) -> bool:
+        """Whether there are blocks on their way or in use."""
+        return bool(self._leased)
 
     def idle_segments(self) -> list[Segment]:
         """Those that are not leased."""

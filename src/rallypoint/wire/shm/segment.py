@@ -73,6 +73,8 @@ class File:
 class Segment:
     """``view`` is that of the present lease; ``file`` is there until the peer has it.
 
+    ``idle_since``: when the pool found it free, in monotonic seconds.
+
     ``is_home``: it has come back, and something here uses it. Written without a lock: by whoever takes it, then by
     the finalizer that lets it go.
     """
@@ -83,6 +85,7 @@ class Segment:
     file: File | None
     view: memoryview | None = None
     freed: int = 0
+    idle_since: float = 0.0
     is_home: bool = False
 
 

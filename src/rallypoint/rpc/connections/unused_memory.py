@@ -1,0 +1,55 @@
+"""Pooled memory that nobody has used for a while goes back to the system."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from rallypoint.wire.recycler import Recycler
+from rallypoint.wire.shm import Budget
+
+
+# Seconds that memory waits for another use.
+KEPT: Final = 60.0
+# Seconds between two looks while the other end still has some: it says nothing when it lets go.
+LOOK: Final = 15.0
+
+
+class UnusedMemory:
+    """Looks after the pools of one agent, at times when there is something to be found; never while they are empty.
+
+    Args:
+        later: calls a function after so many seconds.
+    """
+
+    def __init__(self, later: Callable[[float, Callable[[], None]], None]) -> None:
+        self._later = later
+        self._looks = False
+        self._sources: tuple[Budget, Recycler] | None = None
+
+    def watch(self, budget: Budget, recycler: Recycler) -> None:
+        self._sources = budget, recycler
+
+    def used(self) -> None:
+        """Something was taken out of a pool."""
+        if not self._looks:
+            self._looks = True
+            self._later(KEPT, self._look)
+
+    def _look(self) -> None:
+        assert self._sources is not None
+        # First: what is taken from here on has another look follow, even if this one finds nothing.
+        self._looks = False
+        now = time.monotonic()
+        budget, recycler = self._sources
+        shared, leased = budget.give_back(now - KEPT)
+        received = recycler.give_back(now - KEPT)
+        pause = min(
+            [each + KEPT - now for each in (shared, received) if each is not None],
+            default=LOOK if leased or recycler.has_lent else None,
+        )
+        if pause is None or self._looks:
+            return
+        self._looks = True
+        self._later(min(pause, LOOK) if leased else max(pause, 0.01), self._look)
