@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: wild wild-sample bench-rpc fuzz-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: root-cause wild wild-sample bench-rpc fuzz-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -80,6 +80,9 @@ parity: $(STAMP) ## torch's own RPC tests, from the installed wheel, against ral
 
 soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind; writes bench/results/soak.json
 	$(BIN)/python bench/soak.py --output bench/results/soak.json
+
+root-cause: $(STAMP) ## 100 random faults: does the report name the worker and its error; writes bench/results/root_cause.json
+	$(BIN)/python bench/root_cause.py --faults 100 --output bench/results/root_cause.json
 
 soak-elastic: $(STAMP) ## 200 random faults on one elastic job of four hosts (root); writes bench/results/soak_elastic.json
 	$(BIN)/python bench/soak_elastic.py --faults 200 --output bench/results/soak_elastic.json

@@ -228,6 +228,14 @@ WAYS = {
         code=128 + signal.SIGTERM,
         headline="was killed by SIGTERM",
     ),
+    "exit in a handler": Way(
+        "try: raise ValueError('expected 3 channels')\n    except ValueError: sys.exit(3)",
+        code=3,
+        headline="exited with code 3 while handling ValueError",
+        raised="ValueError",
+        message="expected 3 channels",
+        traceback="in fail",
+    ),
     "an import error": Way(
         "import no_such_module",
         code=1,
@@ -280,7 +288,7 @@ def test_each_way_to_fail(tmp_path, method, name):
     assert (victim["rank"], victim["stopped_by_us"]) == (0, True)
     assert victim["signal_name"] == "SIGTERM"
     assert f"rank 1 {way.headline}" in result.summary.splitlines()[0]
-    assert "1 other worker died of it" in result.summary.splitlines()[0]
+    assert "1 other worker died of it" in " ".join(result.summary.split())
     assert "  victims      rank 0: stopped (SIGTERM)" in result.summary
 
     record = result.torchelastic()
@@ -392,6 +400,84 @@ def test_all_raise_the_same(tmp_path, repeat):
     ]
     assert result.root["raised"]["at"] == min(times), "the first of them"
     assert result.code == 1
+
+
+CLEANS_UP = """
+if rank == 1:
+    try:
+        raise KeyError("weights")
+    except KeyError:
+        dist.destroy_process_group()
+        time.sleep({seconds})
+        raise
+"""
+
+
+def test_a_culprit_that_cleans_up_first_is_named(tmp_path):
+    """Its peers see their connections close long before it comes to its end."""
+    result = run(tmp_path, TOGETHER, failure=CLEANS_UP.format(seconds=2), workers=3)
+    assert result.root["rank"] == 1, result.summary
+    assert result.root["headline"] == "raised KeyError"
+    assert not result.root["stopped_by_us"]
+    assert result.report["cause_known"]
+    assert all("closed" in each["raised"]["message"].lower() or "reset" in each["raised"]["message"]
+               for each in result.report["victims"])  # fmt: skip
+
+
+def test_a_culprit_that_cleans_up_for_too_long_is_asked(tmp_path):
+    failure = CLEANS_UP.format(seconds=60).replace("KeyError", "ValueError")
+    result = run(tmp_path, TOGETHER, "--cause-timeout", "1", failure=failure, workers=3)
+    assert result.root["rank"] == 1, result.summary
+    assert result.root["headline"] == "was handling ValueError when it was stopped"
+    assert result.root["signal_name"] == "SIGTERM"
+    assert (result.code, result.report["cause_known"]) == (1, True)
+    assert "ValueError: weights" in result.summary
+
+
+def test_who_did_not_come_to_a_monitored_barrier_is_named(tmp_path):
+    failure = """
+import datetime
+if rank != 2:
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
+time.sleep(60)
+"""
+    flags = ("--cause-timeout", "1")
+    result = run(tmp_path, TOGETHER, *flags, failure=failure, workers=3)
+    assert result.root["rank"] == 0
+    assert "rank 2 did not come" in result.summary
+
+
+def test_a_cause_that_nobody_tells_is_said_to_be_unknown(tmp_path):
+    failure = """
+if rank == 1:
+    dist.destroy_process_group()
+    time.sleep(60)
+"""
+    result = run(tmp_path, TOGETHER, "--cause-timeout", "0.5", failure=failure, workers=3)
+    assert not result.report["cause_known"]
+    assert result.root["rank"] in {0, 2}
+    assert "no worker told why" in result.summary
+    assert "  failed first rank" in result.summary
+    assert "rank 1 still ran when all others had failed" in " ".join(result.summary.split())
+
+
+@pytest.mark.parametrize("flags", [(), ("--redirects", "3")], ids=["console", "redirects"])
+def test_what_was_printed_before_a_bare_exit_is_shown(tmp_path, flags):
+    failure = """
+import traceback
+try:
+    if rank == 1:
+        raise ValueError("expected 3 channels")
+    while True:
+        step()
+except Exception:
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1 + rank)
+"""
+    result = run(tmp_path, TOGETHER, *flags, failure=failure, workers=3)
+    assert (result.root["rank"], result.code) == (1, 2), result.summary
+    assert "│ ValueError: expected 3 channels" in result.summary
 
 
 def test_a_failure_during_the_restart_is_the_one_reported(tmp_path):

@@ -513,13 +513,13 @@ def test_every_variable_of_torchrun_is_honoured_and_no_other(parser: Any) -> Non
 def test_our_own_flags_listen_to_no_variable_of_torchruns_name(parser: Any) -> None:
     known = {option.dest for option in _options(parser)}
     own = {flag.dest for flag in FLAGS} - known
-    assert own == {"preload", "secret_file", "unbuffered", "block_buffered"}
+    assert own == {"preload", "secret_file", "unbuffered", "block_buffered", "cause_timeout"}
 
 
 _SPELLINGS = [
     spelling
     for flag in FLAGS
-    if flag.dest not in {"preload", "secret_file", "unbuffered", "block_buffered"}
+    if flag.dest not in {"preload", "secret_file", "unbuffered", "block_buffered", "cause_timeout"}
     for spelling in (flag.name, flag.name[:2] + flag.name[2:].replace("-", "_"), flag.short)
     if spelling
 ]

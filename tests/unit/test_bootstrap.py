@@ -183,17 +183,6 @@ def test_an_exception_travels_as_data() -> None:
     assert str(record["traceback"]).startswith("Traceback (most recent call last):\n")
 
 
-def test_a_huge_or_broken_message_does_not_stop_the_report() -> None:
-    class Bad(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    assert told(Bad())["message"] == "(its message could not be made)"
-    record = told(ValueError("x" * 50_000))
-    assert len(str(record["message"])) == bootstrap.MAX_MESSAGE
-    assert len(str(record["traceback"])) <= bootstrap.MAX_TRACEBACK + 1
-
-
 # -- modules kept out of sight -----------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -19,6 +20,7 @@ from rallypoint.launch.output.failure import (
     parse_line_from_worker,
     torchelastic_record,
 )
+from rallypoint.launch.output.symptoms import Says
 
 
 def raised(type_: str = "ValueError", message: str = "bad batch", at: float = 10.0) -> Raised:
@@ -52,8 +54,11 @@ def killed(rank: int, number: int = signal.SIGKILL, **changes) -> WorkerFailure:
     return failure(rank, exit_code=None, signal=number, **changes)
 
 
-def failing(rank: int, at: float, type_: str = "ValueError", message: str = "bad", **changes):
-    return failure(rank, raised=raised(type_, message, at), at=at, **changes)
+def failing(
+    rank: int, at: float, type_: str = "ValueError", message: str = "bad", chains=(), **changes
+):
+    told = replace(raised(type_, message, at), chains=chains)
+    return failure(rank, raised=told, at=at, **changes)
 
 
 # As torch 2.13 words it when the process at the other end is gone.
@@ -127,6 +132,90 @@ def test_a_symptom_on_the_first_host_yields_to_a_cause_on_another():
     assert in_order_of_blame([here, there])[0] is there
 
 
+def handling(rank: int, type_: str = "ValueError", message: str = "bad", **changes):
+    told = replace(raised(type_, message), handled=True)
+    return killed(rank, signal.SIGTERM, raised=told, stopped_by_us=True, **changes)
+
+
+PRINTED = (
+    "Exception in thread Thread-1:",
+    "Traceback (most recent call last):",
+    '  File "t.py"',
+    "ValueError: bad",
+)
+PEER = (
+    "RuntimeError",
+    "[gloo/transport/tcp/pair.cc:545] Connection closed by peer [127.0.0.1]:3133",
+)
+MISSING = "[Rank 0]: Ranks 2 failed to pass monitoredBarrier in 2000 ms"
+OF_EACH_KIND = {
+    Says.CAUSE: failing(0, 9.0),
+    Says.MASKED: failing(0, 9.0, *PEER, chains=((PEER, ("ValueError", "bad")),)),
+    Says.HANDLED: handling(0, at=9.0),
+    Says.PRINTED: killed(0, signal.SIGTERM, stopped_by_us=True, stderr=PRINTED, at=9.0),
+    Says.MISSING: failing(0, 9.0, "RuntimeError", MISSING),
+    Says.CONNECTION: failing(0, 9.0, "ConnectionRefusedError", "[Errno 111] Connection refused"),
+    Says.TIMED_OUT: failing(0, 9.0, "RuntimeError", "Timed out waiting 8000ms for recv operation"),
+    Says.PEER_LOST: failing(0, 9.0, *PEER),
+    Says.STOPPED: killed(0, signal.SIGTERM, stopped_by_us=True, at=9.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "worker"), OF_EACH_KIND.items())
+def test_what_a_failure_says(says, worker):
+    assert worker.says() is says
+    assert worker.is_symptom() == (says in {*list(Says)[4:8], Says.MASKED})
+
+
+@given(
+    kinds=st.lists(st.sampled_from(list(Says)), min_size=1, max_size=6),
+    hosts=st.lists(st.sampled_from("ab"), min_size=6, max_size=6),
+    times=st.lists(st.floats(0, 100), min_size=6, max_size=6),
+)
+def test_who_says_the_most_is_to_blame_on_whatever_host_and_whenever(kinds, hosts, times):
+    failures = [
+        replace(OF_EACH_KIND[kind], rank=rank, host=hosts[rank], at=times[rank])
+        for rank, kind in enumerate(kinds)
+    ]
+    report = FailureReport(failures=in_order_of_blame(failures), world_size=6)
+    assert report.root_cause.says() is min(kinds)
+    assert report.is_known == (min(kinds) <= Says.MISSING)
+    assert report.to_json()["cause_known"] == report.is_known
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        failure(0, stderr=("Traceback (most recent call last):", '  File "t.py"', f"RuntimeError: {PEER[1]}")),
+        failing(0, 1.0, "SystemExit", "1", stderr=("Traceback (most recent call last):", f"RuntimeError: {PEER[1]}")),
+        killed(0, signal.SIGABRT, stderr=("terminate called", f"  what():  {PEER[1]}")),
+        handling(0, *PEER),
+        handling(0, "queue.Empty", ""),
+        failing(0, 1.0, "RuntimeError", "step failed", chains=((("RuntimeError", "step failed"), PEER),)),
+    ],
+)  # fmt: skip
+def test_echoes_are_known_in_any_dress(worker):
+    """Printed and exited, aborted, being handled, wrapped: the worker that was killed is to blame."""
+    assert in_order_of_blame([worker, killed(1, at=5.0)])[0].rank == 1
+    assert worker.says() not in {Says.CAUSE, Says.HANDLED, Says.PRINTED}
+
+
+def test_a_sigkill_is_a_cause_whatever_it_had_printed():
+    assert killed(0, stderr=(*PRINTED[:-1], f"RuntimeError: {PEER[1]}")).says() is Says.CAUSE
+
+
+def test_the_accused_is_named_before_those_that_accuse_it():
+    """All ranks of a distributed checkpoint raise the same: it says whose fault it is."""
+    message = "CheckpointException ranks:dict_keys([2])\nTraceback: No space left on device"
+    failures = [failing(rank, 1.0 + rank, "CheckpointException", message) for rank in range(4)]
+    assert in_order_of_blame(failures)[0].rank == 2
+
+
+def test_who_was_handling_an_error_when_stopped_exits_with_1():
+    assert handling(0).command_exit_code == 1
+    assert handling(0).headline() == "was handling ValueError when it was stopped"
+
+
 TEXT = st.text(max_size=40)
 RAISED = st.builds(
     Raised,
@@ -135,6 +224,9 @@ RAISED = st.builds(
     traceback=TEXT,
     at=st.floats(0, 1e6),
     timestamp=st.integers(0, 2**31),
+    exited=st.booleans(),
+    handled=st.booleans(),
+    chains=st.lists(st.lists(st.tuples(TEXT, TEXT), max_size=2).map(tuple), max_size=2).map(tuple),
 )
 FAILURES = st.builds(
     WorkerFailure,
@@ -161,8 +253,8 @@ def test_blame_loses_and_invents_nobody(failures):
     ordered = in_order_of_blame(failures)
     assert sorted(map(repr, ordered)) == sorted(map(repr, failures))
     assert [f.rank for f in ordered[1:]] == sorted(f.rank for f in ordered[1:])
-    if ordered and ordered[0].stopped_by_us:
-        assert all(f.stopped_by_us for f in failures)
+    if ordered:
+        assert ordered[0].says() is min(each.says() for each in failures)
 
 
 @settings(deadline=None)

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from rallypoint.launch import policy
 from rallypoint.launch.policy import (
     Aim,
+    AskWorkers,
     Broken,
     Finish,
     GraceOver,
@@ -441,6 +442,79 @@ def test_a_whole_life_with_one_restart():
     assert decision.state.generation == 1
 
 
+# -- the moment after a symptom ---------------------------------------------------------------------
+
+MOMENT = 5.0
+
+
+def listening(*indices: int, **changes) -> State:
+    """One worker has failed with a symptom: what its node does next."""
+    before = running(*indices, **{"moment": MOMENT, "max_restarts": 0, **changes})
+    decision = policy.decide(0.0, before, WorkerEnded(9, True, symptom=True))
+    assert decision.state.phase is Phase.LISTENING
+    assert AskWorkers() in decision.commands
+    assert not any(isinstance(command, SignalWorkers) for command in decision.commands)
+    return decision.state
+
+
+def test_after_a_symptom_the_others_are_asked_twice_and_then_stopped():
+    state = listening(0, 1)
+    assert policy.decide(1.0, state, GraceOver()).commands == ()
+    again = policy.decide(state.kill_at, state, GraceOver())
+    assert again.commands == (AskWorkers(),)
+    assert again.state.kill_at == MOMENT
+    stopped = policy.decide(MOMENT, again.state, GraceOver())
+    assert stopped.commands == (SignalWorkers(signal.SIGTERM),)
+    assert (stopped.state.phase, stopped.state.kill_at) == (Phase.STOPPING, MOMENT + GRACE)
+    assert stopped.state.aim is Aim.FAIL
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        WorkerEnded(0, True),
+        WorkerEnded(-1, True),
+        PeerFailed(1, 0),
+        PeerLost(1),
+        PeersStopped(1),
+        SignalReceived(signal.SIGINT),
+    ],
+)
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_cause_or_a_signal_ends_the_moment(event, elastic):
+    decision = policy.decide(0.1, listening(0, 1, num_nodes=2, elastic=elastic), event)
+    assert decision.state.phase is Phase.STOPPING
+    assert any(isinstance(command, SignalWorkers) for command in decision.commands)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [WorkerEnded(0, True, symptom=True), WorkerEnded(0, False), PeerFailed(1, 0, symptom=True)],
+)
+def test_further_symptoms_do_not(event):
+    decision = policy.decide(0.1, listening(0, 1, num_nodes=2), event)
+    assert decision.state.phase is Phase.LISTENING
+    assert decision.commands == ()
+
+
+def test_the_moment_ends_when_nobody_is_left_to_listen_to():
+    state = listening(0)
+    for failed in (True, False):
+        decision = policy.decide(0.1, state, WorkerEnded(0, failed, symptom=True))
+        assert decision.state.phase is Phase.SWEEPING
+        assert decision.state.kill_at is None
+
+
+def test_peers_hear_of_the_symptom_at_once_and_of_the_cause_again():
+    before = running(0, 1, num_nodes=2, moment=MOMENT)
+    first = policy.decide(0.0, before, WorkerEnded(1, True, symptom=True))
+    assert TellPeers("failed") in first.commands
+    second = policy.decide(0.1, first.state, WorkerEnded(0, True))
+    assert TellPeers("failed") in second.commands
+    there = policy.decide(0.0, before, PeerFailed(0, 0, symptom=True))
+    assert there.commands == (AskWorkers(),)
+
+
 # -- by property ----------------------------------------------------------------------------------
 
 WORKERS = 3
@@ -471,6 +545,7 @@ STATES = st.builds(
     State,
     max_restarts=st.integers(0, 3),
     grace=st.sampled_from([0.0, 5.0]),
+    moment=st.sampled_from([0.0, 2.0]),
     num_nodes=st.integers(1, 3),
     elastic=st.booleans(),
 )
@@ -514,7 +589,7 @@ def test_whatever_happens(start, steps):
     assert len(joins) <= start.max_restarts + 1 or start.elastic
     finishes = [command for command in commands if isinstance(command, Finish)]
     assert (decision.state.phase is Phase.ENDED) == (len(finishes) == 1)
-    if decision.state.phase is Phase.STOPPING:
+    if decision.state.phase in {Phase.STOPPING, Phase.LISTENING}:
         assert decision.state.kill_at is not None, "nothing would ever end this phase"
 
 
@@ -570,13 +645,15 @@ class World:
             events.append(PeersDone())
         return events
 
-    def let_happen(self, event: policy.Event, *, failed: bool = False) -> None:
+    def let_happen(
+        self, event: policy.Event, *, failed: bool = False, symptom: bool = False
+    ) -> None:
         match event:
             case RoundFormed():
                 self.joining = False
             case WorkerEnded(index):
                 self.alive.discard(index)
-                event = WorkerEnded(index, failed)
+                event = WorkerEnded(index, failed, symptom)
             case Swept():
                 self.sweeps -= 1
             case GraceOver():
@@ -601,8 +678,9 @@ def test_the_job_always_comes_to_an_end(start, data):
             world.tell(data.draw(outside))
         elif possible := world.possible():
             event = data.draw(st.sampled_from(possible))
-            world.let_happen(event, failed=data.draw(st.booleans(), label="failed"))
-    for _ in range((WORKERS + 4) * (start.max_restarts + 2)):
+            failed, symptom = data.draw(st.tuples(st.booleans(), st.booleans()), label="failed")
+            world.let_happen(event, failed=failed, symptom=symptom)
+    for _ in range((WORKERS + 6) * (start.max_restarts + 2)):
         if world.finished is not None:
             break
         possible = world.possible()

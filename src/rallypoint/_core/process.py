@@ -144,6 +144,16 @@ def _stat_fields(pid: int) -> list[str]:
         return []
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler of its own for this signal."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            lines = [line for line in file if line.startswith("SigCgt:")]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(lines) and bool(int(lines[0].split()[1], 16) >> (number - 1) & 1)
+
+
 def is_running(pid: int) -> bool:
     """True unless the process is gone or a zombie."""
     fields = _stat_fields(pid)

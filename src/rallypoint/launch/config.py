@@ -24,6 +24,8 @@ DEFAULT_RENDEZVOUS_PORT = 29400
 DEFAULT_JOIN_TIMEOUT = 600.0
 DEFAULT_LAST_CALL = 30.0
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+# A worker that fails may save and clean up for so long after its peers have noticed.
+DEFAULT_CAUSE_TIMEOUT = 5.0
 # Ours: torchrun notices a silent node after 15 s, and does not act on it.
 DEFAULT_LEASE = 5.0
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -189,6 +191,7 @@ class LaunchConfig:
         local_addr: the address that other nodes reach this one at.
         role: ROLE_NAME of the workers.
         shutdown_timeout: seconds between SIGTERM (or a forwarded signal) and SIGKILL.
+        cause_timeout: seconds between a failure that is only a symptom and SIGTERM for the others.
         signals: signals that are forwarded to the workers and end the job.
         passed_signals: signals that are forwarded to the workers, and the job goes on.
         start_method: fork server or plain interpreters.
@@ -219,6 +222,7 @@ class LaunchConfig:
     local_addr: str | None = None
     role: str = "default"
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
+    cause_timeout: float = DEFAULT_CAUSE_TIMEOUT
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
         signal.SIGINT,

@@ -91,6 +91,15 @@ FLAGS: tuple[Flag, ...] = (
         " TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
     ),
     Flag(
+        name="--cause-timeout",
+        metavar="S",
+        default="5",
+        env=False,
+        group=_RESTART,
+        help="when workers fail only since a peer is gone, seconds until the rest get SIGTERM: the"
+        " one with the cause may still be cleaning up",
+    ),
+    Flag(
         name="--signals-to-handle",
         metavar="LIST",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",

@@ -18,6 +18,8 @@ from .placement.ranks import WorkerRanks
 
 # A worker says little on its line: an exception, a native stack. More than this is not read.
 MAX_LINE_DATA = 1024 * 1024
+# How long the last lines of a worker that told nothing are waited for; children of it may hold stderr.
+LAST_WORDS_PATIENCE = 0.2
 
 
 @dataclass(slots=True)
@@ -127,6 +129,9 @@ class Generation:
     def is_echo(self, worker: Worker) -> bool:
         """Whether a worker's failure says no more than that a peer is gone, or that we have stopped it."""
         failure = self._failure_of(worker)
+        if failure.raised is None or failure.raised.is_exit:
+            worker.streams.drain(clock.Deadline(LAST_WORDS_PATIENCE))
+            failure = self._failure_of(worker)  # now with what it printed
         return failure.stopped_by_us or failure.is_symptom()
 
     def drain(self, timeout: float) -> None:
@@ -146,6 +151,8 @@ class Generation:
         code = os.waitstatus_to_exitcode(worker.status or 0)
         number = -code if code < 0 else None
         raised, _status, native = parse_line_from_worker(bytes(worker.said))
+        handled = raised if raised is not None and raised.handled else None
+        raised = None if handled else raised
         if (
             raised is not None
             and raised.type != "KeyboardInterrupt"
@@ -154,6 +161,9 @@ class Generation:
             # It had raised and was on its way out when our signal came: it failed by raising.
             code, number = 1, None
         stopped = self._was_stopped(worker, number, raised)
+        at = worker.ended_at if raised is None else raised.at
+        if stopped and raised is None:
+            raised = handled  # else it came through that, and ended for another reason
         return WorkerFailure(
             host=addresses.hostname(),
             node_rank=self._node_rank,
@@ -167,7 +177,7 @@ class Generation:
             native_stack=native if number is not None else "",
             cause="" if stopped or number != signal.SIGKILL else self._oom_cause(),
             stderr=worker.streams.stderr_tail(),
-            at=worker.ended_at if raised is None else raised.at,
+            at=at,
             stopped_by_us=stopped,
         )
 

@@ -9,6 +9,7 @@ words. The shell (``supervisor.py``) gathers events and interprets commands; it 
 
     JOINING ──round formed──▶ RUNNING ──all ended well──▶ SWEEPING ──swept──▶ WAITING ──peers done──▶ ENDED
        ▲                         │ failure, here or on a peer; signal            (several nodes only)
+       │                         │ (a symptom first: LISTENING, for a moment)
        │                         ▼
        └──── restart ──────── STOPPING ──all ended, or grace over──▶ SWEEPING ──swept──▶ ENDED
 
@@ -24,7 +25,9 @@ Rules:
 4. A generation is over only when ``swept``: nothing of it is left when the next one starts.
 5. An elastic node whose workers have ended well leaves at once, but the one that serves the job's store
    (``serves``) stays until all others are done, whatever rounds they need for it.
-6. The channel to workers has room for a third answer beside stop and restart (tell the survivors the
+6. A failure that is only a symptom does not stop the others at once: the one with the cause may still
+   clean up. For ``moment`` seconds the rest are listened to, and asked what they handle, before SIGTERM.
+7. The channel to workers has room for a third answer beside stop and restart (tell the survivors the
    new generation): it would be another ``Aim`` here and another command there.
 """
 
@@ -48,6 +51,7 @@ class Verdict(StrEnum):
 class Phase(StrEnum):
     JOINING = "joining"
     RUNNING = "running"
+    LISTENING = "listening"
     STOPPING = "stopping"
     SWEEPING = "sweeping"
     WAITING = "waiting"
@@ -65,6 +69,8 @@ class Aim(StrEnum):
 
 # What is left after all workers ended (daemons, forgotten children) gets SIGTERM and this long.
 LEFTOVER_GRACE = 1.0
+# How long before the end of a moment the workers are asked a second time.
+ANSWER_TIME = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,19 +79,22 @@ class State:
 
     Args:
         grace: seconds between SIGTERM and SIGKILL.
+        moment: seconds that the others get, before SIGTERM, to tell the cause of a symptom.
         num_nodes: with one node there are no peers to wait for.
         elastic: members may come and go; else a lost node is the end.
         serves: the job's store lives in this process.
         restarts: how much of the budget is used.
         verdict: what this generation's end means for the budget.
         running: local indices of workers that have not ended.
-        kill_at: when STOPPING turns into SIGKILL.
+        kill_at: when STOPPING turns into SIGKILL; in LISTENING, when its next step is due.
+        asked_again: LISTENING is about to end.
         signal: the first signal received, if any.
         passed: signals that are for the workers alone: the job goes on.
     """
 
     max_restarts: int
     grace: float
+    moment: float = 0.0
     num_nodes: int = 1
     elastic: bool = False
     serves: bool = False
@@ -96,6 +105,7 @@ class State:
     running: frozenset[int] = frozenset()
     aim: Aim = Aim.SUCCEED
     kill_at: float | None = None
+    asked_again: bool = False
     signal: int | None = None
     peers_done: bool = False
     passed: frozenset[int] = frozenset()
@@ -239,6 +249,11 @@ class PassOn:
 
 
 @dataclass(frozen=True, slots=True)
+class AskWorkers:
+    """Have those that run tell which exception they handle just now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
     """End whatever is left: SIGTERM, ``grace`` seconds, SIGKILL."""
 
@@ -262,7 +277,17 @@ class Finish:
     aim: Aim
 
 
-Command = Join | StartWorkers | SignalWorkers | PassOn | Sweep | TellPeers | ReportRestart | Finish
+Command = (
+    Join
+    | StartWorkers
+    | SignalWorkers
+    | PassOn
+    | AskWorkers
+    | Sweep
+    | TellPeers
+    | ReportRestart
+    | Finish
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +341,8 @@ def decide(now: float, state: State, event: Event) -> Decision:
             return _stop(now, state, Aim.SIGNALLED, f"node {node_rank} was told to stop", tell=None)
         case SignalReceived(number):
             return _signalled(now, state, number)
+        case GraceOver() if state.phase is Phase.LISTENING:
+            return _moment_over(now, state)
         case GraceOver():
             if state.phase is not Phase.STOPPING or state.kill_at is None or now < state.kill_at:
                 return Decision(state, (), "grace is not over")
@@ -331,7 +358,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
             assert_never(event)
 
 
-_ALIVE = frozenset({Phase.RUNNING, Phase.SWEEPING, Phase.WAITING})
+_ALIVE = frozenset({Phase.RUNNING, Phase.LISTENING, Phase.SWEEPING, Phase.WAITING})
 
 
 def _round_formed(state: State, event: RoundFormed) -> Decision:
@@ -372,7 +399,7 @@ def _peer_failed(
     if state.phase is Phase.WAITING and state.elastic:
         return Decision(state, (), f"{why}: the others go on without us")
     if state.phase in _ALIVE or (state.verdict is not Verdict.FAILED and not symptom):
-        return _stop(now, state, aim, why, tell=None, verdict=verdict)
+        return _stop(now, state, aim, why, tell=None, verdict=verdict, symptom=symptom)
     return Decision(state, (), why)
 
 
@@ -381,7 +408,7 @@ def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> D
         if fatal:
             return _stop(now, state, Aim.FAIL, why, tell=None, verdict=Verdict.FAILED)
         return Decision(state, (), f"{why}, but membership is fixed")
-    if state.phase is Phase.RUNNING:
+    if state.phase is Phase.RUNNING or (state.phase is Phase.LISTENING and fatal):
         return _stop(now, state, Aim.RESTART, why, tell=None, verdict=Verdict.CHANGED)
     if state.phase is Phase.SWEEPING and state.aim is Aim.SUCCEED:
         return Decision(state, (), f"{why}, and our workers have ended well")
@@ -390,11 +417,16 @@ def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> D
 
 def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: bool) -> Decision:
     state = replace(state, running=state.running - {index})
+    if state.phase in {Phase.RUNNING, Phase.LISTENING} and failed:
+        aim, verdict = _after_failure(state, symptom)
+        # Once is enough, but for the cause.
+        tell = "failed" if state.phase is Phase.RUNNING or not symptom else None
+        why = f"worker {index} failed"
+        return _stop(now, state, aim, why, tell=tell, verdict=verdict, symptom=symptom)
+    if state.phase is Phase.LISTENING and not state.running:
+        new = replace(state, phase=Phase.SWEEPING, kill_at=None)
+        return Decision(new, (Sweep(min(LEFTOVER_GRACE, state.grace)),), "all workers have ended")
     if state.phase is Phase.RUNNING:
-        if failed:
-            aim, verdict = _after_failure(state, symptom)
-            why = f"worker {index} failed"
-            return _stop(now, state, aim, why, tell="failed", verdict=verdict)
         if not state.running:
             new = replace(state, phase=Phase.SWEEPING)
             return Decision(new, (Sweep(LEFTOVER_GRACE),), "all workers ended well")
@@ -420,8 +452,9 @@ def _stop(
     why: str,
     tell: str | None,
     verdict: Verdict = Verdict.NONE,
+    symptom: bool = False,
 ) -> Decision:
-    """Leave RUNNING (or a later phase of success) for STOPPING."""
+    """Leave RUNNING (or a later phase of success) for STOPPING; after a symptom by way of LISTENING."""
     commands: list[Command] = []
     order = list(Verdict)
     state = replace(state, verdict=max(state.verdict, verdict, key=order.index))
@@ -437,13 +470,31 @@ def _stop(
         return Decision(replace(state, aim=_overruled(state.aim, aim)), tuple(commands), why)
     if state.phase is Phase.STOPPING:
         return Decision(replace(state, aim=_overruled(state.aim, aim)), tuple(commands), why)
+    aim = _overruled(state.aim, aim)
     if not state.running:
-        new = replace(state, phase=Phase.SWEEPING, aim=aim)
+        new = replace(state, phase=Phase.SWEEPING, aim=aim, kill_at=None)
         return Decision(new, (*commands, Sweep(min(LEFTOVER_GRACE, state.grace))), why)
+    if symptom and state.phase is Phase.LISTENING:
+        return Decision(replace(state, aim=aim), tuple(commands), why)
+    if symptom and state.moment > 0:
+        ask_again_at = now + max(0.0, state.moment - ANSWER_TIME)
+        new = replace(
+            state, phase=Phase.LISTENING, aim=aim, kill_at=ask_again_at, asked_again=False
+        )
+        return Decision(new, (*commands, AskWorkers()), f"{why}: of what, is not known yet")
     number = state.signal if aim is Aim.SIGNALLED and state.signal else signals.SIGTERM
     commands.append(SignalWorkers(number))
     new = replace(state, phase=Phase.STOPPING, aim=aim, kill_at=now + state.grace)
     return Decision(new, tuple(commands), why)
+
+
+def _moment_over(now: float, state: State) -> Decision:
+    if state.kill_at is None or now < state.kill_at:
+        return Decision(state, (), "the moment is not over")
+    if not state.asked_again:
+        new = replace(state, asked_again=True, kill_at=now + ANSWER_TIME)
+        return Decision(new, (AskWorkers(),), "nobody has told the cause: asking again")
+    return _stop(now, state, state.aim, "nobody has told the cause", tell=None)
 
 
 def _overruled(aim: Aim, by: Aim) -> Aim:

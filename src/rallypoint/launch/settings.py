@@ -129,6 +129,7 @@ class _Settings:
             local_addr=self._values["local_addr"],
             role=self._text("role"),
             shutdown_timeout=self._shutdown_timeout(),
+            cause_timeout=self._seconds(self._text("cause_timeout"), "--cause-timeout"),
             signals=tuple(each for each in self._signals() if each not in self._passed_signals()),
             passed_signals=self._passed_signals(),
             start_method=start_method,
@@ -573,6 +574,9 @@ class _Settings:
             text = self._env.get(shown)
             if text is None:
                 return DEFAULT_SHUTDOWN_TIMEOUT
+        return self._seconds(text, shown)
+
+    def _seconds(self, text: str, shown: str) -> float:
         try:
             seconds = float(text)
         except ValueError:

@@ -120,6 +120,7 @@ class Supervisor:
         self._state = policy.State(
             max_restarts=config.max_restarts,
             grace=config.shutdown_timeout,
+            moment=config.cause_timeout,
             num_nodes=config.num_nodes,
             elastic=config.elastic,
             passed=frozenset(config.passed_signals),
@@ -455,7 +456,7 @@ class Supervisor:
         worker = self._workers.named(name)
         if worker is None:
             store = f"store {self._state.generation}"
-            if name == store and self._state.phase is Phase.RUNNING:
+            if name == store and self._state.phase in {Phase.RUNNING, Phase.LISTENING}:
                 how = os.waitstatus_to_exitcode(status)
                 self._store_failure = (
                     f"the process that serves the workers' store ended ({_status_words(how)})"
@@ -477,7 +478,7 @@ class Supervisor:
         """Whether a worker has died of a signal that may be on its way to us too, to end the whole job."""
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         return (
-            self._state.phase is Phase.RUNNING
+            self._state.phase in {Phase.RUNNING, Phase.LISTENING}
             and number in self._config.signals
             and number not in self._signals_taken
         )
@@ -532,7 +533,7 @@ class Supervisor:
                 else:
                     self._end_generation(left)
                     self._decide(policy.Swept())
-            case "ping" if state.phase is Phase.RUNNING:
+            case "ping" if state.phase in {Phase.RUNNING, Phase.LISTENING}:
                 ended = [each for each in self._workers if each.pid and each.status is None]
                 if any(not process.is_running(each.pid) for each in ended):
                     self._server_is_deaf = True
@@ -581,10 +582,11 @@ class Supervisor:
                     self._lost = self._lost or "a node wants to join"
                     self._decide(policy.NodeWaiting())
                 case PeerEvent(_, node_rank, generation, failures):
-                    self._peer_failures = self._peer_failures or failures
                     echo = bool(failures) and all(
                         each.is_symptom() or each.stopped_by_us for each in failures
                     )
+                    if not (echo and self._peer_failures):
+                        self._peer_failures = failures
                     self._decide(policy.PeerFailed(node_rank, generation, echo))
                 case NotNeeded():
                     self._say(f"{ENDED_WELL}: this node was not needed")
@@ -621,6 +623,11 @@ class Supervisor:
                     pass  # there is nobody yet
                 case policy.PassOn(number):
                     self._signal_workers(number)
+                case policy.AskWorkers() if not self._start_is_due:
+                    ask = {"do": "query", "names": self._workers.running()}
+                    self._server.channel.send(ask)
+                case policy.AskWorkers():
+                    pass  # none has started
                 case policy.Sweep(grace):
                     self._workers.note_signal(signal.SIGKILL)
                     if self._server_ready:

@@ -5,43 +5,85 @@ spends a while in its exit handlers; a peer whose connection it closed may be de
 
 * a worker failed when its exception was raised (it told us when, on this host's monotonic clock), or,
   without an exception, when it was reaped;
-* a failure that only says "my peer is gone" is a symptom while there is another kind of failure;
-* a worker that we stopped, and that had not raised anything before, is a victim.
+* a failure that only says "my peer is gone" is a symptom while another one says more (:mod:`.symptoms`);
+* a worker that we stopped, and that had not raised anything before, is a victim, unless it was handling
+  an exception at that time and nobody else has an error of their own.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
-
-# What libraries say when the process at the other end is gone. Seen in Gloo, NCCL, TCPStore and
-# sockets of torch 2.13; a message that matches is a symptom, not a cause, unless it stands alone.
-_PEER_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|socket (closed|timeout)"
-    r"|remote (process|peer) (exited|closed|has terminated)|ncclRemoteError|ncclSystemError"
-    r"|failed to (recv|send), got|connectFullMesh|recvValue failed|sendBytes failed|peer closed"
-    r"|gloo.*(timed out|timeout)",
-    re.IGNORECASE,
-)
-_PEER_LOST_TYPES = {"torch.distributed.DistNetworkError", "torch.distributed.DistStoreError"}
-_PEER_LOST_TYPES |= {"ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError"}
-_PEER_LOST_TYPES |= {"EOFError", "ConnectionAbortedError"}
+from . import symptoms
+from .symptoms import Chain, Says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Raised:
-    """An exception as data."""
+    """An exception as data.
+
+    Args:
+        type, message, traceback: its own; of a ``SystemExit``, of what was being handled.
+        at: when it was told, on the monotonic clock of its host.
+        timestamp: the same as seconds since 1970.
+        exited: the script ended by ``sys.exit`` while it handled this.
+        handled: the script had caught it and still ran when the supervisor asked.
+        chains: from this exception to each that it is a consequence of (several in an exception group).
+    """
 
     type: str
     message: str
     traceback: str
     at: float
     timestamp: int
+    exited: bool = False
+    handled: bool = False
+    chains: tuple[Chain, ...] = ()
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Self:
+        """From JSON.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: it is none.
+        """
+        return cls(
+            type=str(record["type"]),
+            message=str(record["message"]),
+            traceback=str(record["traceback"]),
+            at=float(record["at"]),
+            timestamp=int(record["timestamp"]),
+            exited=bool(record.get("exited", False)),
+            handled=bool(record.get("handled", record.get("kind") == "handled")),
+            chains=tuple(
+                tuple((str(kind), str(message)) for kind, message in chain)
+                for chain in record.get("chains", ())
+            ),
+        )
+
+    @property
+    def is_exit(self) -> bool:
+        """Whether it is a ``sys.exit`` and nothing else is known."""
+        return self.type == "SystemExit"
+
+    @property
+    def chain(self) -> Chain:
+        """The chain that says the most."""
+        return symptoms.best_chain(self.chains) or ((self.type, self.message),)
+
+    @property
+    def shown(self) -> symptoms.Link:
+        """Type and message to be shown: of the own error, where a lost peer came on top of it."""
+        if self.says() is not Says.MASKED:
+            return (self.type, self.message)
+        return symptoms.telling(self.chain) or (self.type, self.message)
+
+    def says(self) -> Says:
+        return Says.CAUSE if self.is_exit else symptoms.chain_says(self.chain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,24 +128,53 @@ class WorkerFailure:
     @property
     def command_exit_code(self) -> int:
         """What a shell would see."""
+        if self.says() in {Says.HANDLED, Says.PRINTED}:
+            return 1  # as if it had come to its own end
         if self.signal is not None:
             return 128 + self.signal
         return self.exit_code or 1
 
+    def says(self) -> Says:
+        """How much it tells about the root cause."""
+        raised = self.raised
+        if self.stopped_by_us:
+            if raised is not None and raised.handled and not symptoms.is_ordinary(raised.type):
+                found = raised.says()
+                return Says.HANDLED if found in {Says.CAUSE, Says.MASKED} else Says.STOPPED
+            printed = symptoms.printed(self.stderr) if raised is None else None
+            if printed is None or symptoms.is_ordinary(printed[0]):
+                return Says.STOPPED
+            return Says.PRINTED if symptoms.says(printed) is Says.CAUSE else Says.STOPPED
+        if raised is not None and not raised.is_exit:
+            return raised.says()
+        told = raised is not None and not raised.message.lstrip("-").isdigit()  # sys.exit("why")
+        if self.signal in {None, signal.SIGABRT} and not told:
+            printed = symptoms.printed(self.stderr)  # which may be an echo
+            return Says.CAUSE if printed is None else symptoms.says(printed)
+        return Says.CAUSE
+
     def is_symptom(self) -> bool:
-        """True if it says no more than that a peer is gone."""
-        if self.raised is None or self.raised.type == "SystemExit":
-            return False
-        if self.raised.type in _PEER_LOST_TYPES:
-            return True
-        return bool(_PEER_LOST.search(self.raised.message))
+        """True if it says no more than that a peer is gone, so that the cause may still come."""
+        return not self.stopped_by_us and self.says() is not Says.CAUSE
+
+    @property
+    def accused(self) -> frozenset[int]:
+        """The ranks it blames."""
+        return frozenset() if self.raised is None else symptoms.accused(self.raised.message)
 
     def headline(self) -> str:
         """What happened to it, in a few words."""
-        if self.raised is not None and self.raised.type != "SystemExit":
-            return f"raised {self.raised.type}"
+        raised = self.raised
+        if self.stopped_by_us and raised is not None and raised.handled:
+            return f"was handling {raised.shown[0]} when it was stopped"
+        if raised is not None and not raised.is_exit and not raised.exited:
+            return f"raised {raised.shown[0]}"
         if self.signal is not None:
             return f"was killed by {self.signal_name}"
+        if raised is not None and raised.exited:
+            return f"exited with code {self.exit_code} while handling {raised.shown[0]}"
+        if self.says() is Says.PRINTED:
+            return "had printed a traceback when it was stopped"
         return f"exited with code {self.exit_code}"
 
 
@@ -132,6 +203,12 @@ class FailureReport:
         return self.failures[0] if self.failures and not self.reason else None
 
     @property
+    def is_known(self) -> bool:
+        """Whether some worker told the cause; else the root cause is only the first to notice."""
+        root = self.root_cause
+        return root is None or root.says() <= Says.MISSING
+
+    @property
     def victims(self) -> tuple[WorkerFailure, ...]:
         return self.failures[1:] if not self.reason else self.failures
 
@@ -148,6 +225,7 @@ class FailureReport:
             "exit_code": self.exit_code,
             "world_size": self.world_size,
             "max_restarts": self.max_restarts,
+            "cause_known": root is not None and self.is_known,
             "root_cause": None if root is None else _as_json(root),
             "victims": [_as_json(victim) for victim in self.victims],
             "log_folder": self.log_folder,
@@ -170,7 +248,7 @@ def failures_from_json(data: str) -> tuple[WorkerFailure, ...]:
     """Failures that another node published (:func:`failures_to_json`)."""
     found = []
     for item in json.loads(data):
-        raised = None if item["raised"] is None else Raised(**item["raised"])
+        raised = None if item["raised"] is None else Raised.from_record(item["raised"])
         found.append(WorkerFailure(**{**item, "raised": raised, "stderr": tuple(item["stderr"])}))
     return tuple(found)
 
@@ -188,12 +266,13 @@ def in_order_of_blame(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure,
     if not failures:
         return ()
     first_host = failures[0].host
+    blamed = frozenset(rank for failure in failures for rank in failure.accused)
 
-    def blame(item: tuple[int, WorkerFailure]) -> tuple[bool, bool, bool, float, int]:
+    def blame(item: tuple[int, WorkerFailure]) -> tuple[int, bool, bool, float, int]:
         index, failure = item
         local = failure.host == first_host
         at = failure.at if local else 0.0
-        return (failure.stopped_by_us, failure.is_symptom(), not local, at, index)
+        return (failure.says(), failure.rank not in blamed, not local, at, index)
 
     root = min(enumerate(failures), key=blame)[1]
     others = sorted((f for f in failures if f is not root), key=lambda f: f.rank)
@@ -224,9 +303,10 @@ def parse_line_from_worker(data: bytes) -> tuple[Raised | None, bytes | None, st
     """Read what a worker sent on its line: records in JSON, a line each, and faulthandler's text.
 
     Returns:
-        The exception it ended with, a function's status record (raw) if there was one, and the native stack.
+        The exception it ended with (else the one it was handling when asked), a function's status record (raw) if there was one, and the native stack.
     """
     raised: Raised | None = None
+    handled: Raised | None = None
     status: bytes | None = None
     native: list[str] = []
     for line in data.split(b"\n"):
@@ -234,17 +314,13 @@ def parse_line_from_worker(data: bytes) -> tuple[Raised | None, bytes | None, st
             try:
                 record = json.loads(line)
                 if record.get("kind") == "exception":
-                    raised = Raised(
-                        type=str(record["type"]),
-                        message=str(record["message"]),
-                        traceback=str(record["traceback"]),
-                        at=float(record["at"]),
-                        timestamp=int(record["timestamp"]),
-                    )
+                    raised = Raised.from_record(record)
+                elif record.get("kind") == "handled":
+                    handled = Raised.from_record(record)
                 else:
                     status = line
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue  # cut off, or written by the user's code: the line is a descriptor like any
         elif line:
             native.append(line.decode(errors="replace"))
-    return raised, status, "\n".join(native)
+    return raised or handled, status, "\n".join(native)

@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 from .failure import FailureReport, WorkerFailure
+from .symptoms import Says, printed
 
 
 # A report must fit a screen: the root cause in full (the ends of long texts), the others in a line.
@@ -109,15 +110,22 @@ def _headline(report: FailureReport) -> str:
     if root is None:
         return "the job failed"
     tail = _others(report.victims)
-    end = f" (signal {root.signal})" if root.signal is not None else ""
-    if root.signal is None and root.raised is not None and root.raised.type != "SystemExit":
+    if not report.is_known:
+        return (
+            f"the job failed, and no worker told why: rank {root.rank} was the first to fail{tail}"
+        )
+    by_itself = root.signal is not None and not root.stopped_by_us
+    end = f" (signal {root.signal})" if by_itself else ""
+    raised = root.raised
+    ended_by_it = raised is not None and not (raised.is_exit or raised.exited or raised.handled)
+    if root.signal is None and ended_by_it:
         end = f" (exit code {root.exit_code})"
     return f"the job failed: rank {root.rank} {root.headline()}{end}{tail}"
 
 
 def _others(victims: Sequence[WorkerFailure]) -> str:
     """How many died of the root cause, and how many failed by themselves (the same mistake, mostly)."""
-    alike = sum(not victim.stopped_by_us and not victim.is_symptom() for victim in victims)
+    alike = sum(victim.says() is Says.CAUSE for victim in victims)
     died = len(victims) - alike
     text = f"; {alike} other worker{'s' * (alike > 1)} failed too" if alike else ""
     if died and alike:
@@ -130,28 +138,82 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
     place = (
         f"rank {root.rank} (local rank {root.local_rank}) on {root.host}, pid {root.pid}, {attempt}"
     )
-    lines = _wrapped("  root cause   ", place, width, most=2)
-    if root.cause:
-        lines += _wrapped("  because      ", root.cause, width, most=3)
+    label = "  root cause   " if report.is_known else "  failed first "
+    lines = _wrapped(label, place, width, most=2)
+    because = root.cause or _because(root, report)
+    if because:
+        lines += _wrapped("  because      ", because, width, most=3)
     raised = root.raised
-    if raised is not None and raised.type == "SystemExit":
+    if raised is not None and raised.is_exit:
         text = f"{root.exit_code} (SystemExit: {raised.message})"
         lines += _wrapped("  exit code    ", text, width)
     elif raised is not None:
-        message = f"{raised.type}: {raised.message}" if raised.message else raised.type
-        lines += _wrapped("  error        ", message, width, most=6)
+        kind, message = raised.shown
+        message, inner = _with_inner(message)
+        text = f"{kind}: {message}" if message else kind
+        lines += _wrapped("  error        ", text, width, most=6)
+        if inner:
+            lines += _block(_frames(inner), width, MAX_TRACEBACK_LINES // 2, paint)
     both = raised is not None and bool(raised.traceback) and bool(root.native_stack)
+    both = both or (raised is not None and bool(_with_inner(raised.message)[1]))
     stack_lines = MAX_TRACEBACK_LINES // 2 if both else MAX_TRACEBACK_LINES
     if raised is not None and raised.traceback:
         lines += _block(_frames(raised.traceback), width, stack_lines, paint)
     if root.native_stack:
         lines.append("  at the fault (most recent call first)")
         lines += _block(_native(root.native_stack), width, stack_lines, paint, keep_end=False)
-    if raised is None and root.stderr:
+    if (raised is None or (raised.is_exit and _is_number(raised.message))) and root.stderr:
         lines.append("  last lines of its stderr")
-        most = MAX_STDERR_LINES // 2 if root.native_stack else MAX_STDERR_LINES
+        most = (
+            MAX_STDERR_LINES // 2 if root.native_stack or raised is not None else MAX_STDERR_LINES
+        )
+        most = MAX_TRACEBACK_LINES if printed(root.stderr) is not None else most
         lines += _block(root.stderr, width, most, paint)
     return lines
+
+
+def _because(root: WorkerFailure, report: FailureReport) -> str:
+    """What is to be known about the root cause beside its own words."""
+    raised = root.raised
+    match root.says():
+        case Says.MASKED if raised is not None:
+            return f"of its own error; then it lost its peers while it cleaned up ({raised.type})"
+        case Says.HANDLED | Says.PRINTED:
+            return "likely: the others say only that a peer is gone"
+        case Says.MISSING:
+            ranks = compact(root.accused)
+            return f"rank{'s' * (len(root.accused) > 1)} {ranks} did not come" if ranks else ""
+        case Says.CONNECTION | Says.TIMED_OUT | Says.PEER_LOST if report.victims:
+            return _who_is_missing(report)
+        case _:
+            return ""
+
+
+def _who_is_missing(report: FailureReport) -> str:
+    """Where all failures are symptoms: those that still ran when the others had failed."""
+    left = [each.rank for each in report.victims if each.says() is Says.STOPPED]
+    if not left:
+        return "a peer is gone, as for all others; none has told an error of its own"
+    ranks = f"rank{'s' * (len(left) > 1)} {compact(left)}"
+    return f"a peer is gone or did not come; {ranks} still ran when all others had failed"
+
+
+def _is_number(text: str) -> bool:
+    return text.lstrip("-").isdigit()
+
+
+def _with_inner(message: str) -> tuple[str, str]:
+    """A message that holds the traceback of another process (a DataLoader's worker, a pool's): apart.
+
+    Its last line, which says what happened, goes with the message.
+    """
+    start = message.find(_BEGINNING)
+    if start < 0:
+        return message, ""
+    before = message[:start].rpartition("\n")[0] if message[:start].strip() else ""
+    inner = message[start:].rstrip().strip('"').rstrip()
+    last = [line for line in inner.splitlines() if line and not line.startswith(" ")][-1]
+    return f"{before.strip()} {last}".strip() if last != _BEGINNING else before.strip(), inner
 
 
 def _frames(traceback: str) -> list[str]:
@@ -212,9 +274,11 @@ def _fate(victim: WorkerFailure) -> str:
     if victim.stopped_by_us and victim.raised is None:
         how = victim.signal_name or f"exit code {victim.exit_code}"
         return f"stopped ({how})"
-    if victim.raised is not None and victim.raised.type != "SystemExit":
-        first = (victim.raised.message.splitlines() or [""])[0]
-        return f"{victim.raised.type}: {_without_places(first)}"
+    if victim.raised is not None and not victim.raised.is_exit:
+        kind, message = victim.raised.shown
+        first = (message.splitlines() or [""])[0]
+        fate = f"{kind}: {_without_places(first)}"
+        return f"stopped while it handled {fate}" if victim.raised.handled else fate
     return victim.headline() + (f", {victim.cause}" if victim.cause else "")
 
 

@@ -21,8 +21,8 @@ Rules:
    nothing here, but shows that the workers have got it too. So they are not sent it again when the supervisor asks
    for that: a handler that raises, to write a last checkpoint, would be interrupted while it is written.
 
-Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``sweep`` · ``tell`` (whether a signal came here) ·
-``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` · ``failed`` (a limit
+Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``query`` · ``sweep`` · ``tell`` (whether a signal came
+here) · ``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` · ``failed`` (a limit
 was reached) · ``heard`` (a request that has a number, ``ask``). Fields are documented at their handlers.
 """
 
@@ -47,7 +47,7 @@ from rallypoint._core import clock, env as environment, limits, process
 from rallypoint.launch import signals
 from rallypoint.launch.config import StartMethod
 from rallypoint.launch.worker import bootstrap, ending
-from rallypoint.launch.worker.job import Job, WorkerFds, WorkerStart
+from rallypoint.launch.worker.job import ASK_SIGNAL, Job, WorkerFds, WorkerStart
 
 from . import store_host
 from .channel import Channel, Message
@@ -216,6 +216,8 @@ class ForkServer:
                 self._probe(fds[0])
             case "signal":
                 self._signal(message)
+            case "query":
+                self._query(message["names"])
             case "sweep":
                 self._begin_sweep(message["grace"])
             case "tell":
@@ -311,6 +313,17 @@ class ForkServer:
                 if pid in self._names and not has_it:
                     _send(pid, held.number, group=held.group)
         self._held = waiting
+
+    def _query(self, names: list[str]) -> None:
+        """Have the workers ``names`` tell which exception they handle just now, where they can."""
+        for name in names:
+            pid = self._pids.get(name)
+            # One that is still becoming a worker, or has executed something else, would die of it.
+            if pid is not None and process.catches(pid, ASK_SIGNAL):
+                try:
+                    os.kill(pid, ASK_SIGNAL)
+                except ProcessLookupError:
+                    pass
 
     # -- children -----------------------------------------------------------------------------
 

@@ -19,23 +19,17 @@ import runpy
 import signal
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rallypoint._core import clock, env as environment, process
+from rallypoint._core import env as environment, process
 from rallypoint.launch.config import TargetKind
 
-from . import ending, preloaded, streams
-from .job import Job, WorkerFds, WorkerStart
-
-
-# What of a traceback travels to the report; the whole of it is on the worker's stderr.
-MAX_TRACEBACK = 32_000
-MAX_MESSAGE = 4_000
+from . import ending, exceptions, preloaded, streams
+from .job import ASK_SIGNAL, Job, WorkerFds, WorkerStart
 
 
 # -- becoming a worker ----------------------------------------------------------------------------
@@ -226,6 +220,7 @@ def _run(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> 
         # Where Python stood at a native fault goes to the report; stderr stays the script's own.
         # (In a fork of the caller it may be enabled, but writes to a file of the caller's.)
         faulthandler.enable(file=fds.line)
+    _answer_what_is_handled(fds.line)
     error = _caught(job, fds, call)
     told = os.getpid() == own_pid  # else a fork that the script made ran out of its own code
     if call is None and job.kind is TargetKind.SCRIPT and not _is_container(Path(job.name)):
@@ -333,31 +328,23 @@ def _is_container(path: Path) -> bool:
 
 def _tell(line: int, error: BaseException, code: int) -> None:
     """Send the exception to the supervisor as data: one line of JSON."""
-    if isinstance(error, SystemExit):
-        text = "".join(traceback.format_tb(ending.without_us(error.__traceback__)))
-        text = f"Traceback (most recent call last):\n{text}SystemExit: {error.code}\n"
-    else:
-        text = "".join(traceback.format_exception(error))
-    kind = type(error)
-    name = (
-        kind.__qualname__
-        if kind.__module__ in {"builtins", "__main__"}
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001  a broken __str__ must not hide the failure
-        message = "(its message could not be made)"
-    record = {
-        "kind": "exception",
-        "type": name,
-        "message": message[:MAX_MESSAGE],
-        "traceback": text if len(text) <= MAX_TRACEBACK else "…" + text[-MAX_TRACEBACK:],
-        "exit_code": code,
-        "at": clock.MONOTONIC.now(),
-        "timestamp": clock.timestamp(),
-    }
-    send_line(line, record)
+    send_line(line, {"kind": "exception", **exceptions.describe(error, code)})
+
+
+def _answer_what_is_handled(line: int) -> None:
+    """Tell the supervisor, when it asks by a signal, which exception this worker handles just now.
+
+    It asks before it stops a worker whose peers say only that somebody is gone. Python runs the handler
+    between two steps of the main thread; one that stands in C code does not answer, and is not waited for.
+    """
+    own_pid = os.getpid()
+
+    def answer(_number: int, _frame: types.FrameType | None) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and os.getpid() == own_pid:
+            send_line(line, {"kind": "handled", **exceptions.describe(error, 1)})
+
+    signal.signal(ASK_SIGNAL, answer)
 
 
 def send_line(line: int, record: dict[str, Any]) -> None:

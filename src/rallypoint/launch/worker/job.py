@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rallypoint.launch.config import TargetKind
+
+
+# By this one a worker is asked which exception it handles; nobody else is known to use it.
+ASK_SIGNAL = signal.SIGRTMIN + 21
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

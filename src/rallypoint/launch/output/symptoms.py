@@ -1,0 +1,166 @@
+"""What a failure says about where it came from: its own error, or only that a peer is gone.
+
+When one worker of a job fails, its peers fail too, and often earlier: their connections break while it
+still cleans up. So failures are ranked by what they say (:class:`Says`), and only then by time.
+
+Messages are those of Gloo, NCCL, TCPStore and sockets in torch 2.13, and of this package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import takewhile
+
+
+class Says(IntEnum):
+    """How much a failure tells about the root cause, the most telling first."""
+
+    CAUSE = 0  # an error of its own
+    MASKED = 1  # an error of its own, then a lost peer while it cleaned up
+    HANDLED = 2  # stopped by us while it handled an error of its own
+    PRINTED = 3  # stopped by us after it had printed a traceback (of a thread, of a child)
+    MISSING = 4  # which other rank did not come
+    CONNECTION = 5  # a connection failed, perhaps to no peer at all
+    TIMED_OUT = 6  # somebody did not come, in time
+    PEER_LOST = 7  # a peer closed its connection
+    STOPPED = 8  # nothing: we stopped it
+
+
+# One exception: the name of its type, and its message.
+Link = tuple[str, str]
+# From the exception that was raised last to the first one, of which it is a consequence.
+Chain = Sequence[Link]
+
+_MISSING = re.compile(r"ranks? [\d, ]+ failed to pass monitoredBarrier", re.IGNORECASE)
+_ACCUSED = (
+    re.compile(r"ranks? (\d[\d, ]*) failed to pass monitoredBarrier", re.IGNORECASE),
+    re.compile(r"CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)"),
+)
+_TIMED_OUT = re.compile(
+    r"timed out waiting \d+ ?ms for (recv|send)|(gloo|nccl).*(timed out|timeout)|wait timeout after \d+ ?ms"
+    r"|watchdog caught collective operation timeout|some nccl operations have failed or timed out"
+    r"|socket (has )?timed? ?out|socket timeout|timed out after .* waiting for clients"
+    r"|\b(tcp|file|hash|prefix)?store\b.*(timed out|timeout)|rpc ran for more than set timeout",
+    re.IGNORECASE | re.DOTALL,
+)
+_PEER_LOST = re.compile(
+    r"closed by peer|remote (process|peer) (exited|closed|has terminated|is gone)"
+    r"|ncclRemoteError|ncclSystemError|nccl communicator was aborted"
+    r"|failed to (recv|send), got|connectFullMesh|recvValue failed|sendBytes failed|peer closed"
+    r"|reached monitoredBarrier, but received errors"
+    r"|socket (is )?(closed|not connected)|(gloo|pair\.cc).*(closed|reset|broken pipe|refused)"
+    r"|application timeout caused pair closure",
+    re.IGNORECASE | re.DOTALL,
+)
+_PEER_LOST_TYPES = {"torch.distributed.DistNetworkError", "torch.distributed.DistStoreError"}
+_PEER_LOST_NAMES = {"PeerLost", "PeerLostError"}
+_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to connect", re.IGNORECASE
+)
+_CONNECTION_TYPES = {"ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError"}
+_CONNECTION_TYPES |= {"ConnectionAbortedError"}
+# They only carry the text of an exception of another process, which stands in another link.
+_CARRIERS = {"multiprocessing.pool.RemoteTraceback", "concurrent.futures.process._RemoteTraceback"}
+# Handled all the time by programs that only wait or look: nothing is wrong.
+_ORDINARY = {
+    *("queue.Empty", "_queue.Empty", "queue.Full", "StopIteration", "StopAsyncIteration", "KeyError"),
+    *("TimeoutError", "BlockingIOError", "InterruptedError", "FileNotFoundError", "AttributeError"),
+    *("GeneratorExit", "ImportError", "ModuleNotFoundError", "asyncio.exceptions.CancelledError"),
+    *("KeyboardInterrupt", "SystemExit", "socket.timeout", "subprocess.TimeoutExpired"),
+}  # fmt: skip
+
+
+def says(link: Link) -> Says:
+    """What one exception says by itself."""
+    kind, message = link
+    if _MISSING.search(message):
+        return Says.MISSING
+    if _TIMED_OUT.search(message):
+        return Says.TIMED_OUT
+    if kind in _PEER_LOST_TYPES or kind.rpartition(".")[2] in _PEER_LOST_NAMES:
+        return Says.PEER_LOST
+    if _PEER_LOST.search(message):
+        return Says.PEER_LOST
+    if kind in _CONNECTION_TYPES or _CONNECTION.search(message):
+        return Says.CONNECTION
+    if kind == "EOFError" and not message:
+        return Says.CONNECTION
+    return Says.CAUSE
+
+
+def chain_says(chain: Chain) -> Says:
+    """What an exception says together with those it came from.
+
+    The first one raised decides: what follows a lost peer is a consequence, whatever it is called;
+    and a peer that is lost while an error is handled is one as well.
+    """
+    links = [link for link in chain if link[0] not in _CARRIERS]
+    if not links:
+        return Says.CAUSE
+    first = says(links[-1])
+    if first is Says.CAUSE and any(says(link) is not Says.CAUSE for link in links):
+        return Says.MASKED
+    return first
+
+
+def best_chain(chains: Sequence[Chain]) -> Chain:
+    """Of an exception group's chains, the one that says the most."""
+    return min(chains, key=chain_says, default=())
+
+
+def telling(chain: Chain) -> Link | None:
+    """The exception of a chain to be shown: the last one raised that is no mere symptom."""
+    if not chain:
+        return None
+    if chain_says(chain) is Says.MASKED:
+        return next(link for link in chain if says(link) is Says.CAUSE)
+    return chain[0]
+
+
+def is_ordinary(kind: str) -> bool:
+    """Whether programs handle this exception in their normal course (an empty queue, a retry)."""
+    return kind in _ORDINARY
+
+
+def accused(message: str) -> frozenset[int]:
+    """The ranks that a message blames."""
+    found = (pattern.search(message) for pattern in _ACCUSED)
+    return frozenset(
+        int(number) for match in found if match for number in re.findall(r"\d+", match.group(1))
+    )
+
+
+# -- what was printed ------------------------------------------------------------------------------
+
+_BEGINNING = "Traceback (most recent call last):"
+_LAST_LINE = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
+_ABORTED = re.compile(r"what\(\):\s*(.*)|caught collective operation timeout", re.IGNORECASE)
+
+
+def printed(lines: Sequence[str]) -> Link | None:
+    """The last exception that stands in lines of stderr, of Python or of C++; None if there is none."""
+    for start in range(len(lines) - 1, -1, -1):
+        line = lines[start]
+        if _ABORTED.search(line):
+            return ("C++ exception", "\n".join(lines[start:]))
+        if line.endswith(_BEGINNING):
+            return _exception_after(lines[start + 1 :])
+    # The beginning may have been cut off: then a frame comes first.
+    frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
+    return _exception_after(lines[frames[0] :]) if frames else None
+
+
+def _exception_after(lines: Sequence[str]) -> Link | None:
+    for index, line in enumerate(lines):
+        if line.startswith((" ", "\t")):
+            continue
+        match = _LAST_LINE.fullmatch(line)
+        if match is None:
+            return None
+        rest = list(
+            takewhile(lambda line: not line.startswith("["), lines[index + 1 :])
+        )  # torch's log
+        return (match.group(1), "\n".join([match.group(2) or "", *rest]).strip())
+    return None
