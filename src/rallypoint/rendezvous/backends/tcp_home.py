@@ -62,7 +62,6 @@ class TcpHome:
         silence: seconds without an answer after which a connection counts as broken.
         is_host: whether this node serves; None: if the first of ``hosts`` is this machine.
         say: prints a line for the person at the terminal.
-        on_serving: called with a connection when this node has begun to serve in place of another.
     """
 
     def __init__(
