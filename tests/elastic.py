@@ -29,7 +29,7 @@ from rallypoint._core import process
 WORKER = Path(__file__).parent / "faults" / "scripts" / "elastic_worker.py"
 MARK = "RALLY_TEST_JOB"
 # Between an event and what must follow from it, on a machine that is busy with other things.
-PATIENCE = 45.0
+PATIENCE = 180.0
 PORT = 29400
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def free_port() -> int:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, timeout=20, check=False)
+    done = subprocess.run(["ip", *words], capture_output=True, timeout=120, check=False)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.decode().strip()}")
 
@@ -128,7 +128,7 @@ class Hosts:
         net = f"--net=/run/netns/{self._names[index]}"
         files = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
         words = ["nsenter", net, "cat", *files]
-        text = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
+        text = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
         rows = [line.split() for line in text.splitlines()]
         return [row[1] for row in rows if len(row) > 3 and row[3] == "0A"]
 
@@ -360,7 +360,7 @@ class Cluster:
 
     def check_nothing_left(self) -> None:
         wait_until(
-            lambda: not self.alive(), f"no process is left; there are {self.alive()}", timeout=10
+            lambda: not self.alive(), f"no process is left; there are {self.alive()}", timeout=60
         )
         if self.hosts is not None:
             for index in range(self.hosts.count):
@@ -385,8 +385,8 @@ class Cluster:
         for node in self.nodes:
             if node.alive:
                 node.process.kill()
-            node.process.wait(20)
-        wait_until(lambda: not self.alive(), "the tests' processes are gone", timeout=20)
+            node.process.wait(60)
+        wait_until(lambda: not self.alive(), "the tests' processes are gone", timeout=60)
         for node in self.nodes:
             node.close()
 

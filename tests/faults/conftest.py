@@ -28,7 +28,7 @@ MARK = "RALLY_TEST_JOB"
 GONE_WITHIN = 2.0
 
 
-def wait_until(condition, timeout: float = 20.0, what: str = "condition"):
+def wait_until(condition, timeout: float = 120.0, what: str = "condition"):
     """The first true value of ``condition()``."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
@@ -97,7 +97,7 @@ class Job:
         found = sorted(self.folder.glob(pattern))
         return {path.name: path.read_text() for path in found}
 
-    def wait_for(self, pattern: str, count: int, timeout: float = 60.0) -> dict[str, str]:
+    def wait_for(self, pattern: str, count: int, timeout: float = 120.0) -> dict[str, str]:
         """Wait until ``count`` notes of this name are there: their names and texts."""
 
         def enough():
@@ -117,7 +117,7 @@ class Job:
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
-    def end(self, timeout: float = 45.0) -> int:
+    def end(self, timeout: float = 120.0) -> int:
         """Wait for the command's exit code."""
         return self.popen.wait(timeout)
 

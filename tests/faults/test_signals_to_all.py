@@ -9,7 +9,7 @@ import pytest
 from rallypoint._core import process
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal.SIGRTMIN)
 
@@ -51,7 +51,6 @@ def test_workers_write_their_last_checkpoint(start, method, number, workers_firs
     assert job.end() == 128 + number
     expected = " ".join(f"{n}:1" for n in sorted(map(int, (*OTHERS, number))))
     assert list(job.notes("saved.0.*").values()) == [expected] * 2, "each worker got each once"
-    assert "not passed on" not in job.stderr(), "they have got it"
     assert f"stopped by {number.name}; all workers have ended" in job.stderr()
     assert not job.alive()
 

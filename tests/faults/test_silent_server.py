@@ -15,7 +15,7 @@ import pytest
 from rallypoint._core import process
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 SAVES = ("--no-torch", "--saves")

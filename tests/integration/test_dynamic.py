@@ -41,10 +41,10 @@ from rallypoint.rendezvous.store import Store
 from servers.etcd_server import EtcdCluster, require_etcd
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LEASE = 1.5
-JOIN = 20.0
+JOIN = 60.0
 _numbers = itertools.count()
 
 
@@ -188,7 +188,7 @@ def test_fewer_than_max_meet_after_the_last_call_and_who_comes_later_is_admitted
         until(lambda node=node: node.num_nodes_waiting() == 1)
     assert not waiting.done()
     again = job.meet(*nodes)
-    assert waiting.result(10).world_size == 4
+    assert waiting.result(JOIN).world_size == 4
     assert waiting.result().generation == again[0].generation == 1
     assert waiting.result().rank == 3
 
@@ -215,7 +215,7 @@ def test_a_spare_waits_and_steps_in_for_a_member_that_is_gone(job: Job, how: str
     if how == "told":
         staying.note_gone(rank, certain=True)
     again = job.meet(staying)[0]
-    assert (spare.result(10).rank, spare.result().world_size) == (rank, 2)
+    assert (spare.result(JOIN).rank, spare.result().world_size) == (rank, 2)
     assert again.rank == infos[id(staying)].rank
 
 
@@ -228,11 +228,11 @@ def test_a_closed_rendezvous_wakes_whoever_waits(job: Job) -> None:
     members[0].close_rendezvous("the job has ended")
     assert members[1].is_closed()
     with pytest.raises(RendezvousClosedError, match="the job has ended"):
-        waiting.result(10)
+        waiting.result(JOIN)
     with pytest.raises(RendezvousClosedError, match="the job has ended"):
-        job.join(members[1])[0].result(10)
+        job.join(members[1])[0].result(JOIN)
     with pytest.raises(RendezvousClosedError):
-        job.join(job.node(2, 2))[0].result(10)
+        job.join(job.node(2, 2))[0].result(JOIN)
 
 
 def test_a_round_that_does_not_fill_says_who_came_and_how_many_were_wanted(job: Job) -> None:
@@ -240,7 +240,7 @@ def test_a_round_that_does_not_fill_says_who_came_and_how_many_were_wanted(job: 
     texts = []
     for each in futures:
         with pytest.raises(RendezvousTimeout) as caught:
-            each.result(10)
+            each.result(JOIN)
         texts.append(str(caught.value))
         assert (caught.value.wanted, caught.value.at_most) == (3, 4)
     assert any("2 of 3 to 4 nodes" in text and "n0" in text and "n1" in text for text in texts), (
@@ -317,7 +317,7 @@ def test_junk_under_every_key_before_the_round_holds_up_nobody(
     for _ in range(2):
         before = time.monotonic()
         infos = job.meet(*nodes)
-        assert time.monotonic() - before < 3 * LEASE + 3
+        assert time.monotonic() - before < JOIN / 2
         assert sorted(ranks(infos)) == [0, 1, 2]
 
 
@@ -351,7 +351,7 @@ def test_junk_written_all_the_while_holds_up_nobody(job: Job, seed: int) -> None
         futures += job.join(nodes[2])
         before = time.monotonic()
         infos = [each.result(JOIN) for each in futures]
-        assert time.monotonic() - before < 3 * LEASE + 5
+        assert time.monotonic() - before < JOIN / 2
     finally:
         stop.set()
         thread.join()
@@ -369,7 +369,7 @@ def test_a_port_that_somebody_holds_for_a_moment_is_served_later() -> None:
         connecting = ThreadPoolExecutor(1).submit(home.connect, Deadline(10.0), threading.Event())
         time.sleep(0.3)
         assert not connecting.done()
-    store = connecting.result(10)
+    store = connecting.result(JOIN)
     store.set("k", b"v")
     store.close()
     home.close()
@@ -438,7 +438,7 @@ def test_nothing_is_left_after_shutdown(backend: Backend) -> None:
         (waiting,) = job.join(job.node(2, 3, run_id=run_id))
         until(lambda: nodes[0].num_nodes_waiting() == 1)
         job.meet(*nodes)
-        waiting.result(10)
+        waiting.result(JOIN)
         job.end()
 
     def mine() -> set[str]:

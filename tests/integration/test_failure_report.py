@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from rallypoint.launch.output.report import columns
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 RALLY = (sys.executable, "-m", "rallypoint", "run")
 # How often a race is run; REPORT_REPEATS=10 and more while working on it.

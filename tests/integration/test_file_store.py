@@ -101,7 +101,7 @@ def run_together(folder: Path, shared: bool, num_processes: int, body: str) -> l
         while store.get("ready", 60.0) != b"%d" % num_processes and time.monotonic() < end:
             time.sleep(0.01)
         store.set("go", b"")
-        printed = [process.communicate(timeout=60)[0].split() for process in processes]
+        printed = [process.communicate(timeout=180)[0].split() for process in processes]
         assert [process.returncode for process in processes] == [0] * num_processes
         return printed
     finally:
@@ -263,25 +263,25 @@ def test_writer_that_begins_while_another_compacts_sees_what_that_has_seen(monke
     def open_(path, flags: int, *args, **kwargs) -> int:
         if threading.current_thread() is writer and flags & os.O_CREAT:
             begun.set()
-            assert purged.wait(10)
+            assert purged.wait(60)
         return os.open(path, flags, *args, **kwargs)
 
     def link(*args, **kwargs) -> None:
         if threading.current_thread() is writer:
             read.set()
-            assert compacted.wait(10)
+            assert compacted.wait(60)
         os.link(*args, **kwargs)
 
     def unlink(name, **kwargs) -> None:
         if threading.current_thread() is not writer and name.isdigit():
             purged.set()
-            assert read.wait(10)
+            assert read.wait(60)
         os.unlink(name, **kwargs)
 
     begun = threading.Event()
     monkeypatch.setattr(file, "os", Meddled(open=open_, link=link, unlink=unlink))
     writer.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     for _ in range(COMPACT_EVERY - 1):
         store.add("n", 1)
     compacted.set()
@@ -619,7 +619,7 @@ def test_closing_ends_a_wait_and_leaves_clones(folder):
     before = time.monotonic()
     with pytest.raises(RendezvousConnectionError, match="is closed"):
         store.get("never", 30.0)
-    assert time.monotonic() - before < 2
+    assert time.monotonic() - before < 20
     timer.join()
     store.close()
     with pytest.raises(RendezvousConnectionError, match="is closed"):
@@ -846,7 +846,7 @@ for folder in sys.argv[1:]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=180,
     )
     assert done.stderr == ""
     written, made = done.stdout.splitlines()

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 # The longest wait for one thing; most come within 3 s on an idle machine.
-PATIENCE = 45.0
+PATIENCE = 180.0
 # Seconds a silent node is believed alive; killed processes are noticed sooner, by their sockets.
 CONF = "lease=4,last_call_timeout=0.2,join_timeout=40"
 
