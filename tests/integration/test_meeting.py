@@ -322,3 +322,30 @@ def test_a_plug_in_s_rendezvous_works_under_rally_run(cluster: Cluster) -> None:
     assert unknown.wait() == 2
     assert "did you mean meeting-room?" in unknown.says()
     assert "c10d, etcd" in unknown.says()
+
+
+# -- nodes that come too late ---------------------------------------------------------------------
+
+
+def on_host(name: str) -> tuple[str, ...]:
+    """Words that run a command with a host name of its own."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and util-linux for host names of their own")
+    return ("unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "-")
+
+
+def test_who_comes_after_the_job_has_ended_well_is_told_once(cluster: Cluster) -> None:
+    folder = cluster.folder / "shared"
+    folder.mkdir()
+    line = ("--nnodes", "1:2", "--rdzv-endpoint", f"file://{folder}", "--rdzv-id", "job-7")
+    line += ("--rdzv-conf", "last_call_timeout=0.1")
+    assert start(cluster, "n0", *line, prefix=on_host("first")).wait() == 0, cluster
+    late = start(cluster, "late", *line, prefix=on_host("late"))
+    assert late.wait() == 0
+    assert "the job has ended well: this node was not needed" in late.says()
+    assert not (cluster.folder / "ran-late").exists()
+    # Who knows that it has ended comes for the next one of the name.
+    for name in ("late", "first"):
+        again = start(cluster, f"{name}-again", *line, prefix=on_host(name))
+        assert again.wait() == 0
+        assert (cluster.folder / f"ran-{name}-again").exists(), again

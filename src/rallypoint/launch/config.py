@@ -20,6 +20,7 @@ from .placement.numa import NumaBinding
 
 # torchrun's defaults, kept so that a command line means the same here (torch/distributed/run.py, 2.13).
 DEFAULT_MASTER_PORT = 29500
+DEFAULT_RUN_ID = "none"
 DEFAULT_RENDEZVOUS_PORT = 29400
 DEFAULT_JOIN_TIMEOUT = 600.0
 DEFAULT_LAST_CALL = 30.0

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
 from rallypoint.rendezvous.registry import rendezvous_handler_registry
 
-from .config import LaunchConfig
+from .config import DEFAULT_RUN_ID, LaunchConfig
 
 
 def rendezvous_for(
@@ -59,6 +59,8 @@ def rendezvous_for(
         lease=meeting.lease,
         secret=meeting.secret,
         is_host=is_host,
+        # Who gives no name uses the same one for every job.
+        mark_end=meeting.run_id != DEFAULT_RUN_ID,
         say=say,
     )
     return DynamicRendezvous(

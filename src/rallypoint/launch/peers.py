@@ -29,7 +29,6 @@ from rallypoint.errors import (
     RendezvousError,
     RendezvousGracefulExitError,
 )
-from rallypoint.rendezvous import fields
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
 from rallypoint.rendezvous.home import ENDED_WELL
@@ -271,10 +270,10 @@ class PeerNodes:
     def _close_is_heard(self) -> str:
         """Why there is no further round; who serves the store waits for us to have read that."""
         try:
+            assert self._rendezvous is not None
             records = self._records()
-            closed, head = records.look(["closed", "head"])
-            waiting = records.count(f"{fields.generation(head)}/waiting")
-            if records.increment("closed/heard") >= waiting:
+            (closed,) = records.look(["closed"])
+            if self._rendezvous.settle():
                 records.write("closed/all_heard", {})
         except RallyError:
             return ""
@@ -409,16 +408,17 @@ class PeerNodes:
                     records.write(f"{kept_for}/all_left", {})
                     if (ending or if_last) and not rendezvous.serves:
                         rendezvous.close_rendezvous(ending or if_last)
-                        self._wait_for_spares(records, kept_for + 1)
-                        rendezvous.clear()
+                        self._wait_for_spares(records)
+                        rendezvous.clear(well=(ending or if_last) == ENDED_WELL)
             if rendezvous.serves and ending:
                 records.wait(f"{kept_for}/all_left", deadline.remaining() or 0.0)
-                self._wait_for_spares(records, kept_for + 1)
+                self._wait_for_spares(records)
         except RallyError:
             pass  # the others are gone before us
 
-    def _wait_for_spares(self, records: RecordStore, generation: int) -> None:
-        if records.count(f"{generation}/waiting"):
+    def _wait_for_spares(self, records: RecordStore) -> None:
+        """Until all who have come and were in no round know that there will be none; a few may be gone without a word."""
+        if records.count("came") > records.count("settled"):
             records.wait("closed/all_heard", SPARES_PATIENCE)
 
     # -- what happens elsewhere -----------------------------------------------------------------

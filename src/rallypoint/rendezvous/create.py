@@ -31,6 +31,7 @@ from rallypoint.errors import ConfigError
 from .api import RendezvousHandler, RendezvousInfo
 from .backends.memory import MemoryStore
 from .dynamic import DynamicRendezvous, Listener, Say
+from .end_mark import ENDED_FOR, EndMark
 from .endpoint import Endpoint, HostPort, parse_endpoint
 from .home import FixedHome, Home
 from .notes import Moved, age, is_news, to_lead_to, written
@@ -192,6 +193,7 @@ def home_for(
     secret: bytes | None = None,
     is_host: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    mark_end: bool = False,
     say: Say = _log.info,
 ) -> Home:
     """The home of a job's store at an endpoint. Nothing is connected to yet.
@@ -203,6 +205,7 @@ def home_for(
         secret: what all nodes of the job know.
         is_host: whether this node serves the store, where a node does; None finds out.
         options: of the backend (``--rdzv-conf``); they win over the endpoint's own.
+        mark_end: a store that outlives the job keeps a mark that it has ended well, for a while.
         say: prints a line for the person at the terminal.
 
     Raises:
@@ -220,14 +223,23 @@ def home_for(
             )
     match endpoint.backend:
         case "etcd":
-            return _etcd_home(endpoint, run_id, lease, options or {})
+            return _etcd_home(endpoint, run_id, lease, options or {}, mark_end=mark_end)
         case "file":
             from .backends.file import FileStore
 
             # A folder for each job: the last one to leave removes it.
             folder = f"{endpoint.path.rstrip('/')}/rally-{quote(run_id, safe='')}"
             FileStore(folder).close()  # an unusable one is told now
-            return FixedHome(partial(FileStore, folder), clear=FileStore.remove)
+            mark = None
+            if mark_end:
+                beside = f"{endpoint.path.rstrip('/')}/ended-{quote(run_id, safe='')}"
+                mark = EndMark(
+                    partial(FileStore, beside),
+                    FileStore.remove,
+                    addresses.hostname(),
+                    FileStore.age,
+                )
+            return FixedHome(partial(FileStore, folder), clear=FileStore.remove, mark=mark)
         case "memory":
             with _memory_lock:
                 store = _memory_stores.setdefault(endpoint.path, MemoryStore())
@@ -267,7 +279,9 @@ def _tcp_home(
     return home
 
 
-def _etcd_home(endpoint: Endpoint, run_id: str, lease: float, options: Mapping[str, Any]) -> Home:
+def _etcd_home(
+    endpoint: Endpoint, run_id: str, lease: float, options: Mapping[str, Any], *, mark_end: bool
+) -> Home:
     from .backends.etcd import EtcdStore
 
     given: dict[str, str] = {}
@@ -281,11 +295,12 @@ def _etcd_home(endpoint: Endpoint, run_id: str, lease: float, options: Mapping[s
         ttl = int(given.get("ttl", max(ETCD_TTL, math.ceil(3 * lease))))
     except ValueError:
         raise ConfigError("--rdzv-conf ttl", given["ttl"], "expected whole seconds") from None
+    # One name, whatever is in it: the keys of "a" must not hold those of "a/b".
+    above, name = given.get("prefix", ETCD_PREFIX).strip("/"), quote(run_id, safe="")
     store = partial(
         EtcdStore,
         endpoints=[f"https://{each}" if tls else str(each) for each in endpoint.hosts],
-        # One name, whatever is in it: the keys of "a" must not hold those of "a/b".
-        prefix=f"{given.get('prefix', ETCD_PREFIX).strip('/')}/{quote(run_id, safe='')}",
+        prefix=f"{above}/{name}",
         ca_cert=given.get("ca"),
         cert=given.get("cert"),
         key=given.get("key"),
@@ -295,8 +310,14 @@ def _etcd_home(endpoint: Endpoint, run_id: str, lease: float, options: Mapping[s
     )
     store().close()  # connects to nothing; settings that cannot work are told now
     first = endpoint.hosts[0]
+    mark = None
+    if mark_end:
+        # Within what a user may be confined to; no job's name has a slash.
+        beside = partial(store, prefix=f"{above}/ended/{name}", ttl=ENDED_FOR)
+        mark = EndMark(beside, lambda store: store.delete_prefix(), addresses.hostname())
     return FixedHome(
         store,
+        mark=mark,
         towards=(first.host, first.port),
         clear=lambda store: store.delete_prefix(),
     )

@@ -167,6 +167,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._proving = False  # the round is over, and the pulse looks who has ended
         self._moved = False
         self._moves = 0  # of the store, before it came to where it is now
+        self._unsettled = False  # has come to the store, and was in no round yet
         self._elsewhere = False  # led to another store, which need not know our last round
 
     # -- torchelastic's interface ---------------------------------------------------------------
@@ -242,10 +243,18 @@ class DynamicRendezvous(RendezvousHandler):
             # Who waits for the next round waits for its call.
             records.claim(f"{self._node.generation + 1}/call", {"closed": reason})
 
-    def clear(self) -> None:
-        """The job is over and this was its last node: what it has left in the store is removed."""
+    def clear(self, *, well: bool) -> None:
+        """The job is over (``well`` or not) and this was its last node: what it has left in the store is removed."""
         if self._records is not None:
-            self._home.clear(self._records.store)
+            self._home.clear(self._records.store, well=well)
+
+    def settle(self) -> bool:
+        """This node waits for no round any more; whether no other one does that has come to this store."""
+        records = self._records
+        if records is None or not self._unsettled:
+            return False
+        self._unsettled = False
+        return records.increment("settled") >= records.count("came")
 
     def num_nodes_waiting(self) -> int:
         if self._node.generation is None or self._records is None:
@@ -361,8 +370,13 @@ class DynamicRendezvous(RendezvousHandler):
     def _connected(self, deadline: Deadline) -> RecordStore:
         if self._records is None:
             self._records = RecordStore(self._home.connect(deadline, self._stop), self._codec)
-            newcomer = self._node.generation is None
-            self._guestbook.visit(self._records.store, serves=self._home.serves, newcomer=newcomer)
+            self._guestbook.visit(
+                self._records.store,
+                serves=self._home.serves,
+                newcomer=self._node.generation is None,
+                should_serve=self._node.given_rank == 0,
+            )
+            self._note_coming(self._records)
             if self._home.serves:
                 self._records.claim("store", {"name": _new_name(), "moves": 0})
         if self._post is None:
@@ -475,6 +489,8 @@ class DynamicRendezvous(RendezvousHandler):
         self._moved = self._moved or recovery.moved
         if recovery.moved:
             self._guestbook.visit(recovery.store, serves=self._home.serves, newcomer=False)
+        if generation is None and recovery.moved:
+            self._note_coming(records)
         (head, store) = records.look(["head", "store"])
         if generation is None:
             empty = recovery.moved and self._home.serves
@@ -508,6 +524,12 @@ class DynamicRendezvous(RendezvousHandler):
         records.improve("head", head)
         records.improve("store", store)
         self._moves = notes.age(*records.look(["head", "store"])).moves
+
+    def _note_coming(self, records: RecordStore) -> None:
+        """Whoever closes the rendezvous waits a moment for newcomers to learn of it."""
+        if self._node.generation is None:
+            records.increment("came")
+            self._unsettled = True
 
     # -- one round ------------------------------------------------------------------------------
 
@@ -630,6 +652,7 @@ class DynamicRendezvous(RendezvousHandler):
             raise RendezvousStateError(f"the plan of round {generation} has no order of nodes")
         self._plan = plan
         self._moved = False
+        self.settle()
         self._node = replace(
             self._node,
             generation=generation,

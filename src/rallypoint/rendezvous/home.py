@@ -93,11 +93,26 @@ class Home(Protocol):
     def towards(self) -> tuple[str, int] | None:
         """A host that all nodes reach: our address on the way there is the one to tell others."""
 
-    def clear(self, store: Store) -> None:
-        """The job is over and this is its last node: remove what it has left in a store that outlives it."""
+    def clear(self, store: Store, *, well: bool) -> None:
+        """The job is over and this is its last node: remove what it has left in a store that outlives it.
+
+        Args:
+            store: a connection.
+            well: the job has ended well; who comes too late may be told.
+        """
 
     def close(self) -> None:
         """Let go of everything; a store served here ends."""
+
+
+class Mark(Protocol):
+    """What a job leaves for those who come too late: :class:`.end_mark.EndMark`."""
+
+    def come(self) -> None: ...
+
+    def leave(self, *, well: bool) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class FixedHome:
@@ -107,6 +122,7 @@ class FixedHome:
         open_store: makes a connection.
         towards: a host and port that all nodes reach, or None.
         clear: removes all that the job has left, over a connection.
+        mark: what it leaves for those who come too late, or None.
     """
 
     serves = False
@@ -118,12 +134,16 @@ class FixedHome:
         *,
         towards: tuple[str, int] | None = None,
         clear: Callable[[Any], None] | None = None,
+        mark: Mark | None = None,
     ) -> None:
         self._open = open_store
+        self._mark = mark
         self._clear = clear
         self._towards = towards
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
+        if self._mark is not None:
+            self._mark.come()
         return self._open()
 
     def recover(
@@ -160,9 +180,12 @@ class FixedHome:
     def towards(self) -> tuple[str, int] | None:
         return self._towards
 
-    def clear(self, store: Store) -> None:
+    def clear(self, store: Store, *, well: bool) -> None:
         if self._clear is not None:
             self._clear(store)
+        if self._mark is not None:
+            self._mark.leave(well=well)
 
     def close(self) -> None:
-        pass
+        if self._mark is not None:
+            self._mark.close()

@@ -71,7 +71,7 @@ class _RoundsHome:
     def towards(self) -> tuple[str, int] | None:
         return None
 
-    def clear(self, store: Store) -> None:
+    def clear(self, store: Store, *, well: bool) -> None:
         pass
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ import pwd
 import random
 import shutil
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -185,6 +186,19 @@ class FileStore:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY) and not ours:
                     return  # what is left is not ours, or the folder is a mount point
         raise self._failed("be removed", last)
+
+    def age(self, key: str) -> float:
+        """Seconds since a key was set, by the clock of whoever keeps the folder.
+
+        Raises:
+            RendezvousConnectionError: there is no such key, or the folder cannot be used.
+        """
+        try:
+            changed = os.stat(self._path(key)).st_mtime
+            with tempfile.TemporaryFile(dir=self._folder) as probe:
+                return os.fstat(probe.fileno()).st_mtime - changed
+        except OSError as error:
+            raise self._failed("be looked at", error) from None
 
     # -- one look, one change ---------------------------------------------------------------------
 

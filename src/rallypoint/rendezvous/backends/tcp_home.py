@@ -185,10 +185,12 @@ class TcpHome:
                     reply = Reply(Door.STARTING) if starting else door.ask(host, port)
                 replies.append(reply)
                 if reply.door is Door.SERVES:
-                    # Thousands may come at once: their turn may take a while.
-                    store = self._client(Place(host, port), FIRST_TURN)
-                    self._current = Place(host, port)
-                    return store
+                    with contextlib.suppress(RendezvousConnectionError):  # it has just ended
+                        place = Place(host, port)
+                        # Thousands may come at once: their turn may take a while.
+                        store = self._client(place, FIRST_TURN)
+                        self._current = place
+                        return store
                 if reply.door is Door.ENDED_WELL:
                     raise RendezvousClosedError(ENDED_WELL)
             # Somebody's answer says more than nobody's.
@@ -442,7 +444,7 @@ class TcpHome:
             ):
                 self._forward(store, there, (self._outside.addr, self._outside.port), None)
 
-    def clear(self, store: Store) -> None:
+    def clear(self, store: Store, *, well: bool) -> None:
         pass  # it ends with its node
 
     def close(self) -> None:
