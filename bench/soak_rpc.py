@@ -6,7 +6,7 @@
 Eight members of a dynamic group (soak_rpc_member.py) call each other in every way there is and check every answer
 byte by byte. Meanwhile they are killed (others come in their place), stopped for a while (for 12 s amid 64 MiB
 tensors, too), their connections are
-reset, their messages delayed and dropped; strangers send them garbage, with and without proof of the secret, and ask
+reset, their messages delayed and dropped, they fork children that exit, call or join; strangers send them garbage, with and without proof of the secret, and ask
 for large answers that they do not read. Every few hundred faults all is undone and the calls pause: then no call,
 reference, block of shared memory, descriptor, thread or process may be there that is not accounted for. The exit
 code is 1 if an answer was wrong, a call late, an error unexpected or anything left. See bench/README.md.
@@ -554,6 +554,10 @@ class Faults:
         self.later(self.chance.uniform(0.05, 0.6), lambda: victim.tell(do="undisturb"))
         return True
 
+    def _fork(self, victim: Process, _: list[Process]) -> bool:
+        victim.tell(do="fork", how=self.chance.choice(("exit", "call", "join")))
+        return True
+
     def _delay(self, victim: Process, _: list[Process]) -> bool:
         return self._disturb(victim, "delay")
 
@@ -606,6 +610,7 @@ KINDS = (
     ("garbage_after_proof", 12),
     ("silence", 4),
     ("slow_reader", 4),
+    ("fork", 8),
 )
 
 

@@ -75,6 +75,12 @@ class Ledger:
         self._lock = threading.Lock()
         self._said: Counter[str] = Counter()
 
+    def become(self, name: str) -> None:
+        """In a forked child, which answers for itself."""
+        self.name = name
+        self._lock = threading.Lock()
+        self._open.clear()
+
     def send(self, **message: Any) -> None:
         assert self.control is not None
         with self._lock:

@@ -37,6 +37,7 @@ from rallypoint.rpc import api
 from rallypoint.rpc.agent.agent import Agent
 from rallypoint.rpc.agent.serving import Request
 from rallypoint.rpc.connections.messages import Kind
+from rallypoint.rpc.connections.unused_memory import UnusedMemory
 from rallypoint.wire.shm import SMALLEST, Mapped, Pool
 
 
@@ -87,7 +88,59 @@ def undisturb(agent: Any) -> None:
     agent.caller._delay, agent.caller._drop, agent.caller._fail = {}, set(), set()
 
 
+# -- children ------------------------------------------------------------------------------------------
+
+# Seconds in which a child must have ended.
+_CHILD_SECONDS = 40
+
+
+def fork(name: str, how: str, chance: random.Random, settings: dict[str, Any]) -> None:
+    """Fork a child, amid whatever the other threads do, and see that it ends well; on a thread of its own."""
+    peers = [info.name for info in rpc.members()[1]]
+    peer = chance.choice(peers)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            signal.alarm(_CHILD_SECONDS)
+            code = _be_child(f"{name}-child{os.getpid()}", how, peer, settings)
+        finally:
+            os._exit(code)
+
+    def see() -> None:
+        _, status = os.waitpid(child, 0)
+        if status:
+            LEDGER.problem("child", operation=how, error=f"status {status}")
+
+    threading.Thread(target=see, name="soak", daemon=True).start()
+
+
+def _be_child(name: str, how: str, peer: str, settings: dict[str, Any]) -> int:
+    """What is wrong, as an exit code."""
+    if how == "exit":
+        gc.collect()
+        return 0
+    with suppress(rpc.RpcError):
+        rpc.rpc_sync(peer, max, (1, 2))
+        return 3
+    if how == "call":
+        return 0
+    LEDGER.become(name)
+    _join(name, settings)
+    with suppress(rpc.PeerLost, rpc.RpcTimeout):
+        # The peer may be stopped, killed, or refuse on purpose: what counts is that no answer is wrong.
+        x = torch.arange(100_000)
+        if not torch.equal(rpc.rpc_sync(peer, torch.add, (x, 1)), x + 1):
+            return 4
+    rpc.shutdown(graceful=False)
+    return 0
+
+
 # -- what is there: descriptors, threads, memory -------------------------------------------------------
+
+
+def is_of_memory(act: Any) -> bool:
+    return isinstance(getattr(act, "__self__", None), UnusedMemory)
 
 
 def descriptors() -> Counter[str]:
@@ -184,8 +237,10 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
             unrest.append(f"{len(agent.rrefs._waiting)} wait for confirmations")
         if agent.entrance.strangers:
             unrest.append(f"{len(agent.entrance.strangers)} strangers")
-        if agent.errands.timers:
-            unrest.append(f"{len(agent.errands.timers)} timers")
+        # But for the one that looks after unused memory.
+        timers = [each for each in agent.errands.timers if not is_of_memory(each[2])]
+        if timers:
+            unrest.append(f"{len(timers)} timers")
         if agent.queue():
             unrest.append(f"{agent.queue()} jobs in line")
         if agent.service.loop.count():
@@ -326,7 +381,7 @@ def _live(name: str, control: socket.socket, settings: dict[str, Any]) -> int:
         secret=agent._secret.hex(),
     )
     LEDGER.running.set()
-    graceful = _obey(control, agent, base, chance, len(working))
+    graceful = _obey(control, agent, base, chance, len(working), settings)
     if expelled.is_set():
         with suppress(OSError):
             LEDGER.send(expelled=True)
@@ -369,7 +424,12 @@ def _join(name: str, settings: dict[str, Any]) -> None:
 
 
 def _obey(
-    control: socket.socket, agent: Any, base: Counter[str], chance: random.Random, working: int
+    control: socket.socket,
+    agent: Any,
+    base: Counter[str],
+    chance: random.Random,
+    working: int,
+    settings: dict[str, Any],
 ) -> bool:
     """Do what the driver says until it says to end; whether that is to be graceful."""
     for line in control.makefile("r"):
@@ -385,6 +445,8 @@ def _obey(
                 threading.Thread(target=send_large, args=args, name="soak", daemon=True).start()
             case "undisturb":
                 undisturb(agent)
+            case "fork":
+                fork(LEDGER.name, command["how"], chance, settings)
             case "pause":
                 undisturb(agent)
                 LEDGER.running.clear()
