@@ -197,6 +197,10 @@ class Host:
 
     def served(self) -> int:
         """How many connections its supervisor has at ports where it listens: most are to a store."""
+        return self.connections()[0]
+
+    def connections(self) -> tuple[int, int]:
+        """Its supervisor's: at ports where it listens, and others."""
         assert self.process is not None
         proc = Path(f"/proc/{self.process.pid}")
         own = set()
@@ -212,9 +216,10 @@ class Host:
                 port = local.rpartition(":")[2]
                 if state == "0A":
                     ports.add(port)
-                else:
+                elif state == "01":
                     peers.append(port)
-        return sum(port in ports for port in peers)
+        served = sum(port in ports for port in peers)
+        return served, len(peers) - served
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
@@ -333,9 +338,15 @@ def kill_together(victims: list[Host]) -> None:
 
 
 def preempt_all(hosts: list[Host], network: Network) -> None:
-    """Each as soon as the one before has been started again, wherever the job is by then."""
+    """Each as soon as the one before has reached the job's store again, whether it is in a round or not.
+
+    (Sooner, and nobody of the job would be left: it would be a new one, with generations from 0.)
+    """
     for host in hosts:
         preempt(host, network)
+        deadline = time.monotonic() + PATIENCE
+        while not any(host.connections()) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def soak(faults: int, seed: int, patience: float, progress: Progress) -> dict[str, Any]:
