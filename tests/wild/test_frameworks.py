@@ -26,7 +26,9 @@ SCRIPTS = {
     "fsdp2_checkpoint.py": "torch",
 }
 # These have no checkpoints.
-MORE = {"graph_loop.py": "torch_geometric", "rl_loop.py": "torchrl", "recorded.py": "torch"}
+MORE = {"graph_loop.py": "torch_geometric", "recorded.py": "torch"}
+# Its collector keeps an interpreter that has failed waiting for processes of its own.
+SLOW_TO_FAIL = {"rl_loop.py": "torchrl"}
 # What is run in continuous integration, in half a minute: packages that are small and start fast.
 SAMPLE_OF_RESULTS, SAMPLE_OF_REPORTS = {"hydra_app.py", "accelerate_loop.py"}, {"hydra_app.py"}
 # As docs/frameworks.md has it: each rank a folder of its own.
@@ -58,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return of
 
 
-@parameters(SCRIPTS | MORE, SAMPLE_OF_RESULTS)
+@parameters(SCRIPTS | MORE | SLOW_TO_FAIL, SAMPLE_OF_RESULTS)
 def test_results_are_those_of_torchrun_to_the_bit(
     script: str, args: tuple[str, ...], trained: Trained, tmp_path: Path
 ) -> None:
