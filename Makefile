@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: root-cause wild wild-sample bench-rpc fuzz-rpc parity help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -77,6 +77,9 @@ fuzz-rpc: $(STAMP) ## a million bad frames at an agent and its parser; writes be
 
 parity: $(STAMP) ## torch's own RPC tests, from the installed wheel, against rallypoint.rpc; writes docs/rpc_parity.md
 	$(BIN)/python tests/parity/rpc_suite.py --against rallypoint --output bench/results/rpc_parity.json --markdown docs/rpc_parity.md
+
+parity-join: $(STAMP) ## torch's own tests of uneven inputs, from the wheel, against our Join; writes docs/join_parity.md
+	$(BIN)/python tests/parity/join_suite.py --output bench/results/join_parity.json --markdown docs/join_parity.md
 
 soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind; writes bench/results/soak.json
 	$(BIN)/python bench/soak.py --output bench/results/soak.json
