@@ -54,6 +54,23 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+# What a worker's output costs: it prints lines of 100 bytes into a pipe that somebody reads.
+PRINTER = """
+import os, sys, time
+began = time.monotonic()
+for number in range(int(sys.argv[1])):
+    print(f"{number:9}", "x" * 89)
+sys.stdout.flush()
+with open(os.environ["NOTES"] + "/printed." + os.environ["RANK"], "w") as file:
+    file.write(str(time.monotonic() - began))
+"""
+PRINTERS: dict[str, list[str]] = {
+    "rally": RALLY,
+    "rally --block-buffered": [*RALLY, "--block-buffered"],
+    "rally -u": [*RALLY, "-u"],
+    "torchrun": [*TORCHRUN, "--standalone"],
+}
+
 LAUNCHERS: dict[str, list[str]] = {
     "rally": RALLY,
     "rally exec": [*RALLY, "--start-method", "exec"],
@@ -106,8 +123,16 @@ class Bench:
 
     def _steps(self) -> int:
         starts = sum(self.repeats(n) * (len(self.rivals(n)) + 1) for n in self.sizes)
+        printed = len(PRINTERS) * (1 if self.quick else 5)
         restarts = sum(repeats for *_, repeats in self.restart_plan())
-        return len(LAUNCHERS) + starts + restarts + 2 * self.memory_repeats() + self.shell_repeats()
+        return (
+            len(LAUNCHERS)
+            + starts
+            + restarts
+            + 2 * self.memory_repeats()
+            + self.shell_repeats()
+            + printed
+        )
 
     def memory_repeats(self) -> int:
         return 1 if self.quick else 3
@@ -244,6 +269,32 @@ class Bench:
             rows[launcher] = {name: spread([f[name] for f in figures], 1) for name in names}
         return rows
 
+    def printing(self) -> dict[str, Any]:
+        """Seconds that each of two workers needs to print, with each way of buffering."""
+        lines, repeats = (10_000, 1) if self.quick else (200_000, 5)
+        script = self.folder / "printer.py"
+        script.write_text(PRINTER)
+        found: dict[str, list[float]] = {name: [] for name in PRINTERS}
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        for repeat in range(repeats):
+            for name, launcher in PRINTERS.items():
+                self.progress.step(f"printing: {name} ({repeat + 1})")
+                notes = self.folder / f"printing {name} {repeat}"
+                notes.mkdir()
+                command = [*launcher, "--nproc-per-node", "2", str(script), str(lines)]
+                subprocess.run(
+                    command,
+                    env={**env, "NOTES": str(notes)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    timeout=JOB_TIMEOUT,
+                    check=True,
+                )
+                found[name] += [float(file.read_text()) for file in notes.iterdir()]
+        rows: dict[str, Any] = {"workers": 2, "megabytes_each": lines / 10_000}
+        return rows | {f"{name}_s": spread(values) for name, values in found.items()}
+
     def seconds(self, command: list[str], code: int | None = 0) -> float:
         began = time.monotonic()
         done = subprocess.run(command, capture_output=True, check=False)
@@ -350,6 +401,7 @@ def main() -> int:
         result["import_torch_s"], result["start"] = bench.starts()
         result["restart"] = bench.restarts()
         result["memory"] = bench.memory()
+        result["printing"] = bench.printing()
         result["command_line"] = bench.command_lines()
     finally:
         bench.progress.close()

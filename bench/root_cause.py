@@ -134,6 +134,7 @@ def run_and_report(function):
         sys.exit(1)
 
 def fail():
+    open("reached", "w").close()
     FAULT
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
@@ -152,6 +153,7 @@ while True:
     time.sleep(0.002)
 """
 LIMIT = 2  # wrong ones, of 100
+LONGEST = 150.0  # seconds for one job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,14 +214,15 @@ def run(fault: Fault, folder: Path) -> dict[str, Any]:
     codes = []
     for node in nodes:
         try:
-            codes.append(node.wait(240))
+            codes.append(node.wait(LONGEST))
         except subprocess.TimeoutExpired:
             node.kill()
             codes.append(None)
     seconds = round(time.monotonic() - began, 2)
     reports = [judge(fault, folder, node_rank) for node_rank in range(fault.nodes)]
     wrong = [why for why in reports if why]
-    return {**asdict(fault), "codes": codes, "seconds": seconds, "wrong": wrong}
+    reached = (folder / "reached").exists()  # else the job never got so far: nothing to judge
+    return {**asdict(fault), "codes": codes, "seconds": seconds, "reached": reached, "wrong": wrong}
 
 
 def judge(fault: Fault, folder: Path, node_rank: int) -> str:
@@ -247,6 +250,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="six faults")
+    parser.add_argument("--minutes", type=float, help="begin no more after that")
     parser.add_argument("--at-once", type=int, default=2, help="jobs side by side")
     parser.add_argument("--kind", help="this kind alone")
     args = parser.parse_args()
@@ -267,6 +271,8 @@ def main() -> int:
 
     def trial(number: int) -> None:
         fault = faults[number]
+        if args.minutes is not None and time.monotonic() - began > 60 * args.minutes:
+            return
         with lock:
             wrong = sum(bool(each["wrong"]) for each in trials)
             of = f"rank {fault.rank} of {fault.nodes * fault.workers}"
@@ -275,24 +281,29 @@ def main() -> int:
         with lock:
             trials.append(result)
 
+    began = time.monotonic()
     try:
         with ThreadPoolExecutor(args.at_once) as pool:
             list(pool.map(trial, range(len(faults))))
     finally:
         progress.close()
         shutil.rmtree(folder, ignore_errors=True)
+    not_reached = [each for each in trials if not each["reached"]]
+    trials = [each for each in trials if each["reached"]]
     wrong = [trial for trial in trials if trial["wrong"]]
     right_of = Counter(trial["kind"] for trial in trials if not trial["wrong"])
     total = Counter(trial["kind"] for trial in trials)
     result = {
         "benchmark": "root_cause",
         "seed": args.seed,
+        "at_once": args.at_once,
         "machine": machine(),
         "faults": len(trials),
         "named_right": len(trials) - len(wrong),
         "by_kind": {kind: f"{right_of[kind]} of {total[kind]}" for kind in sorted(total)},
         "two_nodes": sum(trial["nodes"] == 2 for trial in trials),
         "wrong": wrong,
+        "not_reached": not_reached,
         "trials": [{k: v for k, v in trial.items() if k != "wrong"} for trial in trials],
         "targets": [
             {
