@@ -225,3 +225,41 @@ def test_so_it_is_with_two_models_a_sharded_optimizer_and_gradients_from_before(
     for what in results[0]:
         expected = alone(order, "initial" if CLASSIC in what else "samples", 2, True)
         assert_same([each[what] for each in results], expected, what)
+
+
+class Sparing(nn.Module):
+    """Has a layer that no rank ever uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(FEATURES, OUTPUTS), nn.Linear(FEATURES, OUTPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def test_gradients_of_parameters_that_no_rank_uses_stay_as_they_were(three: Ranks) -> None:
+    def case() -> dict[str, list[bool]]:
+        found = {}
+        for mode in (CLASSIC, *MODES):
+            model = Sparing().double()
+            stand([model], True)
+            ddp = DistributedDataParallel(model, find_unused_parameters=True)
+            arguments: dict[str, Any] = {}
+            if mode == PLANNED:
+                arguments["steps"] = EPOCHS[0][dist.get_rank()]
+            if "hooks" in mode:
+                arguments["replay"] = False
+            data = batches_of(dist.get_rank(), 0)
+            with Join([ddp], **arguments) as join:
+                own_loop = mode in (CLASSIC, PLANNED)
+                for batch in data if own_loop else join.batches(data):
+                    loss_of([ddp], batch).backward()
+            found[mode] = [
+                p.grad is not None and bool((p.grad == 0.25).all())
+                for p in model.unused.parameters()
+            ]
+        return found
+
+    for rank, found in enumerate(three.run(case)):
+        assert all(all(each) for each in found.values()), f"rank {rank}: {found}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,9 +167,15 @@ class DdpMember(Member):
         standing = [p.grad for p in self._parameters if p.grad is not None]
         if not standing or not 0 < (number := sharing()) < self.world_size:
             return
+        before = []
+        if self.ddp.find_unused_parameters and not self.ddp.static_graph:
+            before = [(gradient, gradient.clone()) for gradient in standing]
         with torch.no_grad():
             for gradient in standing:
                 gradient.mul_(self.world_size / number)
+        if before:
+            raised = [gradient.clone() for gradient in standing]
+            _after_backward(partial(_lower_unused, before, raised))
 
     def begun_in(self, step: int) -> bool:
         assert self._run is not None
@@ -311,6 +318,23 @@ class DdpMember(Member):
             buffers = [buffer for _, buffer in ddp.module.named_buffers()]
             for buffer in buffers:
                 dist.broadcast(buffer, group=self.group, group_src=source)
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    """Called at the end of the backward pass that runs, after DDP has put its gradients in place."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]  # noqa: SLF001
+    # DDP queues its own call when its last bucket is full: later than now, but before the pass ends.
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def _lower_unused(
+    before: list[tuple[torch.Tensor, torch.Tensor]], raised: list[torch.Tensor]
+) -> None:
+    """DDP leaves the gradients of parameters alone that no rank has used: these must not stay raised."""
+    with torch.no_grad():
+        for (gradient, old), untouched in zip(before, raised, strict=True):
+            if torch.equal(gradient, untouched):
+                gradient.copy_(old)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
