@@ -3,6 +3,7 @@
 import multiprocessing.util
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -18,8 +19,20 @@ settings.register_profile("no deadline", settings(), deadline=None)
 settings.load_profile("no deadline")
 
 
+# What a shell ignores for a command in the background, and nohup: those whom the tests start would inherit it.
+_SIGNALS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGQUIT: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Temporary files of all that the tests start go into one folder: failed jobs keep their logs."""
+    """What all tests find: signals as in a terminal, and one folder for the temporary files of all they start."""
+    for number, handler in _SIGNALS.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+    # Failed jobs keep their logs.
     multiprocessing.util.get_temp_dir()  # its own goes when Python ends, after ours
     folder = tempfile.mkdtemp(prefix="rally-tests-")
     config.stash[_FOLDER] = folder

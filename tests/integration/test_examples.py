@@ -30,7 +30,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHER = os.environ.get("EXAMPLES_LAUNCHER", "rally")
 
 # A later run must not draw near this: the slowest of these jobs takes 10 s on two cores.
-TIMEOUT = 60
+TIMEOUT = 240
 
 # As many threads everywhere, and none of the settings of a job that these tests may be part of.
 ENVIRONMENT = {

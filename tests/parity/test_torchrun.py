@@ -510,16 +510,23 @@ def test_every_variable_of_torchrun_is_honoured_and_no_other(parser: Any) -> Non
         assert (values[option.dest] == text) == flag.env
 
 
+# Flags that torchrun does not have.
+OUR_OWN = {
+    *("preload", "secret_file", "unbuffered", "block_buffered", "cause_timeout"),
+    *("templates", "signals_to_pass"),
+}
+
+
 def test_our_own_flags_listen_to_no_variable_of_torchruns_name(parser: Any) -> None:
     known = {option.dest for option in _options(parser)}
     own = {flag.dest for flag in FLAGS} - known
-    assert own == {"preload", "secret_file", "unbuffered", "block_buffered", "cause_timeout"}
+    assert own == OUR_OWN
 
 
 _SPELLINGS = [
     spelling
     for flag in FLAGS
-    if flag.dest not in {"preload", "secret_file", "unbuffered", "block_buffered", "cause_timeout"}
+    if flag.dest not in OUR_OWN
     for spelling in (flag.name, flag.name[:2] + flag.name[2:].replace("-", "_"), flag.short)
     if spelling
 ]
