@@ -789,6 +789,8 @@ class Supervisor:
         hold = SAME_SIGNAL if number in self._signals_taken else 0.0
         if self._peers_stop:
             hold = SAME_SIGNAL_ELSEWHERE
+        # Of a short time to end in, most is the workers'.
+        hold = min(hold, self._config.shutdown_timeout / 4)
         names = self._workers.running()
         self._ask({"do": "signal", "names": names, "signal": number, "group": group, "hold": hold})
 
