@@ -156,7 +156,17 @@ class RpcFuture(Future[T]):
         raise raised
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future of what ``callback(this one)`` returns, or raises."""
+        """A future of what ``callback(this one)`` returns, or raises.
+
+        Raises:
+            TypeError: ``callback`` cannot be called.
+        """
+        if not callable(callback):
+            # In torch's words, which programs may look for.
+            raise TypeError(
+                "then(): incompatible function arguments. Expected a function of one future, got"
+                f" {callback!r}"
+            )
         following: RpcFuture[S] = RpcFuture()
 
         def follow(done: Future[T]) -> None:

@@ -322,7 +322,7 @@ class DdpMember(Member):
 
 def _after_backward(call: Callable[[], None]) -> None:
     """Called at the end of the backward pass that runs, after DDP has put its gradients in place."""
-    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]  # noqa: SLF001
+    engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
     # DDP queues its own call when its last bucket is full: later than now, but before the pass ends.
     engine.queue_callback(lambda: engine.queue_callback(call))
 
