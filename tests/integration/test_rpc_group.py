@@ -26,6 +26,7 @@ from rallypoint.rpc import Device, NodeDevices
 from rallypoint.rpc.groups import membership
 from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.group import Group
+from rallypoint.rpc.groups.group_store import Calls
 from rallypoint.rpc.groups.member import Member, dump
 from rallypoint.rpc.groups.static_group import StaticGroup
 
@@ -202,6 +203,17 @@ def test_a_fault_of_one_member_is_the_same_error_on_all(tcp: Place, tmp_path: An
     assert len({str(each) for each in errors}) == 1
     assert all(isinstance(each, ConfigError) for each in errors)
     assert "Node a has duplicated target devices" in str(errors[0])
+
+
+def test_a_wait_for_less_than_a_millisecond_ends(place: Place) -> None:
+    # c10d takes no milliseconds for no limit.
+    calls = Calls(place.open())
+    ended = threading.Event()
+    waits = threading.Thread(
+        target=lambda: (calls.wait(["nobody"], 0.0004), ended.set()), daemon=True
+    )
+    waits.start()
+    assert ended.wait(20)
 
 
 def test_who_never_came_is_named_and_the_rank_is_free_again(place: Place) -> None:

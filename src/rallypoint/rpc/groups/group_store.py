@@ -25,6 +25,8 @@ from rallypoint.errors import RpcError
 POLL: Final = 0.05
 # A wait without limit: c10d hands milliseconds to poll(2) as a C int, which ends at 24 days.
 NO_LIMIT: Final = timedelta(days=20)
+# c10d counts milliseconds, and takes none for no limit at all.
+SHORTEST: Final = timedelta(milliseconds=1)
 # Seconds after which a wait lets signals through.
 SIGNALS: Final = 0.25
 # Keys in one call.
@@ -105,7 +107,9 @@ class Calls:
 
     def wait(self, keys: Sequence[str], timeout: float | None) -> bool:
         """Wait until all exist; False if they do not in time."""
-        limit = NO_LIMIT if timeout is None else min(timedelta(seconds=timeout), NO_LIMIT)
+        limit = NO_LIMIT
+        if timeout is not None:
+            limit = min(max(timedelta(seconds=timeout), SHORTEST), NO_LIMIT)
         try:
             self._store.wait([_key(key) for key in keys], limit)
         except RuntimeError:
