@@ -45,13 +45,17 @@ class EndMark:
         self._age = age
         self._host = host
         self._store: Store | None = None
+        self._told = False
 
     def come(self) -> None:
         """This node wants to take part; a store that cannot be reached is none of this mark's concern.
 
         Raises:
-            RendezvousClosedError: the job has ended well, and this host did not know.
+            RendezvousClosedError: the job has ended well, and this host did not know. It is raised again if this
+                node comes again: to say a last word, it must not begin the next job of the name.
         """
+        if self._told:
+            raise RendezvousClosedError(ENDED_WELL)
         with contextlib.suppress(RendezvousConnectionError):
             if self._store is None:
                 self._store = self._open()
@@ -61,6 +65,7 @@ class EndMark:
                 told = not void and self._host not in self._hosts(store)
                 if told:
                     self._add(store)
+                    self._told = True
                     raise RendezvousClosedError(ENDED_WELL)
                 self._remove(store)
                 store.close()
