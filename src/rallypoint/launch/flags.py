@@ -28,6 +28,7 @@ class Flag:
         group: heading in help.
         help: one or two sentences.
         choices: the values allowed, if they are few.
+        own: torchrun does not have it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Flag:
     default: str | None = None
     env: bool = True
     choices: tuple[str, ...] = ()
+    own: bool = False
 
     @property
     def dest(self) -> str:
@@ -92,6 +94,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="--cause-timeout",
+        own=True,
         metavar="S",
         default="5",
         env=False,
@@ -108,6 +111,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="--signals-to-pass",
+        own=True,
         metavar="LIST",
         default="",
         env=False,
@@ -211,6 +215,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="--secret-file",
+        own=True,
         metavar="FILE",
         group=_NODES,
         env=False,
@@ -246,6 +251,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="--preload",
+        own=True,
         metavar="A,B",
         default="",
         group=_START,
@@ -254,6 +260,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="--unbuffered",
+        own=True,
         short="-u",
         group=_START,
         env=False,
@@ -262,6 +269,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="--block-buffered",
+        own=True,
         group=_START,
         env=False,
         help="workers' stdout is buffered in blocks where it is a file or pipe: faster for megabytes"
@@ -269,6 +277,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="--templates",
+        own=True,
         group=_START,
         env=False,
         help="{rank}, {local_rank}, {node_rank} and {generation} in the script's arguments become the"
@@ -395,6 +404,8 @@ def find(name: str) -> Flag:
         return BY_NAME[plain]
     if plain.startswith("--") and len(plain) > 2:
         beginning = [flag for flag in FLAGS if flag.name.startswith(plain)]
+        # What is short for one of torchrun's flags there is so here.
+        beginning = [flag for flag in beginning if not flag.own] or beginning
         if len(beginning) == 1:
             return beginning[0]
         if beginning:
