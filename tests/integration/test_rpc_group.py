@@ -216,6 +216,15 @@ def test_a_wait_for_less_than_a_millisecond_ends(place: Place) -> None:
     assert ended.wait(20)
 
 
+def test_waiting_for_a_late_member_is_quiet(tcp: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    """c10d prints a warning for each wait that ends without its key."""
+    late = threading.Timer(0.8, lambda: tcp.open().set("rpc/late", b"here"))
+    late.start()
+    assert Calls(tcp.open()).wait_interruptibly(["late"], 60)
+    late.join()
+    assert capfd.readouterr().err == ""
+
+
 def test_who_never_came_is_named_and_the_rank_is_free_again(place: Place) -> None:
     errors = form_all(place, [member("a", 0), member("c", 2)], size=4, timeout=1.0)
     assert all(isinstance(each, DeadlineExceeded) for each in errors)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, Final, Protocol, Self
 
 from rallypoint._core import resolver
@@ -118,7 +119,12 @@ class Calls:
         return True
 
     def wait_interruptibly(self, keys: Sequence[str], timeout: float | None) -> bool:
-        """:meth:`wait`, for the main thread: c10d's waits let no signal through, so each is a short one."""
+        """:meth:`wait`, for the main thread: c10d's waits let no signal through."""
+        if self.present(keys):
+            return True
+        if pushes(self._store):
+            # A wait that ends without the key makes c10d print warnings: one on another connection and thread.
+            return self._wait_beside(keys, timeout)
         deadline = Deadline(timeout)
         while True:
             left = deadline.remaining()
@@ -126,6 +132,26 @@ class Calls:
                 return True
             if deadline.expired():
                 return False
+
+    def _wait_beside(self, keys: Sequence[str], timeout: float | None) -> bool:
+        """:meth:`wait` in a thread, which a signal leaves behind until its time is up."""
+        listener = Listener.of(self._store)
+        answers: SimpleQueue[bool | BaseException] = SimpleQueue()
+
+        def wait() -> None:
+            try:
+                answers.put(listener.calls.wait(keys, timeout))
+            except BaseException as error:  # noqa: BLE001  # it belongs to the caller
+                answers.put(error)
+
+        thread = threading.Thread(target=wait, name="rally: waits for members", daemon=True)
+        thread.start()
+        answer = answers.get()
+        thread.join()
+        listener.close()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
 
 def _key(key: str) -> str:
