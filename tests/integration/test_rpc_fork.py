@@ -274,7 +274,7 @@ def children_that_drop_all(rounds: int) -> int:
     return len(wrong)
 
 
-# Not in `make test`: one child in some hundred still hangs on a lock that another thread held at the fork.
+# Not in `make test`: now and then a child still hangs, probably on a lock that another thread held at the fork.
 @pytest.mark.long
 def test_children_that_drop_everything_amid_calls_of_many_threads(duo):
     assert duo.on(0, children_that_drop_all, 10, limit=2 * LIMIT) == 0
