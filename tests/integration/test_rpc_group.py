@@ -312,6 +312,31 @@ def test_joins_and_leaves_are_heard_of_in_the_same_order_by_all(place: Place) ->
             assert c.find("a").id == 0  # the name is free again, and found by reading on
 
 
+def test_what_another_thread_has_read_between_two_waits_is_told_at_once(tcp: Place) -> None:
+    first = DynamicGroup.join(tcp.open(), member("a"), 0, 5.0)
+    heard: list[str] = []
+    others: list[DynamicGroup] = []
+    met: list[bool] = []
+    is_member = first._is_member
+
+    def amid() -> bool:  # the watcher has told all it knew, and does not wait yet
+        if heard == ["b"] and not met:
+            met.append(True)
+            others.append(DynamicGroup.join(tcp.open(), member("c"), 2, 5.0))
+            first._read_on()
+        return is_member()
+
+    first._is_member = amid  # type: ignore[method-assign]
+    with closing(first):
+        first.on_join(lambda m: heard.append(m.name))
+        others.append(DynamicGroup.join(tcp.open(), member("b"), 1, 5.0))
+        try:
+            eventually(lambda: heard == ["b", "c"])
+        finally:
+            for each in others:
+                each.close()
+
+
 def test_the_second_of_a_name_or_rank_does_not_get_in(place: Place) -> None:
     with closing(DynamicGroup.join(place.open(), member("a"), 0, 5.0)):
         for second, rank, words in (

@@ -389,7 +389,12 @@ class DynamicGroup:
         calls = listener.calls
         try:
             while not self._closing.is_set() and self._is_member():
-                upcoming = self._view.epoch + 1
+                with self._changed:
+                    # Another thread may have read entries since the last look: they are told before the next wait.
+                    untold, upcoming = bool(self._news), self._view.epoch + 1
+                if untold:
+                    self._tell()
+                    continue
                 if not listener.wait(_entry(upcoming), self._closing):
                     break
                 last = max(upcoming, calls.add("next", 0))
