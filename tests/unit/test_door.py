@@ -106,13 +106,9 @@ def test_a_name_without_an_address_is_no_error_of_the_network():
     assert "no-such-host.invalid has no address yet" in reply.why
 
 
-@pytest.mark.parametrize(
-    ("answer", "means"),
-    [(greeting.STARTING, Door.STARTING), (greeting.ENDED_WELL, Door.ENDED_WELL)],
-)
-def test_a_doorman_answers_until_the_socket_is_handed_on(answer, means):
+def test_a_doorman_answers_until_the_socket_is_handed_on():
     sock = listener()
-    doorman = Doorman(sock, answer)
+    doorman = Doorman(sock)
     greet = partial(door.greet, "127.0.0.1", doorman.port)
     silent = socket.create_connection(("127.0.0.1", doorman.port))
     other = socket.create_connection(("127.0.0.1", doorman.port))
@@ -123,7 +119,7 @@ def test_a_doorman_answers_until_the_socket_is_handed_on(answer, means):
     except ConnectionResetError:
         pass
     for _ in range(3):
-        assert greet(PATIENCE).door is means
+        assert greet(PATIENCE).door is Door.STARTING
     assert doorman.hand_on() is sock
     assert greet(0.2) is greeting.SILENT  # it waits in the queue for whoever has the socket now
     for each in (silent, other, sock):

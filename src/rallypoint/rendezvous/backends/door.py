@@ -1,4 +1,4 @@
-"""The door of an endpoint: asking who is there, and answering while the store is not there (yet, or any more)."""
+"""The door of an endpoint: asking who is there, and answering while the store is not there yet."""
 
 from __future__ import annotations
 
@@ -66,16 +66,14 @@ def _receive(sock: socket.socket) -> bytes:
 class Doorman:
     """Answers those who come to a listening socket, until it is handed on.
 
-    Who comes meanwhile and greets is told why there is no store; everybody else is hung up on.
+    Who comes meanwhile and greets is told that the store is starting; everybody else is hung up on.
 
     Args:
         listener: bound and listening.
-        answer: what they are told.
     """
 
-    def __init__(self, listener: socket.socket, answer: bytes = greeting.STARTING) -> None:
+    def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._answer = answer
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="rally-doorman", daemon=True)
         listener.setblocking(False)
@@ -122,4 +120,4 @@ class Doorman:
     def _reply(self, line: socket.socket) -> None:
         with line, contextlib.suppress(OSError):
             if line.recv(64) == greeting.GREETING:
-                line.sendall(self._answer)
+                line.sendall(greeting.STARTING)

@@ -1,8 +1,7 @@
 """What a node says first at an endpoint, and what the answer tells about who is there.
 
 The greeting is one that every c10d store echoes: its magic number, then a ping with a number of ours. A node that
-will serve the store and still imports torch answers with another number, and a node whose job has just ended with a
-third. Anything else is somebody else's server.
+will serve the store and still imports torch answers with another number. Anything else is somebody else's server.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ _NUMBER = 0x52414C4C
 GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, _NUMBER)
 ECHO = struct.pack("=I", _NUMBER)
 STARTING = struct.pack("=I", _NUMBER + 1)
-ENDED_WELL = struct.pack("=I", _NUMBER + 2)
 # Sent to those who keep silent after the greeting: HTTP servers answer it.
 QUESTION = b"GET / HTTP/1.0\r\n\r\n"
 # Read of an answer; names of servers are cut to the second.
@@ -29,7 +27,6 @@ class Door(Enum):
 
     SERVES = "serves"
     STARTING = "starting"
-    ENDED_WELL = "ended well"
     REFUSED = "refused"  # nobody listens
     UNKNOWN = "unknown"  # the name has no address
     UNREACHED = "unreached"
@@ -46,7 +43,7 @@ class Reply:
 
 def read(answer: bytes) -> Reply:
     """What the bytes that came back mean; none mean that the other end hung up."""
-    known = {ECHO: Door.SERVES, STARTING: Door.STARTING, ENDED_WELL: Door.ENDED_WELL}
+    known = {ECHO: Door.SERVES, STARTING: Door.STARTING}
     door = known.get(answer[: len(ECHO)])
     if door is not None:
         return Reply(door)

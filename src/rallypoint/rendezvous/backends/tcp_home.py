@@ -24,8 +24,8 @@ from typing import Any
 
 from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC, Deadline
-from rallypoint.errors import ConfigError, RendezvousClosedError, RendezvousConnectionError
-from rallypoint.rendezvous.home import ENDED_WELL, LastRound, Recovery
+from rallypoint.errors import ConfigError, RendezvousConnectionError
+from rallypoint.rendezvous.home import LastRound, Recovery
 from rallypoint.rendezvous.store import Store
 
 from . import door
@@ -191,8 +191,6 @@ class TcpHome:
                         store = self._client(place, FIRST_TURN)
                         self._current = place
                         return store
-                if reply.door is Door.ENDED_WELL:
-                    raise RendezvousClosedError(ENDED_WELL)
             # Somebody's answer says more than nobody's.
             reply = max(replies, key=lambda each: each.door in {Door.STARTING, Door.STRANGER})
             starting = any(each.door is Door.STARTING for each in replies)
