@@ -6,6 +6,8 @@ WILD   := .venv-wild
 STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Set in many container images. Without bytecode every launch of a test compiles the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
