@@ -55,6 +55,7 @@ TORCH_INSIDE_FUNCTIONS = {
 }
 # Decisions only: no clock, no socket, no thread, no environment, no files.
 SANS_IO = {
+    "_core/half_open.py",
     "launch/placement/cluster_env.py",
     "launch/output/failure.py",
     "launch/flags.py",

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import select
 import socket
 from collections.abc import Iterable
+from typing import Any
 
 from rallypoint._core import forks
 from rallypoint._core.addresses import BACKLOG
 from rallypoint._core.clock import Deadline
+from rallypoint._core.half_open import source_of
 from rallypoint.errors import ConfigError
 
 from .transport import EXHAUSTED, Address
 
 
 KIND = "tcp"
+# Seconds until a second attempt to connect is made beside the first; the next ones after twice as long each.
+_FIRST_ATTEMPT = 0.25
 # Between two probes of a silent connection, at least.
 _LEAST_PROBE = 1
 # The longest pause of the kernel between two attempts at the same data, in milliseconds (Linux 6.15).
@@ -58,7 +65,6 @@ class TcpListener:
     def __init__(
         self, host: str | None, advertise: str, ports: Iterable[int], heartbeat: float
     ) -> None:
-        self._heartbeat = heartbeat
         self._advertise = advertise
         tried: list[str] = []
         for port in ports:
@@ -76,6 +82,8 @@ class TcpListener:
                 "give another port or range, or 0 for any free one",
             )
         self._sock.setblocking(False)
+        # What it accepts has the same options.
+        prepare(self._sock, heartbeat)
 
     @property
     def address(self) -> Address:
@@ -88,17 +96,19 @@ class TcpListener:
         try:
             with forks.opening():
                 sock = forks.close_in_child(self._sock.accept()[0])
+        except BlockingIOError:
+            raise
         except OSError as error:
             if error.errno in EXHAUSTED:
                 raise
             return None
-        try:
-            prepare(sock, self._heartbeat)
-        except OSError:
-            # It has gone again.
-            sock.close()
-            return None
         return sock
+
+    def source(self, sock: socket.socket) -> str:
+        try:
+            return source_of(sock.getpeername()[0])
+        except OSError:
+            return "a host that has gone again"
 
     def close(self) -> None:
         self._sock.close()
@@ -124,14 +134,10 @@ def connect(address: Address, deadline: Deadline, heartbeat: float) -> socket.so
     # Not socket.create_connection: a fork while that waits would give the child a copy that nobody knows of.
     problem = OSError(f"{host} has no address")
     for family, kind, protocol, _, found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        with forks.opening():
-            sock = forks.close_in_child(socket.socket(family, kind, protocol))
         try:
-            sock.settimeout(deadline.remaining())
-            sock.connect(found)
+            sock = _connect(family, kind, protocol, found, deadline)
             break
         except OSError as error:
-            sock.close()
             problem = error
     else:
         raise problem
@@ -141,3 +147,46 @@ def connect(address: Address, deadline: Deadline, heartbeat: float) -> socket.so
         sock.close()
         raise
     return sock
+
+
+def _connect(
+    family: int, kind: int, protocol: int, to: tuple[Any, ...], deadline: Deadline
+) -> socket.socket:
+    """Connect to one address; the first of several attempts that gets there.
+
+    A listener whose queue is full drops what it is sent, and the kernel asks again after 1 s, 3 s, 7 s: too late where
+    strangers fill the queue again. A new attempt asks at once.
+
+    Raises:
+        TimeoutError: nothing was heard in time.
+        OSError: the first attempt that ended, ended so.
+    """
+    attempts: dict[int, socket.socket] = {}
+    poller = select.poll()
+    pause = _FIRST_ATTEMPT
+    try:
+        while True:
+            with forks.opening():
+                sock = forks.close_in_child(socket.socket(family, kind, protocol))
+            attempts[sock.fileno()] = sock
+            sock.setblocking(False)
+            poller.register(sock, select.POLLOUT)
+            code = sock.connect_ex(to)
+            if code not in (0, errno.EINPROGRESS):
+                raise OSError(code, os.strerror(code))
+            left = deadline.remaining()
+            ready = poller.poll(1000 * (pause if left is None else min(pause, left)))
+            if ready:
+                found = attempts[ready[0][0]]
+                code = found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    raise OSError(code, os.strerror(code))
+                del attempts[found.fileno()]
+                found.settimeout(deadline.remaining())
+                return found
+            if deadline.expired():
+                raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            pause *= 2
+    finally:
+        for each in attempts.values():
+            each.close()

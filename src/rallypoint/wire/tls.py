@@ -48,6 +48,7 @@ from .frames import Frame, FrameParser
 from .line import MOST_AT_ONCE, PATIENCE, Closed, Line, Piece
 from .silence import Silence
 from .tcp import TcpListener
+from .transport import HungUp
 
 
 KIND = "tcp+tls"
@@ -150,6 +151,7 @@ class TlsSocket:
 
         Raises:
             AuthenticationError: one of the two does not take the other's certificate.
+            HungUp: it has closed the connection without a word.
             ProtocolError: the other end does not speak TLS, or not ours.
             BlockingIOError, TimeoutError: nothing has come; call again.
             OSError: the connection broke.
@@ -161,7 +163,7 @@ class TlsSocket:
             why = f"it has ended, or does not use TLS: {_SAME}"
             if self._heard:
                 why = "its log says why"
-            raise ProtocolError(f"the other end closed the connection in the TLS handshake: {why}")
+            raise HungUp(f"the other end closed the connection in the TLS handshake: {why}")
         if not self._heard and _PLAIN.startswith(bytes(self._scratch[: min(count, len(_PLAIN))])):
             raise ProtocolError(
                 f"the other end does not use TLS and this worker requires it: {_SAME}"

@@ -11,11 +11,17 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from rallypoint.errors import ProtocolError
+
 
 Address = str | tuple[str, int]
 
 # Of an accept: whoever waits still waits, so the listener stays ready and must not be asked at once again.
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class HungUp(ProtocolError):
+    """The other end has closed the connection amid the handshake, and not said why."""
 
 
 class Listener(Protocol):
@@ -33,11 +39,15 @@ class Listener(Protocol):
         """Can be read from when somebody has connected."""
 
     def accept(self) -> socket.socket | None:
-        """The next connection; None if there is none after all, or it is one that is not let in.
+        """The next connection; None if it is one that is not let in, or has gone again.
 
         Raises:
+            BlockingIOError: nobody waits.
             OSError: this process, or the host, has no descriptor or memory left for it: it goes on waiting.
         """
+
+    def source(self, sock: socket.socket) -> str:
+        """Whose connection this is, as far as the kernel knows: strangers of one source share what room there is."""
 
     def close(self) -> None: ...
 

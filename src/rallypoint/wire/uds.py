@@ -21,7 +21,8 @@ KIND = "uds"
 # The largest that is given without privileges on most systems: fewer, longer writes.
 _BUFFER = 212992
 _CREDENTIALS = struct.Struct("3i")
-_BACKLOG = 1024
+# The kernel cuts it to somaxconn. Other users of the host can fill it; who finds it full tries again.
+_BACKLOG = 4096
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -55,6 +56,8 @@ class UnixListener:
         try:
             with forks.opening():
                 sock = forks.close_in_child(self._sock.accept()[0])
+        except BlockingIOError:
+            raise
         except OSError as error:
             if error.errno in EXHAUSTED:
                 raise
@@ -64,6 +67,9 @@ class UnixListener:
             return None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         return sock
+
+    def source(self, sock: socket.socket) -> str:
+        return f"user {peer_uid(sock)}"
 
     def close(self) -> None:
         self._sock.close()
@@ -80,6 +86,7 @@ def connect(address: Address, deadline: Deadline) -> socket.socket:
     """Connect to a listener of this user's (or root's).
 
     Raises:
+        BlockingIOError: too many others wait to be let in.
         OSError: nobody listens there, or somebody else.
     """
     sock = _new_socket()

@@ -209,6 +209,7 @@ class Agent:
             return
         outgoing, incoming = left
         self.connections.quiet.close()
+        self.dialer.stop()
         strangers = self.entrance.close()
         for each in outgoing:
             each.fail("this worker has left the group")

@@ -158,6 +158,7 @@ class Connections:
         """
         with self._lock:
             gate = self._connecting.setdefault(member.id, threading.Lock())
+        why = ""
         try:
             while True:
                 limit = time.monotonic() + _CONNECT_SECONDS
@@ -169,13 +170,16 @@ class Connections:
                     except PeerLost as error:
                         if not is_late(error) or self.is_closed:
                             raise
+                        why = f": {error.reason}"
                     finally:
                         gate.release()
                 if until is not None and until <= time.monotonic():
-                    raise RpcTimeout(seconds, f"a connection to {member.name!r}")
+                    raise RpcTimeout(seconds, f"a connection to {member.name!r}{why}")
         except PeerLost as error:
             if until is not None and until <= time.monotonic():
-                raise RpcTimeout(seconds, f"a connection to {member.name!r}") from error
+                raise RpcTimeout(
+                    seconds, f"a connection to {member.name!r}: {error.reason}"
+                ) from error
             raise
 
     def _connect_first(self, member: Member, limit: float) -> Outgoing:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError
@@ -10,16 +12,41 @@ from rallypoint.rpc.groups.member import Member
 from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import memory, tcp, tls, uds
-from rallypoint.wire.transport import Address, choose, why_none
+from rallypoint.wire.transport import Address, HungUp, choose, why_none
 
 from .handshake import introduce
 from .lines import Lines
 from .outgoing import Outgoing, Watch
 
 
+# Seconds before a handshake that was cut off is tried again: at first, and at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
+# So often only the best way is tried: a slower one would be kept for as long as the connection lasts.
+_TRIES_OF_THE_BEST = 4
+
+
 def is_late(error: PeerLost) -> bool:
-    """Whether :meth:`Dialer.dial` has found a member that is there: connected to, and silent since. It stands still."""
+    """Whether :meth:`Dialer.dial` has found a member that is there: connected to, and no handshake came to its end.
+
+    It stands still, or strangers crowd its port.
+    """
     return isinstance(error.__cause__, DeadlineExceeded)
+
+
+def _is_cut(error: Exception) -> bool:
+    """Whether somebody was there and hung up, or had no room: another attempt may get through."""
+    return isinstance(
+        error,
+        (HungUp, ConnectionResetError, ConnectionAbortedError, BrokenPipeError, BlockingIOError),
+    )
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between attempts. Many may be turned away in one moment, and are not to come back in one."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield random.uniform(pause / 2, pause)  # noqa: S311  # nothing secret
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 class Dialer:
@@ -49,6 +76,11 @@ class Dialer:
         self._transports = transports
         self._identity = identity
         self._heartbeat = heartbeat
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """No further attempts: whoever waits for one is told now."""
+        self._stopped.set()
 
     def dial(
         self,
@@ -61,13 +93,16 @@ class Dialer:
     ) -> Outgoing:
         """A new connection to a member, which nobody reads yet.
 
+        A handshake that the other end cuts off is tried again until the deadline: it says nothing of the member, which
+        may have closed what it took for a stranger's.
+
         Args:
             watch: is given to the connection.
             probe: it is only to be seen whether the member is there.
             refused: called with the reasons if nobody listens there at all.
 
         Raises:
-            PeerLost: no way works; says why each did not.
+            PeerLost: no way works; says why each did not. :func:`is_late` if it is no proof of a loss.
         """
         group = self._roster.group
         assert group is not None
@@ -77,22 +112,47 @@ class Dialer:
             same_host=group.me.shares_host(member),
             same_process=member.incarnation == self._roster.incarnation,
         )
-        reasons = []
-        late: DeadlineExceeded | None = None
-        num_refused = 0
-        for kind, address in ways:
-            try:
-                return self._dial_by(kind, address, member, deadline, watch, probe=probe)
-            except (OSError, ProtocolError, DeadlineExceeded) as error:
-                late = error if isinstance(error, DeadlineExceeded) else late
-                num_refused += isinstance(error, ConnectionRefusedError)
-                text = getattr(error, "strerror", None) or str(error)
-                reasons.append(f"{kind}: {text}")
         if not ways:
-            reasons = [why_none(self._transports, member.addresses)]
-        elif num_refused == len(ways) and refused is not None:
+            why = why_none(self._transports, member.addresses)
+            raise PeerLost(member.name, f"it cannot be reached ({why})")
+        num_cut = 0
+        for pause in _pauses():
+            reasons = []
+            late: DeadlineExceeded | None = None
+            again = False
+            num_refused = 0
+            for kind, address in ways:
+                try:
+                    return self._dial_by(kind, address, member, deadline, watch, probe=probe)
+                except (OSError, ProtocolError, DeadlineExceeded) as error:
+                    text = getattr(error, "strerror", None) or str(error)
+                    reasons.append(f"{kind}: {text}")
+                    if _is_cut(error):
+                        num_cut += 1
+                        again = True
+                        if num_cut < _TRIES_OF_THE_BEST:
+                            break
+                    elif isinstance(error, TimeoutError) and num_cut:
+                        again = True
+                    elif isinstance(error, DeadlineExceeded):
+                        late = error
+                    num_refused += isinstance(error, ConnectionRefusedError)
+            if again and not self._wait(pause, deadline):
+                raise PeerLost(member.name, _crowded(num_cut)) from DeadlineExceeded(
+                    _crowded(num_cut)
+                )
+            if not again:
+                break
+        if num_refused == len(ways) and refused is not None:
             refused("; ".join(reasons))
         raise PeerLost(member.name, f"it cannot be reached ({'; '.join(reasons)})") from late
+
+    def _wait(self, seconds: float, deadline: Deadline) -> bool:
+        """Wait before another attempt; False if there is to be none."""
+        left = deadline.remaining()
+        if left is not None:
+            seconds = min(seconds, left)
+        return not self._stopped.wait(seconds) and not deadline.expired()
 
     def _dial_by(
         self,
@@ -142,3 +202,11 @@ class Dialer:
                 sharing.close()
             raise
         return outgoing
+
+
+def _crowded(times: int) -> str:
+    often = "once" if times == 1 else f"{times} times"
+    return (
+        f"the other end closed the connection {often} before the handshake was over: strangers may crowd its port"
+        " (its log says from where), or it is about to end"
+    )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import resource
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rallypoint._core.half_open import HalfOpen, room
 from rallypoint.errors import RpcError
 from rallypoint.rpc.crew.crew import Crew, Job
 from rallypoint.rpc.crew.poller import READ, Poller
@@ -26,12 +28,14 @@ from .lines import Lines
 
 logger = logging.getLogger(__name__)
 
-# Strangers that have not proved themselves yet: more are not let in.
-_MOST_STRANGERS = 256
+# Connections that are accepted before others are heard again.
+_AT_ONCE = 16
 # Seconds that nobody here is late by otherwise.
 _STOOD_STILL = 1.0
 # Until somebody is let in again after there was no descriptor for it.
 _PAUSE_SECONDS = 0.25
+# Seconds until strangers who crowd a port are warned of: at first, and then.
+_FIRST_WARNING, _NEXT_WARNING = 1.0, 60.0
 
 
 class Entrance:
@@ -69,8 +73,18 @@ class Entrance:
         self.skipped: dict[str, str] = {}
         self._lock = threading.Lock()
         # Under the lock:
-        self.strangers: set[Welcome] = set()
+        self._half_open: dict[Listener, HalfOpen[Welcome]] = {}
         self._closed = False
+        # Those that had to go for others, by listener and source, since the last warning.
+        self._crowded_out: Counter[tuple[str, str]] = Counter()
+        self._warns = False
+        self._warn_in = _FIRST_WARNING
+
+    @property
+    def strangers(self) -> list[Welcome]:
+        """Who has connected and not proved itself yet."""
+        with self._lock:
+            return [each for some in self._half_open.values() for each in some]
 
     # -- listening ----------------------------------------------------------------------------------
 
@@ -96,14 +110,16 @@ class Entrance:
 
     def start(self) -> None:
         """Let in who comes, and who has come meanwhile."""
+        most = room(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         for listener in self.listeners:
+            self._half_open[listener] = HalfOpen(most)
             self._poller.add(listener.fileno(), _Door(self, listener))
 
     def close(self) -> list[Welcome]:
         """Let nobody in any more; returns those who are at it, for the caller to close."""
         with self._lock:
             self._closed = True
-            strangers = list(self.strangers)
+        strangers = self.strangers
         for listener in self.listeners:
             self._poller.remove(listener.fileno())
             listener.close()
@@ -112,30 +128,63 @@ class Entrance:
     # -- strangers ----------------------------------------------------------------------------------
 
     def admit(self, listener: Listener) -> None:
-        """Somebody has connected."""
-        try:
-            sock = listener.accept()
-        except OSError as error:
-            self._pause(listener, error)
-            return
-        if sock is None:
-            return
-        with self._lock:
-            if self._closed or len(self.strangers) >= _MOST_STRANGERS:
-                sock.close()
+        """Somebody has connected; perhaps many."""
+        for _ in range(_AT_ONCE):
+            try:
+                sock = listener.accept()
+            except BlockingIOError:
                 return
-            stranger = Welcome(
-                sock,
-                self._secret,
-                self._roster.introduction(),
-                takes_side=listener.kind == uds.KIND,
-                identity=self._identity if listener.kind == tls.KIND else None,
-                accepted=functools.partial(self._accept, listener.kind),
-                ended=self._dismiss,
-            )
-            self.strangers.add(stranger)
+            except OSError as error:
+                self._pause(listener, error)
+                return
+            if sock is not None:
+                self._admit(listener, sock)
+
+    def _admit(self, listener: Listener, sock: socket.socket) -> None:
+        source = listener.source(sock)
+        stranger = Welcome(
+            sock,
+            self._secret,
+            self._roster.introduction(),
+            takes_side=listener.kind == uds.KIND,
+            identity=self._identity if listener.kind == tls.KIND else None,
+            accepted=functools.partial(self._accept, listener.kind),
+            ended=functools.partial(self._dismiss, listener),
+        )
+        with self._lock:
+            closed = self._closed
+            crowded = None if closed else self._half_open[listener].add(stranger, source)
+        if closed:
+            stranger.close("this worker has left the group")
+            return
+        if crowded is not None:
+            self._crowd_out(listener, *crowded)
         self._poller.add(sock.fileno(), stranger)
         self._crew.wake_at(stranger.until)
+
+    def _crowd_out(self, listener: Listener, victim: Welcome, source: str) -> None:
+        """There is no room for all: this one has had its time."""
+        victim.close("others have come since, and it has not proved itself")
+        with self._lock:
+            self._crowded_out[listener.kind, source] += 1
+            warns, self._warns = self._warns, True
+        if not warns:
+            self._later(self._warn_in, self._warn)
+
+    def _warn(self) -> None:
+        with self._lock:
+            crowded, self._crowded_out = self._crowded_out, Counter()
+            self._warns = False
+            self._warn_in = _NEXT_WARNING
+        (kind, source), most = crowded.most_common(1)[0]
+        logger.warning(
+            "strangers crowd this worker's ports: %d connections were closed before they had proved anything, to make room"
+            " for others; %d of them came by %s from %s. Members still get in",
+            crowded.total(),
+            most,
+            kind,
+            source,
+        )
 
     def _pause(self, listener: Listener, error: OSError) -> None:
         """There is nothing left to accept with. Who has connected waits; to ask again at once would take a whole core."""
@@ -151,20 +200,27 @@ class Entrance:
     def expire(self, now: float) -> float | None:
         """Turn away who has not proved itself in time; returns when to look again."""
         following: float | None = None
-        for stranger in list(self.strangers):
-            if stranger.until <= now - _STOOD_STILL:
-                # It was this process that stood still: what the stranger has said meanwhile is not read yet.
-                stranger.until = now + PATIENCE
-            if stranger.until <= now:
-                stranger.close("it has not proved itself in time")
-            elif following is None or stranger.until < following:
-                following = stranger.until
+        for half_open in list(self._half_open.values()):
+            while (oldest := self._oldest(half_open)) is not None and oldest.until <= now:
+                if oldest.until <= now - _STOOD_STILL:
+                    # It was this process that stood still: what strangers have said meanwhile is not read yet.
+                    with self._lock:
+                        for each in half_open:
+                            each.until = now + PATIENCE
+                else:
+                    oldest.close("it has not proved itself in time")
+            if oldest is not None and (following is None or oldest.until < following):
+                following = oldest.until
         return following
 
-    def _dismiss(self, stranger: Welcome, reason: str) -> None:
+    def _oldest(self, half_open: HalfOpen[Welcome]) -> Welcome | None:
+        with self._lock:
+            return next(iter(half_open), None)
+
+    def _dismiss(self, listener: Listener, stranger: Welcome, reason: str) -> None:
         self._poller.remove(stranger.sock.fileno())
         with self._lock:
-            self.strangers.discard(stranger)
+            self._half_open[listener].remove(stranger)
         if reason:
             logger.info("a connection was refused: %s", reason)
 

@@ -19,6 +19,7 @@ from rallypoint.errors import DeadlineExceeded, ProtocolError
 from rallypoint.rpc.crew.crew import Job
 from rallypoint.wire.auth import NONCE_BYTES, Accepting, Connecting
 from rallypoint.wire.tls import Connection, Identity, TlsSocket
+from rallypoint.wire.transport import HungUp
 
 
 _CHUNK = 8192
@@ -45,6 +46,7 @@ def introduce(
 
     Raises:
         AuthenticationError: it does not know the secret, or does not take us.
+        HungUp: it has closed the connection without a word.
         ProtocolError: it is no worker.
         DeadlineExceeded: it does not answer.
         OSError: the connection broke.
@@ -84,7 +86,7 @@ def introduce(
                 # Less than a record.
                 continue
             if not data:
-                raise talk.ended()
+                raise HungUp(str(talk.ended()))
             try:
                 answer = talk.receive(data)
             except ProtocolError:
@@ -152,12 +154,22 @@ class Welcome:
             self.sock = self._tls = TlsSocket(sock, identity, accepts=True)
             channel = identity.fingerprint
         self.until = time.monotonic() + PATIENCE
-        self._talk = Accepting(secret, me, secrets.token_bytes(NONCE_BYTES), channel)
+        self._begin: Callable[[], Accepting] = lambda: Accepting(
+            secret, me, secrets.token_bytes(NONCE_BYTES), channel
+        )
+        self._begun: Accepting | None = None
         self._takes_side = takes_side
         self._accepted = accepted
         self._ended = ended
         self._side: socket.socket | None = None
         self._outbox = b""
+
+    @property
+    def _talk(self) -> Accepting:
+        # Only now: most strangers in a crowd say nothing.
+        if self._begun is None:
+            self._begun = self._begin()
+        return self._begun
 
     def on_ready(self, mask: int, jobs: deque[Job]) -> None:
         try:

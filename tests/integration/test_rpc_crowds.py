@@ -1,0 +1,244 @@
+"""Strangers who hold connections open, and listeners that hang up: members get in all the same, and nobody is called lost."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rallypoint import rpc
+from rallypoint._core.clock import Deadline
+from rallypoint._core.half_open import HalfOpen
+from rallypoint.errors import PeerLost, RpcTimeout
+from rallypoint.rpc.agent.agent import Agent
+from rallypoint.rpc.agent_in_use import current_agent
+from rallypoint.rpc.connections import entrance
+from rallypoint.rpc.connections.dialer import is_late
+from rallypoint.rpc.connections.handshake import introduce
+from rallypoint.rpc.groups.member import Member
+from rallypoint.wire import tcp, uds
+
+
+SECRET = b"known to all the members"
+ROOM = 64
+PATIENCE = 20.0
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    store = tmp_path_factory.mktemp("group") / "store"
+    rpc.init_rpc(
+        "w0",
+        rank=0,
+        world_size=1,
+        rpc_backend_options=rpc.NativeRpcBackendOptions(
+            init_method=f"file://{store}", secret=SECRET
+        ),
+    )
+    made = current_agent()
+    assert made is not None
+    yield made
+    rpc.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _no_descriptor_is_left(agent: Agent) -> Iterator[None]:
+    rpc.rpc_sync("w0", torch.add, (torch.ones(2), 1))
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    until(lambda: not agent.entrance.strangers, "strangers are left over")
+    until(lambda: len(os.listdir("/proc/self/fd")) == before, "descriptors are left over")
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+
+
+def knock(agent: Agent, kind: str) -> socket.socket:
+    """Connect, and say nothing."""
+    (address,) = (each.address for each in agent.entrance.listeners if each.kind == kind)
+    if kind == "uds":
+        return uds.connect(address, Deadline(PATIENCE))
+    return tcp.connect(("127.0.0.1", address[1]), Deadline(PATIENCE), 5.0)
+
+
+def join(agent: Agent, kind: str) -> None:
+    """Come in as a member does, and leave."""
+    me = {**agent.roster.introduction(), "name": "late", "id": 77, "incarnation": "ab" * 8}
+    with knock(agent, kind) as sock:
+        peer, _, _ = introduce(sock, SECRET, me, Deadline(PATIENCE), side=False)
+        assert peer["name"] == "w0"
+
+
+@pytest.mark.parametrize("kind", ["uds", "tcp"])
+def test_members_get_in_however_many_strangers_hold_connections(
+    agent: Agent, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(agent.entrance, "_warn_in", 0.05)
+    monkeypatch.setattr(entrance, "_NEXT_WARNING", 0.05)
+    (listener,) = (each for each in agent.entrance.listeners if each.kind == kind)
+    monkeypatch.setitem(agent.entrance._half_open, listener, HalfOpen(ROOM))
+    with contextlib.ExitStack() as held:
+        for number in range(5 * ROOM):
+            held.enter_context(knock(agent, kind))
+            if number % 40 == 0:
+                join(agent, kind)
+        join(agent, kind)
+        held.enter_context(knock(agent, kind))
+        until(lambda: len(agent.entrance.strangers) == ROOM, "the oldest were not closed")
+        # The other ways have room of their own.
+        join(agent, "tcp" if kind == "uds" else "uds")
+    whose = "user " if kind == "uds" else "this host"
+    until(lambda: "strangers crowd this worker's ports" in caplog.text, "no warning")
+    assert f"came by {kind} from {whose}" in caplog.text
+
+
+def test_a_burst_does_not_hold_up_calls_that_are_under_way(agent: Agent) -> None:
+    """As many as wait are not all accepted before anybody else is heard."""
+    (listener,) = (each for each in agent.entrance.listeners if each.kind == "uds")
+    rounds: list[int] = []
+    accept = agent.entrance._admit
+
+    def count(*args: Any) -> None:
+        rounds[-1] += 1
+        accept(*args)
+
+    agent._poller.change(listener.fileno(), off=entrance.READ)
+    ends = [knock(agent, "uds") for _ in range(100)]
+    agent.entrance._admit = count  # type: ignore[method-assign]
+    try:
+        while not rounds or rounds[-1]:
+            rounds.append(0)
+            agent.entrance.admit(listener)
+    finally:
+        del agent.entrance._admit  # type: ignore[method-assign]
+        agent._poller.change(listener.fileno(), on=entrance.READ)
+        for end in ends:
+            end.close()
+    assert sum(rounds) == 100
+    assert 1 < max(rounds) <= 32
+
+
+# -- the dialing side ------------------------------------------------------------------------------
+
+
+class Curt:
+    """A listener that hangs up on the first who come, and leads the others to a worker.
+
+    Args:
+        cuts: on how many.
+        reset: with a reset; else in good order.
+        reads: only after something has come.
+    """
+
+    def __init__(self, to: int, cuts: float, *, reset: bool = False, reads: bool = False) -> None:
+        self._to = to
+        self._cuts = cuts
+        self._reset = reset
+        self._reads = reads
+        self.came = 0
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._sock.getsockname()[1])
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                line, _ = self._sock.accept()
+            except OSError:
+                return
+            self.came += 1
+            with line:
+                if self.came > self._cuts:
+                    self._relay(line)
+                    continue
+                if self._reads:
+                    line.recv(9000)
+                if self._reset:
+                    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    def _relay(self, line: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", self._to)) as there:
+            for source, target in ((line, there), (there, line), (line, there), (there, line)):
+                target.sendall(source.recv(9000))
+            line.recv(1)  # until it leaves
+
+    def close(self) -> None:
+        self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        self._thread.join(PATIENCE)
+
+
+def member_at(agent: Agent, port: int) -> Member:
+    """This worker, at another address."""
+    assert agent.group is not None
+    return dataclasses.replace(agent.group.me, host="", addresses={"tcp": ("127.0.0.1", port)})
+
+
+def port_of(agent: Agent) -> int:
+    (address,) = (each.address for each in agent.entrance.listeners if each.kind == "tcp")
+    return int(address[1])
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_handshake_that_is_cut_off_is_tried_again(agent: Agent, reset: bool, reads: bool) -> None:
+    with contextlib.closing(Curt(port_of(agent), 5, reset=reset, reads=reads)) as curt:
+        member = member_at(agent, curt.port)
+        found = agent.dialer.dial(member, Deadline(PATIENCE), agent.connections)
+        assert curt.came == 6
+        found.line.shut()
+        found.close()
+
+
+def test_a_peer_that_hangs_up_each_time_is_late_and_not_lost(agent: Agent) -> None:
+    with contextlib.closing(Curt(port_of(agent), float("inf"))) as curt:
+        member = member_at(agent, curt.port)
+        with pytest.raises(PeerLost) as caught:
+            agent.dialer.dial(member, Deadline(0.3), agent.connections)
+        assert is_late(caught.value)
+        words = (
+            r"closed the connection \d+ times before the handshake was over: strangers may crowd"
+        )
+        assert curt.came > 1
+        # What a call that needs the connection says: the time is up.
+        with pytest.raises(RpcTimeout, match=words):
+            agent.connections.connect(
+                dataclasses.replace(member, name="w9", id=9), time.monotonic() + 0.3, 0.3
+            )
+        assert curt.came < 100
+
+
+def test_a_peer_that_hangs_up_and_is_gone_then_is_lost_at_once(agent: Agent) -> None:
+    curt = Curt(port_of(agent), float("inf"))
+    member = member_at(agent, curt.port)
+    threading.Timer(0.2, curt.close).start()
+    with pytest.raises(PeerLost, match="refused") as caught:
+        agent.dialer.dial(member, Deadline(None), agent.connections)
+    assert not is_late(caught.value)
+
+
+def test_whoever_tries_again_is_told_when_the_worker_leaves(agent: Agent) -> None:
+    dialer = copy.copy(agent.dialer)
+    dialer._stopped = threading.Event()
+    with contextlib.closing(Curt(port_of(agent), float("inf"))) as curt:
+        threading.Timer(0.2, dialer.stop).start()
+        with pytest.raises(PeerLost, match="before the handshake was over"):
+            dialer.dial(member_at(agent, curt.port), Deadline(None), agent.connections)
