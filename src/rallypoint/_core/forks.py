@@ -74,6 +74,25 @@ def call_in_child(act: Callable[[], None]) -> None:
         _functions.append(act)
 
 
+class Lock:
+    """A lock that a module keeps: a child gets it free, whichever of its parent's threads held it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def abandon(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        abandon_in_child(self)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        # In a child of the thread that held it, it is free already.
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
+
+
 def _register() -> None:
     global _is_registered  # noqa: PLW0603  # Python keeps such hooks for as long as it runs
     with _gate:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rallypoint._core import addresses
+from rallypoint._core import addresses, forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
 
@@ -67,7 +67,7 @@ ETCD_OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 # A name means the same store to all handlers of this process, for as long as one of them lives.
 _memory_stores: weakref.WeakValueDictionary[str, MemoryStore] = weakref.WeakValueDictionary()
-_memory_lock = threading.Lock()
+_memory_lock = forks.Lock()
 
 
 # -- the creators: named in registry.BUILT_IN -----------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import threading
 from collections import deque
 
 from rallypoint._core import forks
@@ -20,13 +19,7 @@ from .transport import Address
 KIND = "memory"
 _numbers = itertools.count(1)
 _listeners: dict[str, MemoryListener] = {}
-_lock = threading.Lock()
-
-
-def _renew() -> None:
-    """In a forked child."""
-    global _lock  # noqa: PLW0603  # a thread that is not there may hold it
-    _lock = threading.Lock()
+_lock = forks.Lock()
 
 
 class MemoryListener:
@@ -38,7 +31,6 @@ class MemoryListener:
         with forks.opening():
             self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
             forks.abandon_in_child(self)
-        forks.call_in_child(_renew)
         with _lock:
             _listeners[self._name] = self
 

@@ -24,14 +24,13 @@ import mmap
 import os
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TextIO
 
-from rallypoint._core import env as environment
+from rallypoint._core import env as environment, forks
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
 
@@ -44,7 +43,7 @@ _MAX_DEPTH = 4
 # Length of the JSON part of a packed call, before it.
 _LENGTH_BYTES = 8
 
-_by_value_lock = threading.Lock()
+_by_value_lock = forks.Lock()
 
 
 @dataclass(frozen=True, slots=True)

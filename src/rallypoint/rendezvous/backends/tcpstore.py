@@ -275,7 +275,7 @@ def connect(
 
 
 # Two threads that each put a variable back would leave one of them changed.
-_loading = threading.Lock()
+_loading = forks.Lock()
 
 
 def load() -> None:
@@ -309,7 +309,7 @@ def _get_chunk(store: Any, keys: list[str]) -> list[bytes | None]:
 # are this process's own. They are found as the descriptors that are new after a connection was made.
 
 # One connection is made at a time, so that new descriptors can be told apart.
-_connecting = threading.Lock()
+_connecting = forks.Lock()
 
 
 class _NewSockets:
@@ -470,9 +470,9 @@ _watchdog = _Watchdog()
 
 
 def _renew() -> None:
-    """In a forked child, which lacks the threads that may hold the locks."""
-    global _connecting, _watchdog  # of this process
-    _connecting, _watchdog = threading.Lock(), _Watchdog()
+    """In a forked child, which lacks its thread."""
+    global _watchdog  # noqa: PLW0603  # of this process
+    _watchdog = _Watchdog()
 
 
 @contextmanager

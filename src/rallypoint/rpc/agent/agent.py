@@ -53,6 +53,16 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS = 0.5
 
 
+def _settle_torch() -> None:
+    """Have torch find out about this processor, and its number of threads, before there are threads of ours.
+
+    It does so with the first operation of a process, under a lock that a fork copies as it is: a child that is forked
+    while another thread is at it hangs in its own first operation.
+    """
+    torch.get_num_threads()
+    torch.zeros(1, device="cpu").add_(1)
+
+
 class Agent:
     """A member of an RPC group.
 
@@ -193,6 +203,7 @@ class Agent:
 
     def start(self) -> None:
         """Serve. What others have sent meanwhile is done now."""
+        _settle_torch()
         self.entrance.start()
         self._crew.start()
         if isinstance(self.group, DynamicGroup):
