@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Set in many container images. Without bytecode every launch of a test compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join help demo test test-long check format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,9 @@ check: $(STAMP)  ## ruff, mypy (strict) and the layering rule
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+docs: $(STAMP)   ## the site, with the reference of every public name, in docs/_build; every remark is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 
 format: $(STAMP) ## put the code into the house format
 	$(BIN)/ruff check --fix .
@@ -99,4 +102,4 @@ memory-rpc: $(STAMP) ## five million calls and 20,000 tensors: memory stays flat
 	$(BIN)/python bench/memory_rpc.py --output bench/results/memory_rpc.json
 
 clean:           ## remove the virtual environment and what the tools cached
-	rm -rf $(VENV) $(WILD) .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
+	rm -rf $(VENV) $(WILD) docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output

@@ -302,25 +302,26 @@ def test_the_readme_lists_every_example():
 
 
 README = (EXAMPLES.parent / "README.md").read_text()
+FUNCTIONS = (EXAMPLES.parent / "docs" / "functions.md").read_text()
 
 
-def readme_program(beginning: str) -> str:
-    found = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if beginning in b]
+def program(text: str, beginning: str) -> str:
+    found = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if beginning in b]
     assert len(found) == 1
     return found[0]
 
 
 def test_the_job_of_the_readme_learns(tmp_path):
-    (tmp_path / "train.py").write_text(readme_program("# train.py"))
+    (tmp_path / "train.py").write_text(program(README, "# train.py"))
     done = succeed(*command(LAUNCHER), "train.py", cwd=tmp_path)
     assert float(done.stdout.split()[1]) < 0.01
 
 
-def test_the_function_launch_of_the_readme_prints_what_it_says(tmp_path):
-    program = readme_program("launch_subprocesses(total")
-    (tmp_path / "functions.py").write_text(program)
+def test_the_function_launch_of_the_docs_prints_what_it_says(tmp_path):
+    text = program(FUNCTIONS, "launch_subprocesses(total")
+    (tmp_path / "functions.py").write_text(text)
     done = succeed(sys.executable, "functions.py", cwd=tmp_path)
-    assert done.stdout.strip() == program.rpartition("#")[2].strip()
+    assert done.stdout.strip() == text.rpartition("#")[2].strip()
 
 
 def test_the_report_in_the_readme_is_the_one_a_user_gets(tmp_path):

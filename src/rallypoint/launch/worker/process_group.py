@@ -306,7 +306,7 @@ def init_and_run(
         What ``func`` returns.
     Raises:
         ConfigError: ``cfg`` is none.
-        What ``setup``, :func:`init_dist` and ``func`` raise; the group is destroyed then too.
+        Exception: what ``setup``, :func:`init_dist` or ``func`` raises; the group is destroyed then, too.
     Effects: the variables that :func:`init_dist` sets are put back at the end.
     """
     multiprocess_config.check(cfg)
