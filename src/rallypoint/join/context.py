@@ -22,7 +22,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack
 from difflib import get_close_matches
-from itertools import chain
+from itertools import chain, count
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Join as TorchJoin, Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -42,15 +43,17 @@ from . import exchange
 from .batches import Batches
 from .hooks.ddp import DdpMember
 from .hooks.local_sgd import LocalSgdMember, is_local_sgd
-from .hooks.optimizer import StepMember
+from .hooks.optimizer import ScalerMember, StepMember
 from .hooks.replay import ModuleMember, Standstill
 from .leaving import Deserted, Stay, steps_of_all
 from .members import HookMember, Member
 from .notes import Notes
+from .overlooked import Overlooked
 from .passes import Pass, Passes
 from .run import Run
 from .samples import CountSamples, first_dim, inputs_of
 from .schedule import WEIGHTINGS, Schedule, Weighting
+from .state import digest
 from .weights import GradientScale
 
 
@@ -87,8 +90,8 @@ class Join:
 
     Args:
         joinables: what communicates: any Joinable (DistributedDataParallel, ZeroRedundancyOptimizer, your own), any
-            optimizer and learning-rate scheduler (list it after the model, so that a rank that has run out keeps
-            its state up to date), a module sharded by ``fully_shard``, or any other module. The
+            optimizer, learning-rate scheduler and ``GradScaler`` (so that a rank that has run out keeps
+            their state up to date), a module sharded by ``fully_shard``, or any other module. The
             gradients of those that are modules are taken to be averaged over the group.
         enable: False: the block does nothing, and ``batches`` gives the loader's.
         throw_on_early_termination: end the block in all ranks when the first one has run out.
@@ -145,8 +148,8 @@ class Join:
         self._enable = enable
         self._throw = throw_on_early_termination
         self._weighting = _weighting(weighting, kwargs)
-        self._joinables = list(joinables)
-        self._members = [member_of(each) for each in joinables]
+        self._joinables = _in_order(joinables)
+        self._members = [member_of(each) for each in self._joinables]
         self._group = _common_group(self._members, process_group)
         self._own = None if steps is None else inputs_of(steps)
         self._lookahead = lookahead
@@ -160,6 +163,7 @@ class Join:
         self._run: Run | None = None
         self._scale: GradientScale | None = None
         self._standstill: Standstill | None = None
+        self._overlooked: Overlooked | None = None
         self._stack = ExitStack()
         self._hook: RemovableHandle | None = None
         self._iterated = False
@@ -194,6 +198,7 @@ class Join:
             stack.callback(self._scale_by, 1.0)
             for member in self._members:
                 member.enter(run, stack, self._kwargs)
+            self._overlooked = Overlooked(stack, self._joinables)
             if len(models := self._models) > 1:
                 run.passes = Passes(len(models), _orders.get(models[0].ddp))
             # Only a module, or our own loop, can be stopped in the right step without asking the others.
@@ -274,28 +279,63 @@ class Join:
         else:
             self._shadow_planned(run, run.schedule)
 
-    def _put_right(self, run: Run, stays: Sequence[Stay]) -> None:
+    def _put_right(
+        self, run: Run, stays: Sequence[Stay], digests: Sequence[Sequence[int]] | None = None
+    ) -> None:
         """What ranks that ran out before the others keep from the steps that they only matched.
+
+        Args:
+            stays: of all ranks.
+            digests: of the members' parts, of all ranks; None: they have not told each other.
 
         Raises:
             JoinError: they have left in different steps.
         """
         steps = steps_of_all(stays)
         schedule = run.schedule
-        even = schedule is None or schedule.even
         if not steps:
             return
-        if even:
+        if schedule is None or schedule.even:
             self._remember_order(run.passes.order)
             return
         self._end_standstill()
         run.step = run.first + steps - 1
         self._share_order(run, run.source)
+        if digests is None:
+            digests = self._tell_digests(run)
+        index = run.step - run.base
+        self._settle(run, [schedule.is_active(r, index) for r in range(run.world_size)], digests)
+
+    def _tell_digests(self, run: Run) -> list[list[int]]:
+        """Of all ranks.   Collective: one all-gather, if any member has parts."""
+        own = self._digests()
+        return exchange.gather(own, len(own), run.device, run.group) if own else []
+
+    def _digests(self) -> list[int]:
+        return [digest(part.values()) for member in self._members for part in member.parts()]
+
+    def _settle(
+        self, run: Run, to_the_end: Sequence[bool], digests: Sequence[Sequence[int]]
+    ) -> None:
+        """Ranks that only matched the last steps take what differs from one that had inputs to the end.
+
+        Collective.   Args: of each rank, whether it had, and the digests of its parts.
+        """
+        source = max(rank for rank, had in enumerate(to_the_end) if had)
+        out = [rank for rank, had in enumerate(to_the_end) if not had]
+        keep = to_the_end[run.rank]
+        for model in self._models:
+            model.ddp._authoritative_rank = source  # noqa: SLF001  # as torch's hook says it
+        numbers = count()
         for member in self._members:
-            if self._replays_now:
-                member.after_replay(run.source)
-            else:
-                member.post_hook(stays[run.rank].steps == steps)
+            if not self._replays_now:
+                member.post_hook(keep)
+            for part in member.parts():
+                i = next(numbers)
+                if any(digests[rank][i] != digests[source][i] for rank in out):
+                    part.take(source, keep)
+        if out and not self._replays_now and self._overlooked is not None:
+            self._overlooked.warn(run.averaged)
 
     def _share_order(self, run: Run, source: int) -> None:
         """What the rank ``source`` has seen.   Collective, if there are several models: two broadcasts."""
@@ -315,7 +355,7 @@ class Join:
     # -- classic: each step tells ---------------------------------------------------------------
 
     def _shadow_classic(self, run: Run) -> None:
-        shadowed = 0
+        shadowed, run.shadows = 0, True
         while self._others_have_inputs(run):
             run.step += 1
             if self._throw:
@@ -329,10 +369,10 @@ class Join:
                     run.rank,
                     MUCH_SKEW,
                 )
-        for member in self._members:
-            member.post_hook(shadowed == 0)
-        if models := self._models:
-            self._share_order(run, models[0].ddp._authoritative_rank)  # noqa: SLF001
+        told = exchange.gather([int(shadowed == 0)], 1, run.device, run.group)
+        to_the_end = [bool(had) for (had,) in told]
+        self._settle(run, to_the_end, [] if all(to_the_end) else self._tell_digests(run))
+        self._share_order(run, max(rank for rank, had in enumerate(to_the_end) if had))
 
     def _others_have_inputs(self, run: Run) -> bool:
         count = torch.zeros(1, device=run.device)
@@ -366,7 +406,7 @@ class Join:
             _warn_of_skew(run.rank, schedule.total - done)
         left = done < announced
         self._keep_company(run, next_step, iter(range(next_step, run.base + schedule.total)), left)
-        self._put_right(run, self._tell_stays(run, Stay(done, left)))
+        self._put_right(run, *self._tell_stays(run, Stay(done, left)))
 
     def _next_exchange(self, run: Run) -> int:
         """The first step whose collectives this rank has not been in, or not in all of them."""
@@ -376,6 +416,7 @@ class Join:
     def _keep_company(self, run: Run, next_step: int, steps: Iterator[int], left: bool) -> None:
         """Match the others' steps until the last, or until it shows that there are no others."""
         self._scale_by(1.0)
+        run.shadows = True
         if left:
             assert run.notes is not None
             run.notes.write(next_step)
@@ -401,10 +442,14 @@ class Join:
                 " the loop in the same step on all ranks, or on none"
             ) from error
 
-    def _tell_stays(self, run: Run, stay: Stay) -> list[Stay]:
-        """Of all ranks.   Collective: one all-gather."""
-        told = exchange.gather([stay.steps, int(stay.left)], 2, run.device, run.group)
-        return [Stay(steps, bool(left)) for steps, left in told]
+    def _tell_stays(self, run: Run, stay: Stay) -> tuple[list[Stay], list[list[int]]]:
+        """Of all ranks; and the digests of their members' parts.   Collective: one all-gather."""
+        even = run.schedule is None or run.schedule.even
+        own = [] if even else self._digests()
+        told = exchange.gather(
+            [stay.steps, int(stay.left), *own], 2 + len(own), run.device, run.group
+        )
+        return [Stay(row[0], bool(row[1])) for row in told], [row[2:] for row in told]
 
     def _check_throw(self, run: Run, schedule: Schedule, step: int) -> None:
         """Raises if the block is to end before this step."""
@@ -573,13 +618,14 @@ class Join:
         left = stayed is None
         if stayed is None:
             stayed = next_step - run.first
+        digests = None
         if self._matched_by_hooks(run):
             self._end_standstill()
             if left:
                 again = [run.step] if next_step == run.step else []
                 rest = (run.step for _ in batches.rest())
                 self._keep_company(run, next_step, chain(again, rest), left)
-            stays = self._tell_stays(run, Stay(stayed, left))
+            stays, digests = self._tell_stays(run, Stay(stayed, left))
         elif left:
             self._end_standstill()
             assert run.notes is not None
@@ -589,7 +635,7 @@ class Join:
         else:
             # No rank can have left: its collectives would have been missed.
             stays = [Stay(stayed, left=False)] * run.world_size
-        self._put_right(run, stays)
+        self._put_right(run, stays, digests)
         self._end_standstill()
 
     def _matched_by_hooks(self, run: Run) -> bool:
@@ -659,6 +705,8 @@ def member_of(joined: Any) -> Member:
         return LocalSgdMember(joined)
     if isinstance(joined, Optimizer | LRScheduler):
         return StepMember(joined)
+    if isinstance(joined, GradScaler):
+        return ScalerMember(joined)
     if isinstance(joined, Joinable):
         _check_constructed(joined)
         return HookMember(joined)
@@ -667,8 +715,24 @@ def member_of(joined: Any) -> Member:
     raise ConfigError(
         "joinables",
         type(joined).__name__,
-        "expected a Joinable, a module, an optimizer, or a learning-rate scheduler",
+        "expected a Joinable, a module, an optimizer, a learning-rate scheduler, or a GradScaler",
     )
+
+
+def _in_order(joinables: Iterable[Any]) -> list[Any]:
+    """Modules, then optimizers, then schedulers, then scalers: so a loop goes on, and who matches it.
+
+    A Joinable of the user's may come anywhere in a step; where there is one, the list's order is that of the loop.
+    """
+
+    def place(joined: Any) -> int:
+        if isinstance(joined, Optimizer) or is_local_sgd(joined):
+            return 1
+        return 2 if isinstance(joined, LRScheduler) else 3 if isinstance(joined, GradScaler) else 0
+
+    found = list(joinables)
+    known = (nn.Module, Optimizer, LRScheduler, GradScaler)
+    return sorted(found, key=place) if all(isinstance(each, known) for each in found) else found
 
 
 # What torch's own hooks take, and what a slip of the finger in one of Join's arguments would come near.

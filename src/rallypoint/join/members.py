@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from .run import Run
 from .schedule import Schedule
+from .state import Part
 
 
 class Member:
@@ -51,8 +53,12 @@ class Member:
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out."""
 
-    def after_replay(self, source: int) -> None:
-        """All ranks have run out, and this one's loop went on until then: rank ``source`` had inputs to the end."""
+    def parts(self) -> Sequence[Part]:
+        """What a rank that only matched the others' steps must have as they have it, when all are through.
+
+        As many, in the same order, on all ranks.
+        """
+        return ()
 
 
 class HookMember(Member):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 
 from rallypoint.errors import JoinError
 
@@ -36,6 +37,11 @@ class Run:
         notes: of the ranks that have left their loops early; None: nobody could tell (classic).
         passes: in which order the modules that hooks can match go forward and backward.
         modules: how many there are of them.
+        averaged: the parameters whose gradients are averaged over the ranks, by identity.
+        scaler: through which optimizers step; None: none.
+        scaled: whether one has, since the scaler was updated last.
+        shadows: whether this rank matches the others' steps by hooks.
+        told: what tells how many ranks exchange gradients in this step, where each step tells.
         began_with: how many ranks had inputs when the accumulation began that the last schedule left open.
     """
 
@@ -53,6 +59,11 @@ class Run:
     calm: int = 0
     replays: bool = False
     notes: Notes | None = None
+    averaged: set[int] = field(default_factory=set)
+    scaler: GradScaler | None = None
+    scaled: bool = False
+    shadows: bool = False
+    told: tuple[dist.Work, torch.Tensor] | None = None
     began_with: int = 0
     passes: Passes = field(default_factory=lambda: Passes(0))
     modules: int = 0
@@ -73,6 +84,7 @@ class Run:
     def begin_loop(self) -> None:
         """The next step is the first of a loop."""
         self.first = self.base = self.step + 1
+        self.shadows = False
         self.own = 0
 
     def begin_schedule(self, schedule: Schedule) -> None:
@@ -128,6 +140,27 @@ class Run:
         """Whether this rank has inputs in this step."""
         schedule = self.schedule
         return schedule is None or schedule.is_active(self.rank, self.step - self.base)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether this rank only matches this step, by hooks."""
+        return self.shadows or not self.active
+
+    @property
+    def someone_is_out(self) -> bool:
+        """Whether some rank does, as all ranks know; False where nothing tells them.
+
+        Blocks: where each step tells, until all ranks have begun it.
+        """
+        if self.replays:
+            return False
+        if self.schedule is not None:
+            return self.schedule.num_active(self.step - self.base) < self.world_size
+        if self.shadows or self.told is None:
+            return self.shadows and self.modules > 0
+        work, count = self.told
+        work.wait()
+        return int(count.item()) < self.world_size
 
     @property
     def syncs(self) -> bool:

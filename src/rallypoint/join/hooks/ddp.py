@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -20,6 +19,7 @@ from rallypoint.errors import JoinError
 from rallypoint.join.members import Member
 from rallypoint.join.run import Run
 from rallypoint.join.schedule import Schedule
+from rallypoint.join.state import Part
 
 from .sync_batch_norm import exchanges_statistics
 
@@ -59,15 +59,12 @@ class DdpMember(Member):
         self.module = ddp
         self._exchanges_statistics = any(map(exchanges_statistics, ddp.modules()))
         self._run: Run | None = None
-        self._hook = JoinHook()
         self._parameters: list[nn.Parameter] = []
         self._index = 0
         # The accumulation whose standing gradients have been seen to.
         self._accumulation = NEVER
         # Whether the last backward pass exchanged gradients; whether a step that was shadowed did.
         self._exchanged, self._shadowed = True, False
-        # How many ranks exchange gradients in this step, where each step tells.
-        self._told: tuple[dist.Work, torch.Tensor] | None = None
         # Whether the step that is shadowed exchanges gradients.
         self._syncs = True
         # Whether this rank's loop clears gradients by zeros.
@@ -77,13 +74,14 @@ class DdpMember(Member):
         self._run = run
         self._accumulation = NEVER
         self._index = run.add_module()
-        self._exchanged, self._shadowed, self._told, self._zeros = True, False, None, None
+        run.averaged |= {id(p) for p in self.ddp._module_parameters}  # noqa: SLF001
+        self._exchanged, self._shadowed, self._zeros = True, False, None
         self._parameters = [p for p in self.ddp._module_parameters if p.requires_grad]  # noqa: SLF001
         stack.callback(self.ddp.register_forward_hook(self._after_forward).remove)
         self.ddp.__dict__[ASKS[1]] = self._tell_sync
         stack.callback(self.ddp.__dict__.pop, ASKS[1], None)
         before = self.ddp.__dict__.get(DIVISOR)
-        self._hook = self.ddp.join_hook(**kwargs)
+        self.ddp.join_hook(**kwargs)  # it sets the divisor, and says so to DDP's log
         if before is None:
             stack.callback(self.ddp.__dict__.pop, DIVISOR, None)
         else:
@@ -120,7 +118,8 @@ class DdpMember(Member):
         count = torch.full((1,), float(exchanges), device=self.ddp.device)
         work = dist.all_reduce(count, group=self.group, async_op=True)
         if not is_joined_rank:
-            self._told = (work, count)
+            assert self._run is not None
+            self._run.told = (work, count)
             return None
         work.wait()
         return bool(count.item())
@@ -156,9 +155,9 @@ class DdpMember(Member):
             if start != self._accumulation:
                 self._accumulation = start
                 self._raise_standing(lambda: run.sharing(run.step))
-        elif exchanged and self._exchanged and self._told is not None:
+        elif exchanged and self._exchanged and run.told is not None:
             # Else torch's protocol tells nothing of it.
-            work, count = self._told
+            work, count = run.told
             if self.ddp._divide_by_initial_world_size or self.ddp._comm_hooks:  # noqa: SLF001
                 self._raise_standing(lambda: int(count.item()) if work.wait() else 0)
 
@@ -268,9 +267,32 @@ class DdpMember(Member):
 
     # -- all ranks are through ------------------------------------------------------------------
 
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._hook.post_hook(is_last_joiner)
-        self._share_gradients(self.ddp._authoritative_rank, is_last_joiner)  # noqa: SLF001
+    def parts(self) -> Sequence[Part]:
+        assert self._run is not None
+        ddp = self.ddp
+        named = ddp.module.named_buffers() if ddp.forward_sync_buffers else ()
+        buffers = [each for name, each in named if name not in ddp.parameters_to_ignore]
+        parts = [
+            Part(self.name, partial(list, tensors), partial(self._send, tensors))
+            for tensors in (ddp._module_parameters, buffers)  # noqa: SLF001
+            if tensors
+        ]
+        if not self._run.replays:  # there each rank has been in the last exchange
+            parts.append(Part(self.name, self._gradients, self._share_gradients))
+        return parts
+
+    def _send(self, tensors: Sequence[torch.Tensor], source: int, keep: bool) -> None:
+        # Also those of other ranks that had inputs to the end: as torch's hook does it.
+        self._broadcast([each.detach() for each in tensors], source)
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        assert self.group is not None
+        size = self.ddp.broadcast_bucket_size
+        dist._broadcast_coalesced(self.group, list(tensors), size, source)  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        gradients = [p.grad for p in self._parameters]
+        return [None if g is None or g.is_sparse else g for g in gradients]
 
     def _share_gradients(self, source: int, is_last_joiner: bool) -> None:
         """Those of the rank ``source``, unless its last backward passes exchanged nothing."""
@@ -294,9 +316,7 @@ class DdpMember(Member):
             assert own is not None
             gradients.append(own.detach())
         if gradients:
-            assert self.group is not None
-            size = self.ddp.broadcast_bucket_size
-            dist._broadcast_coalesced(self.group, gradients, size, source)  # type: ignore[attr-defined]  # noqa: SLF001
+            self._broadcast(gradients, source)
         if is_last_joiner:
             return
         for parameter in parameters:
@@ -309,15 +329,6 @@ class DdpMember(Member):
         run = self._run
         assert run is not None
         return self._shadowed if run.schedule is None else not run.pending
-
-    def after_replay(self, source: int) -> None:
-        # Parameters and what optimizers hold are the same everywhere; buffers are one rank's.
-        ddp = self.ddp
-        ddp._authoritative_rank = source  # noqa: SLF001  # as torch's hook says it
-        if ddp.forward_sync_buffers:
-            buffers = [buffer for _, buffer in ddp.module.named_buffers()]
-            for buffer in buffers:
-                dist.broadcast(buffer, group=self.group, group_src=source)
 
 
 def _after_backward(call: Callable[[], None]) -> None:

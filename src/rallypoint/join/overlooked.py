@@ -1,0 +1,95 @@
+"""What steps in the block and was not listed: a rank that runs out of inputs leaves it behind."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+_log = logging.getLogger(__name__)
+
+# How many calls away from an optimizer's hook its scaler may be: the optimizer's and a scheduler's wrappers.
+DEPTH = 8
+
+_told: WeakSet[Any] = WeakSet()
+
+
+class Overlooked:
+    """Watches optimizers while the block runs.
+
+    Args:
+        stack: ends that.
+        listed: optimizers and scalers that are.
+    """
+
+    def __init__(self, stack: ExitStack, listed: Collection[Any]) -> None:
+        self._scaled = any(isinstance(each, GradScaler) for each in listed)
+        optimizers = [each for each in listed if isinstance(each, Optimizer)]
+        self._seen = {id(each) for each in optimizers} if self._scaled else set()
+        self._covered = {
+            id(p) for each in optimizers for group in each.param_groups for p in group["params"]
+        }
+        self._optimizers: list[Optimizer] = []
+        self._scaler: GradScaler | None = None
+        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+
+    def _before_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
+        if id(optimizer) in self._seen:
+            return
+        self._seen.add(id(optimizer))
+        self._optimizers.append(optimizer)
+        if not self._scaled:
+            self._scaler = self._scaler or _calling_scaler()
+
+    def warn(self, averaged: Collection[int]) -> None:
+        """Some ranks have matched steps that others made: say what of it they have missed.
+
+        Args:
+            averaged: the parameters whose gradients are averaged over the ranks, by identity.
+        """
+        forgotten: list[Any] = [each for each in self._optimizers if self._lags(each, averaged)]
+        if self._scaler is not None:
+            forgotten.append(self._scaler)
+        for each in forgotten:
+            if each in _told:
+                continue
+            _told.add(each)
+            name = type(each).__name__
+            _log.warning(
+                "%s is not listed in Join, and ranks that run out of inputs before others miss its updates: list it,"
+                " as in Join([model, optimizer%s]), or the ranks' models drift apart in the next epoch",
+                name,
+                ", scaler" if isinstance(each, GradScaler) else "",
+            )
+
+    def _lags(self, optimizer: Optimizer, averaged: Collection[int]) -> bool:
+        """Whether it holds anything but the parameters themselves, of some that are not in a listed one."""
+        return any(
+            isinstance(value, torch.Tensor)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) in averaged and id(p) not in self._covered
+            for value in optimizer.state.get(p, {}).values()
+        )
+
+
+def _calling_scaler() -> GradScaler | None:
+    """The one whose ``step`` has called the optimizer's; they do not know each other otherwise."""
+    frame = sys._getframe(2)  # noqa: SLF001
+    for _ in range(DEPTH):
+        scaler = frame.f_locals.get("self")
+        if isinstance(scaler, GradScaler):
+            return scaler
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
