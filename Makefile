@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Set in many container images. Without bytecode every launch of a test compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -24,9 +24,10 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 demo: $(STAMP)   ## train a real model on two processes, with plots, in under a minute
 	$(BIN)/rally run --nproc-per-node 2 examples/digits_ddp.py --output demo-output
 
-test: $(STAMP)   ## the whole test suite: three files at a time, then those that want to be alone
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not alone and not wild"
-	$(BIN)/python -m pytest -q -m "not long and alone and not wild"
+AT_A_TIME = --dist loadfile --no-loadscope-reorder
+test: $(STAMP)   ## the whole test suite: four files at a time, then those that look at clocks
+	$(BIN)/python -m pytest -q -n 4 $(AT_A_TIME) -m "not long and not alone and not wild"
+	$(BIN)/python -m pytest -q -n 2 $(AT_A_TIME) -m "not long and alone and not wild"
 
 test-long: $(STAMP) ## the tests that take their time: slow lines, long silences
 	$(BIN)/python -m pytest -q -m long
@@ -82,6 +83,9 @@ fuzz-rpc: $(STAMP) ## a million bad frames at an agent and its parser; writes be
 
 parity: $(STAMP) ## torch's own RPC tests, from the installed wheel, against rallypoint.rpc; writes docs/rpc_parity.md
 	$(BIN)/python tests/parity/rpc_suite.py --against rallypoint --output bench/results/rpc_parity.json --markdown docs/rpc_parity.md
+
+parity-live: $(STAMP) ## torchrun itself beside rally run, each case; writes tests/parity/recorded
+	PARITY_LIVE=1 $(BIN)/python -m pytest -q tests/parity/test_torchrun.py
 
 parity-join: $(STAMP) ## torch's own tests of uneven inputs, from the wheel, against our Join; writes docs/join_parity.md
 	$(BIN)/python tests/parity/join_suite.py --output bench/results/join_parity.json --markdown docs/join_parity.md

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+import pace
+
 
 _FOLDER = pytest.StashKey[str]()
 
@@ -32,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, handler in _SIGNALS.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    pace.measure()
     # Failed jobs keep their logs.
     multiprocessing.util.get_temp_dir()  # its own goes when Python ends, after ours
     folder = tempfile.mkdtemp(prefix="rally-tests-")

@@ -28,7 +28,8 @@ LIMIT = 60.0
 GROUP_TIMEOUT = 30.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
+# torch._dynamo: imported when an optimizer first steps.
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
 
 
 class CaseFailed(AssertionError):

@@ -177,7 +177,7 @@ def test_importing_the_package_imports_neither_torch_nor_starts_anything() -> No
         "assert threading.active_count() == 1;"
         "assert set(os.listdir('/proc/self/fd')) == before"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
 
 
 def test_the_tree_in_the_docs_names_every_module() -> None:

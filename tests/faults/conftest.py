@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from rallypoint._core import process
+from stub_torch import STUB
 
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -57,6 +58,8 @@ class Job:
         self.before = set(process.descendants(os.getpid()))
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env |= {MARK: self.mark, "WORKER_NOTES": str(folder), **popen.pop("env", {})}
+        if "--no-torch" in worker:
+            env["PYTHONPATH"] = str(STUB)
         command = [*through, *RALLY, *words]
         if "--no-python" not in words:
             command += [str(SCRIPTS / script), *worker]

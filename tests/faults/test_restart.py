@@ -11,7 +11,7 @@ import socket
 import pytest
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
 def notes(job, kind: str, generation: int) -> list:

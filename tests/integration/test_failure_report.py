@@ -18,6 +18,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from rallypoint.launch.output.report import columns
+from stub_torch import STUB
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -96,6 +97,7 @@ def run(
     path = folder / script
     path.write_text(source.replace("{failure}", failure))
     error_file = folder / "outer" / "error.json"
+    stub = {} if "torch" in source else {"PYTHONPATH": str(STUB)}
     done = subprocess.run(
         [
             *(
@@ -108,10 +110,10 @@ def run(
             ),
             *(*flags, str(path)),
         ],
-        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), **(env or {})},
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), **stub, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
     assert "rally: the job failed" in done.stderr, done.stderr
@@ -518,7 +520,7 @@ def on_a_terminal(tmp_path: Path, **env: str) -> str:
             break
         shown += data
     os.close(ours)
-    assert process.wait(20) == 1
+    assert process.wait(240) == 1
     text = shown.decode()
     return text[text.index("the job failed") - 40 :]
 

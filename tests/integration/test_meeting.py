@@ -16,7 +16,7 @@ import pytest
 from elastic import PATIENCE, Cluster, Node, wait_until
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 # Says which node it is on, and needs no torch.
 SCRIPT = """

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import rpc_workers
+from pace import pace
 from rallypoint import rpc
 from rallypoint.errors import PeerLost
 from rpc_workers import Workers, eventually, timed
@@ -99,9 +100,9 @@ def test_who_waits_for_one_that_is_killed_knows_within_a_tenth_of_a_second(way, 
             killed = time.monotonic()
             workers.kill(1)
             took.append(waiting.result() - killed)
-        if took[-1] <= NOTICED:
+        if took[-1] <= NOTICED * pace():
             break
-    assert min(took) <= NOTICED
+    assert min(took) <= NOTICED * pace()
 
 
 @pytest.mark.parametrize("way", ["sending", "pipelined"])
@@ -112,7 +113,7 @@ def test_who_sends_to_one_that_is_killed_is_not_held_up(way):
         time.sleep(0.1)
         killed = time.monotonic()
         workers.kill(1)
-        assert waiting.result() - killed < 2
+        assert waiting.result() - killed < 2 * pace()
 
 
 def test_calls_to_the_dead_fail_at_once_and_others_go_on():

@@ -51,7 +51,7 @@ def start(folder, *command):
     )
 
 
-def finish(process, limit=40):
+def finish(process, limit=240):
     try:
         output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:

@@ -1,13 +1,14 @@
 """One probe script under the installed `torchrun` and under `rally run`: what does a worker see?
 
-Each case is a command line with the launcher's name left out. Both sides of it run one after the
-other (they may share a port), two cases at a time: torchrun is slow, and a case's tests wait for
-nothing but their own case.
+Each case is a command line with the launcher's name left out. What torchrun makes of it is on record
+for each version of torch, in ``recorded/``; ``make parity-live`` runs both sides and writes the record
+anew. A version that has none is run as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -19,17 +20,18 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.flags import FLAGS, find, resolve, take_apart
+from stub_torch import STUB
 
 
 pytestmark = pytest.mark.parity
@@ -38,6 +40,9 @@ BIN = Path(sys.executable).parent
 LAUNCHERS = {"torchrun": [str(BIN / "torchrun")], "rally": [str(BIN / "rally"), "run"]}
 # torchrun takes 2 to 3 s for most cases on an idle core.
 PATIENCE = 180
+
+RECORD = Path(__file__).parent / "recorded" / f"torchrun-{torch.__version__.partition('+')[0]}.json"
+LIVE = "PARITY_LIVE" in os.environ or not RECORD.exists()
 
 # -- what is compared -----------------------------------------------------------------------------
 
@@ -59,11 +64,29 @@ def _normal(name: str, value: str, case: Case) -> str:
     named = "--rdzv-id" in case.flags and "--standalone" not in case.flags
     if name == "TORCHELASTIC_RUN_ID" and not named and value != "none":
         return f"a new UUID, version {uuid.UUID(value).version}"
+    if name == "MASTER_ADDR" and value in {socket.gethostname(), socket.getfqdn()} - {"localhost"}:
+        return "this host"
     if name == "TORCHELASTIC_ERROR_FILE" and value:
         # <temporary or log folder>/<run id>_<random>/attempt_0/1/error.json; we leave out the
         # run id's level where nobody named a folder.
         return "/".join(Path(value).parts[-3:])
     return value
+
+
+def _determined(run: Run, case: Case) -> Run:
+    """What every run of this case has in common."""
+    probes = {
+        name: seen
+        | {
+            "env": {
+                variable: _normal(variable, value, case)
+                for variable, value in sorted(seen["env"].items())
+                if variable not in MUST_DIFFER
+            }
+        }
+        for name, seen in sorted(run.probes.items())
+    }
+    return replace(run, probes=probes)
 
 
 # Where the probe ends up in a worker; what a worker knows of it is compared as well.
@@ -254,6 +277,7 @@ class Run:
 
 
 def _run(launcher: str, case: Case, folder: Path, port: int) -> Run:
+    """Both launchers use one folder, one after the other."""
     out, logs, temporary = (folder / launcher / name for name in ("out", "logs", "tmp"))
     for path in (out, temporary):
         path.mkdir(parents=True)
@@ -323,60 +347,93 @@ def _free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _both(case: Case, folder: Path) -> dict[str, Run]:
+# -- what torchrun does, on record -----------------------------------------------------------------
+
+
+def _places(folder: Path, port: int) -> dict[str, str]:
+    """What differs between two machines, and what stands for it in a record."""
+    # The interpreter before the folder it is in.
+    return {
+        str(folder): "{folder}",
+        sys.executable: "{python}",
+        str(BIN): "{bin}",
+        str(port): "{port}",
+    }
+
+
+def _written(run: Run, folder: Path, port: int) -> dict[str, Any]:
+    text = json.dumps(asdict(run))
+    for here, anywhere in _places(folder, port).items():
+        text = text.replace(here, anywhere)
+    return json.loads(text)
+
+
+def _read(record: dict[str, Any], folder: Path, port: int) -> Run:
+    text = json.dumps(record)
+    for here, anywhere in _places(folder, port).items():
+        text = text.replace(anywhere, here)
+    return Run(**json.loads(text))
+
+
+@functools.cache
+def _records() -> dict[str, dict[str, Any]]:
+    """By the name of the case."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def _theirs(name: str, folder: Path, port: int) -> Run:
+    """The case under torchrun, run or read."""
+    case = CASES[name]
+    if not LIVE:
+        return _read(_records()[name], folder, port)
+    run = _determined(_run("torchrun", case, folder, port), case)
+    # What torchrun itself prints is not compared: it holds times and process ids.
+    run = replace(
+        run,
+        stdout="\n".join(sorted(run.stdout.splitlines())),
+        stderr="\n".join(sorted(_lines_of_workers(run.stderr).elements())),
+    )
+    if "PARITY_LIVE" in os.environ:
+        _records()[name] = _written(run, folder, port)
+        RECORD.parent.mkdir(exist_ok=True)
+        text = json.dumps(_records(), indent=1, sort_keys=True, ensure_ascii=False)
+        RECORD.write_text(text + "\n")
+    return run
+
+
+@functools.cache
+def _both(name: str, folder: Path) -> tuple[Run, Run]:
+    folder = folder / f"case{list(CASES).index(name)}"
+    folder.mkdir()
     _make_targets(folder)
     port = _free_port()
-    return {launcher: _run(launcher, case, folder, port) for launcher in LAUNCHERS}
+    theirs = _theirs(name, folder, port)
+    # The probe does without torch, and so does our fork server.
+    (folder / "modules" / "torch").symlink_to(STUB / "torch")
+    return theirs, _run("rally", CASES[name], folder, port)
 
 
 @pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[dict[str, Run]]]]:
-    """Every case that a selected test asks for, started in order, two at a time."""
-    wanted = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and item.path == request.path
-        and hasattr(item, "callspec")
-        and "name" in item.callspec.params
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            name: pool.submit(_both, CASES[name], tmp_path_factory.mktemp("case"))
-            for name in dict.fromkeys(wanted)
-        }
-        pool.shutdown(cancel_futures=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cases")
 
 
 @pytest.fixture
-def pair(runs: dict[str, Future[dict[str, Run]]], name: str) -> tuple[Run, Run]:
-    done = runs[name].result()
-    return done["torchrun"], done["rally"]
+def pair(name: str, folder: Path) -> tuple[Run, Run]:
+    """The case under torchrun and under rally."""
+    return _both(name, folder)
 
 
 # -- the comparisons ------------------------------------------------------------------------------
 
 
-# Each starts torchrun, which takes seconds; what others of them cover as well waits for `make test-long`.
-SELDOM = {
-    *("three workers", "standalone overrules", "master address and port", "no log folder"),
-    *("settings of the rendezvous", "log folder without redirects", "restarts used up"),
-    *("a program in the path", "underscores, equals signs, short forms"),
-    *("c10d with a name", "static endpoint", "standalone", "a folder", "run path"),
-    *("redirects in the short form", "teed ranks filtered", "lines of shown ranks duplicated"),
-    *("restarts by variable", "switch by variable", "workers by variable", "another signal"),
-    *("arguments like flags", "prefix template", "master port"),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.long] * (each in SELDOM)) for each in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_worker_sees_the_same(name: str, pair: tuple[Run, Run]) -> None:
     case = CASES[name]
-    theirs, ours = pair
+    theirs, ours = pair[0], _determined(pair[1], case)
+    for probe, seen in pair[1].probes.items():
+        env = seen["env"]
+        assert env["RALLY_GENERATION"] == env["TORCHELASTIC_RESTART_COUNT"], probe
 
     assert ours.exit_code == case.exit_code, ours.stderr
     assert (theirs.exit_code == 0) == (case.exit_code == 0), theirs.stderr
@@ -390,7 +447,7 @@ def test_worker_sees_the_same(name: str, pair: tuple[Run, Run]) -> None:
             if what in {"path0", "package"} and "--run-path" in case.flags:
                 continue  # runpy.run_path leaves torchrun's folder in front, and says __package__ = ""
             assert seen[what] == expected[what], f"{what} of {probe}"
-        _compare_environments(seen["env"], expected["env"], case)
+        _compare_environments(seen["env"], expected["env"])
 
     assert Counter(ours.stdout.splitlines()) == Counter(theirs.stdout.splitlines())
     # Beside what workers write, each launcher has words of its own: our report quotes them.
@@ -399,16 +456,13 @@ def test_worker_sees_the_same(name: str, pair: tuple[Run, Run]) -> None:
     _compare_logs(ours.logs, theirs.logs)
 
 
-def _compare_environments(ours: dict[str, str], theirs: dict[str, str], case: Case) -> None:
-    names = (set(ours) | set(theirs)) - set(MUST_DIFFER)
+def _compare_environments(ours: dict[str, str], theirs: dict[str, str]) -> None:
     different = {
         name: (theirs.get(name), ours.get(name))
-        for name in sorted(names)
-        if (name in theirs) != (name in ours)
-        or _normal(name, theirs[name], case) != _normal(name, ours[name], case)
+        for name in sorted(ours.keys() | theirs.keys())
+        if theirs.get(name) != ours.get(name)
     }
     assert not different, "variable: (under torchrun, under rally)"
-    assert ours["RALLY_GENERATION"] == ours["TORCHELASTIC_RESTART_COUNT"]
 
 
 def _lines_of_workers(text: str) -> Counter[str]:
@@ -424,9 +478,7 @@ def _compare_logs(ours: dict[str, str], theirs: dict[str, str]) -> None:
             assert text == theirs[name], name
 
 
-@pytest.mark.parametrize(
-    "name", ["told to stop", pytest.param("another signal", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", ["told to stop", "another signal"])
 def test_workers_get_the_signal_of_the_launcher(name: str, pair: tuple[Run, Run]) -> None:
     for run in pair:
         assert set(run.signals.values()) == {CASES[name].send.name}

@@ -36,7 +36,7 @@ from rallypoint.rendezvous.torchrun import create_handler
 from servers.etcd_server import EtcdCluster, require_etcd
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone]
+pytestmark = pytest.mark.integration
 
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 # The longest wait for one thing; most come within 3 s on an idle machine.

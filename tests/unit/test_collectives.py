@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused(call, text):
 
 def test_importing_it_does_not_import_the_compiler():
     program = "import sys, rallypoint.parallel; assert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
 
 
 # -- the mesh of one process ---------------------------------------------------------------------------

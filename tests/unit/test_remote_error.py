@@ -335,7 +335,7 @@ def test_a_class_that_is_missing_here_becomes_a_remote_error(tmp_path: Path) -> 
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
-        timeout=30,
+        timeout=240,
         check=True,
     )
     gone, mine, value = pickle.loads(run.stdout)

@@ -1,0 +1,3 @@
+"""Imports at once."""
+
+STUB = True
