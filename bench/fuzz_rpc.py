@@ -45,10 +45,11 @@ from rallypoint.rpc.agent_in_use import current_agent
 from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.connections.messages import FLAG_FOREIGN, FLAG_REFS, Kind
 from rallypoint.rpc.references.ids import ForkId, RRefId
-from rallypoint.wire import tcp, uds
+from rallypoint.wire import auth, tcp, uds
 from rallypoint.wire.auth import MAX_HANDSHAKE, NONCE_BYTES, Accepting, Connecting
 from rallypoint.wire.frames import DESCRIPTOR, HEADER, INLINE, Frame, FrameParser, Shared, encode
 from rallypoint.wire.recycler import Recycler
+from rallypoint.wire.seal import MOST, SHORT, Keys, SealedParser, Sealer
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
 
@@ -528,6 +529,81 @@ class Frames:
         return [*(data for data, _ in made), self.broken()], [frame for _, frame in made]
 
 
+def sealed(chance: random.Random, sealer: Sealer, data: bytes) -> list[bytes]:
+    """``data`` in records."""
+    records, at = [], 0
+    while at < len(data):
+        size = chance.choice((1, 24, 500, SHORT, SHORT + 1, 50_000, MOST))
+        part = memoryview(data)[at : at + size]
+        records.append(
+            bytes(sealer.long([part])) if len(part) > SHORT else sealer.short(bytes(part))
+        )
+        at += len(part)
+    return records
+
+
+def altered(chance: random.Random, records: list[bytes]) -> tuple[int, bytes]:
+    """What a relay that does not know the keys makes of some records; and the first that is not as it was."""
+    at = chance.randrange(len(records))
+    records = list(records)
+    record = bytearray(records[at])
+    match chance.randrange(6):
+        case 0 | 1:
+            record[chance.randrange(len(record))] ^= 1 << chance.randrange(8)
+        case 2:
+            del record[chance.randrange(len(record))]
+        case 3:
+            record[0:0] = chance.randbytes(chance.randrange(1, 40))
+        case 4:
+            record[0:0] = records[chance.randrange(len(records))]
+            if record.startswith(records[at]):
+                at += 1  # said twice: the first is as it was
+                record = record[len(record) // 2 :]
+                records.insert(at, b"")
+        case _:
+            record = bytearray()
+    records[at] = bytes(record)
+    # More comes, so that nobody waits for the rest of a record whose length was raised.
+    return at, b"".join([*records, bytes(MOST + 100)])
+
+
+def sealed_alone(frames: Frames, chance: random.Random, count: int) -> Counter[str]:
+    """Sealed frames into the parser, as a relay has altered them."""
+    found: Counter[str] = Counter()
+    name = chance.choice(auth.SEALS())
+    while count:
+        most = min(count, chance.randrange(1, MOST_ON_ONE))
+        count -= most
+        found["frames"] += most
+        found["sealed frames"] += most
+        made = [frames.sound() for _ in range(most)]
+        keys = Keys.of(SECRET, name, "there", (chance.randbytes(8),))
+        sealer = Sealer(keys)
+        groups = [sealed(chance, sealer, data) for data, _ in made]
+        records = [record for each in groups for record in each]
+        first, data = altered(chance, records)
+        ends, total = [], 0
+        for each in groups:
+            total += len(each)
+            ends.append(total)
+        whole = sum(end <= first for end in ends)
+        parser, came = SealedParser(keys, allocate=Recycler(keep=0).allocate), []
+        size = max(chance.choice((1, 7, 24, 100, 5000, len(data))), len(data) // 200)
+        try:
+            for at in range(0, len(data), size):
+                came += parser.feed(data[at : at + size])
+            found["believed"] += 1
+        except ProtocolError:
+            found["refused"] += 1
+        sound = [frame for _, frame in made]
+        if len(came) > whole:
+            found["believed"] += 1
+        if any(map(differs, came, sound)):
+            found["wrong"] += 1
+        found["came out equal"] += len(came)
+    return found
+
+
 def frames_alone(frames: Frames, chance: random.Random, count: int) -> Counter[str]:
     """Straight into the parser."""
     found: Counter[str] = Counter()
@@ -580,7 +656,15 @@ def frames_at_sockets(
         kind = "tcp" if chance.random() < 0.3 else "uds"
         sock = connect(kind, addresses[kind], chance)
         who = {**me, "name": "bad", "id": 1000 + chance.getrandbits(20)}
-        _, rest, side = introduce(sock, SECRET, who, Deadline(20.0), side=kind == "uds")
+        _, rest, side, keys = introduce(
+            sock,
+            SECRET,
+            who,
+            Deadline(20.0),
+            side=kind == "uds",
+            channel=tcp.channel(addresses[kind]) if kind == "tcp" else b"",
+            seals=auth.SEALS() if kind == "tcp" else (),
+        )
         found["connections"] += 1
         found["frames"] += most
         found[kind] += 1
@@ -595,8 +679,21 @@ def frames_at_sockets(
             pieces.insert(0, b"".join(encode(Kind.CALL, 99, payload, placed)))
         broken = pieces.pop()
         ping = encode(Kind.CALL, PING, pickle.dumps((abs, (-1,), None)))
-        exchange(sock, b"".join([*pieces, *ping]), rest, found)
-        exchange(sock, broken, None, found)
+        calls, parser = b"".join([*pieces, *ping]), FrameParser()
+        if keys is not None:
+            sealer, parser = Sealer(keys[0]), SealedParser(keys[1])
+            calls = b"".join(sealed(chance, sealer, calls))
+            broken_records = sealed(chance, sealer, broken)
+            if chance.random() < 0.5:
+                # A relay's doing, to a call that would be noticed: it must not be taken for the peer's.
+                noticed = b"".join(encode(Kind.CALL, 1, pickle.dumps((trip, (), None))))
+                _, data = altered(chance, [Sealer(keys[0]).short(noticed), *broken_records])
+                broken = data
+                found["altered by a relay"] += 1
+            else:
+                broken = b"".join(broken_records)
+        exchange(sock, parser, calls, rest, found)
+        exchange(sock, parser, broken, None, found)
         sock.close()
         if side is not None:
             side.close()
@@ -605,14 +702,20 @@ def frames_at_sockets(
     return found
 
 
-def exchange(sock: socket.socket, data: bytes, before: bytes | None, found: Counter[str]) -> None:
+def exchange(
+    sock: socket.socket,
+    parser: FrameParser,
+    data: bytes,
+    before: bytes | None,
+    found: Counter[str],
+) -> None:
     """Send all of it while reading what comes, until the ping is answered, or, without one, to the end.
 
     Args:
         before: what has come already; None: no ping is among ``data``.
     """
     sock.setblocking(False)
-    parser, rest = FrameParser(), memoryview(data)
+    rest = memoryview(data)
     replies = parser.feed(before or b"")
     is_half = False
     until = time.monotonic() + 60.0
@@ -687,6 +790,7 @@ def fuzz(
     half = args.frames // 2
     before_sockets = int(half * args.through_agent)
     after_sockets = int((args.frames - half) * args.through_agent)
+    alone = args.frames - half - after_sockets
 
     # Both kinds once: pools, threads and caches are filled.
     frames_at_sockets(frames, chance, addresses, me, 2000)
@@ -702,6 +806,7 @@ def fuzz(
             "before, handshake alone",
             "after, sockets",
             "after, parser alone",
+            "after, sealed",
         )
     }
     states: list[dict[str, Any]] = []
@@ -738,8 +843,10 @@ def fuzz(
     progress.step("peers, at the parser")
     timed(
         "after, parser alone",
-        lambda: frames_alone(frames, chance, args.frames - half - after_sockets),
+        lambda: frames_alone(frames, chance, alone - alone // 2),
     )
+    progress.step("relays, at the parser of sealed frames")
+    timed("after, sealed", lambda: sealed_alone(frames, chance, alone // 2))
     healthy.close()
     for _ in range(20):
         healthy.check()
@@ -773,7 +880,8 @@ def fuzz(
             "through_the_agents_sockets": before_sockets + found["after, sockets"]["frames"],
             "through_the_pure_code_alone": half
             - before_sockets
-            + found["after, parser alone"]["frames"],
+            + found["after, parser alone"]["frames"]
+            + found["after, sealed"]["frames"],
             "before_authentication": {
                 "sockets": before_sockets,
                 "handshake_alone": half - before_sockets,
@@ -781,6 +889,7 @@ def fuzz(
             "after_authentication": {
                 "sockets": found["after, sockets"]["frames"],
                 "parser_alone": found["after, parser alone"]["frames"],
+                "parser_of_sealed_frames": found["after, sealed"]["frames"],
             },
         },
         "found": {name: dict(sorted(each.items())) for name, each in found.items()},
@@ -815,7 +924,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="rally-fuzz-"))
-    progress = Progress(2 * BATCHES + 2)
+    progress = Progress(2 * BATCHES + 3)
     result: dict[str, Any] = {"benchmark": "fuzz_rpc", "seed": args.seed, "machine": machine()}
     began = time.monotonic()
     try:

@@ -45,7 +45,7 @@ from jobs import Progress, machine, publish
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.connections.messages import Kind
-from rallypoint.wire import tcp, uds
+from rallypoint.wire import auth, tcp, uds
 from rallypoint.wire.frames import HEADER, Shared, encode
 
 
@@ -335,8 +335,14 @@ class Stranger:
             }
         try:
             side = kind == "uds" and self.chance.random() < 0.7
-            _, _, channel = introduce(
-                sock, bytes.fromhex(hello["secret"]), me, Deadline(1.0), side=side
+            _, _, channel, _ = introduce(
+                sock,
+                bytes.fromhex(hello["secret"]),
+                me,
+                Deadline(1.0),
+                side=side,
+                channel=tcp.channel(tuple(hello["addresses"]["tcp"])) if kind == "tcp" else b"",
+                seals=auth.SEALS() if kind == "tcp" else (),
             )
         except BaseException:
             sock.close()

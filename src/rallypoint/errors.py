@@ -21,7 +21,8 @@
     │   ├── CallCancelled                  the caller has given the call up
     │   ├── MessageTooLarge                more in one message than the other end takes; it was not sent
     │   └── ProtocolError                  what came over the line is none of our messages
-    │       └── AuthenticationError        the other end has not proved that it knows the job's secret
+    │       ├── AuthenticationError        the other end has not proved that it knows the job's secret
+    │       └── FrameChanged               what came is not what the other end has sent
     └── InternalError (also RuntimeError)  our bug, please report it
 
 Errors hold facts as attributes and write the sentence in ``__str__``; all of them pickle.
@@ -289,6 +290,10 @@ class ProtocolError(RpcError):
 
 class AuthenticationError(ProtocolError):
     """The other end of a connection has not proved that it knows the job's secret."""
+
+
+class FrameChanged(ProtocolError):
+    """What came over a connection is not what the other end has sent: somebody, or something, has changed it on the way."""
 
 
 class InternalError(RallyError, RuntimeError):

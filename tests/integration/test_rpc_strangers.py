@@ -27,12 +27,14 @@ from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.crew.poller import WRITE
 from rallypoint.rpc.references.ids import ForkId, RRefId
-from rallypoint.wire import tcp, uds
+from rallypoint.wire import auth, tcp, uds
 from rallypoint.wire.auth import Connecting
 from rallypoint.wire.frames import DESCRIPTOR, INLINE, FrameParser, Shared, encode, header
 from rallypoint.wire.line import Line
+from rallypoint.wire.seal import Sealer
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
+from sealed_end import SealedEnd, records
 
 
 SECRET = b"known to all the members"
@@ -99,12 +101,23 @@ class Stranger:
     def __init__(self, agent: Agent, kind: str = "uds", **said: Any) -> None:
         (address,) = (each.address for each in agent.entrance.listeners if each.kind == kind)
         deadline = Deadline(5.0)
+        self.sock: Any
         if kind == "uds":
             self.sock = uds.connect(address, deadline)
         else:
             self.sock = tcp.connect(("127.0.0.1", address[1]), deadline, 5.0)
         me = {**agent.roster.introduction(), "name": "stranger", "id": 77, "incarnation": "ab" * 8}
-        _, _, self.side = introduce(self.sock, SECRET, {**me, **said}, deadline, side=kind == "uds")
+        _, rest, self.side, keys = introduce(
+            self.sock,
+            SECRET,
+            {**me, **said},
+            deadline,
+            side=kind == "uds",
+            channel=b"" if kind == "uds" else tcp.channel(address),
+            seals=() if kind == "uds" else auth.SEALS(),
+        )
+        if keys is not None:
+            self.sock = SealedEnd(self.sock, keys, rest)
 
     def send(self, *pieces: bytes | memoryview) -> None:
         self.sock.sendall(b"".join(pieces))
@@ -248,17 +261,20 @@ def test_shared_memory_over_a_way_that_has_none(
 def test_a_cancel_right_behind_the_handshake_is_no_request(agent: Agent) -> None:
     # Both in one piece: what the handshake leaves over goes the way of all that comes.
     sock = tcp.connect(("127.0.0.1", agent.entrance.listeners[2].address[1]), Deadline(5.0), 5.0)
-    talk = Connecting(SECRET, {**agent.roster.introduction(), "id": 77}, os.urandom(32))
+    me = {**agent.roster.introduction(), "id": 77}
+    channel = tcp.channel(agent.entrance.listeners[2].address)
+    talk = Connecting(SECRET, me, os.urandom(32), channel, auth.SEALS())
     sock.sendall(talk.start())
     proof = talk.receive(sock.recv(9000))
-    sock.sendall(proof + header(Kind.CANCEL, 9, 0) + header(Kind.CREDIT, 9, 0) + b"".join(call(2)))
+    # The keys follow from both hellos: they are there before the last word of the handshake is.
+    keys = talk._derive_keys()
+    assert keys is not None
+    frames = header(Kind.CANCEL, 9, 0) + header(Kind.CREDIT, 9, 0) + b"".join(call(2))
+    sock.sendall(proof + records(Sealer(keys[0]), frames))
     sock.settimeout(5.0)
-    data = b""
     while not talk.done:
         talk.receive(sock.recv(9000))
-    data = talk.rest
-    while len(data) < 24:
-        data += sock.recv(9000)
+    data = SealedEnd(sock, keys, talk.rest).recv(9000)
     kind, number = data[4], int.from_bytes(data[8:16], "little")
     assert (kind, number) == (Kind.REPLY, 2)
     sock.close()

@@ -294,7 +294,7 @@ def test_random_bytes_raise_nothing_else_and_are_never_believed(
         (frame({"proof": "0" * 64}), "names no version"),
         (
             hello(version=3),
-            "speaks version 3 of the handshake, the accepting one version 1: install",
+            "speaks version 3 of the handshake, the accepting one version 2: install",
         ),
         (hello(version=0), "speaks version 0"),
         (hello(version=True), "names no version"),

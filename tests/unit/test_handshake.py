@@ -18,7 +18,7 @@ import pytest
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import AuthenticationError, DeadlineExceeded, ProtocolError
-from rallypoint.rpc.connections.handshake import Welcome, introduce
+from rallypoint.rpc.connections.handshake import Introduced, Welcome, introduce
 from rallypoint.wire.auth import Accepting, Connecting
 
 
@@ -56,13 +56,11 @@ class Host:
     def _accepted(
         self,
         sock: socket.socket,
-        peer: dict[str, Any],
-        rest: bytes,
-        side: socket.socket | None,
+        known: Introduced,
         _: deque[Any],
     ) -> None:
         assert self.reasons == [""]
-        self.sock, self.peer, self.rest, self.side = sock, peer, rest, side
+        self.sock, (self.peer, self.rest, self.side, self.keys) = sock, known
         self.is_over.set()
 
     def serve(self, seconds: float = 5.0) -> None:
@@ -114,7 +112,7 @@ Pair = tuple[socket.socket, socket.socket]
 def test_both_learn_who_the_other_is(pair: Pair, side: bool) -> None:
     ours, theirs = pair
     with hosting(theirs, takes_side=side) as host:
-        peer, rest, our_side = introduce(ours, SECRET, A, Deadline(5.0), side=side)
+        peer, rest, our_side, _ = introduce(ours, SECRET, A, Deadline(5.0), side=side)
         assert (peer, rest) == (B, b"")
         host.wait()
         assert host.peer == A
@@ -134,7 +132,7 @@ def test_over_tcp() -> None:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     with ours, hosting(theirs, takes_side=False) as host:
-        peer, _, side = introduce(ours, SECRET, A, Deadline(5.0), side=False)
+        peer, _, side, _ = introduce(ours, SECRET, A, Deadline(5.0), side=False)
         assert (peer, side) == (B, None)
     assert host.peer == A
 
@@ -161,7 +159,7 @@ def test_what_the_host_sends_right_after_it_is_handed_on(pair: Pair) -> None:
 
     thread = threading.Thread(target=answer)
     thread.start()
-    _, rest, _ = introduce(ours, SECRET, A, Deadline(5.0), side=False)
+    _, rest, _, _ = introduce(ours, SECRET, A, Deadline(5.0), side=False)
     thread.join()
     assert rest == b"a first reply"
 
@@ -183,7 +181,7 @@ def test_bytes_that_come_one_by_one(pair: Pair, delay: float) -> None:
     for each in threads:
         each.start()
     with hosting(hosts, takes_side=False) as host:
-        peer, _, _ = introduce(ours, SECRET, A, Deadline(10.0), side=False)
+        peer, _, _, _ = introduce(ours, SECRET, A, Deadline(10.0), side=False)
         assert peer == B
     assert host.peer == A
     for sock in (ours, theirs, middle):
@@ -366,7 +364,7 @@ def test_a_descriptor_is_not_taken_from_who_has_no_use_for_one() -> None:
     # TCP has none; a listener in this process wants none.
     ours, theirs = socket.socketpair()
     with hosting(theirs, takes_side=False) as host, ours:
-        peer, _, side = introduce(ours, SECRET, A, Deadline(5.0), side=True)
+        peer, _, side, _ = introduce(ours, SECRET, A, Deadline(5.0), side=True)
         assert peer == B
         assert side is not None
         assert side.recv(1) == b""
@@ -377,7 +375,7 @@ def test_a_descriptor_is_not_taken_from_who_has_no_use_for_one() -> None:
 def test_a_descriptor_that_came_is_not_inherited(pair: Pair) -> None:
     ours, theirs = pair
     with hosting(theirs) as host:
-        _, _, side = introduce(ours, SECRET, A, Deadline(5.0), side=True)
+        _, _, side, _ = introduce(ours, SECRET, A, Deadline(5.0), side=True)
         assert side is not None
         assert not side.get_inheritable()
         side.close()

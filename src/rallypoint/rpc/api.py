@@ -735,6 +735,7 @@ def statistics() -> dict[str, Any]:
             "p50": counters.quantile(0.5),
             "p99": counters.quantile(0.99),
         },
+        "changed_frames": agent.lines.num_changed,
         "peers": agent.peers(),
         "rrefs": agent.rrefs.overview(),
         "transports_skipped": dict(agent.skipped),

@@ -12,6 +12,7 @@ from rallypoint._core import env
 from rallypoint._core.addresses import hostname
 from rallypoint._core.host import host_identity
 from rallypoint.errors import ConfigError
+from rallypoint.wire import auth
 
 from . import constants
 from .agent.agent import Agent
@@ -97,7 +98,7 @@ def _init(
     if timeout is not None:
         store.set_timeout(timedelta(seconds=timeout))
     job, secret = _agree(store, options)
-    agent = kind(name, options, secret, job)
+    agent = kind(name, options, secret, job, auth.SEALS())
     try:
         addresses = agent.listen(_advertised(store))
         me = Member(

@@ -5,8 +5,8 @@ Theory of operation
 Four messages; each is a JSON object in a frame of its own: ``RLY1``, its length (u32, little endian), UTF-8.
 
     connecting                                         accepting
-    {version, role, nonce, me}  ------------------->
-                                <-------------------   {version, role, nonce, me}
+    {version, role, nonce, me, seals}  ------------>
+                                <------------   {version, role, nonce, me, seals}
     {proof}                     ------------------->   believes the other from here on
     believes the other from here on  <--------------   {proof}
 
@@ -18,13 +18,18 @@ first: whoever merely connects to a port gets no proof to try secrets on.
 Either end may send ``{refused}`` with a reason instead of what is due. It is worth no more than any stranger's
 word: it ends the connection and is shown in quotes.
 
-What this does not do: later bytes are neither signed nor encrypted, so who can change the packets of a
-connection that is open can do so; and who listens reads them.
+The proofs also cover the *channel*, which is not sent; each end uses what it knows of it. Whoever sits between the two can relay
+all four messages, and neither end believes the other, since they know different things:
 
-Within TLS (``wire.tls``), which does both, the proofs cover the *channel*, too: the SHA-256 of the certificate that
-the accepting end has shown. It is not sent; each end uses what it has seen. So whoever sits between the two
-with a certificate of his own can relay all four messages, and neither end believes the other. It does not help against
-one who has the accepting end's key. Without a channel proofs are what they are without TLS.
+- over TCP, the address: what the one has connected to, and what the other tells its group to connect to;
+- within TLS (``wire.tls``), the SHA-256 of the certificate that the accepting end has shown. It does not help against one
+  who has that end's key;
+- over Unix sockets, whose ends the kernel vouches for, nothing.
+
+What follows the handshake is TLS's over TLS. Over plain TCP every byte of it is under a MAC (``wire.seal``) with keys of this
+very handshake: from the secret, both hellos and the channel. ``seals`` are the kinds that an end knows, the best first; the
+first of the connecting end's that both know is taken. Since the proofs cover the hellos, nobody can talk the two into
+another. An end that is told to go without (``NONE``) says that, too.
 
 The magic stays as it is in later versions, and
 ``version`` is looked at before any other field, so that versions can tell each other apart.
@@ -35,15 +40,19 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NoReturn, TypeAlias
 
+from rallypoint._core.secret import derive
 from rallypoint.errors import AuthenticationError, ConfigError, ProtocolError
+
+from . import bulk
+from .seal import Keys
 
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
-VERSION = 1
+VERSION = 2
 MAX_HANDSHAKE = 8192  # bytes of one message
 MIN_SECRET = 16  # bytes
 NONCE_BYTES = 32  # what callers draw; half of it is the least that is taken
@@ -51,11 +60,16 @@ _MIN_NONCE = 16
 
 _MAGIC = b"RLY1"
 _HEADER_BYTES = 8
-_HELLO = {"version", "role", "nonce", "me"}
+_HELLO = {"version", "role", "nonce", "me", "seals"}
+# Among seals: what follows the handshake goes without a MAC.
+NONE = "none"
+# What an end offers that is to protect what follows.
+SEALS = bulk.available
+_MOST_SEALS = 16
 _LABEL = b"rallypoint handshake: proof of the %b process\0"
 # How the first record of a TLS connection begins.
 _TLS = b"\x16\x03"
-_RELAYED = ", and so does somebody between the two who shows another certificate"
+_RELAYED = ", and so does a relay between the two, at an address or with a certificate that is not the worker's own"
 # Strangers' text in our messages is cut to this.
 _MAX_SHOWN = 200
 
@@ -68,12 +82,14 @@ class _Handshake:
         me: what the other end is told, and can trust; has the text ``job`` and the number ``generation``,
             in which both ends must agree.
         nonce: ``NONCE_BYTES`` random bytes, drawn for this connection alone.
-        channel: what tells the encrypted connection around this handshake from one to somebody else; empty without.
+        channel: what tells this connection from one to somebody else: see above; empty without.
+        seals: how what follows may be protected, the best first; empty: it is not for this handshake to protect it.
 
     Attributes:
         done: the other end has proved that it knows the secret, and nothing is left to be waited for.
         peer: what the other end says of itself, once it has proved it. Who wanted one certain peer compares names.
         rest: bytes that came after the handshake's last; they belong to whatever comes next.
+        keys: of what follows, to be sent and received, once the handshake is done; None: it is under no MAC.
         refusal: after an error: what to send before closing, so that the other end can say why; may be empty.
 
     Raises:
@@ -85,10 +101,16 @@ class _Handshake:
     _begins: ClassVar[bool]
 
     def __init__(
-        self, secret: bytes, me: Mapping[str, JSON], nonce: bytes, channel: bytes = b""
+        self,
+        secret: bytes,
+        me: Mapping[str, JSON],
+        nonce: bytes,
+        channel: bytes = b"",
+        seals: Sequence[str] = (),
     ) -> None:
         _check_own(secret, me, nonce)
         self._secret = bytes(secret)
+        self._key = derive(self._secret, "rpc handshake")
         self._channel = bytes(channel)
         self._job, self._generation = me["job"], me["generation"]
         hello: dict[str, JSON] = {
@@ -96,6 +118,7 @@ class _Handshake:
             "role": self._role,
             "nonce": nonce.hex(),
             "me": dict(me),
+            "seals": list(seals),
         }
         self._own = _encode(hello)
         if len(self._own) > MAX_HANDSHAKE:
@@ -106,6 +129,8 @@ class _Handshake:
                 " other end is known; send the rest after the handshake",
             )
         self._theirs = b""
+        self._seals = tuple(seals)
+        self._seal = NONE
         self._claimed: dict[str, JSON] = {}
         self._buffer = bytearray()
         self._hear: Callable[[dict[str, JSON], bytes], bytes] = self._hear_hello
@@ -113,6 +138,7 @@ class _Handshake:
         self.done = False
         self.peer: dict[str, JSON] | None = None
         self.refusal = b""
+        self.keys: tuple[Keys, Keys] | None = None
 
     @property
     def rest(self) -> bytes:
@@ -216,6 +242,7 @@ class _Handshake:
         if not isinstance(me, dict):
             self._malformed("does not say who sent it")
         self._check_job(me)
+        self._agree_on_seal(message["seals"])
         self._claimed, self._theirs = me, payload
         self._hear = self._hear_proof
         return self._proof() if self._begins else _frame(self._own)
@@ -236,6 +263,24 @@ class _Handshake:
             f" {_shown(self._job)} generation {_shown(self._generation)}: {why}",
         )
 
+    def _agree_on_seal(self, theirs: JSON) -> None:
+        if (
+            not isinstance(theirs, list)
+            or len(theirs) > _MOST_SEALS
+            or not all(isinstance(each, str) for each in theirs)
+        ):
+            self._malformed("does not list how it protects what follows")
+        asks, answers = (self._seals, theirs) if self._begins else (theirs, self._seals)
+        common = next((str(each) for each in asks if each in answers), None)
+        if common is not None:
+            self._seal = common
+        elif asks or answers:
+            self._fail(
+                AuthenticationError,
+                f"the {self._other} process protects its connections by {_listed(theirs)}, the {self._role} one by"
+                f" {_listed(self._seals)}: give all workers the same secret and the same choice of insecure",
+            )
+
     def _hear_proof(self, message: dict[str, JSON], _payload: bytes) -> bytes:
         proof = message.get("proof")
         if message.keys() != {"proof"} or not isinstance(proof, str):
@@ -249,6 +294,7 @@ class _Handshake:
                 f"{_RELAYED if self._channel else ''})",
             )
         self.peer = self._claimed
+        self.keys = self._derive_keys()
         self.done = True
         return b"" if self._begins else self._proof()
 
@@ -258,12 +304,23 @@ class _Handshake:
         return _frame(_encode({"proof": self._proof_of(self._role)}))
 
     def _proof_of(self, role: str) -> str:
-        hellos = (self._own, self._theirs) if self._begins else (self._theirs, self._own)
-        said = hmac.new(self._secret, _LABEL % role.encode(), hashlib.sha256)
-        for each in (*hellos, self._channel) if self._channel else hellos:
+        said = hmac.new(self._key, _LABEL % role.encode(), hashlib.sha256)
+        for each in (*self._hellos(), self._channel):
             said.update(len(each).to_bytes(4, "little"))
             said.update(each)
         return said.hexdigest()
+
+    def _hellos(self) -> tuple[bytes, bytes]:
+        return (self._own, self._theirs) if self._begins else (self._theirs, self._own)
+
+    def _derive_keys(self) -> tuple[Keys, Keys] | None:
+        if self._seal == NONE or not self._seals:
+            return None
+        said = (*self._hellos(), self._channel)
+        return (
+            Keys.of(self._secret, self._seal, self._role, said),
+            Keys.of(self._secret, self._seal, self._other, said),
+        )
 
     def _malformed(self, fault: str) -> NoReturn:
         self._fail(
@@ -326,6 +383,10 @@ def _shown(value: JSON) -> str:
         return repr(_printable(value))
     # Deep lists are not shown: their repr may go deeper than the stack.
     return _printable(repr(value)) if isinstance(value, int | None) else "of no such type"
+
+
+def _listed(seals: Sequence[JSON]) -> str:
+    return _printable(" or ".join(map(str, seals))) or "nothing of its own"
 
 
 def _printable(text: str) -> str:

@@ -154,6 +154,7 @@ class FrameParser:
         limits: what the peer may send; ``LIMITS`` by default.
         allocate: memory of at least so many bytes, writable; a bytearray by default. It is asked for what a peer
             has only announced: memory that is taken as it is filled keeps a false claim cheap.
+        spare: bytes of memory beyond what frames need, for a parser that derives from this one.
     """
 
     __slots__ = (
@@ -162,6 +163,7 @@ class FrameParser:
         "_end",
         "_frame",
         "_limits",
+        "_most",
         "_start",
         "_target",
         "_view",
@@ -169,11 +171,17 @@ class FrameParser:
     )
 
     def __init__(
-        self, limits: Limits | None = None, allocate: Callable[[int], Buffer] = bytearray
+        self,
+        limits: Limits | None = None,
+        allocate: Callable[[int], Buffer] = bytearray,
+        *,
+        spare: int = 0,
     ) -> None:
         self._limits = limits or LIMITS
         self._allocate = allocate
-        self._buffer = bytearray(READ_SIZE)
+        # Longer frames, and longer descriptors, get memory of their own.
+        self._most = READ_SIZE
+        self._buffer = bytearray(READ_SIZE + spare)
         self._view = memoryview(self._buffer)
         self._start = 0
         self._end = 0
@@ -235,8 +243,8 @@ class FrameParser:
             if length > self._limits.payload or buffers > self._limits.buffers:
                 self._refuse(length, buffers)
             body = start + size + buffers * DESCRIPTOR.size
-            if buffers or body + length - start > len(view):
-                if end < body and body - start <= len(view):
+            if buffers or body + length - start > self._most:
+                if end < body and body - start <= self._most:
                     break
                 self._start, self._end = start, end
                 if not self._begin(frames, kind, flags, call, time_left, length, buffers, size):
@@ -277,7 +285,7 @@ class FrameParser:
         """A frame with buffers, or one too long for our own memory. True if all of it was there."""
         unfinished = _Unfinished(kind, flags, call, time_left, length)
         self._start += size
-        if buffers * DESCRIPTOR.size > len(self._view) - size:
+        if buffers * DESCRIPTOR.size > self._most - size:
             # The descriptors alone are too long: filled like a payload, then read.
             unfinished.descriptors = bytearray(buffers * DESCRIPTOR.size)
             unfinished.parts.append(memoryview(unfinished.descriptors))

@@ -48,6 +48,13 @@ def prepare(sock: socket.socket, heartbeat: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, longest)
 
 
+def channel(address: Address) -> bytes:
+    """What both ends know of a connection to this address, and a relay at another one cannot make them believe."""
+    assert isinstance(address, tuple)
+    host, port = address
+    return f"tcp {host} {port}".encode()
+
+
 class TcpListener:
     """Listens on the first port of ``ports`` that is free.
 

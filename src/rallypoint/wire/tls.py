@@ -46,6 +46,7 @@ from rallypoint.errors import AuthenticationError, ProtocolError
 
 from .frames import Frame, FrameParser
 from .line import MOST_AT_ONCE, PATIENCE, Closed, Line, Piece
+from .sealing import drop
 from .silence import Silence
 from .tcp import TcpListener
 from .transport import HungUp
@@ -254,7 +255,7 @@ class TlsSocket:
                 self._hand_over(flags)
                 if self._uncounted:
                     count, self._uncounted = self._uncounted, 0
-                    _drop(left, count)
+                    drop(left, count)
                     sent += count
                 if not left or sent >= MOST_AT_ONCE:
                     return sent
@@ -434,13 +435,3 @@ def _first(left: deque[memoryview]) -> bytes | memoryview:
         if not room:
             break
     return b"".join(taken)
-
-
-def _drop(left: deque[memoryview], count: int) -> None:
-    """Take the first ``count`` bytes away."""
-    while count:
-        first = left.popleft()
-        if count < len(first):
-            left.appendleft(first[count:])
-            return
-        count -= len(first)

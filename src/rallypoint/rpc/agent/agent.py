@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -70,13 +70,19 @@ class Agent:
         name: this worker's name.
         options: how it works.
         secret: what all members know.
+        seals: how TCP may be protected, the best first.
         job: tells this group from every other one that could meet at the same addresses.
     """
 
     caller_type: ClassVar[type[Caller]] = Caller
 
     def __init__(
-        self, name: str, options: NativeRpcBackendOptions, secret: bytes, job: str
+        self,
+        name: str,
+        options: NativeRpcBackendOptions,
+        secret: bytes,
+        job: str,
+        seals: Sequence[str],
     ) -> None:
         self.options = options
         self.counters = Counters()
@@ -108,7 +114,9 @@ class Agent:
         self.roster = roster = Roster(name, job)
         self.lines = Lines(options.shared_memory_bytes, options.heartbeat, self.errands.later)
         self.service = service = Service(self, crew, f"rpc-{name}")
-        self.dialer = Dialer(roster, self.lines, secret, transports, identity, options.heartbeat)
+        self.dialer = Dialer(
+            roster, self.lines, secret, seals, transports, identity, options.heartbeat
+        )
         replies = Replies(self.allowed)
         self.connections = connections = Connections(
             self.dialer,
@@ -128,6 +136,7 @@ class Agent:
             roster,
             self.lines,
             secret,
+            seals,
             transports,
             identity,
             self.errands.later,

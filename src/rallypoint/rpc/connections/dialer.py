@@ -56,6 +56,7 @@ class Dialer:
         roster: its group.
         lines: what connections are made of.
         secret: what all members know.
+        seals: how TCP may be protected, the best first.
         transports: that it may use.
         identity: what it shows under TLS.
         heartbeat: as in the options.
@@ -66,6 +67,7 @@ class Dialer:
         roster: Roster,
         lines: Lines,
         secret: bytes,
+        seals: Sequence[str],
         transports: Sequence[str],
         identity: tls.Identity | None,
         heartbeat: float,
@@ -73,6 +75,7 @@ class Dialer:
         self._roster = roster
         self._lines = lines
         self._secret = secret
+        self._seals = seals
         self._transports = transports
         self._identity = identity
         self._heartbeat = heartbeat
@@ -180,8 +183,15 @@ class Dialer:
             me = self._roster.introduction()
             if probe:
                 me["probe"] = True
-            peer, rest, side = introduce(
-                sock, self._secret, me, deadline, side=kind == uds.KIND and not probe
+            is_tcp = kind == tcp.KIND
+            peer, rest, side, keys = introduce(
+                sock,
+                self._secret,
+                me,
+                deadline,
+                side=kind == uds.KIND and not probe,
+                channel=tcp.channel(address) if is_tcp else b"",
+                seals=self._seals if is_tcp else (),
             )
             if peer.get("incarnation") != member.incarnation:
                 if side is not None:
@@ -191,7 +201,7 @@ class Dialer:
                 )
             if side is not None:
                 sharing = self._lines.share(side)
-            line = self._lines.line(sock, kind)
+            line = self._lines.line(sock, kind, keys)
             outgoing = Outgoing(
                 line, WorkerInfo(member.name, member.id), watch, sharing, bool(member.devices.maps)
             )

@@ -9,7 +9,6 @@ import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rallypoint._core.half_open import HalfOpen, room
 from rallypoint.errors import RpcError
@@ -22,7 +21,7 @@ from rallypoint.wire import memory, tcp, tls, uds
 from rallypoint.wire.transport import Address, Listener
 
 from .connections import Connections
-from .handshake import PATIENCE, Welcome
+from .handshake import PATIENCE, Introduced, Welcome
 from .lines import Lines
 
 
@@ -43,7 +42,7 @@ class Entrance:
 
     Args:
         connections: takes those that have proved themselves.
-        roster, lines, secret, transports, identity: as for :class:`Dialer`.
+        roster, lines, secret, seals, transports, identity: as for :class:`Dialer`.
         later: has something done after so many seconds.
     """
 
@@ -55,6 +54,7 @@ class Entrance:
         roster: Roster,
         lines: Lines,
         secret: bytes,
+        seals: Sequence[str],
         transports: Sequence[str],
         identity: tls.Identity | None,
         later: Callable[[float, Callable[[], None]], None],
@@ -66,6 +66,7 @@ class Entrance:
         self._roster = roster
         self._lines = lines
         self._secret = secret
+        self._seals = seals
         self._transports = transports
         self._identity = identity
         self.listeners: list[Listener] = []
@@ -142,12 +143,15 @@ class Entrance:
 
     def _admit(self, listener: Listener, sock: socket.socket) -> None:
         source = listener.source(sock)
+        is_tcp = listener.kind == tcp.KIND
         stranger = Welcome(
             sock,
             self._secret,
             self._roster.introduction(),
             takes_side=listener.kind == uds.KIND,
             identity=self._identity if listener.kind == tls.KIND else None,
+            channel=tcp.channel(listener.address) if is_tcp else b"",
+            seals=self._seals if is_tcp else (),
             accepted=functools.partial(self._accept, listener.kind),
             ended=functools.partial(self._dismiss, listener),
         )
@@ -228,11 +232,10 @@ class Entrance:
         self,
         kind: str,
         sock: tls.Connection,
-        peer: dict[str, Any],
-        rest: bytes,
-        side: socket.socket | None,
+        known: Introduced,
         jobs: deque[Job],
     ) -> None:
+        peer, rest, side, keys = known
         if peer.get("probe"):
             # It wanted to know whether we are there, and does. Its end says nothing about the peer: whoever
             # probed in return would never come to an end.
@@ -245,7 +248,7 @@ class Entrance:
             worker = WorkerInfo(str(peer.get("name")), int(peer.get("id", -1)))
             if side is not None:
                 sharing = self._lines.share(side)
-            line = self._lines.line(sock, kind)
+            line = self._lines.line(sock, kind, keys)
         except (OSError, TypeError, ValueError, OverflowError) as error:
             # It has gone again, or does not say who it is.
             logger.info("a connection of %r was given up: %s", peer.get("name"), error)

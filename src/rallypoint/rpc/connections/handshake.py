@@ -10,14 +10,15 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, ProtocolError
 from rallypoint.rpc.crew.crew import Job
 from rallypoint.wire.auth import NONCE_BYTES, Accepting, Connecting
+from rallypoint.wire.seal import Keys
 from rallypoint.wire.tls import Connection, Identity, TlsSocket
 from rallypoint.wire.transport import HungUp
 
@@ -28,6 +29,22 @@ _FD = struct.Struct("i")
 PATIENCE = 10.0
 
 
+class Introduced(NamedTuple):
+    """The other end has proved itself.
+
+    Args:
+        peer: who it is.
+        rest: what came after its last message.
+        side: our end of the side socket.
+        keys: of what follows, as in ``wire.auth``.
+    """
+
+    peer: dict[str, Any]
+    rest: bytes
+    side: socket.socket | None
+    keys: tuple[Keys, Keys] | None
+
+
 def introduce(
     sock: Connection,
     secret: bytes,
@@ -35,14 +52,15 @@ def introduce(
     deadline: Deadline,
     *,
     side: bool,
-) -> tuple[dict[str, Any], bytes, socket.socket | None]:
+    channel: bytes = b"",
+    seals: Sequence[str] = (),
+) -> Introduced:
     """The connecting side's handshake. Blocks.
 
     Args:
         side: also set up a second socket, for descriptors; not through TLS.
-
-    Returns:
-        who the other end is, what came after its last message, and our end of the side socket.
+        channel: what we know of the connection; of TLS it is known without.
+        seals: how what follows may be protected, if it is not by TLS.
 
     Raises:
         AuthenticationError: it does not know the secret, or does not take us.
@@ -51,11 +69,10 @@ def introduce(
         DeadlineExceeded: it does not answer.
         OSError: the connection broke.
     """
-    channel = b""
     if isinstance(sock, TlsSocket):
         _secure(sock, deadline)
-        channel = sock.channel
-    talk = Connecting(secret, me, secrets.token_bytes(NONCE_BYTES), channel)
+        channel, seals = sock.channel, ()
+    talk = Connecting(secret, me, secrets.token_bytes(NONCE_BYTES), channel, seals)
     ours: socket.socket | None = None
     theirs: socket.socket | None = None
     try:
@@ -71,7 +88,8 @@ def introduce(
             first = first[sent:]
         if first:
             # Who has refused our certificate has closed; what it said of it can be read.
-            with contextlib.suppress(ConnectionError) if channel else contextlib.nullcontext():
+            is_tls = isinstance(sock, TlsSocket)
+            with contextlib.suppress(ConnectionError) if is_tls else contextlib.nullcontext():
                 sock.sendall(first)
         while not talk.done:
             left = deadline.remaining()
@@ -103,7 +121,7 @@ def introduce(
         if theirs is not None:
             theirs.close()
     assert talk.peer is not None
-    return talk.peer, talk.rest, ours
+    return Introduced(talk.peer, talk.rest, ours, talk.keys)
 
 
 def _secure(sock: TlsSocket, deadline: Deadline) -> None:
@@ -129,7 +147,8 @@ class Welcome:
     Args:
         sock: accepted; it is taken over, and handed to ``accepted`` or closed.
         identity: of this end, for a TLS handshake before the proof; None: the connection is plain.
-        accepted: called with the socket, the peer, what came after the handshake, and the side socket.
+        channel, seals: as for :func:`introduce`.
+        accepted: called with the socket, and who is at its other end.
         ended: called when this is over, either way.
     """
 
@@ -141,21 +160,20 @@ class Welcome:
         *,
         takes_side: bool,
         identity: Identity | None = None,
-        accepted: Callable[
-            [Connection, dict[str, Any], bytes, socket.socket | None, deque[Job]], None
-        ],
+        channel: bytes = b"",
+        seals: Sequence[str] = (),
+        accepted: Callable[[Connection, Introduced, deque[Job]], None],
         ended: Callable[[Welcome, str], None],
     ) -> None:
         sock.setblocking(False)
         self.sock: Connection = sock
         self._tls: TlsSocket | None = None
-        channel = b""
         if identity is not None:
             self.sock = self._tls = TlsSocket(sock, identity, accepts=True)
-            channel = identity.fingerprint
+            channel, seals = identity.fingerprint, ()
         self.until = time.monotonic() + PATIENCE
         self._begin: Callable[[], Accepting] = lambda: Accepting(
-            secret, me, secrets.token_bytes(NONCE_BYTES), channel
+            secret, me, secrets.token_bytes(NONCE_BYTES), channel, seals
         )
         self._begun: Accepting | None = None
         self._takes_side = takes_side
@@ -193,11 +211,12 @@ class Welcome:
             self.close(error.strerror or str(error))
             return
         if self._talk.done and not self._outbox:
-            peer, rest, side = self._talk.peer, self._talk.rest, self._side
-            assert peer is not None
+            talk = self._talk
+            assert talk.peer is not None
+            known = Introduced(talk.peer, talk.rest, self._side, talk.keys)
             self._side = None
             self._ended(self, "")
-            self._accepted(self.sock, peer, rest, side, jobs)
+            self._accepted(self.sock, known, jobs)
 
     def _secure(self, sock: TlsSocket) -> bool:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 
@@ -10,11 +11,16 @@ from rallypoint.wire.copying import Copier
 from rallypoint.wire.frames import FrameParser
 from rallypoint.wire.line import Line
 from rallypoint.wire.recycler import Recycler
+from rallypoint.wire.seal import Keys, SealedParser
+from rallypoint.wire.sealing import SealedLine, SealedSocket
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
 from rallypoint.wire.silence import Silence
 
 from .unused_memory import UnusedMemory
+
+
+logger = logging.getLogger(__name__)
 
 
 class Lines:
@@ -32,6 +38,8 @@ class Lines:
         later: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self._heartbeat = heartbeat
+        # Connections that ended since what came was not what was sent.
+        self.num_changed = 0
         unused = UnusedMemory(later)
         self.budget = Budget(shared_memory_bytes, unused.used)
         self._copier = Copier()
@@ -42,10 +50,29 @@ class Lines:
         """The way of large buffers, over the second socket of a connection."""
         return Sharing(side, self.budget, self._copier.move)
 
-    def line(self, sock: tls.Connection, kind: str) -> Line:
-        """Over a connected socket of a transport of this kind."""
+    def line(self, sock: tls.Connection, kind: str, keys: tuple[Keys, Keys] | None = None) -> Line:
+        """Over a connected socket of a transport of this kind.
+
+        Args:
+            keys: of what is sent and received from here on; None: it is under no MAC.
+        """
         silence = Silence(self._heartbeat) if kind in (tcp.KIND, tls.KIND) else None
-        return tls.new_line(sock, FrameParser(allocate=self._recycler.allocate), kind, silence)
+        allocate = self._recycler.allocate
+        if keys is None or isinstance(sock, tls.TlsSocket):
+            return tls.new_line(sock, FrameParser(allocate=allocate), kind, silence)
+        sending, receiving = keys
+        parser = SealedParser(receiving, allocate=allocate)
+        return SealedLine(
+            SealedSocket(sock, sending), parser, kind, changed=self._note_change, silence=silence
+        )
+
+    def _note_change(self) -> None:
+        self.num_changed += 1
+        if self.num_changed == 1:
+            logger.warning(
+                "a frame was changed on its way to this worker: somebody on the network alters packets, or a device damages"
+                " them; each such connection ends, and rpc.statistics()['changed_frames'] counts them"
+            )
 
     def close(self) -> None:
         self._recycler.clear()

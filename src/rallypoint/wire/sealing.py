@@ -1,0 +1,190 @@
+"""Lines whose bytes travel as sealed records (``seal.py``), over a connected socket."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from rallypoint.errors import FrameChanged
+
+from .frames import Frame
+from .line import MOST_AT_ONCE, Closed, Line, Piece
+from .seal import MOST, SHORT, Keys, SealedParser, Sealer
+from .silence import Silence
+
+
+# A piece of so many bytes begins a record of its own: it can be received straight into its memory.
+_LARGE: Final = 64 * 1024
+
+
+class SealedSocket:
+    """A socket with those methods that a line uses. One thread at a time receives, and one at a time sends.
+
+    Once a record is made, it must go out, once and in order. So bytes count as sent when the kernel has all of their record, and
+    not before. What the kernel did not take stays here, and the bytes stay with the caller, who offers them again: the next
+    ones to be sent must begin with those that did not count. They are not sealed again.
+
+    Args:
+        sock: connected; it is taken over.
+        keys: of this direction.
+    """
+
+    def __init__(self, sock: socket.socket, keys: Keys) -> None:
+        self._sock = sock
+        self._sealer = Sealer(keys)
+        # Of a record that the kernel has not taken yet, and how many bytes of the caller's it stands for.
+        self._pending = memoryview(b"")
+        self._uncounted = 0
+        # Called with every message.
+        self.recv_into = sock.recv_into
+        self.fileno = sock.fileno
+
+    def send(self, data: Piece, flags: int = 0) -> int:
+        """As a socket's, but for what the caller owes: see the class.
+
+        Raises:
+            BlockingIOError: the kernel does not take all of the first record.
+            OSError: the connection broke.
+        """
+        size = len(data)
+        if self._uncounted or size > SHORT:
+            return self.sendmsg((data,), (), flags)
+        record = self._sealer.short(data)
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            sent = self._sock.send(record, flags)
+        if sent == len(record):
+            return size
+        self._pending, self._uncounted = memoryview(record)[sent:], size
+        raise BlockingIOError
+
+    def sendmsg(
+        self, pieces: Iterable[Piece], _ancillary: Iterable[Any] = (), flags: int = 0
+    ) -> int:
+        """The same for several, one after the other."""
+        left = deque(view for each in pieces if (view := memoryview(each).cast("B")))
+        sent = 0
+        try:
+            while True:
+                while self._pending:
+                    self._pending = self._pending[self._sock.send(self._pending, flags) :]
+                count, self._uncounted = self._uncounted, 0
+                drop(left, count)
+                sent += count
+                if not left:
+                    self._pending = memoryview(b"")
+                    self._sealer.release()
+                    return sent
+                if sent >= MOST_AT_ONCE:
+                    return sent
+                parts = _first(left)
+                self._uncounted = sum(map(len, parts))
+                if self._uncounted > SHORT:
+                    self._pending = self._sealer.long(parts)
+                else:
+                    self._pending = memoryview(self._sealer.short(b"".join(parts)))
+        except BlockingIOError:
+            if not sent:
+                raise
+            return sent
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._sock.settimeout(seconds)
+
+    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
+        self._sock.setsockopt(level, option, value)
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        return self._sock.getsockopt(level, option, size)
+
+    def shutdown(self, how: int) -> None:
+        self._sock.shutdown(how)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class SealedLine(Line):
+    """A line over a :class:`SealedSocket`, with a :class:`SealedParser`.
+
+    Args:
+        changed: called when what came is not what was sent, before that ends the line.
+        kind, silence: as for :class:`Line`.
+    """
+
+    _parser: SealedParser
+
+    def __init__(
+        self,
+        sock: SealedSocket,
+        parser: SealedParser,
+        kind: str = "",
+        *,
+        changed: Callable[[], None] = lambda: None,
+        silence: Silence | None = None,
+    ) -> None:
+        super().__init__(sock, parser, kind, silence=silence)
+        self._changed = changed
+
+    def read_now(self) -> list[Frame]:
+        try:
+            return self._read_on(super().read_now())
+        except FrameChanged:
+            self._changed()
+            raise
+
+    def read(self, left: float | None) -> list[Frame]:
+        try:
+            return self._read_on(super().read(left))
+        except FrameChanged:
+            self._changed()
+            raise
+
+    def parse(self, data: bytes) -> list[Frame]:
+        try:
+            return super().parse(data)
+        except FrameChanged:
+            self._changed()
+            raise
+
+    def _read_on(self, frames: list[Frame]) -> list[Frame]:
+        """Take what else there is of a large buffer: it comes in many parts, and to ask for each anew takes longer."""
+        total, parser = 0, self._parser
+        while parser.is_amid_buffer and not frames and total < MOST_AT_ONCE:
+            try:
+                count = self._sock.recv_into(parser.space(), 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise self._gone(error) from None
+            if not count:
+                raise Closed("the other end has closed the connection")
+            total += count
+            frames += parser.received(count)
+        self.bytes_received += total
+        return frames
+
+
+def _first(left: deque[memoryview]) -> list[memoryview]:
+    """What goes into the next record; it stays."""
+    parts, room = [left[0][:MOST]], MOST - len(left[0])
+    for index in range(1, len(left)):
+        each = left[index]
+        if room <= 0 or len(each) >= _LARGE:
+            break
+        parts.append(each[:room])
+        room -= len(each)
+    return parts
+
+
+def drop(left: deque[memoryview], count: int) -> None:
+    """Take the first ``count`` bytes away."""
+    while count:
+        first = left.popleft()
+        if count < len(first):
+            left.appendleft(first[count:])
+            return
+        count -= len(first)
