@@ -26,7 +26,7 @@ from rallypoint.rpc.connections import entrance
 from rallypoint.rpc.connections.dialer import is_late
 from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.groups.member import Member
-from rallypoint.wire import tcp, uds
+from rallypoint.wire import auth, tcp, uds
 
 
 SECRET = b"known to all the members"
@@ -80,8 +80,10 @@ def knock(agent: Agent, kind: str) -> socket.socket:
 def join(agent: Agent, kind: str) -> None:
     """Come in as a member does, and leave."""
     me = {**agent.roster.introduction(), "name": "late", "id": 77, "incarnation": "ab" * 8}
+    (address,) = (each.address for each in agent.entrance.listeners if each.kind == kind)
+    way: Any = {"channel": tcp.channel(address), "seals": auth.SEALS()} if kind == "tcp" else {}
     with knock(agent, kind) as sock:
-        peer, _, _ = introduce(sock, SECRET, me, Deadline(PATIENCE), side=False)
+        peer, _, _, _ = introduce(sock, SECRET, me, Deadline(PATIENCE), side=False, **way)
         assert peer["name"] == "w0"
 
 

@@ -22,6 +22,7 @@ import tls_ends
 from rallypoint import rpc
 from rallypoint.rpc import PeerLost
 from rallypoint.rpc.certificates import identity_of
+from rallypoint.wire import tcp
 from rallypoint.wire.tls import TlsSocket
 from rpc_workers import Workers, eventually, timed
 
@@ -286,6 +287,12 @@ def lead_astray(worker: str, kind: str, where: tuple[str, int]) -> None:
     agent.group.find(worker).addresses[kind] = where
 
 
+def divert(where: tuple[str, int]) -> None:
+    """As a router does that leads packets elsewhere: this worker does not notice."""
+    connect = tcp.connect
+    tcp.connect = lambda _, *rest: connect(where, *rest)
+
+
 @pytest.mark.parametrize("tls", [True, False])
 def test_who_listens_reads_nothing(tls: bool) -> None:
     kind = "tcp+tls" if tls else "tcp"
@@ -293,13 +300,13 @@ def test_who_listens_reads_nothing(tls: bool) -> None:
         workers.run(functools.partial(join, tls=tls))
         between = Between(tuple(workers.on(1, addresses)[kind]), takes_part=False)
         try:
-            workers.on(0, lead_astray, "w1", kind, between.address)
+            workers.on(0, divert, between.address)
             assert workers.on(0, lambda: rpc.rpc_sync("w1", double, (MARKER,))) == MARKER * 2
             seen = bytes(between.seen)
         finally:
             workers.close()
             between.close()
-    # Without TLS it can be read: this is what listening is.
+    # Without TLS it can be read: a MAC hides nothing.
     assert (MARKER.encode() in seen) == (not tls)
     assert (b"incarnation" in seen) == (not tls)
     assert len(seen) > 200
@@ -317,7 +324,7 @@ def test_who_relays_the_proofs_with_a_certificate_of_his_own_is_refused() -> Non
             workers.close()
             between.close()
     assert "do not share a secret" in said
-    assert any("somebody between the two who shows another certificate" in each for each in told)
+    assert any("a relay between the two" in each for each in told)
     # He was in the middle of it: both hellos and a proof went through his hands.
     assert b'"role":"connecting"' in between.seen
     assert b'"role":"accepting"' in between.seen

@@ -1,0 +1,227 @@
+"""Somebody on the way between two workers, who can change what they send each other: over TCP, with what is the default."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import rpc_workers
+from rallypoint import rpc
+from rallypoint.rpc import PeerLost, RpcTimeout
+from rallypoint.wire import tcp
+from rpc_workers import Workers
+
+
+TCP = ("tcp",)
+_LENGTH = struct.Struct("<I")
+_TAG_BYTES = 16
+# Messages of each end's handshake.
+_HANDSHAKE = 2
+# By records of one direction, the first after the handshake being 0: what is sent instead.
+Alter = Callable[[int, bytes], list[bytes]]
+
+
+def unchanged(_: int, record: bytes) -> list[bytes]:
+    return [record]
+
+
+class Relay:
+    """Passes handshakes on as they are, and then what ``alter`` makes of each record to the worker that was called."""
+
+    def __init__(self, to: tuple[str, int]) -> None:
+        self._to = to
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()[:2]
+        self.alter: Alter = unchanged
+        self.connections = 0
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._run, daemon=True)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self.connections += 1
+                server = socket.create_connection(self._to)
+                self._sockets += (client, server)
+                for source, target, alters in ((client, server, True), (server, client, False)):
+                    thread = threading.Thread(
+                        target=self._pass, args=(source, target, alters), daemon=True
+                    )
+                    thread.start()
+                    self._threads.append(thread)
+
+    def _pass(self, source: socket.socket, target: socket.socket, alters: bool) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            reader = source.makefile("rb")
+            for _ in range(_HANDSHAKE):
+                head = _exactly(reader, 8)
+                target.sendall(head + _exactly(reader, int.from_bytes(head[4:], "little")))
+            number = 0
+            while True:
+                head = _exactly(reader, _LENGTH.size)
+                record = head + _exactly(reader, _LENGTH.unpack(head)[0] + _TAG_BYTES)
+                for each in self.alter(number, record) if alters else [record]:
+                    target.sendall(each)
+                number += 1
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10.0)
+        for each in self._sockets:
+            each.close()
+
+
+def _exactly(reader: Any, size: int) -> bytes:
+    data: bytes = reader.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+done: list[int] = []
+
+
+def note(number: int) -> int:
+    done.append(number)
+    return number
+
+
+def total(data: bytes) -> int:
+    return sum(data)
+
+
+def address() -> tuple[str, int]:
+    host, port = rpc.api._current.group.me.addresses["tcp"]
+    return host, port
+
+
+def lead_astray(worker: str, where: tuple[str, int]) -> None:
+    """As if the relay's address stood in the worker's record."""
+    rpc.api._current.group.find(worker).addresses["tcp"] = where
+
+
+def divert(where: tuple[str, int]) -> None:
+    """As a router does that leads packets elsewhere: this worker does not notice."""
+    connect = tcp.connect
+    tcp.connect = lambda _, *rest: connect(where, *rest)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[tuple[Workers, Relay]]:
+    with Workers(2) as workers:
+        workers.run(lambda: rpc_workers.join(transports=TCP))
+        relay = Relay(workers.on(1, address))
+        workers.on(0, divert, relay.address)
+        try:
+            yield workers, relay
+        finally:
+            relay.alter = unchanged
+            workers.close()
+            relay.close()
+
+
+def call(number: int) -> str:
+    try:
+        # A request that does not arrive is one that is not answered: nobody can tell, until the next one comes.
+        return str(rpc.rpc_sync("w1", note, (number,), timeout=3.0))
+    except (PeerLost, RpcTimeout) as error:
+        return f"lost: {error}"
+
+
+def flip_in_the_middle(record: bytes) -> list[bytes]:
+    at = len(record) // 2
+    return [record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]]
+
+
+ALTERED: dict[str, Callable[[bytes], list[bytes]]] = {
+    "changed": flip_in_the_middle,
+    "longer": lambda record: [_LENGTH.pack(_LENGTH.unpack(record[:4])[0] + 1) + record[4:] + b"x"],
+    "said twice": lambda record: [record, record],
+    "of the relay's own": lambda record: [_LENGTH.pack(8) + b"a frame!" + bytes(16), record],
+    "left out": lambda record: [],
+}
+
+
+@pytest.mark.parametrize("how", ALTERED)
+def test_what_a_relay_alters_is_refused_and_the_group_goes_on(
+    group: tuple[Workers, Relay], how: str
+) -> None:
+    workers, relay = group
+    relay.alter = unchanged
+    assert workers.on(0, call, 1) == "1"
+    before = workers.on(1, lambda: (len(done), rpc.statistics()["changed_frames"]))
+    # In a connection that has been used already: numbers are those of the stream.
+    altered: list[int] = []
+
+    def alter(number: int, record: bytes) -> list[bytes]:
+        if not altered:
+            altered.append(number)
+            return ALTERED[how](record)
+        return [record]
+
+    relay.alter = alter
+    said = [workers.on(0, call, 2), workers.on(0, call, 3), workers.on(0, call, 4)]
+    assert altered
+    # One was lost with the connection, at most two where the answer had come already; the next has a new one.
+    assert said[2] == "4"
+    lost = [each for each in said if each.startswith("lost")]
+    assert lost or how == "said twice"
+    calls = workers.on(1, lambda: list(done))[before[0] :]
+    assert sorted(set(calls)) == calls, "nothing is done twice, and nothing that was not asked for"
+    assert set(calls) <= {2, 3, 4}
+    assert workers.on(1, lambda: rpc.statistics()["changed_frames"]) == before[1] + 1
+    logged = workers.on(1, lambda: rpc_workers.logged)
+    assert sum("a frame was changed on its way" in each for each in logged) == 1
+
+
+def test_a_large_tensor_that_is_altered_on_the_way_does_not_arrive(
+    group: tuple[Workers, Relay],
+) -> None:
+    workers, relay = group
+
+    def send() -> str:
+        try:
+            return str(rpc.rpc_sync("w1", total, (bytes(3_000_000),)))
+        except PeerLost as error:
+            return str(error)
+
+    relay.alter = unchanged
+    assert workers.on(0, send) == "0"
+    relay.alter = lambda _, record: flip_in_the_middle(record) if len(record) > 99_999 else [record]
+    assert "connection" in workers.on(0, send)
+    relay.alter = unchanged
+    assert workers.on(0, send) == "0"
+
+
+def test_a_relay_at_an_address_of_its_own_is_not_believed() -> None:
+    with Workers(2) as workers:
+        workers.run(lambda: rpc_workers.join(transports=TCP))
+        relay = Relay(workers.on(1, address))
+        try:
+            workers.on(0, lead_astray, "w1", relay.address)
+            said = workers.on(0, call, 1)
+            assert "do not share a secret" in said
+            assert "a relay between the two" in said or "relay" in "".join(
+                workers.on(1, lambda: rpc_workers.logged)
+            )
+            assert workers.on(1, lambda: done) == []
+            assert relay.connections
+        finally:
+            workers.close()
+            relay.close()
