@@ -253,10 +253,13 @@ def _agent() -> Any:
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """Name and id of a worker, of this one by default.
+    """Name and rank of a worker.
+
+    Args:
+        worker_name: name or rank; None: this worker.
 
     Raises:
-        RpcError: there is no such worker.
+        RpcError: there is no such worker, or this process is in no group.
     """
     found: WorkerInfo = _agent().info(worker_name)
     return found
@@ -268,10 +271,18 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 
 
 def wait_for(names: str | Sequence[str], timeout: float | None = None) -> tuple[WorkerInfo, ...]:
-    """Wait until workers of these names are members of the dynamic group.
+    """Wait until workers of these names are members of the dynamic group. Blocks.
+
+    Args:
+        names: one name, or several.
+        timeout: seconds; None: for ever.
+
+    Returns:
+        Their infos, in the order of ``names``.
 
     Raises:
         DeadlineExceeded: some have not come; says which.
+        RpcError: the group is a static one, or this process is in none.
     """
     group = _dynamic_group()
     wanted = [names] if isinstance(names, str) else list(names)
@@ -280,7 +291,14 @@ def wait_for(names: str | Sequence[str], timeout: float | None = None) -> tuple[
 
 
 def members() -> tuple[int, tuple[WorkerInfo, ...]]:
-    """The membership's epoch, and who is in. An epoch's number only grows; in a static group it is 1."""
+    """Who is in the group now. Does not ask the store.
+
+    Returns:
+        The membership's epoch, a number that only grows (in a static group it is 1), and the members by rank.
+
+    Raises:
+        RpcError: this process is in no group.
+    """
     agent = _agent()
     if not isinstance(agent, Agent):
         return 1, tuple(agent.infos())
@@ -289,12 +307,26 @@ def members() -> tuple[int, tuple[WorkerInfo, ...]]:
 
 
 def on_join(callback: Callable[[WorkerInfo], None]) -> None:
-    """Have ``callback`` called with each worker that joins the dynamic group from here on."""
+    """Have each worker announced that joins the dynamic group from here on.
+
+    Args:
+        callback: called as ``callback(worker)`` on a thread of the group's, one call after the other. What it raises is logged.
+
+    Raises:
+        RpcError: the group is a static one, or this process is in none.
+    """
     _dynamic_group().on_join(lambda member: callback(WorkerInfo(member.name, member.id)))
 
 
 def on_leave(callback: Callable[[WorkerInfo, str], None]) -> None:
-    """Have ``callback`` called with each worker that leaves or is lost, and the reason."""
+    """Have each worker announced that leaves the dynamic group or is lost from here on.
+
+    Args:
+        callback: called as ``callback(worker, reason)``, as for :func:`on_join`.
+
+    Raises:
+        RpcError: the group is a static one, or this process is in none.
+    """
     _dynamic_group().on_leave(
         lambda member, reason: callback(WorkerInfo(member.name, member.id), reason)
     )
@@ -329,7 +361,11 @@ def rpc_sync(
         timeout: seconds; 0: for ever; the default is the options' ``rpc_timeout``. A call that is served passes
             what is left of its time on to the calls that it makes.
 
+    Returns:
+        What the function returned. Tensors keep their device where a device map says so, else they are on the CPU.
+
     Raises:
+        RpcError: there is no such worker, or this process is in no group.
         RpcTimeout: no answer came in time. The function may still run.
         PeerLost: the worker is gone.
         Exception: what the function raised, of its own type where that can be made here, else ``RemoteError``.
@@ -347,9 +383,23 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = constants.UNSET_RPC_TIMEOUT,
 ) -> Future[T]:
-    """The same, and returns a future at once: torch's, which can also be awaited and cancelled.
+    """Run a function on a worker without waiting for it.
 
-    Tensors are not copied before they are sent: do not change them until the future is done.
+    Returns as soon as the arguments are serialized. Tensors are not copied before they are sent: do not change them until
+    the future is done.
+
+    Args:
+        to: name, rank or info of the worker; this one is allowed.
+        func: known to both sides under the same module and name; may be ``async def``.
+        args, kwargs: its arguments; tensors on the CPU, or where a device map says.
+        timeout: seconds, as for :func:`rpc_sync`.
+
+    Returns:
+        A future of the result, which is also a ``torch.futures.Future``. ``wait()`` blocks and raises what
+        :func:`rpc_sync` would; it can be awaited in a coroutine, and cancelled.
+
+    Raises:
+        RpcError: there is no such worker, or this process is in no group.
     """
     agent = _agent()
     kind, flags, content = _prepare(func, args, kwargs)
@@ -367,7 +417,21 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float = constants.UNSET_RPC_TIMEOUT,
 ) -> RRef[T]:
-    """Run a function on a worker, which keeps the result: returns a reference to it at once."""
+    """Run a function on a worker and leave its result there. Does not wait for it.
+
+    Args:
+        to: name, rank or info of the worker; this one is allowed.
+        func: known to both sides under the same module and name.
+        args, kwargs: its arguments; tensors on the CPU, or where a device map says.
+        timeout: seconds until the value must have been made; as for :func:`rpc_sync`.
+
+    Returns:
+        A reference to the result. The worker keeps the value for as long as any worker holds a reference; what the
+        function raised is raised where the value is used.
+
+    Raises:
+        RpcError: there is no such worker, or this process is in no group.
+    """
     agent = _agent()
     _, _, (func, arguments, keywords) = _prepare(func, args, kwargs)
     if not isinstance(agent, Agent):
@@ -388,8 +452,18 @@ def rpc_stream(
     """Run a generator function (``async def`` too) on a worker, and iterate over what it yields, as it comes.
 
     Args:
-        timeout: seconds for all of it.
-        window: how many items may be under way that have not been taken.
+        to: name, rank or info of the worker; this one is allowed.
+        func: a generator function, known to both sides under the same module and name.
+        args, kwargs: its arguments.
+        timeout: seconds for the whole stream; as for :func:`rpc_sync`.
+        window: how many items may be under way that have not been taken; the generator waits beyond that.
+
+    Returns:
+        An iterator, also for ``async for``. Each step blocks until the next item is there, and raises what
+        :func:`rpc_sync` would. Closing it, or dropping it, closes the generator.
+
+    Raises:
+        RpcError: there is no such worker, or this process is in no group.
     """
     _, _, content = _prepare(func, args, kwargs)
     stream: RpcStream[Any] = _agent().call_stream(to, func, content, timeout, window)
@@ -460,7 +534,11 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 
 def get_rpc_timeout() -> float:
-    """Seconds that a call waits by default; 0: for ever."""
+    """Seconds that a call waits by default; 0: for ever.
+
+    Raises:
+        RpcError: this process is in no group.
+    """
     seconds: float = _agent().default_timeout
     return seconds
 
@@ -716,7 +794,15 @@ def _finalize_shutdown(patience: float = _CLOSING) -> None:
 
 
 def statistics() -> dict[str, Any]:
-    """What this worker has done, and what is under way, as numbers and lists that JSON takes."""
+    """What this worker has done, and what is under way, as numbers and lists that JSON takes.
+
+    Returns:
+        ``calls``: sent, served, failed, under way; ``latency_s``: quantiles in seconds; ``peers``, ``rrefs``, and the
+        transports that could not be used with the reason. The counts are statistics, and may lag by a call.
+
+    Raises:
+        RpcError: the backend is not the native one, or this process is in no group.
+    """
     agent = _agent()
     if not isinstance(agent, Agent):
         raise RpcError(f"a {type(agent).__name__} has no statistics: use the native backend")

@@ -9,7 +9,7 @@ from .worker_info import WorkerInfo
 
 
 class CurrentCall:
-    """A call that is being served.
+    """A call that is being served; :func:`current_call` gives it.
 
     Attributes:
         caller: who has made it.

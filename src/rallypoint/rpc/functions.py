@@ -12,10 +12,16 @@ R = TypeVar("R")
 
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
-    """``fn`` returns a ``torch.futures.Future``: the caller is answered with what it will hold, when it does.
+    """Mark a function whose result comes later: the caller is answered when its future is done.
 
-    The thread that runs ``fn`` is free as soon as it returns. Stands innermost under ``staticmethod`` and
-    ``classmethod``. An ``async def`` function needs no mark.
+    The thread that runs ``fn`` is free as soon as it returns. The mark stands innermost, under ``staticmethod`` and
+    ``classmethod``. An ``async def`` function needs none.
+
+    Args:
+        fn: returns a ``torch.futures.Future`` (or :class:`Future`) of the result.
+
+    Returns:
+        ``fn``, marked.
     """
 
     @functools.wraps(fn)

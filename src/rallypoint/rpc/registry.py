@@ -113,7 +113,7 @@ class BackendType(metaclass=_Backends):
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether there is a backend of this name."""
+    """Whether there is a backend called ``backend_name``, built in, registered or installed."""
     return BackendType._find(backend_name) is not None
 
 
@@ -123,6 +123,13 @@ def register_backend(
     init_backend_handler: Callable[..., Any],
 ) -> BackendType:
     """Add a backend. Members of ``BackendType`` that somebody holds stay what they are.
+
+    Args:
+        backend_name: the member of ``BackendType`` that it becomes.
+        construct_rpc_backend_options_handler, init_backend_handler: as in :class:`BackendValue`.
+
+    Returns:
+        The new member, for ``init_rpc(backend=…)``.
 
     Raises:
         RuntimeError: there is one of this name.
@@ -141,7 +148,17 @@ def construct_rpc_backend_options(
     init_method: str = constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> RpcBackendOptions:
-    """A backend's options."""
+    """Make the options of a backend.
+
+    Args:
+        backend: whose.
+        rpc_timeout: seconds that a call waits by default; 0: for ever.
+        init_method: where the members meet, as in ``torch.distributed.init_process_group``.
+        **kwargs: what else the backend's own options take.
+
+    Returns:
+        Options for ``init_rpc(rpc_backend_options=…)``.
+    """
     made: RpcBackendOptions = backend.value.construct_rpc_backend_options_handler(
         rpc_timeout, init_method, **kwargs
     )
@@ -149,5 +166,14 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:
-    """A backend's agent."""
+    """Make the agent of a backend; ``init_rpc`` does this for you.   Blocks: until the group is complete.
+
+    Args:
+        backend: whose.
+        *args, **kwargs: what its ``init_backend_handler`` takes: ``store``, ``name``, ``rank``, ``world_size``,
+            ``rpc_backend_options``.
+
+    Returns:
+        The agent, which does not serve yet.
+    """
     return backend.value.init_backend_handler(*args, **kwargs)

@@ -123,6 +123,7 @@ class RRef(Generic[T]):
         return self._owner
 
     def owner_name(self) -> str:
+        """The name of the worker on which the value lives."""
         self._check_process()
         return self._owner.name
 
@@ -139,10 +140,14 @@ class RRef(Generic[T]):
     # -- the value ----------------------------------------------------------------------------------
 
     def to_here(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> T:
-        """A copy of the value (on its owner: the value); waits until it has been made.
+        """A copy of the value; on its owner the value itself. Blocks until it has been made.
+
+        Args:
+            timeout: seconds; 0: for ever; the default is the options' ``rpc_timeout``.
 
         Raises:
-            RpcTimeout: it has not come in ``timeout`` seconds.
+            RpcTimeout: it has not come in time.
+            PeerLost: the owner is gone.
             Exception: what making it has raised.
         """
         if self._fork_id is None:
@@ -168,7 +173,7 @@ class RRef(Generic[T]):
             return cast("T", future.wait())
 
     def local_value(self) -> T:
-        """The value itself, on its owner; waits until it has been made.
+        """The value itself, on its owner. Blocks until it has been made.
 
         Raises:
             RpcError: this worker is not the owner.
@@ -217,15 +222,27 @@ class RRef(Generic[T]):
     # -- calls on the value -------------------------------------------------------------------------
 
     def rpc_sync(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """``rref.rpc_sync().method(…)`` runs the method on the owner, and returns its result."""
+        """Call a method of the value: ``rref.rpc_sync().method(…)`` runs it on the owner and returns its result. Blocks.
+
+        Args:
+            timeout: seconds for the call, as for :func:`rpc_sync`.
+        """
         return self._proxy("sync", timeout)
 
     def rpc_async(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """The same, and gives a future."""
+        """Call a method of the value without waiting: ``rref.rpc_async().method(…)`` returns a future of its result.
+
+        Args:
+            timeout: seconds for the call, as for :func:`rpc_sync`.
+        """
         return self._proxy("async", timeout)
 
     def remote(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """The same, and gives a reference to the result."""
+        """Call a method of the value and leave the result there: ``rref.remote().method(…)`` returns a reference to it.
+
+        Args:
+            timeout: seconds for the call, as for :func:`rpc_sync`.
+        """
         return self._proxy("remote", timeout)
 
     def _proxy(self, mode: str, timeout: float) -> RRefProxy:
@@ -242,6 +259,10 @@ class RRef(Generic[T]):
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run autograd from the value, which must be a scalar tensor of this worker.
+
+        Args:
+            dist_autograd_ctx_id: -1, for gradients in ``.grad``; no other is supported.
+            retain_graph: keep the graph for another backward.
 
         Raises:
             RpcError: the value lives on another worker: the engine that goes from worker to worker is not part of
