@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Rallypoint"
 html_show_sphinx = False

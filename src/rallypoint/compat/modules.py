@@ -137,6 +137,7 @@ def installed() -> Iterator[None]:
 
 
 def is_installed() -> bool:
+    """Whether :func:`install` is in effect."""
     return _before is not None
 
 

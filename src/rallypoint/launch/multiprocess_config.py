@@ -195,7 +195,7 @@ class MultiprocessConfig:
         )
 
     def with_environment(self, env: Mapping[str, str]) -> MultiprocessConfig:
-        """The same, with what is unset taken from a worker's variables (``RANK``, ``WORLD_SIZE``, …).
+        """The same, with what is unset taken from ``env``, a worker's variables (``RANK``, ``WORLD_SIZE``, …).
 
         Raises:
             ConfigError: a variable is not a number, or does not go with what was set.

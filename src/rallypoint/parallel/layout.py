@@ -111,7 +111,7 @@ class ParallelLayout:
         return math.prod(self._sizes().values())
 
     def degree(self, *axes: str) -> int:
-        """Number of ranks along an axis, or along several joined."""
+        """Number of ranks along ``axes``: one, or several joined."""
         sizes = self._sizes()
         return math.prod(sizes[axis] for axis in _grid_axes(axes))
 
@@ -130,7 +130,10 @@ class ParallelLayout:
         return {axis: found[axis] for axis in AXES}
 
     def rank_at(self, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """The rank that stands there.
+        """The rank that stands at these coordinates, each of which counts from 0.
+
+        Args:
+            dp, pp, cp, tp: along each axis.
 
         Raises:
             ConfigError: a coordinate is not on the grid.

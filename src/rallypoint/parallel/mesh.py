@@ -95,11 +95,11 @@ class ParallelMesh:
         return MappingProxyType(dict(self.layout.coordinates(self.rank)))
 
     def degree(self, *axes: str) -> int:
-        """Number of ranks along an axis, or along several joined."""
+        """Number of ranks along ``axes``: one, or several joined."""
         return self.layout.degree(*axes)
 
     def peers(self, *axes: str) -> tuple[int, ...]:
-        """The ranks of :meth:`group`, this one included, in its order: no communication."""
+        """The ranks of ``group(*axes)``, this one included, in its order: no communication."""
         return self.layout.peers(self.rank, *axes)
 
     def backend_of(self, *axes: str) -> str | None:

@@ -124,7 +124,16 @@ def gather_sequence(
     :func:`all_gather` by another name and with another default: what follows is divided, so each rank knows
     a part of the gradient, and the parts are summed.
 
-    Collective, arguments, errors: as :func:`all_gather`. ``x`` is ``[batch, sequence, ...]`` unless ``dim`` says otherwise.
+    Collective: every rank of ``group`` calls it.   Blocks: as :func:`all_gather`.
+    Args:
+        x: this rank's part, ``[batch, sequence, ...]``; parts have one shape.
+        group: default: the default group.
+        dim: where the sequence is.
+        checks: first ask all ranks whether their calls go together.
+    Returns:
+        ``[batch, sequence * ranks, ...]``, in the order of ranks.
+    Raises:
+        ConfigError, RuntimeError: as :func:`all_gather`.
     Gradient: reduce-scatter (sum) of the output's gradients.
     """
     return collectives.all_gather(x, group, dim=dim, checks=checks)
@@ -137,7 +146,16 @@ def reduce_scatter_sequence(
 
     :func:`reduce_scatter` by another name and with another default.
 
-    Collective, arguments, errors: as :func:`reduce_scatter`. ``x`` is ``[batch, sequence, ...]`` unless ``dim`` says otherwise.
+    Collective: every rank of ``group`` calls it.   Blocks: as :func:`reduce_scatter`.
+    Args:
+        x: ``[batch, sequence, ...]``, of one shape on all ranks; the sequence divides by their number.
+        group: default: the default group.
+        dim: where the sequence is.
+        checks: first ask all ranks whether their calls go together.
+    Returns:
+        This rank's part of the sum, ``[batch, sequence / ranks, ...]``.
+    Raises:
+        ConfigError, RuntimeError: as :func:`reduce_scatter`.
     Gradient: all-gather of the output's gradients.
     """
     return collectives.reduce_scatter(x, group, dim=dim, checks=checks)

@@ -61,11 +61,11 @@ class RendezvousParameters:
         self.config: dict[str, Any] = config
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The option as it was given, or ``default``."""
+        """The option ``key`` as it was given, or ``default``."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """The option as true or false; ``default`` if it is not given, None if it is None.
+        """The option ``key`` as true or false; ``default`` if it is not given, None if it is None.
 
         Raises:
             ConfigError: it is neither.
@@ -81,7 +81,7 @@ class RendezvousParameters:
         raise self._wrong(key, value, "true or false (also 1/0, t/f, yes/no, y/n)")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """The option as a whole number; ``default`` if it is not given, None if it is None.
+        """The option ``key`` as a whole number; ``default`` if it is not given, None if it is None.
 
         Raises:
             ConfigError: it is none; 2.0, "2.5" and True are none.
@@ -99,7 +99,7 @@ class RendezvousParameters:
         raise self._wrong(key, value, "a whole number")
 
     def get_as_seconds(self, key: str, default: float) -> float:
-        """The option as a length of time in seconds; ``default`` if it is not given or None.
+        """The option ``key`` as a length of time in seconds; ``default`` if it is not given or None.
 
         Raises:
             ConfigError: it is no number, not above 0, or without end.

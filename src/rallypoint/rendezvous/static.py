@@ -86,7 +86,12 @@ class StaticRendezvous(RendezvousHandler):
         return True
 
     def bring(self, generation: int, facts: Mapping[str, Any]) -> None:
-        """Set what the next round is about: its number, and what this node tells the others."""
+        """Set what the next round is about.
+
+        Args:
+            generation: its number.
+            facts: what this node tells the others, as JSON.
+        """
         self._generation = generation
         self._facts = facts
 

@@ -25,7 +25,8 @@ MAX_VALUE = 1024 * 1024
 class Store(Protocol):
     """Shared keys. Every operation takes effect at once and for all (linearizable)."""
 
-    def set(self, key: str, value: bytes) -> None: ...
+    def set(self, key: str, value: bytes) -> None:
+        """Have ``key`` hold ``value``, whatever it held; whoever waits for it is told."""
 
     def get(self, key: str, timeout: float) -> bytes:
         """The value; waits for the key. Raises ``TimeoutError`` if it does not come in ``timeout`` seconds."""
@@ -43,15 +44,16 @@ class Store(Protocol):
         """
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter (0 if new) and return the sum.
+        """Add ``amount`` to the counter ``key`` (0 if new) and return the sum.
 
         N callers at once cost O(1) round trips each: no compare-and-set race.
         """
 
     def put_new(self, key: str, value: bytes) -> bytes:
-        """Set a key that does not exist; return what the key holds now, ours or another's."""
+        """Set ``key`` to ``value`` if it does not exist; return what it holds now, ours or another's."""
 
-    def exists(self, key: str) -> bool: ...
+    def exists(self, key: str) -> bool:
+        """Whether ``key`` has been set."""
 
     def delete(self, key: str) -> bool:
         """Remove a key or counter; False if there was none."""

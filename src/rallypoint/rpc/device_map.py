@@ -72,7 +72,7 @@ class NodeDevices:
     visible: tuple[str, ...] = ()
 
     def lacks(self, devices: Iterable[Device]) -> bool:
-        """Whether it does not have all of these."""
+        """Whether it does not have all of ``devices``."""
         return any(each.kind != "cpu" and each.index >= self._count(each) for each in devices)
 
     def _count(self, device: Device) -> int:
@@ -129,7 +129,7 @@ def _problem_of_map(
 
 
 def reverse_maps(name: str, nodes: Mapping[str, NodeDevices]) -> dict[str, dict[Device, Device]]:
-    """By which maps replies of node ``name`` travel back, for each node that may call it."""
+    """By which maps replies of node ``name`` travel back, for each of ``nodes`` that may call it."""
     return {
         caller: {theirs: own for own, theirs in node.maps[name].items()}
         for caller, node in nodes.items()
@@ -138,7 +138,7 @@ def reverse_maps(name: str, nodes: Mapping[str, NodeDevices]) -> dict[str, dict[
 
 
 def device_list(node: NodeDevices, reverse: Mapping[str, Map]) -> tuple[Device, ...]:
-    """The devices that a node's agent uses: those it said, else all that maps to and from it name; not the CPU."""
+    """The devices that a node's agent uses: those it said, else all that its maps and the ``reverse`` ones name; not the CPU."""
     if node.devices:
         return tuple(sorted(node.devices))
     named = {each for device_map in (*node.maps.values(), *reverse.values()) for each in device_map}

@@ -146,7 +146,14 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.device_maps[to] = merged
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """The accelerators whose streams are waited for."""
+        """Name the accelerators whose streams are waited for.
+
+        Args:
+            devices: as torch takes them: ``"cuda:0"``, 0, ``torch.device("cuda", 0)``.
+
+        Raises:
+            ConfigError: one of them is no device.
+        """
         self.devices = [Device.parse(each) for each in devices]
 
 

@@ -170,7 +170,7 @@ def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         backend: whose.
-        *args, **kwargs: what its ``init_backend_handler`` takes: ``store``, ``name``, ``rank``, ``world_size``,
+        args, kwargs: what its ``init_backend_handler`` takes: ``store``, ``name``, ``rank``, ``world_size``,
             ``rpc_backend_options``.
 
     Returns:

@@ -143,6 +143,8 @@ def init_dist(*args: Any, **kwargs: Any) -> MultiprocessConfig:
     Collective: every rank of the job calls it.   Blocks: until all have come.
     Effects: sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``;
     makes device ``local_rank`` the current CUDA device, where there is CUDA.
+    Args:
+        args, kwargs: a :class:`MultiprocessConfig`, or its fields.
     Returns:
         The config with everything filled in.
     Raises:
