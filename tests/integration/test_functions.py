@@ -43,6 +43,8 @@ from rallypoint.parallel import current_mesh
 pytestmark = pytest.mark.integration
 
 TWO = MultiprocessConfig(world_size=2, backend="gloo")
+# Forks of this process, which has torch already: where the way workers come to be does not matter.
+FORKS = MultiprocessConfig(world_size=2, backend="gloo", launch_method="fork")
 # What the issue allows for bad input, from the call to its error.
 SOON = 5.0
 
@@ -200,7 +202,7 @@ def test_sys_exit_without_an_error_returns_none():
             sys.exit()
         return 1
 
-    assert launch_subprocesses(work, TWO) == [1, None]
+    assert launch_subprocesses(work, FORKS) == [1, None]
 
 
 # -- the mesh -----------------------------------------------------------------------------------------
@@ -217,7 +219,11 @@ def test_each_axis_of_the_mesh_reduces_over_its_own_ranks():
         return found, mesh.mesh.tolist()
 
     cfg = MultiprocessConfig(
-        world_size=4, model_parallelism=2, backend="gloo", data_parallel_backend="cpu:gloo"
+        world_size=4,
+        model_parallelism=2,
+        backend="gloo",
+        data_parallel_backend="cpu:gloo",
+        launch_method="fork",
     )
     grid = [[[0, 1], [2, 3]]]
     assert launch_subprocesses(work, cfg) == [
@@ -234,7 +240,7 @@ def test_every_launch_has_a_mesh():
         alone = mesh.degree("tp") == mesh.degree("pp") == 1
         return mesh.peers("dp"), mesh.group("dp") is dist.group.WORLD, alone, parallel_mesh()
 
-    assert launch_subprocesses(work, TWO) == [((0, 1), True, True, None)] * 2
+    assert launch_subprocesses(work, FORKS) == [((0, 1), True, True, None)] * 2
 
 
 def test_the_mesh_ends_with_the_job(nothing_left):
