@@ -3,8 +3,9 @@
 Every probe is a script. It runs under plain ``python``, under ``rally run`` with the fork server and
 with ``--start-method exec``, and what it prints, its tracebacks and its exit code must be the same.
 
-Most probes do not use torch. They run with an empty module of that name in its place: the whole way
-of a worker is the real one, only a second of importing is saved. What torch itself reads or holds
+Most probes do not use torch. They run with an empty module of that name in its place, and their
+supervisor is a fork of one that has been imported: the whole way of a worker is the real one, only
+seconds of importing are saved. What torch itself reads or holds
 is probed with the real one, many facts in one run.
 
 What stays different, and is therefore not compared (docs/failure-modes.md):
@@ -31,7 +32,7 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ from typing import Any
 import pytest
 
 from stub_torch import STUB
+from supervisors import Supervisors
 
 
 pytestmark = pytest.mark.integration
@@ -102,20 +104,35 @@ def stub_torch() -> Path:
 Runner = Callable[[Probe], dict[str, Done]]
 
 
+@pytest.fixture(scope="module")
+def supervisors() -> Iterator[dict[str, Supervisors]]:
+    with Supervisors() as for_forks, Supervisors() as for_execs:
+        yield {"forkserver": for_forks, "exec": for_execs}
+
+
 @pytest.fixture
-def run(tmp_path: Path, stub_torch: Path) -> Runner:
+def run(tmp_path: Path, stub_torch: Path, supervisors: dict[str, Supervisors]) -> Runner:
     """Run a probe in all three ways, each in a folder of its own; names of folders become ``<dir>``."""
 
     def run_all(probe: Probe) -> dict[str, Done]:
         hows = (PYTHON, *LAUNCHERS)
         with ThreadPoolExecutor(len(hows)) as pool:
-            jobs = {how: pool.submit(run_one, probe, how, tmp_path, stub_torch) for how in hows}
+            jobs = {
+                how: pool.submit(run_one, probe, how, tmp_path, stub_torch, supervisors.get(how))
+                for how in hows
+            }
             return {how: job.result() for how, job in jobs.items()}
 
     return run_all
 
 
-def run_one(probe: Probe, how: str, tmp_path: Path, stub_torch: Path) -> Done:
+def run_one(
+    probe: Probe,
+    how: str,
+    tmp_path: Path,
+    stub_torch: Path,
+    supervisors: Supervisors | None = None,
+) -> Done:
     folder = tmp_path / {PYTHON: "dir_plain", "forkserver": "dir_forks", "exec": "dir_execs"}[how]
     folder.mkdir()
     write(folder, probe)
@@ -124,6 +141,17 @@ def run_one(probe: Probe, how: str, tmp_path: Path, stub_torch: Path) -> Done:
     if not probe.real_torch:
         env["PYTHONPATH"] = str(stub_torch)
     stdout = subprocess.PIPE if probe.stdout is None else probe.stdout()
+    # What Python reads when it starts, it has to read.
+    if supervisors is not None and not (probe.python_flags or probe.env or probe.real_torch):
+        words = ["--start-method", how, *probe.flags, *probe.target]
+        try:
+            code, out, err = supervisors.run(
+                words, folder, env, probe.stdin, None if probe.stdout is None else stdout, TIMEOUT
+            )
+        finally:
+            if probe.stdout is not None:
+                os.close(stdout)
+        return done_of(probe, folder, code, out, err)
     try:
         process = subprocess.Popen(
             [
@@ -148,10 +176,13 @@ def run_one(probe: Probe, how: str, tmp_path: Path, stub_torch: Path) -> Done:
         process.send_signal(signal.SIGTERM)
         process.communicate()
         raise
-    code = process.returncode
+    return done_of(probe, folder, process.returncode, out or b"", err)
+
+
+def done_of(probe: Probe, folder: Path, code: int, out: bytes, err: bytes) -> Done:
     return Done(
         code=code if code >= 0 else 128 - code,  # as a shell shows it, and as rally exits
-        out=comparable(out or b"", folder),
+        out=comparable(out, folder),
         err=comparable(err, folder),
         files={
             name: (folder / name).read_text() if (folder / name).exists() else "(none)"
