@@ -16,7 +16,7 @@ import pace
 _FOLDER = pytest.StashKey[str]()
 
 
-# Three files are tested at a time: how long an example takes says nothing.
+# Several files are tested at a time: how long an example takes says nothing.
 settings.register_profile("no deadline", settings(), deadline=None)
 settings.load_profile("no deadline")
 
@@ -45,19 +45,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # The files that take longest, the longest first: begun last, one of them would hold up the end.
 _LONGEST = [
+    "test_elastic.py",
     "test_script_does_not_notice.py",
     "test_examples.py",
-    "test_join.py",
+    "test_torchrun_handler.py",
+    "test_nodes.py",
+    "test_nothing_left_behind.py",
     "test_functions.py",
-    "test_torchrun.py",
-    "test_bad_input.py",
     "test_failure_report.py",
-    "test_rpc_group.py",
+    "test_meeting.py",
     "test_logs.py",
-    "test_dynamic.py",
-    "test_collectives.py",
+    "test_store_host.py",
+    "test_join.py",
+    "test_bad_input.py",
+    "test_silent_server.py",
+    "test_restart.py",
+    "test_signals_to_all.py",
+    "test_rpc_guide.py",
+    "test_docs.py",
+    "test_mpi.py",
     "test_rpc_suite.py",
+    "test_join_gradients.py",
+    "test_file_store.py",
+    "test_collectives.py",
     "test_shm.py",
+    "test_rpc_group.py",
+    "test_torchrun.py",
+    "test_join_leaving.py",
+    "test_dynamic.py",
 ]
 
 

@@ -21,7 +21,7 @@ from servers.etcd_server import EtcdCluster, require_etcd
 from servers.fault_proxy import FaultProxy
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 LEASE = 2.0
 
@@ -191,7 +191,9 @@ def test_a_failure_that_is_not_restarted_is_reported_alike_on_every_node(
 @pytest.mark.netns
 def test_workers_deaths_are_known_everywhere_at_once(cluster: Cluster) -> None:
     """Without collectives: only the supervisors can tell the others' workers."""
-    start_hosts(cluster, 4, "4:4", "--max-restarts", "1", env={"ELASTIC_APART": "1"})
+    by_lease = 60.0  # nobody waits for that long
+    env = {"ELASTIC_APART": "1"}
+    start_hosts(cluster, 4, "4:4", "--max-restarts", "1", env=env, lease=by_lease)
     first = cluster.formed(4)
     at = time.monotonic()
     os.kill(first.workers[2]["pid"], signal.SIGKILL)
@@ -201,13 +203,13 @@ def test_workers_deaths_are_known_everywhere_at_once(cluster: Cluster) -> None:
     assert sorted(known) == [0, 1, 3]
     cluster.measure("worker killed, all other workers are told to stop", max(known.values()) - at)
     cluster.measure("from that to the next collective", second.at - max(known.values()))
-    assert max(known.values()) - at < LEASE
+    assert max(known.values()) - at < by_lease / 2
     victim = next(name for name in second.names if name != "n0")
     at = cluster.node(victim).signal(signal.SIGKILL)
     wait_until(lambda: len(cluster.notes("signal", since=at)) == 3, "the others stop")
     told = max(each["at"] for each in cluster.notes("signal", since=at))
     cluster.measure("supervisor killed, all other workers are told to stop", told - at)
-    assert told - at < LEASE
+    assert told - at < by_lease / 2
     at = cluster.nodes[0].signal(signal.SIGINT)
     codes = [node.wait() for node in cluster.nodes if not node.killed]
     # Who waited for the next round is told that there is none; who still stopped, is stopped.
