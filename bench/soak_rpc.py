@@ -5,10 +5,9 @@
 
 Eight members of a dynamic group (soak_rpc_member.py) call each other in every way there is and check every answer
 byte by byte. Meanwhile they are killed (others come in their place), stopped for a while (for 12 s amid 64 MiB
-tensors, too), their connections are
-reset, their messages delayed and dropped, they fork children that exit, call or join; strangers send them garbage, with and without proof of the secret, and ask
-for large answers that they do not read. Every few hundred faults all is undone and the calls pause: then no call,
-reference, block of shared memory, descriptor, thread or process may be there that is not accounted for. The exit
+tensors, too), their connections are reset, their messages delayed and dropped, and they fork children that exit, call or
+join. Strangers send them garbage, with and without proof of the secret, and ask for large answers that they do not read.
+Every few hundred faults all is undone and the calls pause: then no call, reference, block of shared memory, descriptor, thread or process may be there that is not accounted for. The exit
 code is 1 if an answer was wrong, a call late, an error unexpected or anything left. See bench/README.md.
 """
 
@@ -59,6 +58,8 @@ PAUSE_PATIENCE = 20.0
 CENSUS_PATIENCE = 12.0
 # Of one that stands still amid large tensors: more than twice what a silent host is waited for.
 STILL_SECONDS = 12.0
+# So many at once.
+MOST_STANDING = 2
 # How long after the last refusal of a connection somebody may still be expelled for it.
 LATE_EXPULSION = 5.0
 
@@ -173,6 +174,7 @@ class Crowd:
             # Now and then too little, so that tensors take the other way.
             "shared_memory_bytes": self.chance.choice((1 << 30, 64 << 20, 1 << 20)),
             "crashes": str(self._folder / "crashes"),
+            "stacks": str(self._folder / f"stacks-{name}"),
         }
         socket.send_fds(self._nursery, [json.dumps(wanted).encode()], [theirs.fileno()])
         theirs.close()
@@ -274,12 +276,20 @@ class Crowd:
     def _judge(self, process: Process, kind: str, said: dict[str, Any]) -> None:
         if kind in ("late", "hang") and "until" in said:
             stopped = process.stopped_within(said["began"], said["ended"])
-            over = said["ended"] - said["until"] - stopped
+            over = said["ended"] - said["until"] - stopped - said["starved"]
             if over <= calls.GRACE:
                 return
             said["seconds_over"] = round(over, 3)
         facts = {key: value for key, value in said.items() if key != "problem"}
         self.note(kind, process, **facts)
+
+    def stacks_of(self, process: Process) -> str:
+        """Where its threads are, as far as it can still say so."""
+        with suppress(OSError):
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(1.0)
+            return (self._folder / f"stacks-{process.name}").read_text()[-12000:]
+        return ""
 
     def note(self, kind: str, process: Process | None, **facts: Any) -> None:
         self.counts[f"problem: {kind}"] += 1
@@ -466,7 +476,9 @@ class Faults:
         self._running: list[Any] = []
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._still_until = 0.0
+        # Members that stand still amid large tensors, and how many have done so to the end.
+        self._standing = 0
+        self.stood = 0
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), act))
@@ -478,6 +490,9 @@ class Faults:
         return self._later[0][0] - time.monotonic() if self._later else 1.0
 
     def undo_all(self) -> None:
+        """At once, but for those who stand still: they do so for as long as they are to."""
+        while self._standing:
+            time.sleep(max(0.0, self.due()))
         while self._later:
             heapq.heappop(self._later)[2]()
         for each in self._running:
@@ -526,10 +541,10 @@ class Faults:
 
     def _stand_still(self, victim: Process, active: list[Process]) -> bool:
         """Two send it 64 MiB each, it sends as much, and is stopped for longer than a silent host would be waited for."""
-        if len(active) <= LEAST_ACTIVE or self._still_until > time.monotonic():
+        if len(active) <= LEAST_ACTIVE or self._standing >= MOST_STANDING:
             return False
         began = self.chance.uniform(0.0, 0.4)
-        self._still_until = time.monotonic() + began + STILL_SECONDS + 8.0
+        self._standing += 1
         others = self.chance.sample([each for each in active if each is not victim], 2)
         for each in others:
             each.tell(do="send_large", to=victim.name)
@@ -537,12 +552,16 @@ class Faults:
 
         def stop() -> None:
             if not victim.is_active:
+                self._standing -= 1
                 return
             os.kill(victim.pid, signal.SIGSTOP)
             victim.stopped_since = time.monotonic()
             self.later(STILL_SECONDS, go_on)
 
         def go_on() -> None:
+            self._standing -= 1
+            if victim.is_there:
+                self.stood += 1
             if victim.stopped_since is not None and victim.is_there:
                 os.kill(victim.pid, signal.SIGCONT)
                 victim.stops.append((victim.stopped_since, time.monotonic()))
@@ -608,7 +627,7 @@ KINDS = (
     ("reset", 36),
     ("kill", 9),
     ("stop", 9),
-    ("stand_still", 1),
+    ("stand_still", 2),
     ("delay", 8),
     ("drop", 5),
     ("refuse", 4),
@@ -645,7 +664,13 @@ class Soak:
             self.crowd.listen(0.05)
         for each in asked:
             if each.is_there and answer not in each.answers:
-                self.crowd.note("hang", each, operation=question, error="does not answer")
+                self.crowd.note(
+                    "hang",
+                    each,
+                    operation=question,
+                    error="does not answer",
+                    stacks=self.crowd.stacks_of(each),
+                )
         return [each for each in asked if answer in each.answers]
 
     def settle(self) -> None:
@@ -783,6 +808,7 @@ def soak(
         "faults": struck,
         "kinds": dict(striker.struck.most_common()),
         "faults_per_second": round(struck / max(run.under_fire, 1e-3), 1),
+        "stood_still_to_the_end": striker.stood,
         "members": MEMBERS,
         "members_started": len(crowd.everyone),
         "members_expelled": crowd.counts["expelled"],
@@ -808,7 +834,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--minutes", type=float, help="stop after so long, even with fewer faults")
-    parser.add_argument("--rate", type=float, default=40.0, help="faults per second (default 40)")
+    parser.add_argument("--rate", type=float, default=10.0, help="faults per second (default 10)")
     parser.add_argument("--every", type=int, default=500, help="faults between two quiet points")
     parser.add_argument("--output", type=Path, help="write the JSON there too")
     args = parser.parse_args()

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import itertools
 import json
+import math
 import random
 import re
 import socket
@@ -25,8 +26,9 @@ from rallypoint import rpc
 from rallypoint.wire.remote_error import RemoteTraceback
 
 
-# Beyond its time-out a call may take so long to end.
+# Beyond its time-out a call may take so long to end, without the time in which its process did not come to run.
 GRACE = 1.0
+WITNESS_EVERY = 0.02
 CALLERS = 3
 # Tensors are pieces of this: so either end can check every byte of any of them.
 LENGTH = 16 << 20
@@ -74,6 +76,11 @@ class Ledger:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._said: Counter[str] = Counter()
+        # Calls of :func:`send_large` that are under way.
+        self.large = 0
+        # When this process did not come to run although it was to: begin and end, the latest last.
+        self._starved: deque[tuple[float, float]] = deque(maxlen=500)
+        self._due = math.inf
 
     def become(self, name: str) -> None:
         """In a forked child, which answers for itself."""
@@ -113,9 +120,12 @@ class Ledger:
             ended = time.monotonic()
             del self._open[number]
             self.outcomes[outcome] += 1
-            if ended > until + GRACE:
+            # Whoever waits for a core, or for the interpreter, cannot be in time: that is the machine's doing.
+            starved = self.starved_within(until, ended) if ended > until + GRACE else 0.0
+            if ended > until + GRACE + starved:
                 self.problem(
                     "late",
+                    starved=round(starved, 3),
                     operation=operation,
                     to=str(to),
                     began=entered,
@@ -162,6 +172,21 @@ class Ledger:
         if not good:
             self.problem("wrong", operation=operation, to=str(to), got=repr(got)[:500])
 
+    def starved_within(self, begin: float, end: float) -> float:
+        """Seconds of this time in which a thread that had only slept, and was to go on, did not come to run."""
+        # It may still be kept from running while we do.
+        spans = [*self._starved, (self._due, time.monotonic())]
+        return sum(max(0.0, min(end, b) - max(begin, a)) for a, b in spans)
+
+    def witness(self) -> None:
+        """A thread: notes how long this process is kept from running."""
+        while True:
+            self._due = time.monotonic() + WITNESS_EVERY
+            time.sleep(WITNESS_EVERY)
+            now = time.monotonic()
+            if now - self._due > WITNESS_EVERY:
+                self._starved.append((self._due, now))
+
     def watch(self) -> None:
         """A thread: says so when a call does not end at all."""
         told: set[int] = set()
@@ -169,7 +194,8 @@ class Ledger:
             time.sleep(0.5)
             now = time.monotonic()
             for number, (operation, to, entered, until) in list(self._open.items()):
-                if now > until + 5.0 and number not in told:
+                starved = self.starved_within(until, now)
+                if now > until + 5.0 + starved and number not in told:
                     told.add(number)
                     self.problem(
                         "hang",
@@ -178,6 +204,7 @@ class Ledger:
                         began=entered,
                         until=until,
                         ended=now,
+                        starved=round(starved, 3),
                         stacks=stacks(),
                     )
 
@@ -270,10 +297,14 @@ def turn_large(nonce: int, tensor: torch.Tensor) -> torch.Tensor:
 def send_large(to: str, nonce: int) -> None:
     """64 MiB there and back, for one that stands still meanwhile."""
     tensor = torch.arange(LARGE // 8)
-    with suppress(Given), LEDGER.call("large tensor turned", to, LARGE_SECONDS):
-        got = rpc.rpc_sync(to, turn_large, (nonce, tensor), timeout=LARGE_SECONDS)
-        good = torch.equal(got, tensor + nonce % 1000)
-        LEDGER.check("large tensor turned", to, good, got.shape)
+    try:
+        with suppress(Given), LEDGER.call("large tensor turned", to, LARGE_SECONDS):
+            got = rpc.rpc_sync(to, turn_large, (nonce, tensor), timeout=LARGE_SECONDS)
+            good = torch.equal(got, tensor + nonce % 1000)
+            LEDGER.check("large tensor turned", to, good, got.shape)
+    finally:
+        with _held_lock:
+            LEDGER.large -= 1
 
 
 def take(nonce: int, offset: int, size: int, tensor: torch.Tensor) -> tuple[str, int, bool]:

@@ -90,6 +90,7 @@ def undisturb(agent: Any) -> None:
 
 # -- children ------------------------------------------------------------------------------------------
 
+_HOLDERS_SECONDS = 3.0
 # Seconds in which a child must have ended.
 _CHILD_SECONDS = 40
 
@@ -240,7 +241,8 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
         # But for the one that looks after unused memory.
         timers = [each for each in agent.errands.timers if not is_of_memory(each[2])]
         if timers:
-            unrest.append(f"{len(timers)} timers")
+            names = [getattr(each[2], "__qualname__", repr(each[2])) for each in timers[:5]]
+            unrest.append(f"{len(timers)} timers: {names}")
         if agent.queue():
             unrest.append(f"{agent.queue()} jobs in line")
         if agent.service.loop.count():
@@ -320,6 +322,8 @@ def live(name: str, control: socket.socket, settings: dict[str, Any]) -> None:
         # What functions raise is printed there.
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)
         faulthandler.enable(open(settings["crashes"], "a"))  # noqa: SIM115  # for the process's life
+        # The driver asks one that does not answer where it is.
+        faulthandler.register(signal.SIGUSR1, open(settings["stacks"], "a"))  # noqa: SIM115  # the same
         LEDGER.name, LEDGER.control = name, control
         # Before there are threads: torch makes its pool anew in a forked process, and not for two at a time.
         torch.set_num_threads(1)
@@ -340,6 +344,7 @@ def live(name: str, control: socket.socket, settings: dict[str, Any]) -> None:
 def _live(name: str, control: socket.socket, settings: dict[str, Any]) -> int:
     chance = random.Random(settings["seed"])
     threading.Thread(target=LEDGER.watch, name="soak-watch", daemon=True).start()
+    threading.Thread(target=LEDGER.witness, name="soak-witness", daemon=True).start()
     callers = [Caller(settings["seed"] * 16 + number) for number in range(CALLERS + 1)]
     working = [
         threading.Thread(target=each.run, args=(settings["pause"],), name="soak", daemon=True)
@@ -440,7 +445,7 @@ def _obey(
             case "disturb":
                 disturb(agent, command["how"], chance)
             case "send_large":
-                # Not one of those that a quiet point waits for: it ends when its peer goes on.
+                LEDGER.large += 1
                 args = (command["to"], chance.randrange(1 << 30))
                 threading.Thread(target=send_large, args=args, name="soak", daemon=True).start()
             case "undisturb":
@@ -451,9 +456,11 @@ def _obey(
                 undisturb(agent)
                 LEDGER.running.clear()
                 until = time.monotonic() + command["patience"]
-                while LEDGER.parked < working and time.monotonic() < until:
+                while LEDGER.parked < working or LEDGER.large:
+                    if time.monotonic() > until:
+                        break
                     time.sleep(0.005)
-                if LEDGER.parked < working:
+                if LEDGER.parked < working or LEDGER.large:
                     LEDGER.problem("hang", operation="pause", to="", stacks=stacks())
                 let_go()
                 LEDGER.send(quiet=True)
@@ -499,7 +506,11 @@ def _check_end(before: tuple[Counter[str], Counter[str]]) -> None:
 
 
 def holders() -> list[str]:
-    """Who keeps shared memory mapped here: chains of types, from the memory to where they end."""
+    """Who keeps shared memory mapped here: chains of types, from the memory to where they end.
+
+    Each step looks at every object there is: as many as can be done while the driver waits.
+    """
+    until = time.monotonic() + _HOLDERS_SECONDS
     everything = gc.get_objects()
     found = []
     mapped = [
@@ -512,6 +523,8 @@ def holders() -> list[str]:
     for each in mapped[:40]:
         chain, seen, thing = [], set(skip), each
         for _ in range(12):
+            if time.monotonic() > until:
+                return found
             chain.append(_named(thing))
             seen.add(id(thing))
             above = [

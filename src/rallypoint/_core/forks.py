@@ -95,6 +95,9 @@ class Lock:
 
 def _register() -> None:
     global _is_registered  # noqa: PLW0603  # Python keeps such hooks for as long as it runs
+    if _is_registered:
+        # Without the gate: who only makes something known need not wait until a fork is done.
+        return
     with _gate:
         if not _is_registered:
             _is_registered = True
