@@ -37,10 +37,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
+from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError, InputsExhausted, JoinError
 
 from . import exchange
 from .batches import Batches
+from .exchange import check_group
 from .hooks.ddp import DdpMember
 from .hooks.local_sgd import LocalSgdMember, is_local_sgd
 from .hooks.optimizer import ScalerMember, StepMember
@@ -51,7 +53,7 @@ from .notes import Notes
 from .overlooked import Overlooked
 from .passes import Pass, Passes
 from .run import Run
-from .samples import CountSamples, first_dim, inputs_of
+from .samples import CountSamples, counting, first_dim, inputs_of
 from .schedule import WEIGHTINGS, Schedule, Weighting
 from .state import digest
 from .weights import GradientScale
@@ -142,19 +144,25 @@ class Join:
             )
         if not joinables:
             raise ConfigError("joinables", [], "expected at least one: the model, say")
-        for name, value in (("lookahead", lookahead), ("accumulation", accumulation)):
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ConfigError(name, value, "expected a number of steps, 1 or more")
+        _check_types(lookahead, accumulation, enable, throw_on_early_termination, replay, samples)
         self._enable = enable
         self._throw = throw_on_early_termination
         self._weighting = _weighting(weighting, kwargs)
         self._joinables = _in_order(joinables)
+        twice = [
+            each
+            for i, each in enumerate(self._joinables)
+            if any(each is other for other in self._joinables[:i])
+        ]
+        if twice:
+            raise ConfigError("joinables", type(twice[0]).__name__, "it is in the list twice")
         self._members = [member_of(each) for each in self._joinables]
+        check_group("process_group", process_group)
         self._group = _common_group(self._members, process_group)
         self._own = None if steps is None else inputs_of(steps)
         self._lookahead = lookahead
         self._accumulation = accumulation
-        self._samples = samples
+        self._samples = samples if samples is first_dim else counting(samples)
         self._example = example
         own_hooks = any(isinstance(member, HookMember) for member in self._members)
         _check_kwargs(kwargs, own_hooks=own_hooks)
@@ -538,9 +546,22 @@ class Join:
         once per window where a loader has no length.
 
         Raises:
+            ConfigError: nobody can iterate over it.
             JoinError: the loader does not give what its length promises.
             InputsExhausted: with ``throw_on_early_termination``, when the first rank has run out.
         """
+        given: object = loader
+        listed = isinstance(given, Iterable) or hasattr(given, "__getitem__")
+        if not listed or isinstance(given, str | bytes | type):
+            raise ConfigError(
+                "loader",
+                type(given).__name__,
+                "expected a DataLoader, a list of batches, or anything else to iterate over",
+                "a rank without data gives an empty list",
+            )
+        return self._iterate(loader)
+
+    def _iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
         if not self._enable:
             yield from loader
             return
@@ -733,6 +754,35 @@ def _in_order(joinables: Iterable[Any]) -> list[Any]:
     found = list(joinables)
     known = (nn.Module, Optimizer, LRScheduler, GradScaler)
     return sorted(found, key=place) if all(isinstance(each, known) for each in found) else found
+
+
+def _check_types(
+    lookahead: object,
+    accumulation: object,
+    enable: object,
+    throw_on_early_termination: object,
+    replay: object,
+    samples: object,
+) -> None:
+    for name, value in (("lookahead", lookahead), ("accumulation", accumulation)):
+        if value is None and name == "lookahead":
+            continue
+        if not is_whole(value) or value < 1:  # type: ignore[operator]  # it is a number
+            raise ConfigError(name, value, "expected a number of steps, 1 or more")
+    if not isinstance(enable, bool | int):
+        # The list of joinables comes first.
+        hint = "as in Join([model, optimizer])" if isinstance(enable, nn.Module | Optimizer) else ""
+        raise ConfigError("enable", type(enable).__name__, "expected True or False", hint)
+    for name, value in (
+        ("throw_on_early_termination", throw_on_early_termination),
+        ("replay", replay),
+    ):
+        if not isinstance(value, bool | int) and (value is not None or name != "replay"):
+            raise ConfigError(name, value, "expected True or False")
+    if not callable(samples):
+        raise ConfigError(
+            "samples", samples, "expected a function: the number of samples in a batch"
+        )
 
 
 # What torch's own hooks take, and what a slip of the finger in one of Join's arguments would come near.

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree, data
 
+from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError, JoinError
 
 from .batches import described, zeros_like_described
-from .exchange import broadcast_text, gather
+from .exchange import broadcast_text, check_group, gather
 
 
 # Dimensions of a tensor, beside the one of samples.
@@ -51,6 +52,16 @@ class ShardSampler(data.Sampler[int]):
         shuffle: bool = False,
         seed: int = 0,
     ) -> None:
+        given: object = data_source
+        if not isinstance(given, Sized):
+            raise ConfigError(
+                "data_source",
+                type(given).__name__,
+                "expected a data set with a length: len() of it fails",
+            )
+        for name, value in (("rank", rank), ("world_size", world_size), ("seed", seed)):
+            if value is not None and not is_whole(value):
+                raise ConfigError(name, value, "expected a whole number")
         self.rank = dist.get_rank() if rank is None else rank
         self.world_size = dist.get_world_size() if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
@@ -62,6 +73,8 @@ class ShardSampler(data.Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """The order of this epoch comes next."""
+        if not is_whole(epoch):
+            raise ConfigError("epoch", epoch, "expected a whole number")
         self._epoch = epoch
 
     @property
@@ -100,6 +113,15 @@ def gather_samples(
         JoinError: on every rank, and names the ranks: structures, shapes or types differ.
         ConfigError: on this rank: rows and indices do not go together.
     """
+    given: object = indices
+    if given is not None and not (
+        isinstance(given, torch.Tensor) and not given.is_floating_point()
+    ):
+        kind = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ConfigError(
+            "indices", kind, "expected a tensor of whole numbers", "as in sampler.indices"
+        )
+    check_group("group", group)
     leaves = [] if values is None else pytree.tree_leaves(values)
     for leaf in leaves:
         _check_leaf(leaf, leaves[0], indices)
@@ -146,21 +168,45 @@ def mean_over_samples(
             values do not count, whatever they are (a mean over nothing is NaN).
         num_samples: this rank's.
     Raises:
-        ConfigError: ``num_samples`` is below 0.
+        ConfigError: ``num_samples`` is below 0, or a metric is not one number.
     Returns:
         ``sum(n * mean) / sum(n)`` of each; NaN if no rank has a sample.
     """
-    if num_samples < 0:
-        raise ConfigError("num_samples", num_samples, "expected 0 or more")
-    sums = [float(value) * num_samples if num_samples else 0.0 for value in metrics.values()]
+    count: Any = num_samples
+    if not is_whole(count) or count < 0:
+        shown = "None" if count is None else count
+        raise ConfigError("num_samples", shown, "expected a whole number, 0 or more")
+    given: object = metrics
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "metrics", type(given).__name__, "expected names and means", "as in {'loss': loss}"
+        )
+    check_group("group", group)
+    sums = [
+        _number(name, value) * num_samples if num_samples else 0.0
+        for name, value in metrics.items()
+    ]
     total = torch.tensor([*sums, float(num_samples)], dtype=torch.float64)
     total = total.to(_device_of(group))
     dist.all_reduce(total, group=group)
-    *means, count = total.tolist()
+    *means, samples = total.tolist()
     return {
-        name: mean / count if count else float("nan")
+        name: mean / samples if samples else float("nan")
         for name, mean in zip(metrics, means, strict=True)
     }
+
+
+def _number(name: str, value: object) -> float:
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    try:
+        if one or (not isinstance(value, torch.Tensor | str) and value is not None):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        pass
+    shown = list(value.shape) if isinstance(value, torch.Tensor) else value
+    raise ConfigError(
+        f"metrics[{name!r}]", shown, "expected one number: the mean over this rank's samples"
+    )
 
 
 def _check_leaf(leaf: Any, first: torch.Tensor, indices: torch.Tensor | None) -> None:

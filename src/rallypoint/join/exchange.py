@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rallypoint.errors import ConfigError
+
 from .schedule import Inputs
 
 
@@ -47,6 +49,14 @@ def all_inputs(
         tables = [each[2:] for each in heads]
     every = [Inputs(_runs(table, count)) for table, count in zip(tables, counts, strict=True)]
     return every, number
+
+
+def check_group(name: str, group: object) -> None:
+    """Raises ConfigError if it is none."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            name, type(group).__name__, "expected a process group, or None for the default one"
+        )
 
 
 def gather(

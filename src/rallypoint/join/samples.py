@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree, data
 
+from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
 
 from .schedule import Inputs
 
 
 CountSamples = Callable[[Any], int]
+
+_EXPECTED = "expected a number of steps, the samples of each step, or a loader with a length"
 
 
 def first_dim(batch: Any) -> int:
@@ -38,31 +41,56 @@ def first_dim(batch: Any) -> int:
     )
 
 
-def inputs_of(steps: int | Sequence[int] | Sized) -> Inputs:
+def counting(samples: CountSamples) -> CountSamples:
+    """The same function, of which the answer is looked at."""
+
+    def count(batch: Any) -> int:
+        found: Any = samples(batch)  # Any: whatever the user's function gives
+        if not is_whole(found) or found < 0:
+            shown = "None" if found is None else found
+            raise ConfigError(
+                "samples", shown, "expected a function that gives a whole number, 0 or more"
+            )
+        return int(found)
+
+    return count
+
+
+def inputs_of(steps: Any) -> Inputs:
     """What ``steps`` of :class:`~rallypoint.join.Join` says this rank has.
 
     Raises:
         ConfigError: it is no number, list of numbers, or loader with a length.
     """
-    if isinstance(steps, bool) or (isinstance(steps, int) and steps < 0):
+    if isinstance(steps, bool) or (_is_number(steps) and not _is_size(steps)):
         raise ConfigError("steps", steps, "expected a number of steps, 0 or more")
-    if isinstance(steps, int):
-        return Inputs.of_steps(steps)
+    if _is_size(steps):
+        return Inputs.of_steps(int(steps))
+    if isinstance(steps, str | bytes | Mapping):
+        raise ConfigError("steps", steps, _EXPECTED, "len(loader), for one")
     if isinstance(steps, Sequence) and all(_is_size(each) for each in steps):
-        return Inputs.of_sizes(steps)
+        return Inputs.of_sizes(map(int, steps))
+    if isinstance(steps, Sequence) and all(map(_is_number, steps)):
+        raise ConfigError(
+            "steps", steps, "expected whole numbers, 0 or more: the samples of each step"
+        )
     found = inputs_of_loader(steps, first_dim)
     if found is None:
         raise ConfigError(
             "steps",
             type(steps).__name__,
-            "expected a number of steps, the samples of each step, or a loader with a length",
+            _EXPECTED,
             "for a loader without one use lookahead=8 and join.batches(loader)",
         )
     return found
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or is_whole(value)
+
+
+def _is_size(value: Any) -> bool:
+    return is_whole(value) and value >= 0
 
 
 def inputs_of_loader(loader: Iterable[Any] | Sized, count: CountSamples) -> Inputs | None:

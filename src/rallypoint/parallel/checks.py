@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
 
 from . import bare, members
 from .signatures import Signature, find_problem, own_problem
+
+
+def check_types(x: object, group: object, dim: object = 0, src: object = 0) -> None:
+    """Raise if an argument is of a type that cannot be. In a compiled graph nothing is checked.
+
+    Raises:
+        ConfigError: which one it is, and what was expected.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if not isinstance(x, Tensor):
+        raise ConfigError("x", type(x).__name__, "expected a tensor")
+    if not (
+        group is None
+        or isinstance(group, dist.ProcessGroup)
+        or group is dist.GroupMember.NON_GROUP_MEMBER
+    ):
+        raise ConfigError(
+            "group",
+            type(group).__name__,
+            "expected a process group, or None for the default one",
+            "mesh.group('tp') is that of an axis",
+        )
+    for name, value in (("dim", dim), ("src", src)):
+        if type(value) is not int and not is_whole(value):
+            raise ConfigError(name, value, "expected a whole number")
+
+
+def splits_of(name: str, splits: object) -> tuple[int, ...]:
+    """Numbers of rows, one for each rank.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    if isinstance(splits, Iterable) and not isinstance(splits, str | bytes):
+        found = tuple(splits)
+        if all(map(is_whole, found)):
+            return tuple(map(int, found))
+    raise ConfigError(
+        name, splits, "expected a list of whole numbers, one for each rank of the group"
+    )
 
 
 def check_call(

@@ -125,6 +125,9 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, checks: bool = Fa
     return _sent(x, src, group)
 
 
+_WITHOUT_DIM = ("all_reduce", "broadcast")
+
+
 def _check(
     operation: str,
     x: Tensor,
@@ -136,7 +139,8 @@ def _check(
     src: int = 0,
     everywhere: bool,
 ) -> None:
-    if op not in {"", "sum", "mean"}:
+    checking.check_types(x, group, 0 if operation in _WITHOUT_DIM else dim, src)
+    if op not in ("", "sum", "mean"):
         raise ConfigError("op", op, "expected sum or mean")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ConfigError("op", op, f"x is {x.dtype}, of which there is no mean", "use op='sum'")

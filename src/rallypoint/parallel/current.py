@@ -68,6 +68,11 @@ def set_current_mesh(mesh: ParallelMesh) -> ParallelMesh:
     Raises:
         ConfigError: there is another one already.
     """
+    given: object = mesh
+    if not isinstance(given, ParallelMesh):
+        raise ConfigError(
+            "mesh", given, "expected a ParallelMesh", "destroy_parallelism() ends the one there is"
+        )
     here = current_mesh()
     if here is not None and here is not mesh:
         raise ConfigError("mesh", here, "there is one already", "call destroy_parallelism() first")

@@ -48,12 +48,14 @@ def all_to_all(
         is that of the sum over ranks of the losses ([Note: Gradients]).
     Source: GShard (arXiv 2006.16668) for its use with experts.
     """
+    checking.check_types(x, group)
     if send_splits is None and recv_splits is None and not checks and bare.is_plain(x):
         # The most frequent call does little beside the collective: microseconds are seen at 1 MB.
         size = members.size_of(group)
         if x.shape[0] % size == 0:
             return x if size == 1 else bare.exchange_plainly(x, group)
-    send, recv = _as_tuple(send_splits), _as_tuple(recv_splits)
+    send = None if send_splits is None else checking.splits_of("send_splits", send_splits)
+    recv = None if recv_splits is None else checking.splits_of("recv_splits", recv_splits)
     checking.check_call(
         ALL_TO_ALL,
         x,
@@ -91,6 +93,7 @@ def all_to_all_dynamic(
         As :func:`all_to_all`.
     Gradient: as :func:`all_to_all`; the splits have none.
     """
+    checking.check_types(x, group)
     send, recv = _exchange_splits(send_splits, x, group, checks=checks)
     if members.size_of(group) == 1:
         return x, list(recv)
@@ -103,7 +106,7 @@ def _exchange_splits(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The splits as numbers: those of this rank, and what the others send to it."""
     if not isinstance(send_splits, Tensor):
-        send = tuple(send_splits)
+        send = checking.splits_of("send_splits", send_splits)
         checking.check_call(ALL_TO_ALL_DYNAMIC, x, group, send_splits=send, everywhere=checks)
         if members.size_of(group) == 1:
             return send, send
@@ -120,10 +123,6 @@ def _exchange_splits(
     send, recv = tuple(both[0]), tuple(both[1])
     checking.check_call(ALL_TO_ALL_DYNAMIC, x, group, send_splits=send, everywhere=False)
     return send, recv
-
-
-def _as_tuple(splits: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if splits is None else tuple(splits)
 
 
 def _exchanged(

@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
 
 
@@ -56,9 +57,7 @@ class ParallelLayout:
         degrees = self._degrees()
         every: dict[str, object] = {**degrees, "ep": self.ep}
         for axis, degree in every.items():
-            # True is an int to Python, and a mistake here.
-            whole = isinstance(degree, int) and not isinstance(degree, bool)
-            if not whole or (degree != -1 and degree < 1):  # type: ignore[operator]  # it is an int
+            if not is_whole(degree) or (degree != -1 and degree < 1):  # type: ignore[operator]  # it is an int
                 raise ConfigError(
                     axis, degree, "expected a whole number, 1 or more, or -1 for the rest"
                 )
@@ -87,6 +86,7 @@ class ParallelLayout:
         Raises:
             ConfigError: the degrees do not go into ``world_size``; it says which would.
         """
+        _check_whole("world_size", world_size)
         degrees = self._degrees()
         given = {axis: degree for axis, degree in degrees.items() if degree != -1}
         product = math.prod(given.values())
@@ -121,6 +121,7 @@ class ParallelLayout:
         Raises:
             ConfigError: there is no such rank.
         """
+        _check_whole("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ConfigError("rank", rank, f"expected 0 to {self.world_size - 1}")
         found, left = {}, rank
@@ -139,6 +140,7 @@ class ParallelLayout:
             ConfigError: a coordinate is not on the grid.
         """
         for axis, index in (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)):
+            _check_whole(axis, index)
             if not 0 <= index < self.degree(axis):
                 raise ConfigError(axis, index, f"expected 0 to {self.degree(axis) - 1}")
         return ((pp * self.degree("dp") + dp) * self.cp + cp) * self.tp + tp
@@ -184,6 +186,11 @@ class ParallelLayout:
         return dict(
             zip(GRID, (self.pp, self.dp // self.ep, self.ep, self.cp, self.tp), strict=True)
         )
+
+
+def _check_whole(name: str, value: object) -> None:
+    if not is_whole(value):
+        raise ConfigError(name, value, "expected a whole number")
 
 
 def _grid_axes(axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ group's description, which logs and flight recorders show; the store of a genera
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -67,6 +67,19 @@ class ParallelMesh:
         generation: int | None = None,
         timeout: float | None = None,
     ) -> None:
+        given: object = layout
+        if not isinstance(given, ParallelLayout):
+            raise ConfigError(
+                "layout",
+                type(given).__name__,
+                "expected a ParallelLayout",
+                "as in ParallelMesh(ParallelLayout(tp=2))",
+            )
+        by_axis: object = backends
+        if by_axis is not None and not isinstance(by_axis, Mapping):
+            raise ConfigError(
+                "backends", by_axis, "expected a backend for each axis", "as in {'tp': 'nccl'}"
+            )
         self.layout = layout.resolve(members.size_of(None))
         self.rank = members.rank_in(None)
         self.generation = _generation() if generation is None else generation
@@ -75,8 +88,8 @@ class ParallelMesh:
         for axis, name in self._backends.items():
             if axis not in AXES:
                 raise ConfigError("backends", axis, f"expected one of {', '.join(AXES)}")
-            given: object = name
-            if not isinstance(given, str) or not given.strip():
+            named: object = name
+            if not isinstance(named, str) or not named.strip():
                 raise ConfigError(f"backends[{axis!r}]", name, "expected the name of a backend")
             # As torch names it: "gloo", or one per device, "cpu:gloo,cuda:nccl".
             parts = [part.rpartition(":")[2] for part in name.split(",")]
@@ -142,6 +155,11 @@ class ParallelMesh:
             joined: axes (``"tp"``), and axes to be joined (``("cp", "tp")``). Default: :data:`STANDARD`.
         """
         for axes in joined or STANDARD:
+            given: object = axes
+            if not isinstance(given, str | Sequence):
+                raise ConfigError(
+                    "axes", given, "expected an axis or a tuple of them", "as in 'tp', ('dp', 'cp')"
+                )
             self.group(*((axes,) if isinstance(axes, str) else axes))
         return self
 
@@ -156,6 +174,10 @@ class ParallelMesh:
             ConfigError: as :meth:`group`; there is no default group; as many names as axes were expected.
         """
         names = axes if names is None else names
+        given: object = names
+        if not isinstance(given, tuple | list):
+            raise ConfigError("names", given, "expected a tuple of names, one for each axis")
+        names = tuple(names)
         self._check_alive()
         if (axes, names) in self._device_meshes:
             return self._device_meshes[axes, names]

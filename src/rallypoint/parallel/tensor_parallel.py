@@ -47,6 +47,7 @@ def copy_to(x: Tensor, group: Group = None, *, checks: bool = False) -> Tensor:
         ConfigError: with ``checks``: ranks differ.
     Gradient: all-reduce (sum) of the output's gradients: that of one loss by an ``x`` that all ranks share.
     """
+    checking.check_types(x, group)
     checking.check_call("copy_to", x, group, dim=None, everywhere=checks)
     if members.size_of(group) == 1:
         return x
@@ -68,6 +69,7 @@ def reduce_from(x: Tensor, group: Group = None, *, checks: bool = False) -> Tens
         RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
     Gradient: the output's own: that of one loss, which all ranks compute alike from the sum.
     """
+    checking.check_types(x, group)
     checking.check_call("reduce_from", x, group, dim=None, everywhere=checks)
     if members.size_of(group) == 1:
         return x
@@ -88,6 +90,7 @@ def scatter_to(x: Tensor, group: Group = None, *, dim: int = -1, checks: bool = 
         ConfigError: ``dim`` does not divide; with ``checks`` also that ranks differ, and then on all of them.
     Gradient: all-gather of the parts' gradients: that of one loss by an ``x`` that all ranks share.
     """
+    checking.check_types(x, group, dim)
     checking.check_call("scatter_to", x, group, dim=dim, divided=True, everywhere=checks)
     if members.size_of(group) == 1:
         return x
@@ -110,6 +113,7 @@ def gather_from(x: Tensor, group: Group = None, *, dim: int = -1, checks: bool =
         RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
     Gradient: this rank's part of the output's: that of one loss, which all ranks compute alike from the whole.
     """
+    checking.check_types(x, group, dim)
     checking.check_call("gather_from", x, group, dim=dim, everywhere=checks)
     if members.size_of(group) == 1:
         return x
