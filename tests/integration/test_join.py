@@ -255,7 +255,8 @@ def train(
                 if syncs:
                     optimizer.step()
                     optimizer.zero_grad()
-        optimizer.zero_grad()
+        if accumulation > 1 and mode in ("planned", "classic"):
+            optimizer.zero_grad()  # what is left of the last steps; nowhere else may anything be left
     return flat(model.module)
 
 
@@ -607,14 +608,15 @@ def test_local_sgd_averages_the_models_of_those_that_have_inputs(ranks: Ranks, m
             torch.optim.SGD(model.parameters(), lr=0.1),
             PeriodicModelAverager(period=2, warmup_steps=1),
         )
-        data = batches_of(sizes, rank, 0)
-        steps = {"steps": len(data)} if mode == "planned" else {}
         joined = [optimizer] if mode == "planned" else [Local(model), optimizer]
-        with Join(joined, **steps) as join:
-            for batch in data if mode == "planned" else join.batches(data):
-                loss_of(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        for epoch in range(2):
+            data = batches_of(sizes, rank, epoch)
+            steps = {"steps": len(data)} if mode == "planned" else {}
+            with Join(joined, **steps) as join:
+                for batch in data if mode == "planned" else join.batches(data):
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
         return flat(model)
 
     class Local(nn.Module):
@@ -624,22 +626,23 @@ def test_local_sgd_averages_the_models_of_those_that_have_inputs(ranks: Ranks, m
 
     def reference(sizes: list[list[int]]) -> torch.Tensor:
         models = [model_of() for _ in sizes]
-        every = [batches_of(sizes, rank, 0) for rank in range(len(sizes))]
-        for step in range(max(map(len, sizes))):
-            active = [rank for rank, each in enumerate(every) if step < len(each)]
-            for rank in active:
-                model = models[rank]
-                loss_of(model, every[rank][step]).backward()
-                with torch.no_grad():
-                    for p in model.parameters():
-                        p -= 0.1 * p.grad
-                        p.grad = None
-            if step >= 1 and (step - 1) % 2 == 0:
-                with torch.no_grad():
-                    for same in zip(*(model.parameters() for model in models), strict=True):
-                        mean = sum(same[rank] for rank in active) / len(active)
-                        for p in same:
-                            p.copy_(mean)
+        for epoch in range(2):
+            every = [batches_of(sizes, rank, epoch) for rank in range(len(sizes))]
+            for step in range(max(map(len, sizes))):
+                active = [rank for rank, each in enumerate(every) if step < len(each)]
+                for rank in active:
+                    model = models[rank]
+                    loss_of(model, every[rank][step]).backward()
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p -= 0.1 * p.grad
+                            p.grad = None
+                if step >= 1 and (step - 1) % 2 == 0:
+                    with torch.no_grad():
+                        for same in zip(*(model.parameters() for model in models), strict=True):
+                            mean = sum(same[rank] for rank in active) / len(active)
+                            for p in same:
+                                p.copy_(mean)
         return flat(models[max(range(len(sizes)), key=lambda rank: len(sizes[rank]))])
 
     size = ranks.world_size
@@ -667,13 +670,14 @@ def test_local_sgd_with_the_hook_that_torch_has_for_it(ranks: Ranks, mode: str) 
         model.register_comm_hook(state, local_sgd.post_localSGD_hook)
         averager = PeriodicModelAverager(period=2, warmup_steps=start + 1)
         optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
-        data = batches_of([[3] * n for n in lengths], rank, 0)
-        steps = {"steps": len(data)} if mode == "planned" else {}
-        with Join([model, optimizer], **steps) as join:
-            for batch in data if mode == "planned" else join.batches(data):
-                loss_of(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        for epoch in range(2):
+            data = batches_of([[3] * n for n in lengths], rank, epoch)
+            steps = {"steps": len(data)} if mode == "planned" else {}
+            with Join([model, optimizer], **steps) as join:
+                for batch in data if mode == "planned" else join.batches(data):
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
         return flat(model)
 
     for lengths in ([6, 3, 2, 6], [1, 6, 4, 0], [4] * 4):
