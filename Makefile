@@ -27,7 +27,8 @@ demo: $(STAMP)   ## train a real model on two processes, with plots, in under a 
 AT_A_TIME = --dist loadfile --no-loadscope-reorder
 test: $(STAMP)   ## the whole test suite: four files at a time, then those that look at clocks
 	$(BIN)/python -m pytest -q -n 4 $(AT_A_TIME) -m "not long and not alone and not wild"
-	$(BIN)/python -m pytest -q -n 3 $(AT_A_TIME) -m "not long and alone and not wild"
+	$(BIN)/python -m pytest -q -n 3 $(AT_A_TIME) -m "not long and alone and not wild" \
+	    $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 test-long: $(STAMP) ## the tests that take their time: slow lines, long silences
 	$(BIN)/python -m pytest -q -m long
