@@ -75,6 +75,26 @@ def test_open_files_of_a_function_launch(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+STORE = """
+import os, resource, socket, torch.distributed
+from rallypoint.launch.server import store_host
+
+listener = socket.create_server(("localhost", 0))
+most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+store_host.serve(listener.fileno(), listener.getsockname()[1])
+"""
+
+
+def test_a_store_that_may_open_no_file_says_so_in_a_line():
+    done = subprocess.run(
+        [sys.executable, "-c", STORE], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("rally: the workers' store cannot be served at port ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("most", [12, 20])
 def test_open_files_of_a_command(tmp_path, most):
     def limit() -> None:

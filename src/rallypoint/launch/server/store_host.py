@@ -32,20 +32,28 @@ def _without_stderr() -> Iterator[None]:
 
 
 def serve(listen_fd: int, port: int) -> None:
-    """Serve a store on an already listening socket until killed. Does not return."""
+    """Serve a store on an already listening socket until killed. Does not return.
+
+    Where it cannot be served (no more open files allowed, say), that is said in a line.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
 
     # A TCPStore server also makes itself a client: "localhost" is this very process.
     # Without name servers c10d cannot tell whom it serves, and warns of that: nobody needs to know.
-    with without_name_servers(), _without_stderr():
-        _store = TCPStore(
-            "localhost",
-            port,
-            None,
-            is_master=True,
-            timeout=timedelta(seconds=30),
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
+    try:
+        with without_name_servers(), _without_stderr():
+            _store = TCPStore(
+                "localhost",
+                port,
+                None,
+                is_master=True,
+                timeout=timedelta(seconds=30),
+                wait_for_workers=False,
+                master_listen_fd=listen_fd,
+            )
+    except Exception as error:  # noqa: BLE001  c10d raises errors of several kinds
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        os.write(2, f"rally: the workers' store cannot be served at port {port}: {why}\n".encode())
+        os._exit(1)
     while True:
         signal.pause()
