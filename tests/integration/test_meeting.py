@@ -41,6 +41,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def start(cluster: Cluster, name: str, *words: str, **more: object) -> Node:
+    # No fork server has to import torch, which the script does without.
+    words = ("--start-method", "exec", *words)
     return cluster.start(name, *words, script=("script.py",), **more)
 
 
