@@ -80,6 +80,7 @@ SANS_IO = {
     "join/schedule.py",
     "wire/auth.py",
     "wire/frames.py",
+    "rpc/content/reach.py",
     "rpc/device_map.py",
     "rpc/groups/membership.py",
     "rpc/references/commands.py",

@@ -81,6 +81,13 @@ def test_the_encrypted_program_prints_what_it_says(folder):
     assert output.strip() == re.search(r"# (tcp.*)", FILES["encrypted.py"])[1].strip()
 
 
+def test_only_what_is_exported_is_called(folder):
+    output = finish(start(folder, "-m", "rallypoint", "run", "--nproc-per-node", 2, "exported.py"))
+    assert {"3", "1"} <= set(output.splitlines())
+    assert "__main__.helper is not on the list of what worker 'worker1' lets others call" in output
+    assert "put @rpc.export on it" in output
+
+
 def test_the_pieces_run_one_after_the_other(folder):
     output = finish(start(folder, "-m", "rallypoint", "run", "--nproc-per-node", 2, "begin.py"))
     assert re.search(r"^RPC ran for more than set timeout \(\d{2,3} ms\)", output, re.MULTILINE)

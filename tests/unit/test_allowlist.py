@@ -93,7 +93,7 @@ def test_what_is_listed_is_found():
     assert payload.loads(payload.dumps(Outer(4).double)[0], allowed=allowed)() == 8
     assert payload.loads(payload.dumps(OrderedDict(a=1))[0], allowed=allowed) == {"a": 1}
     assert payload.loads(payload.dumps(torch.Size([2]))[0], allowed=allowed) == (2,)
-    with pytest.raises(NotAllowed, match="module 'torch' is not on this worker's allow-list"):
+    with pytest.raises(NotAllowed, match="module 'torch' is not on the allow-list of this worker"):
         payload.loads(payload.dumps(torch.float32)[0], allowed=allowed)
 
 

@@ -34,7 +34,7 @@ def same(a, b) -> bool:
             type(a) is type(b)
             and a.dtype == b.dtype
             and a.shape == b.shape
-            and a.tobytes() == b.tobytes()
+            and (a.tolist() == b.tolist() if a.dtype.hasobject else a.tobytes() == b.tobytes())
         )
     if isinstance(a, memoryview):
         return type(b) is memoryview and (a.format, a.shape, a.readonly, a.tolist()) == (
@@ -181,9 +181,17 @@ def test_thousands_of_arrays_go_in_one_message() -> None:
 def test_an_allow_list_holds() -> None:
     data = [bytes(LARGE), bytearray(LARGE), memoryview(bytes(LARGE))]
     assert same(data, there(data, allowed=AllowList(()))[0])
+    for each in (
+        np.zeros(LARGE),
+        np.arange(6.0).reshape(2, 3).T,
+        np.float32(3),
+        np.array(["a", None], dtype=object),
+        np.zeros(3, dtype=[("a", "f8"), ("b", "i4")]),
+    ):
+        assert same(each, there(each, allowed=AllowList(()))[0])
     with pytest.raises(NotAllowed, match="numpy"):
-        there(np.zeros(LARGE), allowed=AllowList(()))
-    assert same(np.zeros(LARGE), there(np.zeros(LARGE), allowed=AllowList(("numpy",)))[0])
+        there(np.linspace, allowed=AllowList(()))
+    assert there(np.linspace, allowed=AllowList(("numpy",)))[0] is np.linspace
 
 
 @given(st.binary(max_size=60))

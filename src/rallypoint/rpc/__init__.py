@@ -36,7 +36,7 @@ from .certificates import Tls
 from .current_call import CurrentCall, current_call
 from .device_map import Device, NodeDevices, device_list, find_problem, reverse_maps
 from .faulty import FaultyRpcBackendOptions
-from .functions import async_execution
+from .functions import async_execution, export
 from .options import NativeRpcBackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from .references.rref import RRef
 from .registry import (
@@ -78,6 +78,7 @@ __all__ = [
     "construct_rpc_backend_options",
     "current_call",
     "device_list",
+    "export",
     "find_problem",
     "get_rpc_timeout",
     "get_worker_info",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 
+T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -30,3 +33,45 @@ def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
 
     wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]  # torch's name for the mark
     return wrapper
+
+
+# By their identity. They are kept: what was exported once stays so.
+_exported: dict[int, object] = {}
+
+
+def export(thing: T) -> T:
+    """Have other workers call this, on workers with the option ``exported_only``; as a decorator, on functions and classes.
+
+    Of a class, its public methods may be called through references, its public static and class methods by name, and
+    the class itself. A subclass has what its exported base has. Nothing changes where the option is not set.
+
+    Args:
+        thing: a function, a class, a static or class method; returned as it is.
+    """
+    found: Any = thing
+    if isinstance(found, (staticmethod, classmethod)):
+        found = found.__func__
+    if not callable(found):
+        raise TypeError(f"{thing!r} cannot be exported: it is not a function or a class")
+    _exported[id(found)] = found
+    return thing
+
+
+def is_exported(found: Any) -> bool:
+    """Whether this was exported, or wraps in a decorator what was."""
+    if _exported.get(id(found)) is found and found is not None:
+        return True
+    inner = found
+    while isinstance(inner, FunctionType) and (wrapped := getattr(inner, "__wrapped__", None)):
+        inner = wrapped
+        if _exported.get(id(inner)) is inner:
+            # Another function that was wrapped with the looks of the first one is not what its name leads to.
+            return _by_name(found) is found
+    return False
+
+
+def _by_name(function: FunctionType) -> object:
+    found: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -53,8 +53,10 @@ class NativeRpcBackendOptions(RpcBackendOptions):
             files; None or False, not. The same for all workers.
         heartbeat: seconds after which a peer whose packets vanish is lost.
         pickle_by_value: functions without a name (lambdas, closures) travel, too; needs the same Python.
-        allowed_modules: what others may name in calls and answers: modules and packages, for what these define, or
-            single names (``package.module.function``); None: all.
+        allowed_modules: what messages of others may be made of: modules and packages, for what these define, or
+            single names (``package.module.Class``). None: anything; with one of the next two, nothing but what needs no entry.
+        allowed_calls: the same of what others may call: functions, classes, methods. None: what is on ``allowed_modules``.
+        exported_only: others may call what has ``@rpc.export``, and what is on ``allowed_calls``; nothing else.
         in_flight_bytes: of tensors, sent to one peer and not answered yet; more waits. Of a peer that leaves as many
             bytes of its answers unread, no further calls are taken until it reads.
         shared_memory_bytes: that all connections together may use for large tensors.
@@ -78,6 +80,8 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         heartbeat: float = 5.0,
         pickle_by_value: bool = False,
         allowed_modules: Sequence[str] | None = None,
+        allowed_calls: Sequence[str] | None = None,
+        exported_only: bool = False,
         in_flight_bytes: int = 1 << 30,
         shared_memory_bytes: int = 4 << 30,
         cuda_ipc: bool = True,
@@ -114,6 +118,9 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.pickle_by_value = pickle_by_value
         _refuse_text("allowed_modules", allowed_modules)
         self.allowed_modules = None if allowed_modules is None else frozenset(allowed_modules)
+        _refuse_text("allowed_calls", allowed_calls)
+        self.allowed_calls = None if allowed_calls is None else frozenset(allowed_calls)
+        self.exported_only = exported_only
         self.in_flight_bytes = in_flight_bytes
         self.shared_memory_bytes = shared_memory_bytes
         self.cuda_ipc = cuda_ipc

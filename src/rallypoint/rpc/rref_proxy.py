@@ -10,6 +10,7 @@ from torch.futures import Future
 
 from . import constants
 from .agent.answers import AnswerLater
+from .agent_in_use import current_agent
 
 
 if TYPE_CHECKING:
@@ -60,7 +61,12 @@ def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[
     # A proxy has no such names. One that were called all the same would lead from any value to anything.
     if name.startswith("__"):
         raise AttributeError(f"{name} is not called through a reference")
-    method = getattr(rref.local_value(), name)
+    agent = current_agent()
+    value = rref.local_value()
+    if agent is None or agent.allowed is None:
+        method = getattr(value, name)
+    else:
+        method = agent.allowed.method(value, name)
     result = method(*args, **kwargs)
     if hasattr(method, "_wrapped_async_rpc_function"):
         return AnswerLater(result)

@@ -241,6 +241,8 @@ def _thaw(frozen: bytes, load: Callable[[bytes], Any] | None = None) -> BaseExce
             raise TypeError("what was pickled is no exception")
         made = kind.__new__(kind, *args)
         for name, value in {"args": args, **attributes}.items():
+            if name.startswith("__") and name != "__suppress_context__":
+                raise TypeError(f"{name} is Python's own: it is set by raising")
             object.__setattr__(made, name, value)  # a class may forbid it
     if not isinstance(made, BaseException):
         raise TypeError("what was pickled is no exception")

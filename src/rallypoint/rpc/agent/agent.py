@@ -63,6 +63,17 @@ def _settle_torch() -> None:
     torch.zeros(1, device="cpu").add_(1)
 
 
+def _allowed(options: NativeRpcBackendOptions, name: str) -> AllowList | None:
+    rebuilt, called, exported = (
+        options.allowed_modules,
+        options.allowed_calls,
+        options.exported_only,
+    )
+    if rebuilt is None and called is None and not exported:
+        return None
+    return AllowList(rebuilt or (), called, exported=exported, worker=name)
+
+
 class Agent:
     """A member of an RPC group.
 
@@ -88,9 +99,7 @@ class Agent:
         self.counters = Counters()
         # The program's calls, without the package's own: made, and served.
         self.made, self.done = Tally(), Tally()
-        self.allowed = (
-            None if options.allowed_modules is None else AllowList(options.allowed_modules)
-        )
+        self.allowed = _allowed(options, name)
         self.rrefs: RRefTable = None  # type: ignore[assignment]  # set by enter(), before anything is served
         self.group: Group | None = None
         # Called with the name of a worker that is gone, and why.

@@ -197,14 +197,16 @@ class Request:
             forks=forks,
         )
         if frame.flags & FLAG_PACKED:
-            return unpacked(content, buffers)
-        if frame.flags & FLAG_FOREIGN:
+            content = unpacked(content, buffers)
+        elif frame.flags & FLAG_FOREIGN:
             if allowed is not None:
                 raise NotAllowed(
                     "a peer has sent what another pickler than ours has written: this worker's allow-list (option"
                     " allowed_modules) cannot look into it"
                 )
             content = self._agent.read_foreign(content)
+        if allowed is not None and frame.kind <= STREAM and frame.kind not in _FETCHES:
+            return allowed.call(content)
         return content
 
     def _execute(self, *, later: bool) -> None:

@@ -1,14 +1,18 @@
-"""What a message may name, where a worker keeps a list of it (option ``allowed_modules``).
+"""What a message may name where a worker keeps a list (options ``allowed_modules``, ``allowed_calls``, ``exported_only``).
 
-Unpickling calls whatever a message names, with whatever it says. So a name must lead to something that the list
-means, and not only begin in a module that is on it:
+There are two lists. What may be *rebuilt* is made while a message is read: instances of classes, mostly. What may be *called* is
+the function of a call, or a method of a value that lives here. A name must lead to something that the list means, and not
+only begin in a module that is on it:
 
 - a path goes through classes only: ``module.os.system`` and ``module.function.__globals__`` are no names of the module;
 - what a module has imported from elsewhere is elsewhere's;
-- ``getattr``, by which methods are pickled, finds public methods of classes and objects on the list, and nothing else.
+- a method is called if it is public, of a class that may be called, and not one of those that reach beyond their
+  object (:mod:`.reach`);
+- our own functions, of which messages are made, put tensors and references together (:class:`Rebuilder`) or do what the
+  package's own calls ask (:class:`Served`). They are no functions to whoever reads the message, and cannot be passed on.
 
-It holds for what callers send and for what those answer who are called: values, items of streams, exceptions. The
-exceptions of Python and of this package need no entry.
+It holds for what callers send and for what those answer who are called: values, items of streams, exceptions. Tensors, arrays,
+references and the exceptions of Python and of this package need no entry. How a message is read is in :mod:`.careful`.
 
 A list is as narrow as what is on it: who lists ``torch`` has listed ``torch.load``.
 """
@@ -17,13 +21,21 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import inspect
 import pickle
+import sys
 from collections.abc import Callable, Collection
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from rallypoint import errors
+import torch
 
+from rallypoint import errors
+from rallypoint.rpc.functions import is_exported
+
+from .reach import makes_from_memory, name_of, operator_reaches_beyond, reaches_beyond
+from .script import builtin_name
 from .tensors import rebuild_weights
 
 
@@ -31,23 +43,15 @@ class NotAllowed(pickle.UnpicklingError):
     """A peer has named something that is not on this process's allow-list."""
 
 
-# What messages of the package's own are made of. Nothing here calls what a message names.
-_OWN = frozenset(
+# Put together what a message consists of. Nothing here calls what a message names.
+_REBUILDERS = frozenset(
     f"rallypoint.rpc.{name}"
     for name in (
-        "api._broadcast_to_followers",
-        "api._gather_to_leader",
         "content.apart.rebuild_view",
         "content.cuda_ipc.arrive_handed",
         "content.cuda_ipc.arrive_shared",
         "content.cuda_ipc.arrive_staged",
-        "references.ids.Fork",
-        "references.ids.ForkId",
-        "references.ids.RRefId",
         "references.rref.rebuild_rref",
-        "references.rref_backward._run_backward",
-        "rref_proxy.call_method",
-        "rref_proxy.rref_type",
         # These two look at the list themselves.
         "content.script.load_script_function",
         "content.script.load_torch_function",
@@ -57,6 +61,7 @@ _OWN = frozenset(
         "content.tensors.rebuild_empty_there",
         "content.tensors.rebuild_grad",
         "content.tensors.rebuild_meta",
+        "content.tensors.rebuild_mkldnn",
         "content.tensors.rebuild_on_device",
         "content.tensors.rebuild_parameter",
         "content.tensors.rebuild_small",
@@ -66,11 +71,32 @@ _OWN = frozenset(
         "content.tensors.rebuild_strided",
         "content.tensors.rebuild_tensor",
         "content.tensors.rebuild_there",
-        "worker_info.WorkerInfo",
+    )
+) | {
+    f"numpy.{core}.{name}"
+    for core in ("core", "_core")
+    for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
+}
+# What the package's own calls are calls of. Each looks itself at what it is asked for.
+_SERVED = frozenset(
+    f"rallypoint.rpc.{name}"
+    for name in (
+        "api._broadcast_to_followers",
+        "api._gather_to_leader",
+        "references.rref_backward._run_backward",
+        "rref_proxy.call_method",
+        "rref_proxy.rref_type",
     )
 )
-# Values that Python's pickles have no sign of their own for.
-_HARMLESS = frozenset(f"builtins.{name}" for name in ("bytearray", "complex", "range", "slice"))
+# Values that Python's pickles have no sign of their own for, and classes of this package's messages.
+_HARMLESS = frozenset(f"builtins.{name}" for name in ("bytearray", "complex", "range", "slice")) | {
+    "rallypoint.rpc.references.ids.Fork",
+    "rallypoint.rpc.references.ids.ForkId",
+    "rallypoint.rpc.references.ids.RRefId",
+    "rallypoint.rpc.worker_info.WorkerInfo",
+    "numpy.dtype",
+    "numpy.ndarray",
+}
 # So that they are raised as what they are. To make one does nothing; of those that end a program, a caller takes the
 # text only.
 _ERRORS = frozenset(
@@ -86,22 +112,84 @@ _ERRORS = frozenset(
         "rallypoint.rpc.content.allowlist.NotAllowed",
     }
 )
-_PERMITTED = _OWN | _HARMLESS | _ERRORS
+_CLASSES = _HARMLESS | _ERRORS
+# How much a chain of partials may hold.
+_DEEPEST = 16
 
 
-class AllowList:
-    """Modules, and single names in modules.
+class Rebuilder:
+    """A function that only the reading of a message calls. To everybody else it is nothing that can be called."""
 
-    Args:
-        names: ``package.module``, for all that it and what is below it define; ``module.name`` for one thing.
-    """
+    __slots__ = ("function", "name")
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function = function
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: rebuilt with, not called>"
+
+
+class Served(Rebuilder):
+    """A function of the package's own calls."""
+
+    __slots__ = ()
+
+
+class _Names:
+    """Modules, and single names in modules."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
+
+    def __contains__(self, full: str) -> bool:
+        return full in self._names
+
+    def has_module(self, module: str) -> bool:
+        return any(module == each or module.startswith(f"{each}.") for each in self._names)
+
+    def has(self, found: Any) -> bool:
+        """A class or a function, by where it is at home."""
+        home: str | None = found.__module__
+        full = f"{home}.{found.__qualname__}"
+        return full in self._names or (home is not None and self.has_module(home))
+
+
+class AllowList:
+    """What one worker allows.
+
+    Args:
+        rebuilt: ``package.module``, for all that it and what is below it define; ``module.name`` for one thing.
+        called: the same of functions and of classes whose methods are called; None: what may be rebuilt. With it, functions
+            in ``rebuilt`` run while a message is read only if they are named one by one.
+        exported: functions and classes with ``@rpc.export`` may be called, too, and what may be rebuilt is not called.
+        worker: whose list it is, for errors.
+    """
+
+    def __init__(
+        self,
+        rebuilt: Collection[str],
+        called: Collection[str] | None = None,
+        *,
+        exported: bool = False,
+        worker: str = "",
+    ) -> None:
+        self._is_split = exported or called is not None
+        self._rebuilt = _Names(rebuilt)
+        self._called = _Names((called or ()) if self._is_split else rebuilt)
+        self._exported = exported
+        self._whose = f"worker {worker!r}" if worker else "this worker"
         self._instead: dict[tuple[str, str], Callable[..., Any]] = {
-            ("builtins", "getattr"): self._method,
+            ("builtins", "getattr"): self.method,
             ("rallypoint.rpc.content.tensors", "rebuild_saved"): rebuild_weights,
         }
+        # What was found under a name, and what a message got of it.
+        self._known: dict[tuple[str, str], tuple[Any, Any]] = {}
+        # What was named, and is at home elsewhere or does not tell: by whose name it may be called, or rebuilt.
+        self._called_as: dict[int, Any] = {}
+        self._rebuilt_as: dict[int, Any] = {}
+
+    # -- what a message names ------------------------------------------------------------------------
 
     def find(self, module: str, name: str) -> Any:
         """What a message names.
@@ -109,62 +197,313 @@ class AllowList:
         Raises:
             NotAllowed: it may not.
         """
-        instead = self._instead.get((module, name))
-        if instead is not None:
-            return instead
+        key = module, name
+        known = self._known.get(key)
+        if known is not None and known[0] is _at(sys.modules.get(module), name):
+            return known[1]
         full = f"{module}.{name}"
-        is_listed = full in self._names or full in _PERMITTED
-        if not is_listed:
-            self.check(module, full)
-        found: Any = importlib.import_module(module)
-        for depth, part in enumerate(name.split(".")):
-            if (depth and not isinstance(found, type)) or part.startswith("__"):
-                raise NotAllowed(
-                    f"a peer has named {full}: only what classes have is found below them"
-                )
-            found = getattr(found, part)
-        if not is_listed:
-            self._check_home(full, found)
-        return found
+        instead = self._instead.get(key)
+        if instead is not None:
+            return Rebuilder(full, instead)
+        found, given = self._find(module, name, full)
+        self._known[key] = found, given
+        return given
 
-    def check(self, module: str, full: str = "") -> None:
-        """Whether a message may name what this module defines.
+    def _find(self, module: str, name: str, full: str) -> tuple[Any, Any]:
+        """What is there, and what the message gets of it."""
+        if full in _SERVED:
+            found = _look_up(importlib.import_module(module), name, full)
+            return found, Served(full, found)
+        if full in _REBUILDERS:
+            found = _look_up(importlib.import_module(module), name, full)
+            return found, Rebuilder(full, found)
+        if full in _CLASSES:
+            found = _look_up(importlib.import_module(module), name, full)
+            return found, found
+        is_called = full in self._called or self._called.has_module(module)
+        is_rebuilt = full in self._rebuilt or self._rebuilt.has_module(module)
+        if is_called or is_rebuilt:
+            found = _look_up(importlib.import_module(module), name, full)
+        elif self._exported and module in sys.modules:
+            # What is exported is there already: no module is imported for a name, and none makes things up for one.
+            found = _look_up(sys.modules[module], name, full)
+        else:
+            raise self._not_listed(full, module)
+        if isinstance(found, ModuleType):
+            raise NotAllowed(f"a peer has named {full}: a module is nothing to be sent")
+        tells = isinstance(found, (type, FunctionType)) or (
+            isinstance(found, BuiltinFunctionType) and found.__module__ is not None
+        )
+        if full in self._called or (is_called and not tells):
+            self._called_as[id(found)] = found
+        if full in self._rebuilt or (is_rebuilt and not tells):
+            self._rebuilt_as[id(found)] = found
+        return found, self._given(full, found, is_rebuilt=is_rebuilt)
+
+    def _given(self, full: str, found: Any, *, is_rebuilt: bool) -> Any:
+        """As what the message gets it."""
+        if self._may_call(found):
+            return found
+        if isinstance(found, type):
+            if self._rebuilds(found):
+                return found
+        elif isinstance(found, (FunctionType, BuiltinFunctionType)):
+            if self._rebuilds_by(found):
+                return Rebuilder(full, found)
+        elif is_rebuilt and not isinstance(found, torch.jit.ScriptFunction):
+            # A value that its module holds.
+            return found
+        raise self._refusal(full, found)
+
+    def check_operator(self, name: str) -> None:
+        """Whether a message may name one of torch's operators.
 
         Raises:
             NotAllowed: it may not.
         """
-        if not self._has(module):
+        if self._may_call_operator(name, getattr(torch, name, None)):
+            return
+        full = f"torch.{name}"
+        if operator_reaches_beyond(name):
             raise NotAllowed(
-                f"a peer has named {full or f'a function of {module}'}, and module {module!r} is not on this worker's"
-                " allow-list (option allowed_modules)"
+                f"a peer has named {full}, which reads or writes files: list it by its name ({self._options()})"
             )
+        raise self._not_listed(full, "torch")
 
-    def _has(self, module: str) -> bool:
-        return any(module == each or module.startswith(f"{each}.") for each in self._names)
+    # -- while a message is read -----------------------------------------------------------------------
 
-    def _check_home(self, full: str, found: Any) -> None:
-        """A module's own, or only imported there?"""
-        if isinstance(found, ModuleType):
-            raise NotAllowed(f"a peer has named {full}: a module is nothing to be sent")
-        if not isinstance(found, (type, FunctionType, BuiltinFunctionType)):
-            return
-        home: str | None = found.__module__
-        # Functions of C modules do not always tell.
-        if home is None or self._has(home) or f"{home}.{found.__qualname__}" in self._names:
-            return
+    def rebuilder(self, func: Any) -> Callable[..., Any]:
+        """A function or a class, to be called with what a message says.
+
+        Raises:
+            NotAllowed: it is none for that.
+        """
+        found: Callable[..., Any]
+        if type(func) is Rebuilder:
+            return func.function
+        if isinstance(func, type):
+            found = self.class_to_make(func)
+            return found
+        if isinstance(func, (FunctionType, BuiltinFunctionType)) and self._rebuilds_by(func):
+            found = func
+            return found
         raise NotAllowed(
-            f"a peer has named {full}, which is {home}.{found.__qualname__}: not on this worker's allow-list"
-            " (option allowed_modules)"
+            f"a peer has had {_told(func)} called while its message was read: not on the list of what {self._whose} lets"
+            " messages rebuild (option allowed_modules)"
         )
 
-    def _method(self, owner: Any, name: str) -> Any:
-        """In the place of ``getattr``."""
-        kind = owner if isinstance(owner, type) else type(owner)
-        if self._has(kind.__module__) and not name.startswith("_"):
-            found = getattr(owner, name)
-            if callable(found):
-                return found
+    def class_to_make(self, kind: Any) -> Any:
+        """A class, of which a message makes an instance.
+
+        Raises:
+            NotAllowed: it may not.
+        """
+        if isinstance(kind, type) and self._rebuilds(kind) and not self._is_raw(kind):
+            return kind
         raise NotAllowed(
-            f"a peer has named {name!r} of {kind.__module__}.{kind.__qualname__}: not a public method of a class on"
-            " this worker's allow-list (option allowed_modules)"
+            f"a peer has made a value of {_told(kind)}: no class on the list of what {self._whose} lets messages"
+            " rebuild (option allowed_modules)"
         )
+
+    def class_to_fill(self, made: Any) -> type:
+        """The class of an object whose attributes or items a message sets.
+
+        Raises:
+            NotAllowed: it may not.
+        """
+        kind = type(made)
+        if not isinstance(
+            made, (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+        ) and (self._rebuilds(kind)):
+            return kind
+        raise NotAllowed(
+            f"a peer has set attributes or items of a value of {name_of(kind)}: no class on the list of what"
+            f" {self._whose} lets messages rebuild (option allowed_modules)"
+        )
+
+    def _rebuilds(self, kind: type) -> bool:
+        if name_of(kind) in _CLASSES or self._rebuilt.has(kind) or _is_in(self._rebuilt_as, kind):
+            return True
+        # Each type of element has a class of its own.
+        return any(name_of(each) == "numpy.dtype" for each in kind.__mro__)
+
+    def _rebuilds_by(self, func: Any) -> bool:
+        """Whether a function may run while a message is read."""
+        if _is_in(self._rebuilt_as, func):
+            return True
+        if self._is_split:
+            # A list of calls would be worth nothing if a module's functions were called here.
+            return f"{func.__module__}.{func.__qualname__}" in self._rebuilt
+        return self._rebuilt.has(func)
+
+    def _is_raw(self, kind: type) -> bool:
+        return makes_from_memory(kind) and f"{name_of(kind)}.__new__" not in self._called
+
+    # -- calls ---------------------------------------------------------------------------------------
+
+    def callee(self, func: Any) -> Callable[..., Any]:
+        """What a peer wants to have called.
+
+        Raises:
+            NotAllowed: it may not be.
+        """
+        if type(func) is Served:
+            return func.function
+        if type(func) is not Rebuilder and self._may_call(func):
+            called: Callable[..., Any] = func
+            return called
+        raise self._refusal(_told(func), func)
+
+    def call(self, content: Any) -> tuple[Callable[..., Any], Any, Any]:
+        """A call as a peer has sent it: the function, its arguments, those by name.
+
+        Raises:
+            NotAllowed: the function may not be called.
+        """
+        if type(content) is not tuple or len(content) != 3:
+            raise NotAllowed("a peer has sent a call that is none")
+        func, args, kwargs = content
+        if type(args) not in (tuple, list) or not (kwargs is None or type(kwargs) is dict):
+            raise NotAllowed("a peer has sent a call whose arguments are none")
+        return self.callee(func), args, kwargs
+
+    def method(self, value: Any, name: str) -> Any:
+        """A method of a value, or of a class, to be called.
+
+        Raises:
+            NotAllowed: it may not be.
+        """
+        kind = value if isinstance(value, type) else type(value)
+        if type(name) is not str or name.startswith("_") or not self._may_call_method(kind, name):
+            raise self._refusal(f"{name_of(kind)}.{name}", kind, method=True)
+        found = getattr(value, name)
+        static = inspect.getattr_static(kind, name, None)
+        if isinstance(static, _METHODS) and name not in getattr(value, "__dict__", {}):
+            return found
+        if kind is value and isinstance(found, (FunctionType, MethodType)):
+            return found
+        # A callable that it holds, or that a property returns.
+        return self.callee(found)
+
+    def _may_call(self, func: Any, depth: int = 0) -> bool:
+        if isinstance(func, Rebuilder) or depth > _DEEPEST:
+            return False
+        if type(func) is partial:
+            return self._may_call(func.func, depth + 1)
+        if isinstance(func, BuiltinFunctionType) and (operator := builtin_name(func)) is not None:
+            return self._may_call_operator(operator.rpartition("::")[2], func)
+        if self._exported and is_exported(func):
+            return True
+        if isinstance(func, type):
+            return not self._is_raw(func) and (
+                self._called.has(func) or _is_in(self._called_as, func)
+            )
+        if isinstance(func, (MethodType, BuiltinFunctionType)):
+            owner = func.__self__
+            if owner is not None and not isinstance(owner, ModuleType):
+                kind = owner if isinstance(owner, type) else type(owner)
+                return self._may_call_method(kind, func.__name__)
+        if isinstance(func, (FunctionType, BuiltinFunctionType)):
+            if self._called.has(func) or _is_in(self._called_as, func):
+                return True
+            owner = _class_of(func)
+            return owner is not None and self._may_call_method(owner, func.__name__)
+        if isinstance(func, torch.jit.ScriptFunction):
+            return _is_in(self._called_as, func)
+        return callable(func) and self._may_call_method(type(func), "__call__")
+
+    def _may_call_operator(self, name: str, found: Any) -> bool:
+        full = f"torch.{name}"
+        if full in self._called or (self._exported and is_exported(found)):
+            return True
+        return self._called.has_module("torch") and not operator_reaches_beyond(name)
+
+    def _may_call_method(self, kind: type, name: str) -> bool:
+        if name.startswith("_") and name != "__call__":
+            return False
+        if any(f"{name_of(each)}.{name}" in self._called for each in kind.__mro__):
+            return True
+        if reaches_beyond(kind, name):
+            return False
+        if self._called.has(kind):
+            return True
+        if not self._exported:
+            return False
+        return any(
+            (is_exported(each) and hasattr(each, name)) or is_exported(_function(each, name))
+            for each in kind.__mro__
+        )
+
+    # -- in words ------------------------------------------------------------------------------------
+
+    def _not_listed(self, full: str, module: str) -> NotAllowed:
+        return NotAllowed(
+            f"a peer has named {full}, and module {module!r} is not on the allow-list of {self._whose} ({self._options()})"
+        )
+
+    def _refusal(self, full: str, found: Any, *, method: bool = False) -> NotAllowed:
+        home = None if method else getattr(found, "__module__", None)
+        name = getattr(found, "__qualname__", "")
+        whose = f", which is {home}.{name}" if home and f"{home}.{name}" != full else ""
+        return NotAllowed(
+            f"{full}{whose} is not on the list of what {self._whose} lets others call ({self._options()})"
+        )
+
+    def _options(self) -> str:
+        if self._exported:
+            return "option exported_only: put @rpc.export on it, or list it in allowed_calls"
+        return "option allowed_calls" if self._is_split else "option allowed_modules"
+
+
+def _look_up(found: Any, name: str, full: str) -> Any:
+    for depth, part in enumerate(name.split(".")):
+        if (depth and not isinstance(found, type)) or part.startswith("__"):
+            raise NotAllowed(f"a peer has named {full}: only what classes have is found below them")
+        found = getattr(found, part)
+    return found
+
+
+def _at(found: Any, name: str) -> Any:
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _is_in(table: dict[int, Any], found: Any) -> bool:
+    return table.get(id(found)) is found and found is not None
+
+
+def _class_of(func: Any) -> type | None:
+    """The class whose method or static method a function is; None if it is none's."""
+    *path, name = func.__qualname__.split(".")
+    found: Any = sys.modules.get(func.__module__)
+    for part in path:
+        found = getattr(found, part, None)
+    if path and isinstance(found, type) and _function(found, name) is func:
+        return found
+    return None
+
+
+# What is found in a class under the name of one of its methods.
+_METHODS = (
+    FunctionType,
+    classmethod,
+    staticmethod,
+    type(str.join),
+    type(object.__init__),
+    type(dict.__dict__["fromkeys"]),
+    BuiltinFunctionType,
+)
+
+
+def _function(kind: type, name: str) -> Any:
+    """What a class itself has under a name, without what methods are wrapped in."""
+    found = vars(kind).get(name)
+    return getattr(found, "__func__", found)
+
+
+def _told(func: Any) -> str:
+    if isinstance(func, Rebuilder):
+        return func.name
+    home = getattr(func, "__module__", None) or type(func).__module__
+    return f"{home}.{getattr(func, '__qualname__', type(func).__qualname__)}"

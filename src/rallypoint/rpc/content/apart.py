@@ -70,7 +70,7 @@ def put_together(
 def load(
     payload: Payload,
     buffers: Sequence[Any],
-    unpickler: Callable[..., pickle.Unpickler] = pickle.Unpickler,
+    unpickler: Callable[..., Any] = pickle.Unpickler,
 ) -> Any:
     """What a payload of :func:`put_together` says.
 

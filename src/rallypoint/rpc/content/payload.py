@@ -23,6 +23,7 @@ from rallypoint.wire.frames import check
 
 from .allowlist import AllowList
 from .apart import LEAST_CUT, has_table, load, put_together, reduce_view
+from .careful import CarefulUnpickler
 from .cuda_ipc import salvage
 from .script import check_with, load_script_function, load_torch_function
 from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
@@ -391,33 +392,12 @@ def loads_call(payload: Payload, sender: int) -> Any:
     return content
 
 
-class _Checked(pickle.Unpickler):
-    """Names only what the allow-list permits."""
-
-    def __init__(self, file: Any, allowed: AllowList, buffers: Sequence[Any] = ()) -> None:
-        super().__init__(file, buffers=buffers)
-        self._allowed = allowed
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self._allowed.find(module, name)
-
-
 def checked(allowed: AllowList) -> Callable[[bytes], Any]:
     """Unpickles what is in a message on its own, and names only what the list permits."""
     return lambda payload: loads(payload, allowed=allowed)
 
 
-def check_allowed(module: str) -> None:
-    """Whether the message that this thread is unpickling may name a module.
-
-    Raises:
-        NotAllowed: it may not.
-    """
-    if _current.allowed is not None:
-        _current.allowed.check(module)
-
-
-check_with(check_allowed)
+check_with(lambda: _current.allowed)
 
 
 def current_forks() -> list[Any] | None:
@@ -454,11 +434,11 @@ def loads(
             try:
                 if has_table(payload):
 
-                    def check(file: Any, *, buffers: Sequence[Any]) -> _Checked:
-                        return _Checked(file, allowed, buffers)
+                    def careful(file: Any, *, buffers: Sequence[Any]) -> CarefulUnpickler:
+                        return CarefulUnpickler(file, allowed, buffers)
 
-                    return load(payload, buffers, check)
-                return _Checked(io.BytesIO(payload), allowed).load()
+                    return load(payload, buffers, careful)
+                return CarefulUnpickler(io.BytesIO(payload), allowed).load()
             finally:
                 current.allowed = outer
         if has_table(payload):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -70,18 +70,30 @@ def _may_fit(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     )
 
 
-_check: Callable[[str], None] = lambda _: None  # noqa: E731
+class Allowed(Protocol):
+    """What a message may name."""
+
+    def find(self, module: str, name: str) -> Any:
+        """A function, by its name; raises if it may not be named."""
+
+    def check_operator(self, name: str) -> None:
+        """Raises if one of torch's operators may not be named."""
 
 
-def check_with(check: Callable[[str], None]) -> None:
-    """Say who knows which modules a message may name."""
-    global _check  # noqa: PLW0603  # set once, by the module that unpickles
-    _check = check
+_allowed: Callable[[], Allowed | None] = lambda: None  # noqa: E731
+
+
+def check_with(allowed: Callable[[], Allowed | None]) -> None:
+    """Say who knows what the message that is being read may name; None: everything."""
+    global _allowed  # noqa: PLW0603  # set once, by the module that unpickles
+    _allowed = allowed
 
 
 def load_torch_function(name: str) -> Any:
     """An operator that a message names."""
-    _check("torch")
+    allowed = _allowed()
+    if allowed is not None:
+        allowed.check_operator(name)
     found = getattr(torch, name)
     if type(found) is not _BUILTIN:
         raise TypeError(f"torch.{name} is no operator")
@@ -90,10 +102,13 @@ def load_torch_function(name: str) -> Any:
 
 def load_script_function(module: str, name: str) -> Any:
     """A TorchScript function that a message names."""
-    _check(module)
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
+    allowed = _allowed()
+    if allowed is not None:
+        found = allowed.find(module, name)
+    else:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
     if not isinstance(found, torch.jit.ScriptFunction):
         raise TypeError(f"{module}.{name} is no scripted function")
     return found

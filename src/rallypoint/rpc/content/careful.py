@@ -1,0 +1,138 @@
+"""Reads a pickle with a list of what it may name, and what may become of that: every instruction that runs code is checked.
+
+Python's own unpickler asks only when something is named, and then calls it, and sets attributes of it, as the message says.
+Here a message makes instances of classes on the list, has our own functions put tensors and references together, and
+sets attributes of what it has made; nothing else. It is written in Python: some 0.5 µs for each instruction, so
+large lists of numbers are better sent as tensors.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .allowlist import NotAllowed
+
+
+if TYPE_CHECKING:
+    from .allowlist import AllowList
+
+# Python's own, written in Python; the one in C cannot be told what to do at each instruction.
+_Unpickler: Any = pickle._Unpickler  # noqa: SLF001
+# What a message fills, beside instances of classes on the list.
+_CONTAINERS = (list, dict, set)
+
+
+class CarefulUnpickler(_Unpickler):  # type: ignore[misc]  # it has no types
+    """One message.
+
+    Args:
+        file: as for pickle's.
+        allowed: what it may name, make and call.
+        buffers: those that are out of band.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_Unpickler.dispatch)
+    # Of the base class, which has no types.
+    stack: list[Any]
+    metastack: list[list[Any]]
+
+    def __init__(self, file: Any, allowed: AllowList, buffers: Sequence[Any] = ()) -> None:
+        super().__init__(file, buffers=buffers)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._allowed.find(module, name)
+
+    def get_extension(self, code: int) -> None:
+        raise NotAllowed(f"a peer has named something by the number {code}, not by its name")
+
+    def _instantiate(self, kind: Any, args: Any) -> None:
+        self.stack.append(self._allowed.class_to_make(kind)(*args))
+
+    def reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self._allowed.rebuilder(self.stack[-1])(*_tuple(args))
+
+    def new(self) -> None:
+        args = self.stack.pop()
+        kind = self._allowed.class_to_make(self.stack[-1])
+        self.stack[-1] = kind.__new__(kind, *_tuple(args))
+
+    def new_ex(self) -> None:
+        kwargs = self.stack.pop()
+        args = self.stack.pop()
+        kind = self._allowed.class_to_make(self.stack[-1])
+        if type(kwargs) is not dict:
+            raise pickle.UnpicklingError("arguments by name are no dict")
+        self.stack[-1] = kind.__new__(kind, *_tuple(args), **kwargs)
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        kind = self._allowed.class_to_fill(made)
+        setstate = getattr(kind, "__setstate__", None)
+        if setstate is not None:
+            if isinstance(made, BaseException):
+                # Python's own sets whatever attributes it is told.
+                _check_attributes(state or {})
+            setstate(made, state)
+            return
+        slots: Any = None
+        if type(state) is tuple and len(state) == 2:
+            state, slots = state
+        if state:
+            _check_attributes(state)
+            vars(made).update({sys.intern(name): value for name, value in state.items()})
+        if slots:
+            _check_attributes(slots)
+            for name, value in slots.items():
+                setattr(made, name, value)
+
+    def check_container(self, container: Any) -> None:
+        if type(container) not in _CONTAINERS:
+            self._allowed.class_to_fill(container)
+
+
+def _filling(name: str, depth: int = 0) -> Callable[[Any], None]:
+    """An instruction that fills a container, which lies so deep in the stack; 0: below the last mark."""
+    fill: Callable[[Any], None] = getattr(_Unpickler, name)
+
+    def checked(reader: CarefulUnpickler) -> None:
+        reader.check_container(reader.stack[depth] if depth else reader.metastack[-1][-1])
+        fill(reader)
+
+    return checked
+
+
+_instructions = CarefulUnpickler.dispatch
+_instructions[pickle.REDUCE[0]] = CarefulUnpickler.reduce
+_instructions[pickle.NEWOBJ[0]] = CarefulUnpickler.new
+_instructions[pickle.NEWOBJ_EX[0]] = CarefulUnpickler.new_ex
+_instructions[pickle.BUILD[0]] = CarefulUnpickler.build
+_instructions[pickle.APPEND[0]] = _filling("load_append", -2)
+_instructions[pickle.APPENDS[0]] = _filling("load_appends")
+_instructions[pickle.SETITEM[0]] = _filling("load_setitem", -3)
+_instructions[pickle.SETITEMS[0]] = _filling("load_setitems")
+_instructions[pickle.ADDITEMS[0]] = _filling("load_additems")
+
+
+def _tuple(args: Any) -> tuple[Any, ...]:
+    if type(args) is not tuple:
+        raise pickle.UnpicklingError("arguments are no tuple")
+    return args
+
+
+def _check_attributes(state: Any) -> None:
+    """Whether a message may set these: no names of Python's own, which change what an object is."""
+    if not isinstance(state, Mapping):
+        raise pickle.UnpicklingError("a state is no dict")
+    for name in state:
+        if type(name) is not str or (name.startswith("__") and name not in _HARMLESS):
+            raise NotAllowed(f"a peer has set {name!r}: names of Python's own are not set")
+
+
+# Notes of an exception.
+_HARMLESS = ("__notes__",)
