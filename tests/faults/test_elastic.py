@@ -745,7 +745,8 @@ def test_a_folder_on_a_disk_that_is_full_is_an_error_not_a_hang(
 @pytest.mark.long
 def test_who_does_not_know_the_secret_is_no_member_and_does_no_harm(local: Cluster) -> None:
     for name in ("good", "bad"):
-        (local.folder / name).write_text(f"a {name} secret")
+        (local.folder / name).write_text(f"a {name} secret of some length")
+        (local.folder / name).chmod(0o600)
     conf = ("--rdzv-conf", f"lease={LEASE},last_call_timeout=2,join_timeout=20")
     flags = ("--nnodes", "2:4", *conf, "--shutdown-timeout", "2")
     knows = ("--secret-file", str(local.folder / "good"))

@@ -89,7 +89,8 @@ def test_the_same_line_on_every_node_meets_and_assigns_ranks(cluster: Cluster) -
 )
 def test_nodes_of_two_minds_both_say_why_they_wait(cluster: Cluster, one, other, says) -> None:
     for name in ("one", "other"):
-        (cluster.folder / name).write_text(name)
+        (cluster.folder / name).write_text(f"{name}: a secret of some length")
+        (cluster.folder / name).chmod(0o600)
     line = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
     nodes = [start(cluster, "n0", *line, *one), start(cluster, "n1", *line, *other)]
     for node in nodes:

@@ -106,8 +106,8 @@ def test_torchs_parameters_do_as_well_and_what_it_adds_is_ignored() -> None:
 
 def test_a_secret_keeps_strangers_out() -> None:
     options = {"join_timeout": 0.3, "last_call_timeout": 0.1}
-    one = made("memory", "secret", (2, 2), secret="ours", **options)
-    stranger = made("memory", "secret", (2, 2), secret=b"theirs", **options)
+    one = made("memory", "secret", (2, 2), secret="ours, and nobody else's", **options)
+    stranger = made("memory", "secret", (2, 2), secret=b"theirs, and not ours", **options)
     with ThreadPoolExecutor(2) as pool:
         for outcome in [pool.submit(each.next_rendezvous) for each in (one, stranger)]:
             with pytest.raises(RendezvousTimeout):
@@ -140,14 +140,15 @@ def test_the_lease_has_two_spellings(options: dict[str, Any], lease: float) -> N
 
 def test_every_option_arrives(tmp_path: Path) -> None:
     file = tmp_path / "secret"
-    file.write_bytes(b"word\n")
+    file.write_bytes(b"a word of some length\n")
+    file.chmod(0o600)
     given = {"join_timeout": "7", "last_call_timeout": "0", "label": "rack1"}
     one = made("memory", "all", secret_file=str(file), split_brain_guard="false", **given)
     assert one._timing.join == 7
     assert (one._settings.last_call, one._settings.by_label) == (0, True)
     assert one._node.label == "rack1"
     assert not one._guard
-    assert one._codec.prefix == made("memory", "all", secret="word")._codec.prefix
+    assert one._codec.prefix == made("memory", "all", secret="a word of some length")._codec.prefix
 
 
 def test_one_node_needs_no_endpoint_several_do() -> None:
@@ -166,7 +167,7 @@ def test_one_node_needs_no_endpoint_several_do() -> None:
         ("memory", {"read_timeout": "x"}, "--rdzv-conf read_timeout 'x'"),
         ("memory", {"is_host": "perhaps"}, "--rdzv-conf is_host 'perhaps'"),
         ("memory", {"split_brain_guard": "2"}, "--rdzv-conf split_brain_guard '2'"),
-        ("memory", {"secret": ""}, "--rdzv-conf secret: expected"),
+        ("memory", {"secret": ""}, "--rdzv-conf secret: the secret has 0 bytes"),
         ("memory", {"secret": 7}, "--rdzv-conf secret: expected"),
         ("memory", {"secret_file": "/nowhere"}, "cannot be read: No such file"),
         ("memory", {"secret": "a", "secret_file": "/nowhere"}, "give one"),

@@ -27,6 +27,11 @@ def in_a_folder_with_a_script(tmp_path, monkeypatch):
 
 
 def configure(line: str, /, **env: str) -> tuple[LaunchConfig, list[str]]:
+    made, remarks = configure_aloud(line, **env)
+    return made, [each for each in remarks if not each.startswith("no secret")]
+
+
+def configure_aloud(line: str, /, **env: str) -> tuple[LaunchConfig, list[str]]:
     return config_from(take_apart(line.split()), {"PATH": os.environ["PATH"], **env})
 
 
@@ -189,7 +194,7 @@ def test_a_job_without_a_name_gets_one_where_torchrun_gives_one(line, run_id):
 )
 def test_settings_of_the_rendezvous(conf, join, lease, without_effect):
     taken = take_apart(["--nnodes", "2", "--node-rank", "0", "--rdzv-conf", conf, "x.py"])
-    made, remarks = config_from(taken, {})
+    made, remarks = config_from(taken, {"RALLY_SECRET": "nothing to warn of"})
     assert made.rendezvous.join_timeout == join
     assert made.rendezvous.lease == lease
     assert [r for r in remarks if without_effect and without_effect in r] == remarks
@@ -223,14 +228,68 @@ def test_nodes_that_come_and_go(line, least, most, backend):
 
 def test_the_secret_is_read_from_a_file_or_the_variable(tmp_path):
     file = tmp_path / "secret"
-    file.write_text("from a file\n")
+    file.write_text("from a file, long\n")
+    file.chmod(0o600)
     line = "--nnodes 2:4 --rdzv-endpoint n"
-    assert config(f"{line} x.py").rendezvous.secret is None
-    made, _ = configure(f"{line} x.py", RALLY_SECRET="of the environment")
-    assert made.rendezvous.secret == b"of the environment"
-    made, _ = configure(f"{line} --secret-file {file} x.py", RALLY_SECRET="of the environment")
-    assert made.rendezvous.secret == b"from a file"
+    assert config(f"{line} x.py").secret is None
+    assert config(f"{line} x.py", RALLY_SECRET="of the environment").secret == b"of the environment"
+    assert config(f"{line} x.py", RALLY_SECRET_FILE=str(file)).secret == b"from a file, long"
+    made = config(f"{line} --secret-file {file} x.py", RALLY_SECRET="of the environment")
+    assert made.secret == b"from a file, long"
     assert "from a file" not in repr(made)
+    file.chmod(0o644)
+    assert "chmod 600" in refusal(f"{line} --secret-file {file} x.py")
+
+
+def test_one_node_makes_a_secret_of_its_own():
+    one, other = config("x.py"), config("--insecure x.py")
+    assert len(one.secret) == len(other.secret) == 32
+    assert one.secret != other.secret
+    assert config("x.py", RALLY_SECRET="of the environment").secret == b"of the environment"
+    assert "RALLY_SECRET" in refusal("x.py", RALLY_SECRET="short")
+
+
+def test_several_nodes_without_a_secret_are_warned_of_unless_they_say_insecure(tmp_path):
+    line = "--nnodes 2 --rdzv-endpoint n"
+    home = {"HOME": str(tmp_path)}
+    _, remarks = configure_aloud(f"{line} x.py", **home)
+    (warning,) = [each for each in remarks if each.startswith("no secret")]
+    assert "rally secret" in warning
+    assert "--insecure" in warning
+    made, remarks = configure_aloud(
+        f"{line} --insecure x.py", RALLY_SECRET="of the environment", **home
+    )
+    assert (made.secret, remarks) == (None, [])
+
+
+def test_the_users_own_file_is_used_where_several_nodes_meet(tmp_path):
+    from rallypoint.launch import secret_file
+
+    home = {"HOME": str(tmp_path)}
+    told = secret_file.command([], home)
+    path = tmp_path / ".config/rallypoint/secret"
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert str(path) in told
+    assert path.read_text().strip() not in told
+    made, remarks = configure_aloud("--nnodes 2 --rdzv-endpoint n x.py", **home)
+    assert made.secret == path.read_bytes().strip()
+    assert remarks == []
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}
+    slurm |= {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
+    slurm |= {
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_LOCALID": "0",
+    }
+    slurm |= {"SLURM_STEP_NUM_TASKS": "2"}
+    assert config("x.py", **home, **slurm).secret == made.secret
+    with pytest.raises(ConfigError, match="--force"):
+        secret_file.command([], home)
+    secret_file.command(["--force"], home)
+    assert path.read_bytes().strip() != made.secret
+    path.chmod(0o644)
+    assert "chmod 600" in refusal("--nnodes 2 --rdzv-endpoint n x.py", **home)
+    assert config("x.py", **home).secret, "one node does not need it"
 
 
 def test_a_flag_about_nodes_silences_the_cluster():

@@ -24,6 +24,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from rallypoint.errors import ConfigError
 
@@ -44,6 +45,9 @@ FD_VARIABLE = "RALLY_SECRET_FD"
 OPEN_VARIABLE = "RALLY_INSECURE"
 # All that a process can find its secret by.
 VARIABLES = (VARIABLE, FILE_VARIABLE, FD_VARIABLE, OPEN_VARIABLE)
+
+# Used by default where several nodes meet, if it is there: below the home folder, which nodes often share.
+USER_FILE = "rallypoint/secret"
 
 _MEMFD_NAME = "rally-secret"
 _SALT = b"rallypoint v1"
@@ -99,7 +103,7 @@ def read_file(path: str | os.PathLike[str], field: str) -> bytes:
             _check_access(os.fstat(file.fileno()), shown, field)
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(field, shown, error.strerror or str(error)) from None
+        raise ConfigError(field, shown, f"cannot be read: {error.strerror}") from None
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(field, shown, f"longer than {MAX_FILE_BYTES} bytes: not a secret")
     text = data.strip()
@@ -142,9 +146,30 @@ def from_environment(env: Mapping[str, str]) -> bytes | None:
     return None if path is None else read_file(path, FILE_VARIABLE)
 
 
+def shared(env: Mapping[str, str]) -> bytes | None:
+    """What the nodes of a job can share without being told on the command line: variables, then the user's file.
+
+    Raises:
+        ConfigError: what is named, or is there, is not usable as a secret.
+    """
+    given = from_environment(env)
+    path = user_file(env)
+    if given is None and path is not None and path.exists():
+        return read_file(path, "rally secret")
+    return given
+
+
+def user_file(env: Mapping[str, str]) -> Path | None:
+    """Where ``rally secret`` puts a secret, and several nodes look for one; None for a user without a home folder."""
+    base = env.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.join(env.get("HOME", ""), ".config")
+    return Path(base, USER_FILE) if os.path.isabs(base) else None
+
+
 def is_open() -> bool:
     """Whether the launcher has told this process that its job has no secret."""
-    return environment.get(OPEN_VARIABLE) == "1"
+    return _held is None and environment.get(OPEN_VARIABLE) == "1"
 
 
 def fingerprint(secret: bytes) -> str:
@@ -161,12 +186,34 @@ def hold(secret: bytes | None) -> None:
     _held = secret
 
 
+def adopt(secret: bytes | None) -> None:
+    """In a process that a launcher has just started: hold its secret, and forget what an outer launcher said."""
+    hold(secret)
+    for name in (FD_VARIABLE, OPEN_VARIABLE):
+        environment.process_environment().pop(name, None)
+
+
+def environment_of_workers(env: Mapping[str, str], secret: bytes | None) -> dict[str, str]:
+    """The environment without what would lead workers to another secret than their launcher's."""
+    drop = {FD_VARIABLE, OPEN_VARIABLE}
+    if VARIABLE in env and env[VARIABLE].encode() != secret:
+        drop.add(VARIABLE)
+    if FILE_VARIABLE in env:
+        try:
+            same = from_environment({FILE_VARIABLE: env[FILE_VARIABLE]}) == secret
+        except ConfigError:
+            same = False
+        if not same:
+            drop.add(FILE_VARIABLE)
+    return {name: value for name, value in env.items() if name not in drop}
+
+
 def held() -> bytes | None:
     """What the launcher handed to this process, or None."""
     if _held is None:
         number = environment.get(FD_VARIABLE, "")
         if number and number.isascii() and number.isdigit():
-            hold(_from_descriptor(int(number)))
+            hold(from_descriptor(int(number)))
     return _held
 
 
@@ -185,7 +232,7 @@ def descriptor(secret: bytes) -> int:
     return fd
 
 
-def _from_descriptor(fd: int) -> bytes | None:
+def from_descriptor(fd: int) -> bytes | None:
     """What :func:`descriptor` has put there; None if this process did not inherit it.
 
     A program in between may have closed it, and its number may stand for something else by now.

@@ -20,12 +20,13 @@ _USAGE = """\
 usage: rally COMMAND …
 
   rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
+  rally secret [FILE]                  make the secret that the nodes of a job share
   rally env                            list the environment variables rally listens to
   rally --version
 
 rally run --help lists the flags."""
 
-_COMMANDS = ("run", "env", "help")
+_COMMANDS = ("run", "secret", "env", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +56,11 @@ def _dispatch(words: list[str]) -> int:
     match command:
         case "run":
             return run(words[1:])
+        case "secret":
+            from . import secret_file
+
+            _print(secret_file.command(words[1:], environment.snapshot()))
+            return 0
         case "env":
             _print("\n".join(f"{name:<40} {text}" for name, text in environment.KNOWN.items()))
             return 0

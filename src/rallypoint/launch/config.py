@@ -154,7 +154,6 @@ class RendezvousConfig:
         lease: seconds of silence after which a node counts as lost.
         is_host: whether this node serves the store; None: if ``host`` is this machine.
         label: where this node stands (rack, switch): nodes of one label get neighbouring ranks.
-        secret: what all nodes of the job know; records without it are ignored.
         split_brain_guard: a minority that is cut off does not go on by itself.
         plug_in: what a third party's rendezvous is made from, where that decides who meets; ``host``,
             ``port`` and ``endpoint`` say nothing then. Used with one node, too.
@@ -170,7 +169,6 @@ class RendezvousConfig:
     lease: float = DEFAULT_LEASE
     is_host: bool | None = None
     label: str = ""
-    secret: bytes | None = field(default=None, repr=False)
     split_brain_guard: bool = True
     plug_in: RendezvousParameters | None = None
 
@@ -208,6 +206,8 @@ class LaunchConfig:
         group_rank: GROUP_RANK of the workers where it is not the node rank.
         group_world_size: GROUP_WORLD_SIZE likewise.
         python: interpreter of the workers, None for this one.
+        secret: what all nodes and workers of the job know; None: none, and everybody who reaches the job's ports
+            is taken for a member.
     """
 
     target: Target
@@ -245,6 +245,7 @@ class LaunchConfig:
     rank_offset: int = 0
     world_size: int | None = None
     python: str | None = None
+    secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.workers_per_node is not None and self.workers_per_node < 1:

@@ -219,7 +219,15 @@ FLAGS: tuple[Flag, ...] = (
         metavar="FILE",
         group=_NODES,
         env=False,
-        help="what all nodes of the job know (else RALLY_SECRET); records without it are ignored",
+        help="the job's secret, the same on all nodes: `rally secret FILE` makes one (else RALLY_SECRET,"
+        " RALLY_SECRET_FILE, ~/.config/rallypoint/secret; one node needs none: it makes its own)",
+    ),
+    Flag(
+        name="--insecure",
+        own=True,
+        group=_NODES,
+        env=False,
+        help="several nodes without a secret: everybody who reaches the job's ports is trusted",
     ),
     Flag(
         name="--local-addr",

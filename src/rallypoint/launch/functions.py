@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rallypoint._core import env as environment, limits
+from rallypoint._core import env as environment, limits, secret
 from rallypoint.errors import ConfigError, LaunchError, RallyError, WorkersFailed
 
 from . import multiprocess_config
@@ -375,10 +375,25 @@ def _launch_config(
         group_world_size=-(-cfg.world_size // cfg.local_world_size),
         master_addr=cfg.master_addr,
         master_port=cfg.master_port,
+        secret=_secret(alone=cfg.local_world_size == cfg.world_size),
         start_method=method,
         # What each worker would import by itself.
         preload=("cloudpickle", "rallypoint.launch.worker.payload", "rallypoint.parallel"),
     )
+
+
+def _secret(*, alone: bool) -> bytes | None:
+    """The job's secret: of the environment, of the user's file where others take part, or one for this launch."""
+    env = environment.snapshot()
+    if alone:
+        return secret.from_environment(env) or secret.make()
+    found = secret.shared(env)
+    if found is None:
+        _log.warning(
+            "no secret: anybody who can reach this job's ports can run code as you where workers use rpc; make one"
+            " with `rally secret` and have all machines use it (RALLY_SECRET_FILE)"
+        )
+    return found
 
 
 def _console() -> Console:

@@ -41,7 +41,7 @@ def rendezvous_for(
         "host": addresses.hostname(),
         "label": meeting.label,
         "local_addr": config.local_addr,
-        "secret": meeting.secret,
+        "secret": config.secret,
         "say": say,
         "listener": listener,
     }
@@ -57,7 +57,7 @@ def rendezvous_for(
         endpoint,
         run_id=meeting.run_id,
         lease=meeting.lease,
-        secret=meeting.secret,
+        secret=config.secret,
         is_host=is_host,
         # Who gives no name uses the same one for every job.
         mark_end=meeting.run_id != DEFAULT_RUN_ID,

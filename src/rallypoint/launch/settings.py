@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from rallypoint._core import limits, process
+from rallypoint._core import limits, process, secret
 from rallypoint.errors import ConfigError
 from rallypoint.rendezvous.endpoint import (
     BACKEND_ALIASES,
@@ -144,6 +144,7 @@ class _Settings:
             group_rank=placement.machine_rank if placement and several_here else None,
             group_world_size=placement.num_machines if placement and several_here else None,
             python=python,
+            secret=self._secret(alone=num_nodes == 1 and rendezvous.plug_in is None),
         )
         self._remark_on_what_has_no_effect()
         return config, self._remarks
@@ -524,25 +525,30 @@ class _Settings:
                 f"{shown}: {', '.join(without_effect)} has no effect here (known: join_timeout,"
                 " last_call_timeout, lease, is_host, label, split_brain_guard)"
             )
-        secret = self._secret()
-        return found if secret is None else {**found, "secret": secret}
+        return found
 
-    def _secret(self) -> bytes | None:
-        """The job's secret: a file's content, or the variable."""
+    # -- who takes part -----------------------------------------------------------------------
+
+    def _secret(self, *, alone: bool) -> bytes | None:
+        """The job's secret: as the flag or a variable says, of the user's file, or one for this job alone."""
+        insecure = self._switch("insecure")
         name = self._values["secret_file"]
-        if name is None:
-            text = self._env.get("RALLY_SECRET")
-            return text.encode() if text else None
-        shown = self._shown("secret_file")
-        try:
-            secret = Path(name).read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(shown, name, f"cannot be read: {error.strerror}") from None
-        if not secret:
-            raise ConfigError(
-                shown, name, "the file is empty", "head -c 32 /dev/urandom | base64 > it"
-            )
-        return secret
+        if name is not None:
+            if insecure:
+                raise ConfigError("--insecure", None, "cannot be combined with --secret-file")
+            return secret.read_file(name, self._shown("secret_file"))
+        if insecure and not alone:
+            return None
+        if alone:
+            return secret.from_environment(self._env) or secret.make()
+        if (found := secret.shared(self._env)) is not None:
+            return found
+        self._remarks.append(
+            "no secret: anybody who can reach this job's ports can change what its nodes agree on, and run code"
+            " as you where workers use rpc; make one with `rally secret` and give it to all nodes (--secret-file),"
+            " or say --insecure on a network that you trust"
+        )
+        return None
 
     # -- the rest -----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from rallypoint._core import addresses, clock, env as environment, limits, process
+from rallypoint._core import addresses, clock, env as environment, limits, process, secret
 from rallypoint.errors import ConfigError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL
 
@@ -213,7 +213,7 @@ class Supervisor:
         if config.start_method is StartMethod.FORK:
             assert self._call is not None
             with environment.overlay({"RALLY_JOB": self._token}):
-                return ServerProcess.fork(job, self._call, self._token)
+                return ServerProcess.fork(job, self._call, self._token, config.secret)
         if config.target.kind is not TargetKind.FUNCTION:
             self._open_files = limits.allow_open_files()
         threads = config.local_world_size or config.workers_per_node or 2
@@ -223,8 +223,9 @@ class Supervisor:
             job,
             config.start_method,
             preload,
-            {**self._env, **defaults},
+            {**secret.environment_of_workers(self._env, config.secret), **defaults},
             self._token,
+            config.secret,
             # A function launch runs in somebody's program, which may have children of its own.
             alone=config.target.kind is not TargetKind.FUNCTION,
             open_files=self._open_files,
@@ -698,6 +699,7 @@ class Supervisor:
             role=config.role,
             signals=",".join(each.name for each in config.signals),
             virtual_local_rank=config.virtual_local_rank,
+            is_open=config.secret is None,
         )
         ranks_of_workers = assign(
             ready.workers_of_nodes,

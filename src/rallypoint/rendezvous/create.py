@@ -20,11 +20,10 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rallypoint._core import addresses, forks
+from rallypoint._core import addresses, env as environment, forks, secret
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
 
@@ -110,7 +109,8 @@ def static(params: RendezvousParameters) -> RendezvousHandler:
     endpoint = parse_endpoint(params.endpoint, backend="static")
     is_host = params.get_as_bool("is_host") if rank is None else rank == 0
     lease = _lease(params)
-    home = home_for(endpoint, run_id=params.run_id, lease=lease, is_host=is_host)
+    found = _secret(params)
+    home = home_for(endpoint, run_id=params.run_id, lease=lease, secret=found, is_host=is_host)
     join = params.get_as_seconds("join_timeout", JOIN_TIMEOUT)
     return StaticHandler(
         home,
@@ -119,6 +119,7 @@ def static(params: RendezvousParameters) -> RendezvousHandler:
         node_rank=rank,
         host=params.local_addr or addresses.hostname(),
         join_timeout=join,
+        secret=found,
         stores=GenerationStores(params.get_as_seconds("read_timeout", READ_TIMEOUT)),
     )
 
@@ -149,12 +150,12 @@ def dynamic(
         text = "localhost:0"  # one node need not be found by anybody
     endpoint = parse_endpoint(text, backend=backend)
     timing = Timing(join=params.get_as_seconds("join_timeout", JOIN_TIMEOUT), lease=_lease(params))
-    secret, label = _secret(params), str(params.get("label", ""))
+    found, label = _secret(params), str(params.get("label", ""))
     home = home_for(
         endpoint,
         run_id=params.run_id,
         lease=timing.lease,
-        secret=secret,
+        secret=found,
         is_host=params.get_as_bool("is_host"),
         options=params.config,
         say=say,
@@ -174,7 +175,7 @@ def dynamic(
         host=params.local_addr or addresses.hostname(),
         label=label,
         local_addr=params.local_addr,
-        secret=secret,
+        secret=found,
         split_brain_guard=guard is not False,
         say=say,
         listener=listener,
@@ -373,6 +374,7 @@ class StaticHandler(RendezvousHandler):
         host: this node's name, for people.
         join_timeout: seconds to wait for the others, in each round.
         stores: makes ``RendezvousInfo.store``.
+        secret: what all nodes of the job know.
     """
 
     def __init__(
@@ -385,8 +387,10 @@ class StaticHandler(RendezvousHandler):
         host: str,
         join_timeout: float,
         stores: GenerationStores,
+        secret: bytes | None = None,
     ) -> None:
         self._home = home
+        self._secret = secret
         self._run_id = run_id
         self._num_nodes = num_nodes
         self._node_rank = node_rank
@@ -417,11 +421,12 @@ class StaticHandler(RendezvousHandler):
                 node_id=uuid.uuid4().hex,
                 join_timeout=self._join_timeout,
                 say=_log.info,
+                secret=self._secret,
             )
         self._rounds.bring(self._generation, {})
         round_ = self._rounds.next_rendezvous()
         self._generation += 1
-        records = RecordStore(self._store, Codec(self._run_id))
+        records = RecordStore(self._store, Codec(self._run_id, self._secret))
         return replace(round_, store=self._stores(records, round_.generation))
 
     def is_closed(self) -> bool:
@@ -483,20 +488,12 @@ def _last_call(params: RendezvousParameters) -> float:
 
 
 def _secret(params: RendezvousParameters) -> bytes | None:
-    secret, path = params.get("secret"), params.get("secret_file")
-    if path is not None and secret is not None:
+    """What all nodes know: of the options, else as `rally run` finds it."""
+    given, path = params.get("secret"), params.get("secret_file")
+    if path is not None and given is not None:
         raise ConfigError("--rdzv-conf secret_file", path, "there is a secret already; give one")
     if path is not None:
-        try:
-            secret = Path(str(path)).read_bytes().strip()
-        except OSError as error:
-            why = f"cannot be read: {error.strerror}"
-            raise ConfigError("--rdzv-conf secret_file", path, why) from None
-    if secret is None:
-        return None
-    if isinstance(secret, str):
-        secret = secret.encode()
-    if not isinstance(secret, bytes) or not secret:
-        # Never shown: not even a wrong one.
-        raise ConfigError("--rdzv-conf secret", None, "expected text or bytes that are not empty")
-    return secret
+        return secret.read_file(str(path), "--rdzv-conf secret_file")
+    if given is not None:
+        return secret.check(given, "--rdzv-conf secret")
+    return secret.shared(environment.snapshot())

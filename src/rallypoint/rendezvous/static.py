@@ -10,7 +10,6 @@ holds the generation, so nothing of an earlier round can be read in a later one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,10 +18,11 @@ from rallypoint.errors import ConfigError, RendezvousError, RendezvousTimeout
 
 from .api import Member, RendezvousHandler, RendezvousInfo
 from .ordering import assign_node_ranks
+from .record_store import RecordStore
+from .records import Codec
 from .store import Store
 
 
-RECORD_VERSION = 1
 # How long the leader waits in silence before it says for whom.
 PATIENCE = 3.0
 
@@ -40,6 +40,7 @@ class StaticRendezvous(RendezvousHandler):
         node_id: tells this node from all others; the same in every round.
         join_timeout: seconds to wait for the others, in each round.
         say: prints a line for the person at the terminal.
+        secret: what all nodes of the job know; records that do not prove it count as not there.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class StaticRendezvous(RendezvousHandler):
         node_id: str,
         join_timeout: float,
         say: Callable[[str], None],
+        secret: bytes | None = None,
     ) -> None:
         self._store = store
+        self._records = RecordStore(store, Codec(run_id, secret))
         self._leader = leader
         self._run_id = run_id
         self._num_nodes = num_nodes
@@ -74,10 +77,10 @@ class StaticRendezvous(RendezvousHandler):
         return self._run_id
 
     def is_closed(self) -> bool:
-        return self._store.exists(self._key("closed"))
+        return self._records.peek("closed") is not None
 
     def set_closed(self) -> None:
-        self._store.set(self._key("closed"), b"1")
+        self._records.write("closed", {})
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -113,24 +116,20 @@ class StaticRendezvous(RendezvousHandler):
             self._store, own[0], len(members), members=members, generation=self._generation
         )
 
-    def _key(self, name: str) -> str:
-        return f"rally/{self._run_id}/{name}"
-
     def _node_key(self, index: int) -> str:
-        return self._key(f"{self._generation}/node/{index}")
+        return f"{self._generation}/node/{index}"
 
     def _register(self) -> int:
-        record = {"version": RECORD_VERSION, "id": self._node_id, "host": self._host}
-        data = json.dumps({**record, "facts": self._facts}).encode()
+        record = {"id": self._node_id, "host": self._host, "facts": self._facts}
         index = self._node_rank
         if index is None:
-            index = self._store.add(self._key(f"{self._generation}/arrivals"), 1) - 1
+            index = self._records.increment(f"{self._generation}/arrivals") - 1
             if index >= self._num_nodes:
                 raise RendezvousError(
                     f"the job {self._run_id!r} has its {self._num_nodes} nodes already;"
                     " give another --rdzv-id, or a larger --nnodes on all nodes"
                 )
-        there = _read(self._store.put_new(self._node_key(index), data))
+        there = self._records.claim(self._node_key(index), record)
         if there["id"] != self._node_id:
             raise ConfigError(
                 "--node-rank",
@@ -146,12 +145,13 @@ class StaticRendezvous(RendezvousHandler):
         for index in range(self._num_nodes):
             while index not in records:
                 left = deadline.remaining() or 0.0
-                try:
-                    patience = left if told else min(PATIENCE, left)
-                    records[index] = _read(self._store.get(self._node_key(index), patience))
-                except TimeoutError:
+                patience = left if told else min(PATIENCE, left)
+                record = self._records.wait(self._node_key(index), patience)
+                if record is not None:
+                    records[index] = record
+                else:
                     if deadline.expired():
-                        raise self._timeout() from None
+                        raise self._timeout()
                     told = True
                     arrived = len(self._arrived())
                     self._say(
@@ -164,25 +164,23 @@ class StaticRendezvous(RendezvousHandler):
             plan = [records[index] for index in assign_node_ranks(hosts, own)]
         else:
             plan = [records[index] for index in order]
-        self._store.set(self._key(f"{self._generation}/plan"), json.dumps(plan).encode())
+        self._records.claim(f"{self._generation}/plan", {"nodes": plan})
         return plan
 
     def _follow(self, deadline: Deadline) -> list[dict[str, Any]]:
-        try:
-            data = self._store.get(
-                self._key(f"{self._generation}/plan"), deadline.remaining() or 0.0
-            )
-        except TimeoutError:
-            raise self._timeout() from None
-        plan: list[dict[str, Any]] = json.loads(data)
+        body = self._records.wait(f"{self._generation}/plan", deadline.remaining() or 0.0)
+        if body is None:
+            raise self._timeout()
+        plan: list[dict[str, Any]] = body["nodes"]
         return plan
 
     def _arrived(self) -> dict[int, str]:
-        found = {}
-        for index in range(self._num_nodes):
-            if self._store.exists(self._node_key(index)):
-                found[index] = _read(self._store.get(self._node_key(index), 1.0))["host"]
-        return found
+        keys = [self._node_key(index) for index in range(self._num_nodes)]
+        return {
+            index: record["host"]
+            for index, record in enumerate(self._records.look(keys))
+            if record is not None
+        }
 
     def _timeout(self) -> RendezvousTimeout:
         arrived = self._arrived()
@@ -191,13 +189,3 @@ class StaticRendezvous(RendezvousHandler):
             missing = tuple(index for index in range(self._num_nodes) if index not in arrived)
         names = tuple(f"node {index} ({host})" for index, host in arrived.items())
         return RendezvousTimeout(self._join_timeout, self._num_nodes, names, missing)
-
-
-def _read(data: bytes) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(data)
-    if record.get("version") != RECORD_VERSION:
-        raise RendezvousError(
-            f"a node speaks version {record.get('version')} of the rendezvous, this one"
-            f" {RECORD_VERSION}: install the same version of rallypoint on all nodes"
-        )
-    return record

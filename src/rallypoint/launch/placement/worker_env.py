@@ -29,6 +29,7 @@ class RoundFacts:
     role: str
     signals: str
     virtual_local_rank: bool = False
+    is_open: bool = False  # the job has no secret
 
 
 def common_defaults(env: Mapping[str, str], local_world_size: int) -> dict[str, str]:
@@ -76,6 +77,8 @@ def worker_env(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "RALLY_GENERATION": str(facts.generation),
     }
+    if facts.is_open:
+        new["RALLY_INSECURE"] = "1"
     if facts.virtual_local_rank:
         new["LOCAL_RANK"] = "0"
         new["CUDA_VISIBLE_DEVICES"] = _own_device(env, ranks.local_rank)

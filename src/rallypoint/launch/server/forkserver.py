@@ -44,6 +44,7 @@ from pathlib import Path
 from types import FrameType
 
 from rallypoint._core import clock, env as environment, limits, process
+from rallypoint._core.secret import adopt, from_descriptor
 from rallypoint.launch import signals
 from rallypoint.launch.config import StartMethod
 from rallypoint.launch.worker import bootstrap, ending
@@ -469,7 +470,10 @@ def main(fd: int) -> None:
         first = channel.receive()
         if channel.closed_by_peer:
             os._exit(0)
-    hello = first[0][0]
+    hello, fds = first[0]
+    adopt(from_descriptor(fds[0]) if hello["has_secret"] else None)
+    for each in fds:
+        os.close(each)
     process.die_with_parent(hello["supervisor"])  # until the loop runs and can notice by itself
     job = Job.from_json(hello["job"])
     # As a worker's title begins, and without our name: `pkill -f` with either finds workers too, or not us.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rallypoint._core import clock, process
+from rallypoint._core.secret import adopt, descriptor
 from rallypoint.errors import LaunchError
 from rallypoint.launch import signals
 from rallypoint.launch.config import StartMethod
@@ -74,6 +75,7 @@ class ServerProcess:
         preload: tuple[str, ...],
         env: Mapping[str, str],
         token: str,
+        secret: bytes | None,
         *,
         alone: bool,
         open_files: int | None = None,
@@ -81,6 +83,7 @@ class ServerProcess:
         """Start a server in an interpreter of its own; it goes on importing when this returns.
 
         Args:
+            secret: of the job; the server and its forks hold it in memory.
             alone: this process does nothing but run the job, so orphans it gets are the job's.
             open_files: how many files a worker may have open, if that is less than we have now.
         """
@@ -111,7 +114,8 @@ class ServerProcess:
         hello: dict[str, Any] = {"supervisor": os.getpid(), "job": job.to_json()}
         hello |= {"start_method": start_method.value, "preload": list(preload)}
         hello["open_files"] = open_files
-        channel.send(hello)
+        hello["has_secret"] = secret is not None
+        _send_with_secret(channel, hello, secret)
         return cls._of(child.pid, channel, token, strangers=strangers)
 
     @classmethod
@@ -125,7 +129,9 @@ class ServerProcess:
             raise
 
     @classmethod
-    def fork(cls, job: Job, call: Callable[[WorkerFds], None], token: str) -> ServerProcess:
+    def fork(
+        cls, job: Job, call: Callable[[WorkerFds], None], token: str, secret: bytes | None
+    ) -> ServerProcess:
         """Start a server as a fork of this very process: functions need no pickling then."""
         from .forkserver import ForkServer
 
@@ -145,6 +151,7 @@ class ServerProcess:
                 os.setsid()
                 process.die_with_parent(parent)
                 process.leave_mark(f"{JOB_MARKER}={token}")
+                adopt(secret)
                 ForkServer(Channel(theirs), job, StartMethod.FORK, call).run(())
             finally:
                 os._exit(1)
@@ -294,3 +301,13 @@ class ServerProcess:
         if self._reaped is None and process.is_running(self.pid):
             found |= {self.pid, *process.descendants(self.pid)}
         return sorted(found)
+
+
+def _send_with_secret(channel: Channel, hello: Message, secret: bytes | None) -> None:
+    """The secret travels beside the message, in a memory file: what a message holds may end up in an error's text."""
+    fds = [] if secret is None else [descriptor(secret)]
+    try:
+        channel.send(hello, fds)
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rallypoint._core import env as environment, process
+from rallypoint._core import env as environment, process, secret
 from rallypoint.launch.config import TargetKind
 
 from . import ending, exceptions, preloaded, streams
@@ -43,7 +43,7 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     # Python ignores two of these, and has a handler for the third; a program must not meet either.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    env = {**environment.snapshot(), **worker.env}
+    env = {**environment.snapshot(), **worker.env, **_secret_for_program()}
     if job.kind is TargetKind.PROGRAM:
         _exec(job.name, [job.name, *job.args], env)
     python = job.python or sys.executable
@@ -62,6 +62,16 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     # The arguments stay in sight for `ps` and `pgrep -f`, and there is their place: the start record,
     # which goes first, is one argument, and the kernel takes no more than 128 KiB in one.
     _exec(python, [*command, json.dumps(start), job.name, *job.args], env)
+
+
+def _secret_for_program() -> dict[str, str]:
+    """What another program finds the job's secret by: a descriptor that it inherits."""
+    held = secret.held()
+    if held is None:
+        return {}
+    fd = secret.descriptor(held)
+    os.set_inheritable(fd, True)
+    return {secret.FD_VARIABLE: str(fd)}
 
 
 def python_command(code: str, job: Job) -> list[str]:

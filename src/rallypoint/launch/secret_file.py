@@ -1,0 +1,94 @@
+"""``rally secret``: make a file with a secret for a job of several nodes, and say how to use it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rallypoint._core import secret
+from rallypoint.errors import ConfigError
+
+
+HELP = """\
+usage: rally secret [--force] [FILE]
+
+Make a file with a new secret for jobs of several nodes. Only you can read it (mode 0600). Nodes that
+have the same secret take part in one job; nobody else can change what they agree on, or call functions.
+
+  FILE      default: ~/.config/rallypoint/secret, which `rally run` uses wherever several nodes meet
+            and no other secret is given
+  --force   replace the file if it is there; jobs that run keep the old secret"""
+
+
+def command(words: Sequence[str], env: Mapping[str, str]) -> str:
+    """Carry out ``rally secret``; returns what to tell the user.
+
+    Raises:
+        ConfigError: a flag or the file is not possible.
+    """
+    if {"-h", "--help"} & set(words):
+        return HELP
+    force = "--force" in words
+    names = [word for word in words if word != "--force"]
+    for name in names:
+        if name.startswith("-"):
+            raise ConfigError(
+                "secret", name, "no such flag (known: --force)", "rally secret --help"
+            )
+    if len(names) > 1:
+        raise ConfigError("secret", names[1], "one file at most", "rally secret --help")
+    default = secret.user_file(env)
+    if not names and default is None:
+        raise ConfigError("secret", None, "this user has no home folder", "name a FILE")
+    path = Path(names[0]).absolute() if names else default
+    assert path is not None
+    if path == default:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = make_file(path, force=force)
+    return _instructions(path, made, by_default=path == default)
+
+
+def make_file(path: Path, *, force: bool) -> bytes:
+    """Make the file, readable by this user alone; returns the secret in it.
+
+    Raises:
+        ConfigError: it is there already (and ``force`` is not given), or cannot be made.
+    """
+    # Text, so that it survives being pasted.
+    made = secrets.token_hex(secret.MADE_BYTES).encode()
+    # An old one is replaced as a whole: whoever reads it meanwhile has the one or the other.
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}") if force else path
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            try:
+                os.fchmod(file.fileno(), 0o600)  # whatever the umask
+                file.write(made + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+                new.replace(path)
+            except BaseException:
+                new.unlink(missing_ok=True)
+                raise
+    except FileExistsError:
+        raise ConfigError(
+            "secret", str(path), "there is such a file already", "rally secret --force replaces it"
+        ) from None
+    except OSError as error:
+        raise ConfigError("secret", str(path), error.strerror or str(error)) from None
+    return made
+
+
+def _instructions(path: Path, made: bytes, *, by_default: bool) -> str:
+    lines = [f"{path}: a new secret, fingerprint {secret.fingerprint(made)}"]
+    if by_default:
+        lines.append("Nodes that share this home folder use it from now on.")
+    lines.append(f"On other nodes:  scp -p {path} NODE:{path}")
+    if by_default:
+        lines.append("Start the job:   rally run --nnodes 2 --rdzv-endpoint HOST … train.py")
+    else:
+        lines.append(
+            f"Start the job:   rally run --secret-file {path} --nnodes 2 --rdzv-endpoint HOST … train.py"
+        )
+    return "\n".join(lines)
