@@ -138,6 +138,35 @@ def own_address(host: str) -> str | None:
     return None
 
 
+def listening_address(bind: str | None, told: str) -> str | None:
+    """The address to listen on so that others reach this machine at ``told``, and no more; None for all of them.
+
+    A name that stands for several addresses, or for the loopback, may stand for another one elsewhere (its own name
+    is at 127.0.1.1 on many machines), and one that is no address here may be a NAT's outside: then all are
+    listened on.
+
+    Args:
+        bind: what the user said: an address, ``*`` for all, or None to find out.
+        told: what the others are told to connect to; may be empty.
+    """
+    if bind is not None:
+        return None if bind == "*" else bind
+    try:
+        found = socket.getaddrinfo(told.strip("[]"), 0, type=socket.SOCK_STREAM) if told else []
+    except OSError:
+        return None
+    if len({address for *_, address in found}) != 1:
+        return None
+    own = own_address(told)
+    return None if own is None or is_loopback(own) else own
+
+
+def reached_at(listener: socket.socket) -> str:
+    """The address by which this machine itself reaches a listening socket of its own."""
+    host = str(listener.getsockname()[0])
+    return "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104  compared, not bound
+
+
 def hostname() -> str:
     """This machine's name, for people."""
     return socket.gethostname()
@@ -154,18 +183,22 @@ def address_towards(host: str, port: int, flag: str = "--master-addr") -> str:
         return str(sock.getsockname()[0])
 
 
-def bind_only(port: int) -> socket.socket:
-    """A socket that holds a port of all addresses and refuses connections until it is told to listen.
+def bind_only(host: str | None, port: int) -> socket.socket:
+    """A socket that holds a port and refuses connections until it is told to listen.
+
+    Args:
+        host: an address of this machine, or None for all of them.
+        port: the port, or 0 for any free one.
 
     Raises:
         OSError: the port is in use.
     """
-    sock = _dual_stack()
+    sock = _dual_stack() if host is None else _for_host(host, port)
     try:
         # Connections of a server that was killed here would keep the port for a minute. Two sockets that do not
         # listen may hold one port this way; the first to listen has it.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("", port))
+        sock.bind(("", port) if host is None else _resolve(host, port)[1])
     except OSError:
         sock.close()
         raise

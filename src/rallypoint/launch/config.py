@@ -206,6 +206,8 @@ class LaunchConfig:
         group_rank: GROUP_RANK of the workers where it is not the node rank.
         group_world_size: GROUP_WORLD_SIZE likewise.
         python: interpreter of the workers, None for this one.
+        bind: address that this node's stores listen on; ``*``: all; None: the one by which the others reach it,
+            with one node the loopback.
         secret: what all nodes and workers of the job know; None: none, and everybody who reaches the job's ports
             is taken for a member.
     """
@@ -245,6 +247,7 @@ class LaunchConfig:
     rank_offset: int = 0
     world_size: int | None = None
     python: str | None = None
+    bind: str | None = None
     secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

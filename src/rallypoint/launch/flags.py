@@ -223,6 +223,14 @@ FLAGS: tuple[Flag, ...] = (
         " RALLY_SECRET_FILE, ~/.config/rallypoint/secret; one node needs none: it makes its own)",
     ),
     Flag(
+        name="--bind",
+        own=True,
+        metavar="ADDRESS",
+        group=_NODES,
+        help="listen on this address of this node, * for all; default: the one by which the others reach it,"
+        " with one node the loopback",
+    ),
+    Flag(
         name="--insecure",
         own=True,
         group=_NODES,

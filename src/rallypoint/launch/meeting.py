@@ -43,6 +43,7 @@ def rendezvous_for(
         "local_addr": config.local_addr,
         "secret": config.secret,
         "say": say,
+        "bind": config.bind,
         "listener": listener,
     }
     if meeting.plug_in is not None:
@@ -59,6 +60,7 @@ def rendezvous_for(
         lease=meeting.lease,
         secret=config.secret,
         is_host=is_host,
+        bind=config.bind,
         # Who gives no name uses the same one for every job.
         mark_end=meeting.run_id != DEFAULT_RUN_ID,
         say=say,

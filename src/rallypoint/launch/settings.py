@@ -144,6 +144,7 @@ class _Settings:
             group_rank=placement.machine_rank if placement and several_here else None,
             group_world_size=placement.num_machines if placement and several_here else None,
             python=python,
+            bind=self._values["bind"],
             secret=self._secret(alone=num_nodes == 1 and rendezvous.plug_in is None),
         )
         self._remark_on_what_has_no_effect()

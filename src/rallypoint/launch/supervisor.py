@@ -666,15 +666,35 @@ class Supervisor:
         # On several nodes the rendezvous finds out how the others reach this one: the names it goes by need not
         # have addresses yet.
         addr = config.master_addr or ("localhost" if alone else config.local_addr or "")
-        host = addr if alone and addresses.is_loopback(addr) else None
-        if host is not None:
-            addresses.check_loopback(host)
-        if alone and config.master_addr is not None:
-            addresses.check_host(addr)
+        if alone and addresses.is_loopback(addr):
+            addresses.check_loopback(addr)
+            host = addr if config.bind is None else addresses.listening_address(config.bind, addr)
+        else:
+            if alone and config.master_addr is not None:
+                addresses.check_host(addr)
+            host = addresses.listening_address(config.bind, addr or self._told_address())
+            if (
+                alone
+                and config.bind is None
+                and config.world_size in {None, config.workers_per_node}
+            ):
+                host = addresses.own_address(
+                    addr
+                )  # nobody comes from elsewhere, whatever it is there
         # On several nodes the port that all know is the supervisors' own; workers meet at a free one.
         port = config.master_port or 0
         self._store_socket = addresses.bind_store(host, port if alone else 0)
         return addr, self._store_socket.getsockname()[1]
+
+    def _told_address(self) -> str:
+        """The address by which the other nodes will be told to reach this one; empty if it is not known."""
+        meeting = self._config.rendezvous
+        first = meeting.endpoint.hosts[:1] if meeting.endpoint is not None else ()
+        host, port = (first[0].host, first[0].port) if first else (meeting.host, meeting.port)
+        try:
+            return addresses.address_towards(host, port) if host else ""
+        except ConfigError:
+            return ""
 
     def _start_workers(self) -> None:
         config, ready = self._config, self._round

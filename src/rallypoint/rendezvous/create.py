@@ -110,7 +110,14 @@ def static(params: RendezvousParameters) -> RendezvousHandler:
     is_host = params.get_as_bool("is_host") if rank is None else rank == 0
     lease = _lease(params)
     found = _secret(params)
-    home = home_for(endpoint, run_id=params.run_id, lease=lease, secret=found, is_host=is_host)
+    home = home_for(
+        endpoint,
+        run_id=params.run_id,
+        lease=lease,
+        secret=found,
+        is_host=is_host,
+        bind=_bind(params),
+    )
     join = params.get_as_seconds("join_timeout", JOIN_TIMEOUT)
     return StaticHandler(
         home,
@@ -159,6 +166,7 @@ def dynamic(
         is_host=params.get_as_bool("is_host"),
         options=params.config,
         say=say,
+        bind=_bind(params),
     )
     guard = params.get_as_bool("split_brain_guard", True)
     return DynamicRendezvous(
@@ -179,6 +187,7 @@ def dynamic(
         split_brain_guard=guard is not False,
         say=say,
         listener=listener,
+        bind=_bind(params),
         store_for=GenerationStores(params.get_as_seconds("read_timeout", READ_TIMEOUT)),
     )
 
@@ -196,6 +205,7 @@ def home_for(
     options: Mapping[str, Any] | None = None,
     mark_end: bool = False,
     say: Say = _log.info,
+    bind: str | None = None,
 ) -> Home:
     """The home of a job's store at an endpoint. Nothing is connected to yet.
 
@@ -208,6 +218,7 @@ def home_for(
         options: of the backend (``--rdzv-conf``); they win over the endpoint's own.
         mark_end: a store that outlives the job keeps a mark that it has ended well, for a while.
         say: prints a line for the person at the terminal.
+        bind: address to listen on where this node serves the store; ``*``: all; None: the endpoint's.
 
     Raises:
         ConfigError: an option cannot work, a file or folder cannot be used, or a library is missing.
@@ -246,7 +257,7 @@ def home_for(
                 store = _memory_stores.setdefault(endpoint.path, MemoryStore())
             return FixedHome(lambda: store)
         case _:
-            return _tcp_home(endpoint.hosts, run_id, lease, secret, is_host, say)
+            return _tcp_home(endpoint.hosts, run_id, lease, secret, is_host, say, bind)
 
 
 def _tcp_home(
@@ -256,11 +267,16 @@ def _tcp_home(
     secret: bytes | None,
     is_host: bool | None,
     say: Say,
+    bind: str | None,
 ) -> Home:
     from .backends.tcp_home import TcpHome
 
     home = TcpHome(
-        [(each.host, each.port) for each in hosts], silence=lease, is_host=is_host, say=say
+        [(each.host, each.port) for each in hosts],
+        silence=lease,
+        is_host=is_host,
+        say=say,
+        bind=bind,
     )
     codec = Codec(run_id, secret)
 
@@ -485,6 +501,11 @@ def _last_call(params: RendezvousParameters) -> float:
     except (TypeError, ValueError):
         pass  # told below
     return params.get_as_seconds("last_call_timeout", LAST_CALL_TIMEOUT)
+
+
+def _bind(params: RendezvousParameters) -> str | None:
+    given = params.get("bind")
+    return None if given is None else str(given)
 
 
 def _secret(params: RendezvousParameters) -> bytes | None:

@@ -100,6 +100,7 @@ class DynamicRendezvous(RendezvousHandler):
         say: prints a line for the person at the terminal.
         listener: see :class:`Listener`.
         store_for: makes the store that users of a round are given; None for the job's own connection.
+        bind: address to listen on; ``*``: all; None: the one that the others are told.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class DynamicRendezvous(RendezvousHandler):
         say: Say = _log.info,
         listener: Listener | None = None,
         store_for: StoreFor | None = None,
+        bind: str | None = None,
     ) -> None:
         self._home = home
+        self._bind = bind
         self._backend = backend
         self._run_id = run_id
         self._settings = settings
@@ -300,6 +303,11 @@ class DynamicRendezvous(RendezvousHandler):
         return self._home.host
 
     @property
+    def listens_on(self) -> str | None:
+        """The address on which this node need listen for the others to reach it; None: all of this machine's."""
+        return addresses.listening_address(self._bind, self._told_address())
+
+    @property
     def lease(self) -> float:
         """Seconds of silence after which a node is lost."""
         return self._timing.lease
@@ -380,7 +388,7 @@ class DynamicRendezvous(RendezvousHandler):
             if self._home.serves:
                 self._records.claim("store", {"name": _new_name(), "moves": 0})
         if self._post is None:
-            self._post = WatchPost()
+            self._post = WatchPost(self.listens_on)
         if self._pulse is not None and self._store_lost:
             # Its connection broke and this one did not: it has ended, and the others miss our beat.
             self._pulse.stop(leaving=False, timeout=LEAVE_PATIENCE)
@@ -616,7 +624,7 @@ class DynamicRendezvous(RendezvousHandler):
 
     def _all_facts(self) -> Mapping[str, Any]:
         assert self._post is not None
-        addr = self._local_addr or self._address()
+        addr = self._told_address()
         standby = dict(self._home.standby(addr))
         return {
             **self._facts,
@@ -625,6 +633,10 @@ class DynamicRendezvous(RendezvousHandler):
             "serves": self._home.serves,
             "standby": {**standby, "watch": self._post.port} if standby else {},
         }
+
+    def _told_address(self) -> str:
+        """The address by which the others are told to reach this node."""
+        return self._local_addr or self._address()
 
     def _address(self) -> str:
         towards = self._home.towards()

@@ -75,20 +75,17 @@ class WatchPost:
 
     A thread takes the connections: one that its watcher has given up would stay in the kernel's queue,
     and once that is full nobody can see any more that we live.
+
+    Args:
+        host: the address to listen on; None: all of this machine's.
     """
 
     PAUSE = 0.1
 
-    def __init__(self) -> None:
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    def __init__(self, host: str | None = None) -> None:
         # A copy in a child would keep this process alive for its watchers.
         with forks.opening():
-            self._socket = forks.close_in_child(
-                socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            )
-        if family == socket.AF_INET6:
-            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        self._socket.bind(("", 0))
+            self._socket = forks.close_in_child(addresses.bind_only(host, 0))
         self._socket.listen(addresses.BACKLOG)
         self._socket.setblocking(False)
         self._stop_read, self._stop_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

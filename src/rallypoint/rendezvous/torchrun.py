@@ -121,7 +121,7 @@ class Rounds:
         """The next round, and the address of its workers' store. Errors are those of our handler."""
         from .backends.tcpstore import TcpStore
 
-        listener = addresses.bind_store(None, 0)
+        listener = addresses.bind_store(self.handler.listens_on, 0)
         try:
             port = int(listener.getsockname()[1])
             self.handler.bring({"workers_store": port})

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
+from rallypoint._core.addresses import reached_at
 from rallypoint._core.resolver import without_name_servers
 
 
@@ -38,12 +40,14 @@ def serve(listen_fd: int, port: int) -> None:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
 
-    # A TCPStore server also makes itself a client: "localhost" is this very process.
+    # A TCPStore server also makes itself a client of itself.
     # Without name servers c10d cannot tell whom it serves, and warns of that: nobody needs to know.
     try:
+        with socket.socket(fileno=os.dup(listen_fd)) as listener:
+            host = reached_at(listener)
         with without_name_servers(), _without_stderr():
             _store = TCPStore(
-                "localhost",
+                host,
                 port,
                 None,
                 is_master=True,

@@ -62,6 +62,7 @@ class TcpHome:
         silence: seconds without an answer after which a connection counts as broken.
         is_host: whether this node serves; None: if the first of ``hosts`` is this machine.
         say: prints a line for the person at the terminal.
+        bind: address to listen on where this node serves; ``*``: all; None: the one that the others come to.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class TcpHome:
         silence: float,
         is_host: bool | None = None,
         say: Say,
+        bind: str | None = None,
     ) -> None:
         self._hosts = tuple(hosts)
+        self._bind = bind
         self._silence = silence
         self._is_host = is_host
         self._say = say
@@ -145,13 +148,14 @@ class TcpHome:
         if self._is_host is None and not here:
             return None
         try:
-            listener = addresses.bind_store(None, port, "--rdzv-endpoint")
+            to = addresses.listening_address(self._bind, host)
+            listener = addresses.bind_store(to, port, "--rdzv-endpoint")
         except ConfigError as error:
             if self._is_host is None:
                 return None  # another supervisor on this machine was first
             if error.problem != addresses.IN_USE:
                 raise
-            reply = _who_is_at(port)
+            reply = _who_is_at(to or "localhost", port)
             if reply.door in {Door.SERVES, Door.STARTING}:
                 return None  # whoever serves there can say who it is
             problem = f"{error.problem}: {reply.why}" if reply.why else error.problem
@@ -229,8 +233,9 @@ class TcpHome:
 
     def _serve(self, listener: socket.socket, port: int) -> Store:
         port = listener.getsockname()[1] or port
-        self._server = TcpStore("localhost", port, listener, self._silence)
-        self._current = Place("localhost", port)
+        host = addresses.reached_at(listener)
+        self._server = TcpStore(host, port, listener, self._silence)
+        self._current = Place(host, port)
         return self._server.clone()
 
     def _client(self, place: Place, patience: float = FIRST_PATIENCE) -> TcpStore:
@@ -245,7 +250,8 @@ class TcpHome:
             # At the endpoint's port where it is free: then a list of hosts is all that newcomers need.
             for port in (self._hosts[0][1], 0):
                 try:
-                    self._standby = addresses.bind_only(port)
+                    to = addresses.listening_address(self._bind, addr)
+                    self._standby = addresses.bind_only(to, port)
                     break
                 except OSError:
                     continue
@@ -491,11 +497,11 @@ def _load(deadline: Deadline) -> None:
     deadline.extend(MONOTONIC.now() - began)
 
 
-def _who_is_at(port: int) -> Reply:
+def _who_is_at(host: str, port: int) -> Reply:
     """Who has a port of this machine."""
-    reply = door.greet("localhost", port, FIRST_ANSWER)
+    reply = door.greet(host, port, FIRST_ANSWER)
     if reply is SILENT:
-        reply = door.ask("localhost", port)
+        reply = door.ask(host, port)
     return reply if reply.door is not Door.REFUSED else Reply(Door.REFUSED)
 
 

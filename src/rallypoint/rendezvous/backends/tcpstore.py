@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from rallypoint._core import env as environment, forks, resolver
+from rallypoint._core import addresses, env as environment, forks, resolver
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.store import StoreSilent
@@ -46,7 +46,7 @@ class TcpStore:
     """One connection to the store; the serving node's first one owns the server.
 
     Args:
-        host: where it is served.
+        host: where it is served; with a listener, there.
         port: its port.
         listener: on the serving node, the bound socket; the store takes it over.
         silence: seconds without an answer after which the connection counts as broken, whether the
@@ -62,13 +62,15 @@ class TcpStore:
         silence: float | None = None,
         connect_timeout: float | None = None,
     ) -> None:
+        serving = listener is not None
+        if listener is not None:
+            host = addresses.reached_at(listener)
         self._host, self._port, self._silence = host, port, silence
         self._socket: socket.socket | None = None
-        serving = listener is not None
         timeout = timedelta(seconds=REPLY_TIMEOUT if connect_timeout is None else connect_timeout)
         # Who serves must not wait for those of this process that wait to be served.
         turn = contextlib.nullcontext() if serving else _connecting
-        address = "localhost" if serving else resolver.numeric(host, port)
+        address = host if serving else resolver.numeric(host, port)
         tcp_store = _import_tcp_store()
         with (
             turn,
