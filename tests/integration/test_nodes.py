@@ -221,7 +221,7 @@ def test_a_signal_to_one_node_stops_all_in_order(start, tmp_path: Path) -> None:
 
 def test_an_unreachable_master_ends_at_the_timeout_and_says_what_is_waited_for(start) -> None:
     port = free_port()
-    words = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1")
+    words = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--insecure")
     node = start(
         "n", *words, "--master-port", str(port), "--rdzv-conf", "join_timeout=4", "probe.py"
     )

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from rallypoint._core import env
-from rallypoint._core.addresses import hostname
+from rallypoint._core.addresses import address_towards, hostname, is_loopback
 from rallypoint._core.host import host_identity
 from rallypoint.errors import ConfigError
 from rallypoint.wire import auth
@@ -17,6 +17,7 @@ from rallypoint.wire import auth
 from . import constants
 from .agent.agent import Agent
 from .agent.devices import node_devices
+from .connections.entrance import Site
 from .faulty import FaultyAgent, FaultyRpcBackendOptions
 from .groups.dynamic_group import DynamicGroup
 from .groups.member import Member, check_name
@@ -100,7 +101,7 @@ def _init(
     job, secret = _agree(store, options)
     agent = kind(name, options, secret, job, auth.SEALS())
     try:
-        addresses = agent.listen(_advertised(store))
+        addresses = agent.listen(_site(store, world_size))
         me = Member(
             name=name,
             id=max(rank, 0),
@@ -150,20 +151,26 @@ def _agree(store: Any, options: NativeRpcBackendOptions) -> tuple[str, bytes]:
     return job, bytes(secret)
 
 
-def _advertised(store: Any) -> str:
-    """The address that others see this machine by: towards the store's host, or its name."""
-    from rallypoint._core.addresses import address_towards
-
+def _site(store: Any, world_size: int | None) -> Site:
+    """Where this worker is for others: by the route to the store's host, or by the machine's name."""
     inner = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
     if isinstance(host, str) and isinstance(port, int):
         try:
-            return address_towards(host, port)
+            addr = address_towards(host, port)
         except ConfigError:
-            return hostname()
-    return hostname()
+            return Site(hostname())
+        size = env.get("WORLD_SIZE", "")
+        # The launcher has started all of them here: nobody comes from elsewhere.
+        alone = bool(size) and size == env.get("LOCAL_WORLD_SIZE")
+        if is_loopback(host) or (alone and is_loopback(addr)):
+            # Only this machine reaches the store. The launcher's workers are one user's, with one view of files.
+            return Site(addr, addr, only_unix=alone and size == str(world_size))
+        # Many machines have their own name at 127.0.1.1: the name itself is what the others reach.
+        return Site(host) if is_loopback(addr) else Site(addr, addr)
+    return Site(hostname())
 
 
 def _init_tensorpipe(

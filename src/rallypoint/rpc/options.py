@@ -43,7 +43,8 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         init_method: where the members meet.
         device_maps: for each worker that is called, own devices to its devices.
         devices: those that are used; None: all that maps name.
-        bind: address to listen on for other hosts; None: all of this machine's.
+        bind: address to listen on for other hosts; ``*``: all of this machine's; None: the one towards the host of the
+            group's store, and nothing but Unix sockets where the launcher has started all members on this host.
         advertise: address that others are told; None: the one that the store's host sees us by.
         port: the port, or a range of ports of which the first free one is taken; 0: any.
         transports: ways to other workers, the best first; one that cannot be used is skipped.

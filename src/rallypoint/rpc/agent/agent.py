@@ -19,7 +19,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint.rpc.certificates import identity_of
 from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.dialer import Dialer
-from rallypoint.rpc.connections.entrance import Entrance
+from rallypoint.rpc.connections.entrance import Entrance, Site
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.lines import Lines
 from rallypoint.rpc.connections.outgoing import Outgoing
@@ -201,16 +201,16 @@ class Agent:
 
     # -- coming and going ---------------------------------------------------------------------------
 
-    def listen(self, advertise: str) -> dict[str, Address]:
+    def listen(self, site: Site) -> dict[str, Address]:
         """Open the ways on which others can connect; nobody is served yet.
 
         Args:
-            advertise: the address that workers on other hosts are to use.
+            site: where the others are, and how those on other hosts reach this one.
 
         Raises:
             RpcError: none of the transports can be used; says why.
         """
-        return self.entrance.open(self.options, advertise)
+        return self.entrance.open(self.options, site)
 
     def enter(self, group: Group) -> None:
         """This worker is a member of ``group`` from here on."""

@@ -9,13 +9,14 @@ import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rallypoint._core.half_open import HalfOpen, room
 from rallypoint.errors import RpcError
 from rallypoint.rpc.crew.crew import Crew, Job
 from rallypoint.rpc.crew.poller import READ, Poller
 from rallypoint.rpc.groups.roster import Roster
-from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.options import TRANSPORTS, NativeRpcBackendOptions
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import memory, tcp, tls, uds
 from rallypoint.wire.transport import Address, Listener
@@ -35,6 +36,21 @@ _STOOD_STILL = 1.0
 _PAUSE_SECONDS = 0.25
 # Seconds until strangers who crowd a port are warned of: at first, and then.
 _FIRST_WARNING, _NEXT_WARNING = 1.0, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a worker is for the other members of its group.
+
+    Args:
+        addr: the address that workers on other hosts are to use.
+        bind: the address to listen on for them; None: all of this machine's.
+        only_unix: all members are on this host, and come over Unix sockets.
+    """
+
+    addr: str
+    bind: str | None = None
+    only_unix: bool = False
 
 
 class Entrance:
@@ -89,18 +105,27 @@ class Entrance:
 
     # -- listening ----------------------------------------------------------------------------------
 
-    def open(self, options: NativeRpcBackendOptions, advertise: str) -> dict[str, Address]:
+    def open(self, options: NativeRpcBackendOptions, site: Site) -> dict[str, Address]:
         """Listen; nobody is let in yet.
 
         Args:
-            advertise: the address that workers on other hosts are to use.
+            site: where the others are; the options win.
 
         Raises:
             RpcError: none of the transports can be used; says why.
         """
+        chosen = options.transports != TRANSPORTS or options.bind is not None
         for kind in self._transports:
+            if (
+                kind in (tcp.KIND, tls.KIND)
+                and site.only_unix
+                and not chosen
+                and any(each.kind == uds.KIND for each in self.listeners)
+            ):
+                self.skipped[kind] = "all workers are on this host"
+                continue
             try:
-                self.listeners.append(_listener(kind, options, advertise))
+                self.listeners.append(_listener(kind, options, site))
             except OSError as error:
                 self.skipped[kind] = error.strerror or str(error)
                 logger.info("transport %s is not used: %s", kind, error)
@@ -261,7 +286,7 @@ class Entrance:
         self._connections.take(line, worker, sharing, rest, jobs)
 
 
-def _listener(kind: str, options: NativeRpcBackendOptions, advertise: str) -> Listener:
+def _listener(kind: str, options: NativeRpcBackendOptions, site: Site) -> Listener:
     match kind:
         case memory.KIND:
             return memory.MemoryListener()
@@ -270,7 +295,10 @@ def _listener(kind: str, options: NativeRpcBackendOptions, advertise: str) -> Li
         case _:
             pass
     listener = tls.TlsListener if kind == tls.KIND else tcp.TcpListener
-    return listener(options.bind, options.advertise or advertise, options.ports, options.heartbeat)
+    # Who is told another address than the one we know comes by a way that we do not know.
+    bind = options.bind or (None if options.advertise else site.bind)
+    bind = None if bind == "*" else bind
+    return listener(bind, options.advertise or site.addr, options.ports, options.heartbeat)
 
 
 class _Door:
