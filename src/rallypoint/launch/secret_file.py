@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rallypoint._core import secret
+from rallypoint._core import private, secret
 from rallypoint.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ def command(words: Sequence[str], env: Mapping[str, str]) -> str:
     path = Path(names[0]).absolute() if names else default
     assert path is not None
     if path == default:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.make_folder(path.parent, exist_ok=True)
     made = make_file(path, force=force)
     return _instructions(path, made, by_default=path == default)
 
@@ -63,7 +63,7 @@ def make_file(path: Path, *, force: bool) -> bytes:
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             try:
-                os.fchmod(file.fileno(), 0o600)  # whatever the umask
+                os.fchmod(file.fileno(), private.FILE)  # whatever the umask
                 file.write(made + b"\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from rallypoint._core import clock, limits
+from rallypoint._core import clock, limits, private
 from rallypoint._core.whole_writes import write_whole
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch.config import LogConfig, Streams
@@ -75,7 +75,7 @@ class RunFolder:
         base = Path(config.folder).absolute()
         path = base / f"{safe}_{secrets.token_hex(4)}"
         try:
-            path.mkdir(parents=True)
+            private.make_folder(path)
         except OSError as error:
             raise ConfigError(
                 "--log-dir",
@@ -95,7 +95,7 @@ class RunFolder:
             return None
         path = self.path / f"attempt_{generation}"
         with _needing(path):
-            path.mkdir()
+            private.make_folder(path)
         return path
 
     def keep(self) -> None:
@@ -490,7 +490,7 @@ class StreamFactory:
         streams = WorkerStreams(-1, -1)
         with _needing(folder) if folder is not None else nullcontext():
             if folder is not None:
-                folder.mkdir()
+                private.make_folder(folder)
             place = (local_rank, prefix, folder, streams)
             try:
                 streams.stdout = self._open_one("stdout", Streams.OUT, *place)
@@ -570,17 +570,17 @@ class StreamFactory:
             return None
         path = self._folder / f"filtered_{name}.log"
         with _needing(path):
-            path.touch()
+            os.close(private.open_to_append(path))
 
         def append(data: bytes) -> None:
-            with path.open("ab") as file:
+            with open(private.open_to_append(path), "ab") as file:
                 file.write(data)
 
         return append
 
 
 def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return private.open_to_append(path)
 
 
 def _pseudo_terminal(like: int) -> tuple[int, int]:

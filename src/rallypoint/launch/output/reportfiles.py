@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rallypoint._core import env as environment
+from rallypoint._core import env as environment, private
 
 from .failure import FailureReport, WorkerFailure, torchelastic_record
 
@@ -40,8 +40,8 @@ def write_report(folder: Path | None, report: FailureReport) -> FailureReport:
 
 def _write(path: Path, data: object) -> bool:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        private.make_folder(path.parent, exist_ok=True)
+        private.write_text(path, json.dumps(data, indent=1) + "\n")
     except OSError:
         return False
     return True
