@@ -45,6 +45,8 @@ sys.exit(int(sys.argv[2]))
 SPY = """
 import os, sys, pathlib
 folder, host, port = sys.argv[1:4]
+from torch.distributed import TCPStore  # while the interpreter's files can be read
+from datetime import timedelta
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 seen = []
 for pid in os.listdir("/proc"):
@@ -73,8 +75,6 @@ def walk(path):
         if not (path / name).is_symlink() and not (path / name).is_fifo():
             walk(path / name)
 walk(pathlib.Path(folder))
-from torch.distributed import TCPStore
-from datetime import timedelta
 store = TCPStore(host, int(port), None, False, timedelta(seconds=60), wait_for_workers=False)
 keys = store.list_keys() if hasattr(store, "list_keys") else []
 for key in [*keys, "secret", "rpc/secret"]:
@@ -88,19 +88,20 @@ sys.stdout.buffer.write(b"\\n".join(seen))
 class Running:
     """A job that waits, and what a stranger sees of it meanwhile."""
 
-    def __init__(self, folder: Path, words: list[str], env: dict[str, str], code: int = 0) -> None:
+    def __init__(self, folder: Path, words: list[str], code: int = 0) -> None:
         self.folder = folder
         (folder / "worker.py").write_text(WORKER)
         for name in ("ready", "stop"):
             os.mkfifo(folder / name)
         (folder / "tmp").mkdir()
         command = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", *words]
-        self.process = subprocess.Popen(
-            [*command, "worker.py", str(folder), str(code)],
-            cwd=folder,
-            env={**os.environ, "TMPDIR": str(folder / "tmp"), **env},
-            stderr=(folder / "stderr").open("wb"),
-        )
+        with (folder / "stderr").open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*command, "worker.py", str(folder), str(code)],
+                cwd=folder,
+                env={**os.environ, "TMPDIR": str(folder / "tmp")},
+                stderr=stderr,
+            )
         with (folder / "ready").open() as ready:
             self.addr, self.port = ready.readline().split()
 
@@ -181,7 +182,7 @@ def test_another_user_learns_no_secret_and_the_network_reaches_nothing(
         made = b"a secret that was given in a file"
         (folder / "given").touch(mode=0o600)
         (folder / "given").write_bytes(made + b"\n")
-    job = Running(folder, words, {})
+    job = Running(folder, words)
     try:
         held = job.secret()
         if "given" in words:
@@ -201,12 +202,7 @@ def test_another_user_learns_no_secret_and_the_network_reaches_nothing(
 
 def test_logs_and_reports_are_for_their_owner_alone(folder: Path) -> None:
     (folder / "there").mkdir(mode=0o755)
-    job = Running(
-        folder,
-        ["--log-dir", "there/new/logs", "--tee", "3", "--log-line-prefix-template", "x"][:4],
-        {},
-        3,
-    )
+    job = Running(folder, ["--log-dir", "there/new/logs", "--tee", "3"], 3)
     assert job.end() == 3
     assert (folder / "there").stat().st_mode & 0o777 == 0o755, "not ours to change"
     found = [folder / "there/new", *(folder / "there/new").rglob("*")]
