@@ -164,6 +164,12 @@ class Attacked:
         whole = [generation for generation, members in found.items() if len(members) == world]
         return found[max(whole)] if whole else None
 
+    def wait_formed(self, world: int, after: int) -> int:
+        """Wait for a generation after ``after`` in which so many meet; which it is."""
+        members = self.wait(f"a round after {after}", lambda: self.formed(world, after))
+        generation: int = members[0]["generation"]
+        return generation
+
     def wait(self, what: str, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + GIVE_UP
         while not (result := condition()):
@@ -202,6 +208,7 @@ def run(
         stranger = subprocess.Popen(job.on(hosts, words), stdout=subprocess.PIPE, text=True)
         assert stranger.stdout is not None
         killed = 0
+        after = members[0]["generation"]
         told: dict[str, Any] = {}
         for line in stranger.stdout:
             told = json.loads(line)
@@ -211,10 +218,11 @@ def run(
                 os.kill(victim["pid"], signal.SIGKILL)
             elif killed == 1 and told["at"] >= 2 * operations // 3 and hosts > 2:
                 killed = 2
-                after = members[0]["generation"]
-                job.wait("a round after a worker's death", lambda after=after: job.formed(hosts, after))
+                job.wait_formed(hosts, after)
                 job.hosts[hosts - 1].kill()
                 job.hosts[hosts - 1].wait()
+                # Of what has formed so far nothing counts: there may have been one round more.
+                after = max(each["generation"] for each in job.notes())
                 job.start(hosts - 1, hosts)
         if stranger.wait() != 0:
             raise RuntimeError(f"the stranger ended with {stranger.returncode}\n{job.said()}")
@@ -258,6 +266,7 @@ def main() -> None:
     if given.attack:
         attack(given.attack[0], int(given.attack[1]), given.operations, given.seed)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces go in any case
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rally-attack-")))
         network = None

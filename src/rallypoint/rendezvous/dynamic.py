@@ -6,6 +6,7 @@ It carries the protocol's operations out on a store (:mod:`.record_store`), star
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import uuid
@@ -156,6 +157,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._records: RecordStore | None = None
         self._pulse: Pulse | None = None
         self._post: WatchPost | None = None
+        self._beats = itertools.count(1)
         self._plan: Mapping[str, Any] = {}
         self._latest: Mapping[str, Any] = {}  # also of rounds this node was no member of
         self._ids: tuple[str, ...] = ()
@@ -408,6 +410,7 @@ class DynamicRendezvous(RendezvousHandler):
                 self._heed_loss,
                 self._heed_store,
                 delay,
+                self._beats,
             )
             self._pulse.start()
             with self._lock:

@@ -28,14 +28,16 @@ class Leases(Generic[Node]):
     def observe(self, now: float, counters: Mapping[Node, int]) -> tuple[Node, ...]:
         """Note the counters of all nodes watched, and return those that are lost.
 
+        Only a counter that has grown has moved: an old one may be a stranger's, who puts back what he has read.
+
         A node seen for the first time starts a fresh lease; a node that is left out is forgotten.
         """
         lost = []
         for node, counter in counters.items():
             before, since = self._seen.get(node, (None, now))
-            if counter != before:
+            if before is None or counter > before:
                 since = now
-            self._seen[node] = (counter, since)
+            self._seen[node] = (counter if before is None else max(before, counter), since)
             if now - since > self.timeout:
                 lost.append(node)
         for node in self._seen.keys() - counters.keys():

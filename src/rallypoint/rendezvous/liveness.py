@@ -17,11 +17,12 @@ a lost store, where nothing but a proof of death counts.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +146,7 @@ class Pulse:
         on_loss: called from this thread for each node that is lost.
         on_store_lost: called from this thread, once, when the store is gone; the thread ends.
         delay: seconds before the first beat, so that not all of thousands begin in the same moment.
+        numbers: of the beats, growing; those of a node go on where its pulse before has ended.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Pulse:
         on_loss: Callable[[Loss], None],
         on_store_lost: Callable[[RendezvousConnectionError], None],
         delay: float = 0.0,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self._connect = connect
         self._records: RecordStore | None = None
@@ -164,7 +167,7 @@ class Pulse:
         self._lease = lease
         self._on_loss = on_loss
         self._on_store_lost = on_store_lost
-        self._number = 0
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self._lock = threading.Lock()
         self._order: Sequence[Neighbour] = ()  # all that may be watched, nearest first
         self._everybody: Sequence[Neighbour] = ()
@@ -295,8 +298,7 @@ class Pulse:
         return self._records
 
     def _beat(self, *, left: bool = False) -> None:
-        self._number += 1
-        body: dict[str, Any] = {"beat": self._number}
+        body: dict[str, Any] = {"beat": next(self._numbers)}
         if left:
             body["left"] = True
         self._connected().write(f"beat/{self._node_id}", body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from .quorum import Arrival
 
 # How many nodes at the head of a plan say where they could serve the store.
 NUM_STANDBYS = 16
+# Characters of a plan for each node's id: it is read by thousands, and only has to differ from old ones.
+_DIGEST = 8
 
 
 def make(
@@ -28,6 +31,7 @@ def make(
         "by": by,
         "generation": generation,
         "order": list(order),
+        "names": "".join(_digest(records[slot].get("id")) for slot in order),
         "spares": list(spares),
         "store": next(
             (
@@ -60,6 +64,21 @@ def first(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def order(plan: Mapping[str, Any]) -> list[int]:
     order = plan.get("order")
     return order if isinstance(order, list) else []
+
+
+def names(plan: Mapping[str, Any], rank: int, node_id: str) -> bool:
+    """Whether a plan has this node at a rank.
+
+    A slot alone is not enough: a plan of an earlier job, of the same name and with the same secret, has it too, and a
+    stranger may have kept that plan. Ids are random, so only a plan of this job names this node.
+    """
+    digests = plan.get("names")
+    at = rank * _DIGEST
+    return isinstance(digests, str) and digests[at : at + _DIGEST] == _digest(node_id)
+
+
+def _digest(node_id: object) -> str:
+    return hashlib.sha256(str(node_id).encode()).hexdigest()[:_DIGEST]
 
 
 def arrival(slot: int, record: Mapping[str, Any]) -> Arrival | None:

@@ -327,7 +327,7 @@ def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> S
     if "over" in plan:
         return _Over()
     order = plans.order(plan)
-    if slot in order and "seeded" not in plan:
+    if slot in order and plans.names(plan, order.index(slot), node.node_id):
         return Joined(generation=generation, rank=order.index(slot), slot=slot, plan=plan)
     joined = yield from _by_id(node, generation, plan)
     return _Excluded(generation + 1) if joined is None else joined
