@@ -227,8 +227,7 @@ def run(
         if stranger.wait() != 0:
             raise RuntimeError(f"the stranger ended with {stranger.returncode}\n{job.said()}")
         seconds = time.monotonic() - began
-        after = members[0]["generation"]
-        job.wait("a whole round at the end", lambda after=after: job.formed(hosts, after))
+        job.wait_formed(hosts, after)
         (folder / "finish").touch()
         codes = [process.wait(GIVE_UP) for process in job.hosts.values()]
         notes = job.notes()

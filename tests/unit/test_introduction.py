@@ -47,14 +47,16 @@ def found(
 ) -> tuple[Mismatch, ...]:
     guest = unpack(pack(other, theirs), mine)
     assert guest is not None
-    return mismatches(ME, mine is not None, guest)
+    return mismatches(ME, mine, guest)
 
 
 @given(introductions, secrets, secrets)
 def test_what_is_packed_is_read_and_the_same_secret_is_proof(told, theirs, mine):
     guest = unpack(pack(told, theirs), mine)
     assert guest is not None
-    assert guest.introduction == told
+    shown = guest.introduction.run_id
+    assert replace(guest.introduction, run_id=told.run_id) == told
+    assert (shown == told.run_id) == (theirs is None), "who has no secret is not told the job's name"
     assert guest.has_secret == (theirs is not None)
     assert guest.proved == (mine is not None and mine == theirs)
 
@@ -64,7 +66,7 @@ def test_any_bytes_are_an_introduction_or_none(data, secret):
     guest = unpack(data, secret)
     if guest is not None:
         assert guest.introduction.host.isprintable()
-        mismatches(ME, secret is not None, guest)
+        mismatches(ME, secret, guest)
 
 
 def test_what_is_too_long_or_nested_is_none():
@@ -88,8 +90,10 @@ def test_nodes_that_go_together_differ_in_nothing():
     ("other", "mine", "theirs", "field", "says", "hopeless"),
     [
         (replace(OTHER, run_id="more"), None, None, "--rdzv-id", "'more', of host-b", False),
-        # Of another job nothing else is compared, and its secret is its own affair.
-        (replace(OTHER, run_id="more", nodes="9"), b"a", b"b", "--rdzv-id", "'more'", False),
+        # Of another job nothing else is compared.
+        (replace(OTHER, run_id="more", nodes="9"), None, None, "--rdzv-id", "'more'", False),
+        (replace(OTHER, run_id="more"), b"a", b"a", "--rdzv-id", "another job meets here", False),
+        (replace(OTHER, run_id="more", nodes="9"), b"a", b"b", "--secret-file", "another", False),
         (OTHER, b"a", b"b", "--secret-file", "host-b has another secret", False),
         (OTHER, b"a", None, "--secret-file", "this node has a secret and host-b has none", False),
         (OTHER, None, b"b", "--secret-file", "host-b has a secret and this node has none", False),
@@ -113,7 +117,7 @@ def test_each_difference_has_its_name(other, mine, theirs, field, says, hopeless
 def test_ranges_may_differ_since_a_running_job_grows_node_by_node():
     guest = unpack(pack(replace(OTHER, nodes="2:8"), None), None)
     assert guest is not None
-    (mismatch,) = mismatches(replace(ME, nodes="2:4"), False, guest)
+    (mismatch,) = mismatches(replace(ME, nodes="2:4"), None, guest)
     assert not mismatch.hopeless
 
 
@@ -122,6 +126,6 @@ def test_both_sides_see_the_same_difference(one, other, first, second):
     ours = unpack(pack(other, second), first)
     theirs = unpack(pack(one, first), second)
     assert ours is not None and theirs is not None
-    here = mismatches(one, first is not None, ours)
-    there = mismatches(other, second is not None, theirs)
+    here = mismatches(one, first, ours)
+    there = mismatches(other, second, theirs)
     assert [(m.field, m.hopeless) for m in here] == [(m.field, m.hopeless) for m in there]

@@ -119,7 +119,7 @@ class Guestbook:
             return ()
         if guest.introduction.node_id == self._mine.node_id:
             return ()
-        return mismatches(self._mine, self._secret is not None, guest)
+        return mismatches(self._mine, self._secret, guest)
 
     def _leave(self, store: Store, packed: bytes) -> None:
         for index in range(MOST):

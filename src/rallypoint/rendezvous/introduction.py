@@ -2,7 +2,7 @@
 
 An introduction can be read by every version and without the job's secret: one line of JSON, and where the
 job has a secret a second line, a MAC over the first. A node that shows another secret, or none, is believed nothing
-but that.
+but that. With a secret the job's name is no part of it, only what tells it from others for who has the secret too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from rallypoint._core.secret import derive, fingerprint
 
 
 # Longer ones are no introductions.
@@ -70,7 +72,10 @@ class Mismatch:
 def pack(introduction: Introduction, secret: bytes | None) -> bytes:
     """The introduction as bytes."""
     body = {key: _short(value) for key, value in asdict(introduction).items()}
-    line = json.dumps({**body, "secret": secret is not None}).encode()
+    body |= {"run_id": _shown_id(introduction.run_id, secret), "secret": secret is not None}
+    if secret is not None:
+        body["fingerprint"] = fingerprint(secret)
+    line = json.dumps(body).encode()
     return line if secret is None else line + b"\n" + _mac(secret, line)
 
 
@@ -82,11 +87,13 @@ class Guest:
         introduction: what it says.
         has_secret: it says that it has one.
         proved: it has ours.
+        fingerprint: of the one it has, as it says.
     """
 
     introduction: Introduction
     has_secret: bool
     proved: bool
+    fingerprint: str = ""
 
 
 def unpack(data: bytes, secret: bytes | None) -> Guest | None:
@@ -103,26 +110,27 @@ def unpack(data: bytes, secret: bytes | None) -> Guest | None:
     words = {each.name: _word(body, each.name) for each in fields(Introduction)}
     words["given_rank"] = body.get("given_rank") is True
     proved = secret is not None and hmac.compare_digest(mac, _mac(secret, line))
-    return Guest(Introduction(**words), body.get("secret") is True, proved)
+    return Guest(
+        Introduction(**words), body.get("secret") is True, proved, _word(body, "fingerprint")
+    )
 
 
-def mismatches(mine: Introduction, secret: bool, guest: Guest) -> tuple[Mismatch, ...]:
+def mismatches(mine: Introduction, secret: bytes | None, guest: Guest) -> tuple[Mismatch, ...]:
     """Where this node and another do not go together; none if they do.
 
     Args:
         mine: this node.
-        secret: whether it has one.
+        secret: its secret, or None.
         guest: the other.
     """
     theirs, host = guest.introduction, guest.introduction.host
-    if theirs.run_id != mine.run_id:
-        problem = (
-            f"another job meets here: {theirs.run_id!r}, of {host}; this one is {mine.run_id!r}"
-        )
+    if (secret is not None) != guest.has_secret or (secret is not None and not guest.proved):
+        return (_secret(secret, guest),)
+    if theirs.run_id != _shown_id(mine.run_id, secret):
+        name = "" if secret is not None else f": {theirs.run_id!r}"
+        problem = f"another job meets here{name}, of {host}; this one is {mine.run_id!r}"
         hint = "give all nodes of a job the same --rdzv-id, and another job another port"
         return (Mismatch("--rdzv-id", mine.run_id, problem, hint),)
-    if secret != guest.has_secret or (secret and not guest.proved):
-        return (_secret(secret, guest.has_secret, host),)
     return tuple(
         each
         for each in (_nodes(mine, theirs), _ranks(mine, theirs), _versions(mine, theirs))
@@ -130,11 +138,22 @@ def mismatches(mine: Introduction, secret: bool, guest: Guest) -> tuple[Mismatch
     )
 
 
-def _secret(mine: bool, theirs: bool, host: str) -> Mismatch:
-    hint = "give all nodes the same --secret-file (or RALLY_SECRET)"
-    if mine and theirs:
-        problem = f"{host} has another secret than this node"
-    elif mine:
+def _shown_id(run_id: str, secret: bytes | None) -> object:
+    """What stands for the job's name in an introduction."""
+    if secret is None:
+        return _short(run_id)
+    return "#" + derive(secret, "shown run id", run_id).hex()[:16]
+
+
+def _secret(mine: bytes | None, guest: Guest) -> Mismatch:
+    hint = "give all nodes the same --secret-file (or RALLY_SECRET), and another job another port"
+    host = guest.introduction.host
+    if mine is not None and guest.has_secret:
+        problem = (
+            f"{host} has another secret than this node (fingerprint {guest.fingerprint or 'unknown'} there,"
+            f" {fingerprint(mine)} here)"
+        )
+    elif mine is not None:
         problem = f"this node has a secret and {host} has none"
     else:
         problem = f"{host} has a secret and this node has none"
@@ -189,5 +208,5 @@ def _short(value: object) -> object:
 
 
 def _mac(secret: bytes, line: bytes) -> bytes:
-    key = hmac.new(secret, b"rallypoint introduction", hashlib.sha256).digest()
+    key = derive(secret, "introduction")
     return hmac.new(key, line, hashlib.sha256).hexdigest().encode()

@@ -1,8 +1,8 @@
 """What nodes tell each other, as bytes: versioned JSON with limits, and a MAC where the job has a secret.
 
 A record is one line of JSON, ``{"v": 1, "body": {…}}``, and where the job has a secret a second line: HMAC-SHA256
-(RFC 2104) over the key it stands under and the first line, keyed by the secret. The key holds run id and
-generation, so a record that is copied to another key, run or generation is not accepted there.
+(RFC 2104) over the key it stands under and the first line, with a key derived from secret and run id. The name of the key
+holds the generation, so a record that is copied to another key, run or generation is not accepted there.
 What cannot be accepted raises :class:`BadRecord`; it is for the reader to go on without it.
 """
 
@@ -14,6 +14,8 @@ import json
 import math
 from collections.abc import Mapping
 from typing import Any, Final
+
+from rallypoint._core.secret import derive
 
 
 RECORD_VERSION: Final = 1
@@ -38,16 +40,16 @@ class Codec:
     """
 
     def __init__(self, run_id: str, secret: bytes | None = None) -> None:
-        self._run_id = run_id
-        # A key of its own for each job: a secret may serve several.
-        self._key = None if secret is None else _mac(secret, b"rallypoint run", run_id.encode())
+        # Keys of their own for each job: a secret may serve several.
+        self._key = None if secret is None else derive(secret, "records", run_id)
+        self._prefix = f"rally/{run_id}/"
+        if secret is not None:
+            self._prefix = f"rally/{derive(secret, 'names of records', run_id).hex()[:24]}/"
 
     @property
     def prefix(self) -> str:
         """What every key of the job begins with; with a secret, nobody else can guess it."""
-        if self._key is None:
-            return f"rally/{self._run_id}/"
-        return f"rally/{_mac(self._key, b'prefix').hex()[:24]}/"
+        return self._prefix
 
     def pack(self, key: str, body: Body) -> bytes:
         """The bytes of ``body`` under ``key``.
