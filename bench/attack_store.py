@@ -35,7 +35,7 @@ from jobs import RALLY, machine, publish
 
 # A job that has not come so far within this time (seconds) never will.
 GIVE_UP = 300.0
-LEASE = 3.0
+LEASE = 5.0
 
 TRAIN = """
 import json, os, pathlib, sys, time

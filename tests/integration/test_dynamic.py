@@ -360,6 +360,32 @@ def test_junk_written_all_the_while_holds_up_nobody(job: Job, seed: int) -> None
     assert sorted(ranks(infos)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("how", ["overwritten", "deleted"])
+def test_a_newcomer_finds_the_running_round_though_its_records_are(job: Job, how: str) -> None:
+    """It must not begin at round 0, where another one might come to it."""
+    secret = b"known to all the nodes"
+    codec = Codec("job", secret)
+    nodes = [job.node(2, 3, secret=secret) for _ in range(2)]
+    job.meet(*nodes)
+    infos = job.meet(*nodes)
+    assert {info.generation for info in infos} == {1}
+    store = job.backend.meddle()
+    for key in ("head", "store", "0/plan", "0/call"):
+        if how == "deleted":
+            store.delete(codec.prefix + key)
+        else:
+            store.set(codec.prefix + key, b"a stranger's")
+    futures = job.join(job.node(2, 3, secret=secret))
+    until(lambda: any(node.num_nodes_waiting() for node in nodes))
+    futures += job.join(*nodes)
+    infos = [each.result(JOIN) for each in futures]
+    assert sorted(ranks(infos)) == [0, 1, 2]
+    (generation,) = {info.generation for info in infos}
+    assert generation > 1
+    if job.backend.name != "memory":
+        store.close()
+
+
 def test_a_port_that_somebody_holds_for_a_moment_is_served_later() -> None:
     """A connection may have been given the endpoint's port: it is refused, and cannot be bound either."""
     port = free_port()

@@ -56,7 +56,9 @@ def test_what_is_packed_is_read_and_the_same_secret_is_proof(told, theirs, mine)
     assert guest is not None
     shown = guest.introduction.run_id
     assert replace(guest.introduction, run_id=told.run_id) == told
-    assert (shown == told.run_id) == (theirs is None), "who has no secret is not told the job's name"
+    assert (shown == told.run_id) == (theirs is None), (
+        "who has no secret is not told the job's name"
+    )
     assert guest.has_secret == (theirs is not None)
     assert guest.proved == (mine is not None and mine == theirs)
 

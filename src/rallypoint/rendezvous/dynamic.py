@@ -721,8 +721,24 @@ class DynamicRendezvous(RendezvousHandler):
         pulse.watch(
             nearest,
             everybody,
-            self._look_for_waiting(generation + 1) if rank == 0 and room else None,
+            self._look_after(generation, room=room) if rank == 0 else None,
         )
+
+    def _look_after(self, generation: int, *, room: bool) -> Callable[[RecordStore], None]:
+        """What rank 0 does at each beat: newcomers find the round, whatever a stranger has overwritten, and are seen."""
+        look_for_waiting = self._look_for_waiting(generation + 1) if room else None
+        plan = self._plan
+
+        def look(records: RecordStore) -> None:
+            if fields.generation(records.peek("head")) <= generation:
+                # Without it a newcomer would begin at round 0, and others with it.
+                if records.look([f"{generation}/plan"]) == [None]:
+                    records.claim(f"{generation}/plan", plan)
+                records.write("head", {"generation": generation + 1})
+            if look_for_waiting is not None:
+                look_for_waiting(records)
+
+        return look
 
     def _look_for_waiting(self, generation: int) -> Callable[[RecordStore], None]:
         known = 0
