@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -289,6 +290,52 @@ def test_a_post_stays_open_however_often_it_was_called(beats) -> None:
     finally:
         post.close()
     post.close()
+
+
+def test_strangers_at_a_post_cost_it_no_more_than_its_room(monkeypatch) -> None:
+    """And a watcher from elsewhere stays connected, however many there are."""
+    monkeypatch.setattr("rallypoint.rendezvous.held_lines.room", lambda *_: 40)
+    before = len(os.listdir("/proc/self/fd"))
+    post = WatchPost()
+    try:
+        with contextlib.ExitStack() as strangers:
+            for _ in range(200):
+                line = socket.create_connection(("127.0.0.1", post.port), timeout=5)
+                strangers.enter_context(line)
+            # The newest is held, the oldest is closed.
+            line.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                line.recv(1)
+            ours = len(os.listdir("/proc/self/fd")) - before - 200
+            assert ours <= 40 + 10
+    finally:
+        post.close()
+
+
+def test_a_watcher_that_is_cut_off_again_and_again_loses_nobody(watcher, beats) -> None:
+    beats("other")
+    with socket.create_server(("127.0.0.1", 0)) as post:
+        post.settimeout(5)
+        watcher.pulse.watch([neighbour("other", post.getsockname()[1])])
+        stop = threading.Event()
+        came = 0
+
+        def cut() -> None:
+            nonlocal came
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    post.accept()[0].close()
+                    came += 1
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        post.settimeout(0.05)
+        assert watcher.quiet_for(2 * LEASE)
+        stop.set()
+        thread.join()
+        # Once for each beat, and not as fast as it goes.
+        assert 2 <= came <= 2 * 2 * BEATS + 4
+    assert watcher.loss(5)[1].certain, "now nobody listens"
 
 
 def test_a_post_that_is_closed_ends_the_lines_to_it() -> None:

@@ -25,13 +25,14 @@ _SHARE = 4
 _LEAST, _MOST = 64, 1024
 
 
-def room(descriptors: int) -> int:
+def room(descriptors: int, most: int = _MOST) -> int:
     """How many half-open connections a listener may hold.
 
     Args:
         descriptors: that this process may have open, in all.
+        most: never more than these.
     """
-    return max(_LEAST, min(_MOST, descriptors // _SHARE))
+    return max(_LEAST, min(most, descriptors // _SHARE))
 
 
 class HalfOpen(Generic[C]):

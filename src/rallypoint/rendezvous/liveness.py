@@ -30,6 +30,7 @@ from rallypoint._core import addresses, forks
 from rallypoint._core.clock import MONOTONIC
 from rallypoint.errors import RallyError, RendezvousConnectionError
 
+from .held_lines import HeldLines
 from .lease import Leases
 from .record_store import RecordStore
 
@@ -39,6 +40,9 @@ BEATS = 10
 # A connection that was refused is no proof by itself (an address may be another host's here); with a beat
 # that stands still for so many beats it is.
 BEATS_AFTER_REFUSAL = 4
+
+# Seconds in which a connection was made and cut off again, as where strangers crowd a port.
+_CUT_AGAIN = 0.1
 
 # How a loss is told.
 ENDED = "has ended without a word (its process is gone)"
@@ -75,7 +79,8 @@ class WatchPost:
     """The port by which others see that this process lives. Nothing is ever read from it.
 
     A thread takes the connections: one that its watcher has given up would stay in the kernel's queue,
-    and once that is full nobody can see any more that we live.
+    and once that is full nobody can see any more that we live. It holds a limited number of them: strangers who open
+    more have their own closed, and a watcher whose connection was among them makes another.
 
     Args:
         host: the address to listen on; None: all of this machine's.
@@ -111,29 +116,20 @@ class WatchPost:
         self._socket.close()
 
     def _run(self) -> None:
-        lines: dict[int, socket.socket] = {}
         poller = select.poll()
         poller.register(self._stop_read, select.POLLIN)
         poller.register(self._socket, select.POLLIN)
+        lines = HeldLines(self._socket, poller)
         while True:
-            for fd, _ in poller.poll():
+            for fd, _ in lines.newcomers_last(poller.poll()):
                 if fd == self._stop_read:
-                    for line in lines.values():
-                        line.close()
+                    lines.close()
                     return
                 if fd == self._socket.fileno():
-                    try:
-                        with forks.opening():
-                            line = forks.close_in_child(self._socket.accept()[0])
-                    except OSError:
-                        # Gone again; or there are no descriptors left, then those that wait stay in the queue.
+                    if not lines.accept():
                         select.select([self._stop_read], [], [], self.PAUSE)
-                        continue
-                    lines[line.fileno()] = line
-                    poller.register(line, select.POLLIN)
-                else:  # it says something, which nobody should, or it ends
-                    poller.unregister(fd)
-                    lines.pop(fd).close()
+                elif fd in lines:  # it says something, which nobody should, or it ends
+                    lines.take(fd).close()
 
 
 class Pulse:
@@ -368,6 +364,7 @@ class _Line:
         self._connected = False
         self._again = False
         self._tried = 0.0
+        self._is_cut = False
         self._found: tuple[Any, ...] | None = None  # by the resolver
         self.ended = False
         self.refused = False
@@ -389,11 +386,12 @@ class _Line:
             self.close()  # no way there: its beat must do
 
     def try_again(self, pause: float) -> None:
-        """Where there was no way: try once more, ``pause`` seconds after the last attempt."""
+        """Where there was no way: try once more, ``pause`` seconds after the last attempt; at once after a cut."""
         # A name that was not found is not looked up again: that may take longer than a beat may be late.
-        if self._found is None or self._socket is not None or self.refused:
+        if self._found is None or self._socket is not None or self.refused or self.ended:
             return
-        if MONOTONIC.now() >= self._tried + pause:
+        if self._is_cut or MONOTONIC.now() >= self._tried + pause:
+            self._is_cut = False
             self._open()
 
     def _settle(self, code: int) -> None:
@@ -434,8 +432,11 @@ class _Line:
             pass
         # Ended, or was it only the connection? Whoever is refused now knows.
         self.close()
+        # One after the other: strangers crowd the port there, and it may take a while. The next beat will do.
+        self._is_cut = self._again and MONOTONIC.now() < self._tried + _CUT_AGAIN
         self._again = True
-        self._open()
+        if not self._is_cut:
+            self._open()
 
     def close(self) -> None:
         if self._socket is not None:

@@ -8,6 +8,8 @@ import select
 import socket
 import threading
 
+from rallypoint.rendezvous.held_lines import HeldLines
+
 from . import greeting
 from .greeting import Door, Reply
 
@@ -93,29 +95,20 @@ class Doorman:
         return self._listener
 
     def _run(self) -> None:
-        lines: dict[int, socket.socket] = {}
         poller = select.poll()
         poller.register(self._read, 0)  # its other end is closed
         poller.register(self._listener, select.POLLIN)
+        lines = HeldLines(self._listener, poller)
         while True:
-            for fd, _ in poller.poll():
+            for fd, _ in lines.newcomers_last(poller.poll()):
                 if fd == self._read:
-                    for line in lines.values():
-                        line.close()
+                    lines.close()
                     return
-                if fd != self._listener.fileno():
-                    poller.unregister(fd)
-                    self._reply(lines.pop(fd))
-                    continue
-                try:
-                    line = self._listener.accept()[0]
-                except OSError:
-                    # Gone again; or there are no descriptors left, then those who wait stay in the queue.
-                    select.select([self._read], [], [], 0.1)
-                    continue
-                line.setblocking(False)
-                lines[line.fileno()] = line
-                poller.register(line, select.POLLIN)
+                if fd == self._listener.fileno():
+                    if not lines.accept():
+                        select.select([self._read], [], [], 0.1)
+                elif fd in lines:
+                    self._reply(lines.take(fd))
 
     def _reply(self, line: socket.socket) -> None:
         with line, contextlib.suppress(OSError):

@@ -1,0 +1,76 @@
+"""Connections that a port holds while nothing is said on them, and how strangers' are kept from filling it."""
+
+from __future__ import annotations
+
+import resource
+import select
+import socket
+
+from rallypoint._core import forks
+from rallypoint._core.half_open import HalfOpen, room, source_of
+
+
+# Connections that are accepted before others are heard again.
+_AT_ONCE = 64
+# All nodes of a job may watch one of them, so the process's limit alone counts.
+_MOST = 1 << 16
+
+
+class HeldLines:
+    """Those of one listener, in a poll object that the caller waits with.
+
+    Args:
+        listener: does not block.
+        poller: the lines are registered there, to be read from.
+        most: how many are held; by default, as the process's limit of open files allows.
+    """
+
+    def __init__(
+        self, listener: socket.socket, poller: select.poll, most: int | None = None
+    ) -> None:
+        if most is None:
+            most = room(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST)
+        self._listener = listener
+        self._poller = poller
+        self._lines: dict[int, socket.socket] = {}
+        self._half_open: HalfOpen[int] = HalfOpen(most)
+
+    def accept(self) -> bool:
+        """Take those who wait, some at a time; False if there is nothing left to take them with: they go on waiting."""
+        for _ in range(_AT_ONCE):
+            try:
+                with forks.opening():
+                    line, address = self._listener.accept()
+                    forks.close_in_child(line)
+            except BlockingIOError:
+                return True
+            except ConnectionError:
+                continue  # gone again
+            except OSError:
+                return False
+            line.setblocking(False)
+            crowded = self._half_open.add(line.fileno(), source_of(address[0]))
+            if crowded is not None:
+                self.take(crowded[0]).close()
+            self._lines[line.fileno()] = line
+            self._poller.register(line, select.POLLIN)
+        return True
+
+    def newcomers_last(self, events: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What the poll object has told, in order: a line that is closed for a newcomer gives it its number."""
+        listener = self._listener.fileno()
+        return sorted(events, key=lambda event: event[0] == listener)
+
+    def __contains__(self, fd: int) -> bool:
+        return fd in self._lines
+
+    def take(self, fd: int) -> socket.socket:
+        """A line that is held no longer."""
+        self._half_open.remove(fd)
+        self._poller.unregister(fd)
+        return self._lines.pop(fd)
+
+    def close(self) -> None:
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
