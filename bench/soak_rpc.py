@@ -14,6 +14,7 @@ code is 1 if an answer was wrong, a call late, an error unexpected or anything l
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import itertools
 import json
@@ -70,6 +71,9 @@ LATE_EXPULSION = 5.0
 def nursery(line: socket.socket) -> None:
     """A process that forks members and reports their ends. Does not return."""
     line.settimeout(0.02)
+    # What is here now need not be looked through by any member's collections.
+    gc.collect()
+    gc.freeze()
     while True:
         with suppress(ChildProcessError):
             while True:
@@ -690,9 +694,9 @@ class Soak:
         self.settle()
         began = time.monotonic()
         patience = PAUSE_PATIENCE
-        self.gather("pause", "quiet", patience + 5.0, patience=patience)
+        self.gather("pause", "quiet", patience + calls.LARGE_SECONDS + 10.0, patience=patience)
         paused = time.monotonic()
-        found = self.gather("census", "census", CENSUS_PATIENCE + 10.0, patience=CENSUS_PATIENCE)
+        found = self.gather("census", "census", CENSUS_PATIENCE + 30.0, patience=CENSUS_PATIENCE)
         unrest = 0
         for each in found:
             for what in each.answers["census"]["unrest"]:
@@ -714,7 +718,8 @@ class Soak:
                 "mappings": sum(each["mappings"] for each in all_found),
                 "connections": sum(each["connections"] for each in all_found),
                 "threads": sum(threads.values()),
-                "resident_mib_largest": max(each["resident"] for each in all_found) >> 20,
+                "resident_mib_largest": max((each["resident"] for each in all_found), default=0)
+                >> 20,
                 "ages_s": sorted(round(time.monotonic() - each.born) for each in found),
             }
         )

@@ -29,6 +29,8 @@ from rallypoint.wire.remote_error import RemoteTraceback
 # Beyond its time-out a call may take so long to end, without the time in which its process did not come to run.
 GRACE = 1.0
 WITNESS_EVERY = 0.02
+# From the overseer or the leader, by a worker and the loop of asyncio, to whoever waits.
+HANDS = 4
 CALLERS = 3
 # Tensors are pieces of this: so either end can check every byte of any of them.
 LENGTH = 16 << 20
@@ -146,7 +148,7 @@ class Ledger:
             return wrapped[1]
         if isinstance(error, rpc.RpcError) and re.search(DEAD_REFERENCE, str(error)):
             return "dead reference"
-        if remote and "RPC has not been initialized" in str(error):
+        if remote and re.search("RPC has not been initialized|has shut RPC down", str(error)):
             return "callee left"
         for kind in (rpc.PeerLost, rpc.RpcTimeout, rpc.CallCancelled):
             if isinstance(error, kind):
@@ -173,10 +175,12 @@ class Ledger:
             self.problem("wrong", operation=operation, to=str(to), got=repr(got)[:500])
 
     def starved_within(self, begin: float, end: float) -> float:
-        """Seconds of this time in which a thread that had only slept, and was to go on, did not come to run."""
+        """What may have been lost in this time to others on the machine: the seconds in which a thread that had only slept,
+        and was to go on, did not come to run; for each of the threads through whose hands an answer goes.
+        """
         # It may still be kept from running while we do.
         spans = [*self._starved, (self._due, time.monotonic())]
-        return sum(max(0.0, min(end, b) - max(begin, a)) for a, b in spans)
+        return HANDS * sum(max(0.0, min(end, b) - max(begin, a)) for a, b in spans)
 
     def witness(self) -> None:
         """A thread: notes how long this process is kept from running."""
@@ -186,6 +190,14 @@ class Ledger:
             now = time.monotonic()
             if now - self._due > WITNESS_EVERY:
                 self._starved.append((self._due, now))
+
+    def begin_large(self) -> None:
+        with self._lock:
+            self.large += 1
+
+    def end_large(self) -> None:
+        with self._lock:
+            self.large -= 1
 
     def watch(self) -> None:
         """A thread: says so when a call does not end at all."""
@@ -303,8 +315,7 @@ def send_large(to: str, nonce: int) -> None:
             good = torch.equal(got, tensor + nonce % 1000)
             LEDGER.check("large tensor turned", to, good, got.shape)
     finally:
-        with _held_lock:
-            LEDGER.large -= 1
+        LEDGER.end_large()
 
 
 def take(nonce: int, offset: int, size: int, tensor: torch.Tensor) -> tuple[str, int, bool]:

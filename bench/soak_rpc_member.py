@@ -30,7 +30,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from soak_rpc_calls import CALLERS, COROUTINES, LEDGER, Caller, let_go, send_large, stacks
+from soak_rpc_calls import (
+    CALLERS,
+    COROUTINES,
+    LARGE_SECONDS,
+    LEDGER,
+    Caller,
+    let_go,
+    send_large,
+    stacks,
+)
 
 from rallypoint import rpc
 from rallypoint.rpc import api
@@ -55,6 +64,8 @@ def reset(agent: Any, chance: random.Random) -> str:
     if not lines:
         return "no connection"
     sock = chance.choice(lines)._sock
+    # What seals has the real one inside.
+    sock = getattr(sock, "_sock", sock)
     with suppress(OSError):
         if sock.family != socket.AF_UNIX and chance.random() < 0.7:
             # To connect to nowhere is TCP's abort: the other end gets a RST.
@@ -445,7 +456,7 @@ def _obey(
             case "disturb":
                 disturb(agent, command["how"], chance)
             case "send_large":
-                LEDGER.large += 1
+                LEDGER.begin_large()
                 args = (command["to"], chance.randrange(1 << 30))
                 threading.Thread(target=send_large, args=args, name="soak", daemon=True).start()
             case "undisturb":
@@ -456,9 +467,10 @@ def _obey(
                 undisturb(agent)
                 LEDGER.running.clear()
                 until = time.monotonic() + command["patience"]
-                while LEDGER.parked < working or LEDGER.large:
-                    if time.monotonic() > until:
-                        break
+                while LEDGER.parked < working and time.monotonic() < until:
+                    time.sleep(0.005)
+                # Those were sent to somebody who stood still until just now.
+                while LEDGER.large and time.monotonic() < until + LARGE_SECONDS:
                     time.sleep(0.005)
                 if LEDGER.parked < working or LEDGER.large:
                     LEDGER.problem("hang", operation="pause", to="", stacks=stacks())

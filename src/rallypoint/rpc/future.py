@@ -20,6 +20,7 @@ from .agent_in_use import ELSEWHERE
 from .connections.calls import Call
 from .content.payload import refuse_future, register_reducer
 from .crew.crew import Crew, waiting
+from .interruptions import Lent, Rest
 
 
 logger = logging.getLogger(__name__)
@@ -119,8 +120,18 @@ class RpcFuture(Future[T]):
         awake = threading.Lock()
         awake.acquire()
         _call_back(self, lambda _: awake.release())
-        with waiting():
-            awake.acquire()
+        rest = Rest.of_main(lambda: None)
+        if rest is None:
+            with waiting():
+                awake.acquire()
+            return
+        while awake.locked():
+            try:
+                rest.check()
+                rest.call(awake.acquire, True)
+                return
+            except Lent:
+                rest = Rest(lambda: None)
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""

@@ -69,6 +69,21 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
+class Rest(Protocol):
+    """Calls what sleeps, and may end the sleep with an exception of its own: ``is_lent`` is true then."""
+
+    is_lent: bool
+
+    def call(self, sleep: Callable[[Any], Any], argument: Any) -> Any: ...
+
+
+class Sleeper(Protocol):
+    """Who reads."""
+
+    def rest(self) -> Rest | None:
+        """What calls that which sleeps, if it is not to be called as it is."""
+
+
 class Line:
     """A stream socket that carries frames.
 
@@ -277,24 +292,37 @@ class Line:
         self.bytes_received += count
         return self._parser.received(count)
 
-    def read(self, left: float | None) -> list[Frame]:
+    def read(self, left: float | None, sleeper: Sleeper | None = None) -> list[Frame]:
         """Wait until something comes, at most ``left`` seconds; an empty list if no frame is complete then.
+
+        Args:
+            sleeper: asked before a sleep. When its rest raises, nothing has been read.
 
         Raises:
             Closed: the other end is gone.
             ProtocolError: what came is no frame.
         """
         began = perf_counter()
+        rest: Rest | None = None
         try:
             count = self._spin(began) if self._spinning.is_worth_it() else -1
             if count < 0:
-                if left is not None and left < PATIENCE and not self._wait(select.POLLIN, left):
+                if sleeper is not None:
+                    rest = sleeper.rest()
+                is_short = left is not None and left < PATIENCE
+                if is_short and not self._wait(select.POLLIN, left, rest):
                     return []
-                count = self._sock.recv_into(self._parser.space())
+                if rest is None:
+                    count = self._sock.recv_into(self._parser.space())
+                else:
+                    count = rest.call(self._sock.recv_into, self._parser.space())
                 self._spinning.slept(perf_counter() - began)
-        except BlockingIOError:
-            return []
         except OSError as error:
+            if rest is not None and rest.is_lent:
+                # Not the socket's: a signal handler has raised it.
+                raise
+            if isinstance(error, BlockingIOError):
+                return []
             raise self._gone(error) from None
         if not count:
             raise Closed("the other end has closed the connection")
@@ -330,7 +358,7 @@ class Line:
             return False
         return self.silence.is_gone(now, TcpState.parse(info))
 
-    def _wait(self, event: int, left: float | None) -> bool:
+    def _wait(self, event: int, left: float | None, rest: Rest | None = None) -> bool:
         poll = select.poll()
         try:
             poll.register(self._sock, event)
@@ -338,7 +366,8 @@ class Line:
             # Closed by another thread, just now: it has no number any more.
             raise Closed("this end has closed the connection") from None
         # Whole milliseconds, rounded up, or the last one would be spent spinning.
-        return bool(poll.poll(None if left is None else int(left * 1000) + 1))
+        milliseconds = None if left is None else int(left * 1000) + 1
+        return bool(poll.poll(milliseconds) if rest is None else rest.call(poll.poll, milliseconds))
 
     def _gone(self, error: OSError) -> Closed:
         if self._closed:

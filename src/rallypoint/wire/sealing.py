@@ -11,7 +11,7 @@ from typing import Any, Final
 from rallypoint.errors import FrameChanged
 
 from .frames import Frame
-from .line import MOST_AT_ONCE, Closed, Line, Piece
+from .line import MOST_AT_ONCE, Closed, Line, Piece, Sleeper
 from .seal import MOST, SHORT, Keys, SealedParser, Sealer
 from .silence import Silence
 
@@ -136,9 +136,9 @@ class SealedLine(Line):
             self._changed()
             raise
 
-    def read(self, left: float | None) -> list[Frame]:
+    def read(self, left: float | None, sleeper: Sleeper | None = None) -> list[Frame]:
         try:
-            return self._read_on(super().read(left))
+            return self._read_on(super().read(left, sleeper))
         except FrameChanged:
             self._changed()
             raise

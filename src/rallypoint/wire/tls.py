@@ -45,7 +45,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 from rallypoint.errors import AuthenticationError, ProtocolError
 
 from .frames import Frame, FrameParser
-from .line import MOST_AT_ONCE, PATIENCE, Closed, Line, Piece
+from .line import MOST_AT_ONCE, PATIENCE, Closed, Line, Piece, Sleeper
 from .sealing import drop
 from .silence import Silence
 from .tcp import TcpListener
@@ -364,7 +364,12 @@ class TlsLine(Line):
     def read_now(self) -> list[Frame]:
         return self._take(_DONT_WAIT)
 
-    def read(self, left: float | None) -> list[Frame]:
+    def read(self, left: float | None, sleeper: Sleeper | None = None) -> list[Frame]:
+        rest = None if sleeper is None else sleeper.rest()
+        if rest is not None:
+            # What comes is taken in several steps: none of them sleeps.
+            wait = PATIENCE if left is None else min(left, PATIENCE)
+            return self._take(_DONT_WAIT) if self._wait(POLLIN, wait, rest) else []
         if left is not None and left < PATIENCE and not self._wait(POLLIN, left):
             return []
         return self._take(0)

@@ -16,6 +16,7 @@ import torch
 
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
+from rallypoint.rpc import interruptions
 from rallypoint.rpc.certificates import identity_of
 from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.dialer import Dialer
@@ -222,6 +223,7 @@ class Agent:
     def start(self) -> None:
         """Serve. What others have sent meanwhile is done now."""
         _settle_torch()
+        interruptions.begin()
         self.entrance.start()
         self._crew.start()
         if isinstance(self.group, DynamicGroup):
@@ -263,6 +265,7 @@ class Agent:
             self.rrefs.close()
         self.errands.close()
         self.lines.close()
+        interruptions.end()
         if ended:
             self._poller.close()
         else:
@@ -275,6 +278,7 @@ class Agent:
     def abandon(self) -> None:
         """In a forked child, which is no worker: the parent goes on as if there were no child."""
         self.is_inherited = True
+        interruptions.abandon()
         self._poller.abandon()
         self._crew.abandon()
         self.connections.abandon()

@@ -30,6 +30,7 @@ from rallypoint.rpc.content.tensors import TensorWriter
 from rallypoint.rpc.crew.crew import Crew
 from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.future import RpcFuture
+from rallypoint.rpc.interruptions import DUE, run_due
 from rallypoint.rpc.statistics import is_own
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.remote_error import RemoteTraceback
@@ -134,6 +135,8 @@ class Caller:
             finish: makes the future's value out of the reply; :meth:`decode` by default.
             lost: called if the worker cannot be reached at all.
         """
+        if DUE:
+            run_due()
         made: RpcFuture[Any] = RpcFuture() if future is None else future
         deadline, seconds = self.deadline(timeout)
         call = Call(what, deadline, seconds)

@@ -19,6 +19,7 @@ from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.crew.crew import Crew
 from rallypoint.rpc.current_call import SERVING
+from rallypoint.rpc.interruptions import DUE, run_due
 from rallypoint.wire.frames import Frame
 
 
@@ -174,6 +175,8 @@ class ItemChannel(Generic[T]):
         return self._accept(frame)
 
     def _wait(self) -> Frame | None:
+        if DUE:
+            run_due()
         call = self._call
         assert call is not None
         with self._changed:

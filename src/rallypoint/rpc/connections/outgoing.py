@@ -7,6 +7,7 @@ reads (the connection is *armed*). What a reader finds for others it completes f
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcError, RpcTimeout
 from rallypoint.rpc.agent_in_use import ELSEWHERE
+from rallypoint.rpc.interruptions import DUE, Lent, Rest
 from rallypoint.rpc.references.passed import Passed
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame, Shared, encode
@@ -97,6 +99,8 @@ class Outgoing:
         self._quiet = watch.quiet
         self._numbers = itertools.count(1)
         self._role = threading.Lock()
+        # Whose thread has the role, if it has not given it away to run a handler.
+        self._reader: Call | None = None
         # Guards who waits, whether it is armed, and the end.
         self._lock = threading.Lock()
         self._waiting: deque[Call] = deque()
@@ -267,6 +271,7 @@ class Outgoing:
         """Read as the one who has the role; gives it up whenever something is to be completed."""
         late = False
         theirs: list[Call] = []
+        self._reader = call
         try:
             if self.is_armed:
                 self._disarm()
@@ -276,15 +281,19 @@ class Outgoing:
                     late = True
                     break
                 try:
-                    frames = self.line.read(left)
+                    if DUE and (rest := self.rest()) is not None:
+                        rest.check()
+                    frames = self.line.read(left, self)
                 except (Closed, ProtocolError) as error:
                     self.fail(str(error))
+                    break
+                except Lent:
                     break
                 for frame in frames:
                     self._accept(frame, theirs)
         finally:
-            self._role.release()
-            self._hand_on()
+            if self._reader is call:
+                self._give_role_away()
         if theirs:
             self._complete(theirs)
         if late and not call.done:
@@ -377,6 +386,7 @@ class Outgoing:
         """Another thread reads: sleep until it has our reply, or gives the role up."""
         waiter = threading.Lock()
         waiter.acquire()
+        rest = Rest.of_main(lambda: self._wait_no_longer(call))
         with self._lock:
             call.waiter = waiter
             self._waiting.append(call)
@@ -385,16 +395,42 @@ class Outgoing:
             if not call.done and self._role.locked():
                 left = None if call.deadline is None else call.deadline - time.monotonic()
                 if left is None or left > 0.0:
-                    waiter.acquire(timeout=-1 if left is None else min(left, 1e6))
+                    seconds = -1 if left is None else min(left, 1e6)
+                    if rest is None:
+                        waiter.acquire(timeout=seconds)
+                    else:
+                        rest.check()
+                        rest.call(functools.partial(waiter.acquire, True), seconds)
+        except Lent:
+            # A handler has run on top: look again.
+            pass
         finally:
-            with self._lock:
-                call.waiter = None
-                self._waiting.remove(call)
+            self._forget_waiter(call)
             if call.deadline is not None and call.deadline <= time.monotonic():
                 self._expire(call)
             if call.done:
                 # We may have been woken to read, and been answered at the same moment: the next one must be.
                 self._hand_on()
+
+    def _forget_waiter(self, call: Call) -> None:
+        with self._lock:
+            if call.waiter is not None:
+                call.waiter = None
+                self._waiting.remove(call)
+
+    def _wait_no_longer(self, call: Call) -> None:
+        """Who sleeps until it may read does something else for a while; it may have been woken just now."""
+        self._forget_waiter(call)
+        self._hand_on()
+
+    def rest(self) -> Rest | None:
+        """For whoever reads, before it sleeps."""
+        return Rest.of_main(self._give_role_away)
+
+    def _give_role_away(self) -> None:
+        self._reader = None
+        self._role.release()
+        self._hand_on()
 
     def _hand_on(self) -> None:
         """Nobody reads now: wake one that waits to do so, or have the leader do it."""
