@@ -15,7 +15,7 @@ import torch
 import rpc_workers
 from pace import pace
 from rallypoint import rpc
-from rallypoint.errors import PeerLost
+from rallypoint.errors import PeerLost, RpcError
 from rpc_workers import Workers, eventually, timed
 
 
@@ -259,20 +259,18 @@ def _again() -> Any:
 def test_one_with_another_secret_is_refused_and_the_group_goes_on():
     with Workers(3) as workers:
 
-        def come():
-            secret = (
-                "another secret of the job" if rpc_workers.rank == 2 else "the secret of the job"
-            )
-            rpc_workers.join(secret=secret)
+        def come(secret: str) -> str:
+            try:
+                rpc_workers.join_dynamic(secret=secret)
+            except RpcError as error:
+                return str(error)
+            return ""
 
-        workers.run(come)
-
-        def refused():
-            with timed(3), pytest.raises(PeerLost) as caught:
-                rpc.rpc_sync("w0", double, (1,))
-            return str(caught.value)
-
-        assert "secret" in workers.on(2, refused)
+        for rank in (0, 1):
+            assert workers.on(rank, come, "the secret of the job") == ""
+        said = workers.on(2, come, "another secret of the job")
+        assert "the members of the group do not share a secret" in said
+        assert "RALLY_SECRET" in said
         assert workers.on(0, lambda: rpc.rpc_sync("w1", double, (1,))) == 2
 
 

@@ -28,6 +28,7 @@ from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.group import Group
 from rallypoint.rpc.groups.group_store import Calls
 from rallypoint.rpc.groups.member import Member, dump
+from rallypoint.rpc.groups.signing import PUBLIC, Signer
 from rallypoint.rpc.groups.static_group import StaticGroup
 
 
@@ -237,12 +238,14 @@ def test_who_never_came_is_named_and_the_rank_is_free_again(place: Place) -> Non
 def test_nobody_goes_on_with_a_member_that_gave_up(tcp: Place) -> None:
     given_up, late = member("a", 0), member("b", 1)
     store = tcp.open()
-    store.set("rpc/rank/0", dump({"v": 1, "world_size": 2, "member": given_up.body()}, "member"))
+    record = dump({"v": 1, "world_size": 2, "member": given_up.body()}, "member")
+    store.set("rpc/rank/0", PUBLIC.sign("rank/0", record))
+    seal = PUBLIC.sign("formed", b"given up by " + given_up.incarnation.encode())
 
     class GivesUp(Counting):  # the other, between our read and our seal
         def multi_get(self, keys: list[str]) -> Any:
             values = store.multi_get(keys)
-            store.compare_set("rpc/formed", b"", b"given up by " + given_up.incarnation.encode())
+            store.compare_set("rpc/formed", b"", seal)
             return values
 
     with pytest.raises(DeadlineExceeded, match=r"'a' \(rank 0, .* gave up"):
@@ -568,15 +571,27 @@ def test_a_hole_behind_which_the_next_writer_dies_is_filled_by_who_waits(tcp: Pl
         hole, number = store.add("rpc/next", 1), store.add("rpc/next", 1)
         assert (hole, number) == (2, 3)
         orphan = membership.encode(membership.Join(member("b", 1)))
-        store.compare_set("rpc/entry/3", b"", orphan)
+        store.compare_set("rpc/entry/3", b"", PUBLIC.sign("entry/3", orphan))
         assert first.wait_for(["b"], 6.0)[0].id == 1
         assert first.epoch == 3
 
 
-def test_what_is_no_entry_counts_as_nothing(tcp: Place) -> None:
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"\xff garbage",
+        PUBLIC.sign("entry/2", b"{}"),
+        PUBLIC.sign("entry/7", membership.encode(membership.VOID)),
+        membership.encode(membership.Join(member("stranger", 1))),
+        Signer(b"another group's secret", "x").sign(
+            "entry/2", membership.encode(membership.Join(member("stranger", 1)))
+        ),
+    ],
+)
+def test_what_is_no_entry_counts_as_nothing(tcp: Place, written: bytes) -> None:
     with closing(first := DynamicGroup.join(tcp.open(), member("a"), None, 5.0)):
         store = tcp.open()
-        store.set(f"rpc/entry/{store.add('rpc/next', 1)}", b"\xff garbage")
+        store.set(f"rpc/entry/{store.add('rpc/next', 1)}", written)
         with closing(second := DynamicGroup.join(tcp.open(), member("b"), None, 5.0)):
             assert second.epoch == 3
             eventually(lambda: first.members() == second.members())
@@ -643,6 +658,63 @@ def test_a_newcomer_reads_an_outline_and_not_ten_thousand_entries(tmp_path: Any)
         with closing(newcomer):
             assert newcomer.epoch == 3002 and names(newcomer) == ["first", "new"]
             assert sum(read) <= 260, read
+
+
+def test_strangers_write_ahead_in_the_journal_and_move_its_counter(
+    tcp: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tcp.open()
+    with closing(first := DynamicGroup.join(tcp.open(), member("a"), None, 5.0)):
+        for number in (2, 3, 4):
+            store.set(f"rpc/entry/{number}", b"not a member's")
+        for word in ("kind", "outline"):
+            store.set(f"rpc/{word}", b"dynamic")
+        with closing(second := DynamicGroup.join(tcp.open(), member("b"), None, 10.0)):
+            assert names(second) == ["a", "b"]
+            eventually(lambda: first.members() == second.members())
+            store.add("rpc/next", 1 << 60)
+            with pytest.raises(RpcError, match=r"counter .* somebody else writes into the store"):
+                DynamicGroup.join(tcp.open(), member("c"), None, 5.0)
+            assert names(first) == names(second) == ["a", "b"]
+    told = [each.getMessage() for each in caplog.records if "no member of" in each.getMessage()]
+    assert any("'rpc/entry/2'" in each for each in told)
+
+
+def test_a_stranger_that_writes_over_records_of_a_static_group_costs_nobody_the_group(
+    tcp: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tcp.open()
+    store.set("rpc/kind", b"dynamic")
+    store.set("rpc/rank/1", b"no record")
+    with ThreadPoolExecutor() as pool:
+        begun = [
+            pool.submit(StaticGroup.form, tcp.open(), member(name, rank), 3, 30.0)
+            for rank, name in enumerate("ab")
+        ]
+        keys = [f"rpc/rank/{rank}" for rank in range(2)]
+        eventually(lambda: tcp.open().check(keys) and store.get(keys[1]) != b"no record")
+        # One's own under another key, and nobody's.
+        store.set(keys[0], store.get(keys[1]))
+        store.set(keys[1], b"no record")
+        begun.append(pool.submit(StaticGroup.form, tcp.open(), member("c", 2), 3, 30.0))
+        assert [names(each.result()) for each in begun] == [list("abc")] * 3
+    assert "'rpc/rank/0' what no member of this group has put there" in caplog.text
+
+
+def test_a_record_that_a_stranger_goes_on_deleting_ends_in_an_error_that_says_so(
+    tcp: Place,
+) -> None:
+    class Deletes(Counting):
+        def multi_get(self, keys: list[str]) -> Any:
+            return [
+                b"no record" if key.endswith("rank/1") else b
+                for key, b in zip(keys, self._store.multi_get(keys), strict=True)
+            ]
+
+    with pytest.raises(DeadlineExceeded, match=r"rank 1 .*somebody else writes into the store"):
+        store = tcp.open()
+        store.set("rpc/rank/1", b"x")
+        StaticGroup.form(Deletes(store), member("a", 0), 2, 1.0)
 
 
 def test_damage_to_the_outline_costs_time_and_nothing_else(tcp: Place) -> None:

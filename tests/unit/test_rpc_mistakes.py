@@ -89,7 +89,7 @@ def test_an_option_of_the_wrong_kind_is_named(option, kind, told):
 
 def test_a_short_secret_in_the_environment_is_refused_and_not_shown(monkeypatch):
     monkeypatch.setenv("RALLY_SECRET", "hunter2")
-    with pytest.raises(ConfigError, match="RALLY_SECRET: has 7 bytes") as caught:
+    with pytest.raises(ConfigError, match="RALLY_SECRET: the secret has 7 bytes") as caught:
         rpc.init_rpc("me", rank=0, world_size=1, store=dist.HashStore())
     assert "hunter2" not in str(caught.value)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -12,9 +11,8 @@ from rallypoint._core import env
 from rallypoint._core.addresses import address_towards, hostname, is_loopback
 from rallypoint._core.host import host_identity
 from rallypoint.errors import ConfigError
-from rallypoint.wire import auth
 
-from . import constants
+from . import constants, trust as trusts
 from .agent.agent import Agent
 from .agent.devices import node_devices
 from .connections.entrance import Site
@@ -26,13 +24,10 @@ from .options import (
     NativeRpcBackendOptions,
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
-    check_secret,
 )
 from .registry import BackendType, backend_registered, register_backend
 
 
-# What the first member puts into the store, if nobody gives a secret.
-_SECRET_BYTES = 32
 NATIVE = "RALLYPOINT"
 
 
@@ -98,8 +93,8 @@ def _init(
     timeout = options.rpc_timeout or None
     if timeout is not None:
         store.set_timeout(timedelta(seconds=timeout))
-    job, secret = _agree(store, options)
-    agent = kind(name, options, secret, job, auth.SEALS())
+    trust = trusts.agree(store, options.secret, world_size, insecure=options.insecure)
+    agent = kind(name, options, trust)
     try:
         addresses = agent.listen(_site(store, world_size))
         me = Member(
@@ -112,9 +107,10 @@ def _init(
             devices=node_devices(options),
         )
         if world_size:
-            group: Any = StaticGroup.form(store, me, world_size, timeout)
+            group: Any = StaticGroup.form(store, me, world_size, timeout, trust.signer)
         else:
-            group = DynamicGroup.join(store, me, rank if rank >= 0 else None, timeout)
+            given = rank if rank >= 0 else None
+            group = DynamicGroup.join(store, me, given, timeout, signer=trust.signer)
         agent.enter(group)
     except BaseException:
         agent.close()
@@ -138,24 +134,9 @@ def adopt_options(options: Any, kind: type[NativeRpcBackendOptions]) -> NativeRp
     )
 
 
-def _agree(store: Any, options: NativeRpcBackendOptions) -> tuple[str, bytes]:
-    """What tells this group from others, and what only its members know."""
-    job = store.compare_set("job", "", secrets.token_hex(8)).decode()
-    secret = options.secret
-    given = env.get("RALLY_SECRET")
-    if secret is None and given:
-        secret = check_secret(given, "RALLY_SECRET")
-    if secret is None:
-        # Whoever can read the store is let in: it is what the processes of the job share.
-        secret = store.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
-    return job, bytes(secret)
-
-
 def _site(store: Any, world_size: int | None) -> Site:
     """Where this worker is for others: by the route to the store's host, or by the machine's name."""
-    inner = store
-    while hasattr(inner, "underlying_store"):
-        inner = inner.underlying_store
+    inner = trusts.innermost(store)
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
     if isinstance(host, str) and isinstance(port, int):
         try:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from rallypoint._core.secret import check
 from rallypoint.errors import ConfigError
-from rallypoint.wire.auth import MIN_SECRET
 
 from . import constants
 from .certificates import Tls, check_tls
@@ -48,8 +48,9 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         advertise: address that others are told; None: the one that the store's host sees us by.
         port: the port, or a range of ports of which the first free one is taken; 0: any.
         transports: ways to other workers, the best first; one that cannot be used is skipped.
-        secret: what all workers of the group know; None: RALLY_SECRET, else one that the first member puts
-            into the store.
+        secret: what all workers of the group know, 16 bytes or more; None: RALLY_SECRET, RALLY_SECRET_FILE, or the
+            launcher's; else, on one host, a key that only this user can read.
+        insecure: whether workers of several hosts may do without a secret, and are not warned.
         tls: whether TCP is encrypted: True, with a certificate that each worker makes for itself; :class:`Tls`, with
             files; None or False, not. The same for all workers.
         heartbeat: seconds after which a peer whose packets vanish is lost.
@@ -77,6 +78,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         port: int | tuple[int, int] = 0,
         transports: Sequence[str] = TRANSPORTS,
         secret: str | bytes | None = None,
+        insecure: bool = False,
         tls: bool | Tls | None = None,
         heartbeat: float = 5.0,
         pickle_by_value: bool = False,
@@ -111,7 +113,8 @@ class NativeRpcBackendOptions(RpcBackendOptions):
                 "transports", list(transports), f"expected some of {', '.join(TRANSPORTS)}"
             )
         self.transports = tuple(transports)
-        self.secret = None if secret is None else check_secret(secret, "secret")
+        self.secret = None if secret is None else check(secret, "secret")
+        self.insecure = bool(insecure)
         self.tls = check_tls(tls)
         self.heartbeat = _seconds("heartbeat", heartbeat)
         if not self.heartbeat:
@@ -181,26 +184,6 @@ def _seconds(name: str, value: object) -> float:
     if not seconds >= 0.0:
         raise ConfigError(name, value, "expected seconds, 0 or more")
     return seconds
-
-
-def check_secret(secret: str | bytes, field: str) -> bytes:
-    """The secret as bytes.
-
-    Args:
-        field: where it is from.
-
-    Raises:
-        ConfigError: it is too short.
-    """
-    data = secret.encode() if isinstance(secret, str) else secret
-    if len(data) < MIN_SECRET:  # it is shown nowhere
-        raise ConfigError(
-            field,
-            None,
-            f"has {len(data)} bytes, at least {MIN_SECRET} are needed",
-            "secrets.token_hex(32) makes one",
-        )
-    return data
 
 
 def _refuse_text(name: str, value: object) -> None:

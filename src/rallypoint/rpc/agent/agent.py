@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,7 @@ from rallypoint.rpc.groups.roster import Group, Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.references.rref_table import RRefTable
 from rallypoint.rpc.statistics import Counters, is_own
+from rallypoint.rpc.trust import Trust
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import tcp, tls
 from rallypoint.wire.transport import Address
@@ -81,9 +82,7 @@ class Agent:
     Args:
         name: this worker's name.
         options: how it works.
-        secret: what all members know.
-        seals: how TCP may be protected, the best first.
-        job: tells this group from every other one that could meet at the same addresses.
+        trust: what all members know.
     """
 
     caller_type: ClassVar[type[Caller]] = Caller
@@ -92,9 +91,7 @@ class Agent:
         self,
         name: str,
         options: NativeRpcBackendOptions,
-        secret: bytes,
-        job: str,
-        seals: Sequence[str],
+        trust: Trust,
     ) -> None:
         self.options = options
         self.counters = Counters()
@@ -105,8 +102,7 @@ class Agent:
         self.group: Group | None = None
         # Called with the name of a worker that is gone, and why.
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
-        self._secret = secret
-        self._job = job
+        self._secret = trust.secret
         self._gil_profiling = False
         # Whether this process is only a child of the worker's.
         self.is_inherited = False
@@ -121,11 +117,11 @@ class Agent:
             f"rpc-{name}", options.num_worker_threads, self._poller, self._due, self._tick
         )
         self.errands = Errands(crew, self._poller)
-        self.roster = roster = Roster(name, job)
+        self.roster = roster = Roster(name, trust.job)
         self.lines = Lines(options.shared_memory_bytes, options.heartbeat, self.errands.later)
         self.service = service = Service(self, crew, f"rpc-{name}")
         self.dialer = Dialer(
-            roster, self.lines, secret, seals, transports, identity, options.heartbeat
+            roster, self.lines, trust.secret, trust.seals, transports, identity, options.heartbeat
         )
         replies = Replies(self.allowed)
         self.connections = connections = Connections(
@@ -145,8 +141,8 @@ class Agent:
             crew,
             roster,
             self.lines,
-            secret,
-            seals,
+            trust.secret,
+            trust.seals,
             transports,
             identity,
             self.errands.later,

@@ -30,6 +30,7 @@ from .group import agree_on_kind, no_destination
 from .group_store import C10dStore, Calls, Listener, pushes
 from .member import Member
 from .membership import VOID, Entry, Event, Gone, Join, Joined, Leave, Lost, Refused, View
+from .signing import PUBLIC, Signer
 
 
 _log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ SOON: Final = (0.002, 0.05)
 LOOK_EVERY: Final = 1.0
 # Seconds for the watcher to end.
 CLOSING: Final = 1.0
+# Entries that somebody may have to read at once.
+MOST_AHEAD: Final = 1 << 17
 # Members that left whose last words are kept.
 REMEMBERED: Final = 256
 
@@ -57,10 +60,16 @@ class DynamicGroup:
 
     is_static = False
 
-    def __init__(self, store: C10dStore, me: Member, clock: Clock = MONOTONIC) -> None:
+    def __init__(
+        self,
+        store: C10dStore,
+        me: Member,
+        clock: Clock = MONOTONIC,
+        signer: Signer = PUBLIC,
+    ) -> None:
         """Not to be called: :meth:`join` makes groups."""
         self._store = store
-        self._calls = Calls(store)
+        self._calls = Calls(store, signer)
         self._me = me
         self._clock = clock
         # Guards the view and what comes of it; held for computing only.
@@ -85,6 +94,7 @@ class DynamicGroup:
         timeout: float | None = None,
         *,
         clock: Clock = MONOTONIC,
+        signer: Signer = PUBLIC,
     ) -> Self:
         """Become a member. See [Note: What a join costs].
 
@@ -92,6 +102,7 @@ class DynamicGroup:
             me: its ``id`` does not count.
             rank: None: the group gives one; :attr:`me` has it.
             timeout: seconds; None: no limit. It ends waiting for others, not for a silent store.
+            signer: signs what members put into the store.
 
         Raises:
             ConfigError: its device maps and a member's do not go together.
@@ -99,7 +110,7 @@ class DynamicGroup:
             RpcError: name or rank is taken, the group is a static one, or the store is lost.
         """
         deadline = Deadline(timeout, clock)
-        group = cls(store, me, clock)
+        group = cls(store, me, clock, signer)
         calls = group._calls
         agree_on_kind(calls, b"dynamic")
         group._start_from_outline()
@@ -271,7 +282,12 @@ class DynamicGroup:
             plan = membership.decode_outline(calls.put_new("outline", empty))
             keys = [_entry(number) for number in plan.numbers()]
             if calls.present(keys):
-                entries = dict(zip(plan.numbers(), map(_decode, calls.read(keys)), strict=True))
+                read = calls.read(keys)
+                entries = {
+                    number: _decode(each)
+                    for number, each in zip(plan.numbers(), read, strict=True)
+                    if each is not None
+                }
                 self._view = membership.restore(plan, entries)
         except ProtocolError as error:
             _log.warning("the journal is read from its beginning: %s", error)
@@ -305,8 +321,16 @@ class DynamicGroup:
 
         Args:
             known: where ``last`` is no more than this, all are there.
+
+        Raises:
+            RpcError: there cannot be so many.
         """
         first = self._view.epoch + 1
+        if last - first > MOST_AHEAD:
+            raise RpcError(
+                f"the counter of the group's journal stands at {last}, and entry {first} is the next to be read: somebody else"
+                " writes into the store; protect it, or give the group one of its own"
+            )
         numbers = range(first, last + 1)
         absent: tuple[int, ...] = ()
         if numbers and last > known and not calls.present([_entry(number) for number in numbers]):
@@ -316,7 +340,11 @@ class DynamicGroup:
             numbers = range(first, absent[0] if absent else last + 1)
         if numbers:
             read = calls.read([_entry(number) for number in numbers])
-            self._apply(first, [_decode(each) for each in read])
+            # What no member has written is a hole: whoever has this number may still come.
+            holes = tuple(n for n, each in zip(numbers, read, strict=True) if each is None)
+            sound = read[: holes[0] - first] if holes else read
+            self._apply(first, [_decode(each) for each in sound if each is not None])
+            absent = holes + absent
         return absent
 
     def _settle(self, calls: Calls, last: int) -> None:
@@ -336,7 +364,7 @@ class DynamicGroup:
                 self._clock,
             )
             wanted = [_entry(number) for number in absent if number not in decision.fill]
-            while wanted and not calls.present(wanted) and not patience.expired():
+            while wanted and not calls.are_there(wanted) and not patience.expired():
                 if self._closing.wait(pause):
                     return
                 pause = min(2 * pause, SOON[1])
@@ -344,7 +372,7 @@ class DynamicGroup:
 
     def _apply(self, first: int, entries: list[Entry]) -> None:
         with self._changed:
-            if first + len(entries) - 1 <= self._view.epoch:
+            if not entries or first + len(entries) - 1 <= self._view.epoch:
                 return  # another thread was faster
             self._view, events = membership.advance(self._view, first, entries)
             for event in events:
@@ -379,7 +407,7 @@ class DynamicGroup:
     # -- the watcher ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        listener = Listener.of(self._store)
+        listener = Listener.of(self._store, self._calls.signer)
         self._watcher = threading.Thread(
             target=self._run, args=(listener,), name="rally-group", daemon=True
         )
@@ -397,7 +425,10 @@ class DynamicGroup:
                     continue
                 if not listener.wait(_entry(upcoming), self._closing):
                     break
-                last = max(upcoming, calls.add("next", 0))
+                counted = calls.add("next", 0)
+                # The counter is not signed: what cannot be is not believed.
+                is_sane = upcoming <= counted <= upcoming + MOST_AHEAD
+                last = counted if is_sane else upcoming
                 absent = self._advance(calls, last, known=upcoming)
                 self._tell()
                 if absent:

@@ -9,6 +9,7 @@ count as users of the file, and it goes when these have ended), else on a clone.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,11 @@ from rallypoint._core import resolver
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import RpcError
 
+from .signing import PUBLIC, Signer
+
+
+_log = logging.getLogger(__name__)
+
 
 # Seconds between two looks where the store does not tell by itself.
 POLL: Final = 0.05
@@ -32,6 +38,8 @@ SHORTEST: Final = timedelta(milliseconds=1)
 SIGNALS: Final = 0.25
 # Keys in one call.
 BATCH: Final = 512
+# To put something where somebody else writes, too.
+_MOST_TRIES: Final = 100
 
 
 class C10dStore(Protocol):
@@ -49,26 +57,57 @@ class C10dStore(Protocol):
 
 
 class Calls:
-    """A store's calls under the group's keys; whatever else goes wrong in them is an RpcError."""
+    """A store's calls under the group's keys; whatever else goes wrong in them is an RpcError.
 
-    def __init__(self, store: C10dStore) -> None:
+    Values are signed: what no member has put there counts as not there, is named once in the log, and is replaced by whoever
+    has something to put there.
+    """
+
+    def __init__(self, store: C10dStore, signer: Signer = PUBLIC) -> None:
         self._store = store
+        self.signer = signer
+        self._named: set[str] = set()
         # A TCPStore's server tells those who wait of what was set; of a compare_set only the libuv one tells them,
         # and a client cannot know which one it talks to.
         self._deaf = pushes(store)
 
     def set(self, key: str, value: bytes) -> None:
         with _as_rpc_error():
-            self._store.set(_key(key), value)
+            self._store.set(_key(key), self.signer.sign(key, value))
 
     def add(self, key: str, amount: int) -> int:
         with _as_rpc_error():
             return self._store.add(_key(key), amount)
 
     def put_new(self, key: str, value: bytes) -> bytes:
-        """Set a key that does not exist; what it holds now."""
-        with _as_rpc_error():
-            return bytes(self._store.compare_set(_key(key), b"", value))
+        """Set a key under which no member has put anything; what it holds now."""
+        signed, expected = self.signer.sign(key, value), b""
+        for _ in range(_MOST_TRIES):
+            with _as_rpc_error():
+                held = bytes(self._store.compare_set(_key(key), expected, signed))
+            if held == signed:
+                return value
+            content = self._content(key, held)
+            if content is not None:
+                return content
+            # Where it is gone again meanwhile, some stores answer with what was expected.
+            expected = b"" if held == expected else held
+        raise RpcError(
+            f"somebody else keeps writing into the group's store, under {_key(key)!r}: protect the store, or give the"
+            " group one of its own"
+        )
+
+    def _content(self, key: str, value: bytes) -> bytes | None:
+        """What a member has put there; None: it was somebody else."""
+        content = self.signer.read(key, value)
+        if content is None and key not in self._named and len(self._named) < BATCH:
+            self._named.add(key)
+            _log.warning(
+                "the group's store holds under %r what no member of this group has put there; it is not used: somebody else"
+                " writes into the store",
+                _key(key),
+            )
+        return content
 
     def announce_new(self, key: str, value: bytes) -> bytes:
         """:meth:`put_new` for a key that others wait for."""
@@ -95,16 +134,26 @@ class Calls:
         half = len(keys) // 2
         return self.absent(keys[:half]) + self.absent(keys[half:])
 
-    def read(self, keys: Sequence[str]) -> list[bytes]:
-        """What these hold, which exist."""
+    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """What members have put under these, which exist; None where it was somebody else."""
         with _as_rpc_error():
             if not self._store.has_extended_api():
-                return [bytes(self._store.get(_key(key))) for key in keys]
-            return [
-                bytes(value)
-                for some in _batches(keys)
-                for value in self._store.multi_get([_key(key) for key in some])
-            ]
+                values = [bytes(self._store.get(_key(key))) for key in keys]
+            else:
+                values = [
+                    bytes(value)
+                    for some in _batches(keys)
+                    for value in self._store.multi_get([_key(key) for key in some])
+                ]
+        return [self._content(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def are_there(self, keys: Sequence[str]) -> bool:
+        """Whether members have put something under all of them."""
+        return self.present(keys) and None not in self.read(keys)
+
+    def read_or_none(self, key: str) -> bytes | None:
+        """What a member has put under this; None: nothing, or somebody else did."""
+        return self.read([key])[0] if self.present([key]) else None
 
     def wait(self, keys: Sequence[str], timeout: float | None) -> bool:
         """Wait until all exist; False if they do not in time."""
@@ -135,7 +184,7 @@ class Calls:
 
     def _wait_beside(self, keys: Sequence[str], timeout: float | None) -> bool:
         """:meth:`wait` in a thread, which a signal leaves behind until its time is up."""
-        listener = Listener.of(self._store)
+        listener = Listener.of(self._store, self.signer)
         answers: SimpleQueue[bool | BaseException] = SimpleQueue()
 
         def wait() -> None:
@@ -187,14 +236,14 @@ class Listener:
     clone: Any
 
     @classmethod
-    def of(cls, store: C10dStore) -> Self:
+    def of(cls, store: C10dStore, signer: Signer = PUBLIC) -> Self:
         blocks = pushes(store)
         clone = getattr(store, "clone", None)
         if clone is None or type(_innermost(store)).__name__ in ("FileStore", "HashStore"):
-            return cls(Calls(store), False, None)
+            return cls(Calls(store, signer), False, None)
         with _as_rpc_error(), resolver.connecting_to(getattr(_innermost(store), "host", "")):
             own = clone()
-        return cls(Calls(own), blocks, own)
+        return cls(Calls(own, signer), blocks, own)
 
     def wait(self, key: str, stop: threading.Event) -> bool:
         """Wait for a key; False if it is time to stop."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Sequence
 from typing import Final, Self
 
+from rallypoint._core.clock import Deadline
 from rallypoint.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -18,6 +20,7 @@ from rallypoint.rpc.device_map import find_problem
 from .group import agree_on_kind, no_destination
 from .group_store import C10dStore, Calls
 from .member import RECORD_VERSION, Member, dump, load, member_from, shown, whole
+from .signing import PUBLIC, Signer
 
 
 class StaticGroup:
@@ -25,15 +28,26 @@ class StaticGroup:
 
     is_static = True
 
-    def __init__(self, store: C10dStore, me: Member, members: tuple[Member, ...]) -> None:
-        self._calls = Calls(store)
+    def __init__(
+        self,
+        store: C10dStore,
+        me: Member,
+        members: tuple[Member, ...],
+        signer: Signer = PUBLIC,
+    ) -> None:
+        self._calls = Calls(store, signer)
         self._me = me
         self._members = members
         self._by_name = {member.name: member for member in members}
 
     @classmethod
     def form(
-        cls, store: C10dStore, me: Member, world_size: int, timeout: float | None = None
+        cls,
+        store: C10dStore,
+        me: Member,
+        world_size: int,
+        timeout: float | None = None,
+        signer: Signer = PUBLIC,
     ) -> Self:
         """Be one of ``world_size``; all see the same group, or fail for the same reason.
 
@@ -42,6 +56,7 @@ class StaticGroup:
         Args:
             me: its ``id`` is its rank.
             timeout: seconds to wait for the others; None: no limit.
+            signer: signs what members put into the store.
 
         Raises:
             ConfigError: the rank is not below ``world_size``, or device maps do not go together.
@@ -50,7 +65,8 @@ class StaticGroup:
         """
         if not 0 <= me.id < world_size:
             raise ConfigError("rank", me.id, f"expected 0 to {world_size - 1}: one of {world_size}")
-        calls = Calls(store)
+        deadline = Deadline(timeout)
+        calls = Calls(store, signer)
         agree_on_kind(calls, b"static")
         record = dump(
             {"v": RECORD_VERSION, "world_size": world_size, "member": me.body()}, "member"
@@ -73,12 +89,12 @@ class StaticGroup:
                     f"{world_size - len(missing)} of {world_size} members came within {timeout:g} s{lacking};"
                     " see why they did not start, or raise the timeout"
                 )
-        members = _check(calls.read(keys), world_size)
+        members = _check(_read_all(calls, keys, me.id, record, deadline), world_size)
         gave_up = _confirm(calls, members)
         if gave_up is not None:
             calls.delete(f"rank/{me.id}")
             raise DeadlineExceeded(f"{gave_up} gave up waiting before all members had come")
-        return cls(store, me, members)
+        return cls(store, me, members, signer)
 
     @property
     def me(self) -> Member:
@@ -105,8 +121,8 @@ class StaticGroup:
         del self._calls
 
     def last_words(self, member: Member) -> str | None:
-        key = f"left/{member.id}"
-        return self._calls.read([key])[0].decode() if self._calls.present([key]) else None
+        said = self._calls.read_or_none(f"left/{member.id}")
+        return None if said is None else said.decode(errors="replace")
 
     def leave(self, reason: str = "") -> None:
         """Leave last words. The others go on to list this member: a static group stays what it is."""
@@ -116,6 +132,37 @@ class StaticGroup:
         """Nothing is held."""
 
 
+def _read_all(
+    calls: Calls, keys: Sequence[str], rank: int, own: bytes, deadline: Deadline
+) -> list[bytes]:
+    """The members' records, which are there. One that somebody else has put in its place is put back by its owner.
+
+    Raises:
+        DeadlineExceeded: that goes on.
+    """
+    pause = threading.Event()
+    missing: list[str] = []  # all were there just now
+    while True:
+        found = [] if missing else calls.read(keys)
+        records = [each for each in found if each is not None]
+        if len(records) == len(keys) and records[rank] == own:
+            return records
+        if keys[rank] in missing or not found or found[rank] != own:
+            calls.set(keys[rank], own)
+        left = deadline.remaining()
+        if left == 0.0:
+            bad = missing or [key for key, each in zip(keys, found, strict=True) if each is None]
+            ranks = ", ".join(key.removeprefix("rank/") for key in bad)
+            raise DeadlineExceeded(
+                f"the records of rank {ranks} in the group's store were deleted, or are none of a member's: somebody else writes"
+                " into the store; protect it, or give the group one of its own"
+            )
+        pause.wait(_LOOK_AGAIN if left is None else min(left, _LOOK_AGAIN))
+        missing = calls.absent(keys)
+
+
+# Seconds between two looks at a record that its owner is to put back.
+_LOOK_AGAIN: Final = 0.05
 _GIVEN_UP: Final = b"given up by "
 
 

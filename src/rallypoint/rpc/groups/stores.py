@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
 from datetime import timedelta
@@ -48,6 +50,10 @@ def open_store(
     limit = timedelta(seconds=timeout) if timeout else dist.constants.default_pg_timeout
     _check_host(init_method)
     url = urlsplit(init_method)
+    if url.scheme == "file" and url.path:
+        # c10d makes it readable by everybody. What members put there is theirs alone.
+        with contextlib.suppress(OSError):
+            os.close(os.open(url.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     if (rank >= 0 and world_size) or (torch_rules and rank < 0):
         # torch's own way, so that every scheme that it knows, or was taught, works. But the store is not to wait
         # for all workers: that cannot be interrupted, and does not say who is missing. The group waits for them.

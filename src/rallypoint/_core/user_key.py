@@ -1,0 +1,90 @@
+"""A key that all processes of one user on one host have, and nobody else: in a file that only this user can read.
+
+For those who need a secret among themselves and were given none. It is made by the first process that asks, and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rallypoint.errors import ConfigError
+
+
+_KEY_BYTES: Final = 32
+_NAME: Final = "key"
+
+
+def folders() -> tuple[Path, Path]:
+    """Where it may be, the first that can be used counts: the same for all processes, whatever their environment says."""
+    uid = os.geteuid()
+    # The second is there only while the user is logged in, but nobody else can have taken it.
+    return Path(f"/tmp/rallypoint-{uid}"), Path(f"/run/user/{uid}/rallypoint")  # noqa: S108  # checked below
+
+
+def user_key(where: Sequence[Path] | None = None) -> bytes:
+    """The key.
+
+    Args:
+        where: folders to try instead of :func:`folders`.
+
+    Raises:
+        ConfigError: no folder can be used; says why each cannot.
+    """
+    reasons = []
+    for folder in where or folders():
+        try:
+            _check(folder)
+            return _key_in(folder)
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror or error}")
+    raise ConfigError(
+        "secret",
+        None,
+        f"this host has no private folder for a key of this user ({'; '.join(reasons)})",
+        "remove what is in the way, or give all workers a secret: RALLY_SECRET, secret=...",
+    )
+
+
+def _check(folder: Path) -> None:
+    """Make the folder, or see that nobody else can have made it or look into it."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(0, "not a folder")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(0, f"belongs to uid {found.st_uid}")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(0, f"its mode is {stat.S_IMODE(found.st_mode):04o}, expected 0700")
+
+
+def _key_in(folder: Path) -> bytes:
+    path = folder / _NAME
+    if not os.path.lexists(path):
+        # Whole at once, under its name: nobody reads half of it, and only one process's becomes the key.
+        own = folder / f"{_NAME}.{os.getpid()}.{secrets.token_hex(8)}"
+        fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, secrets.token_bytes(_KEY_BYTES))
+            os.close(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(own, path)
+        finally:
+            os.unlink(own)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        key = os.read(fd, _KEY_BYTES + 1)
+    finally:
+        os.close(fd)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(0, f"others can read or change {_NAME} in it")
+    if len(key) != _KEY_BYTES:
+        raise PermissionError(0, f"{_NAME} in it has {len(key)} bytes, expected {_KEY_BYTES}")
+    return key
