@@ -49,6 +49,14 @@ OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     (THEIRS, TCP): {"_transports": ["uv"], "_channels": ["basic"]},
 }
 
+# Of TCP between ours, the default second: what is offered in the handshake, and options.
+PROTECTIONS: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
+    "tcp, unprotected": (("none",), {}),
+    "tcp, MAC": (None, {}),
+    "tcp, MAC by SHA-256": (("sha-256",), {}),
+    "tcp, TLS": (None, {"tls": True}),
+}
+
 MIB = 2**20
 SIZES = [1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 ONE_WAY = "one way"
@@ -94,7 +102,14 @@ class Rank:
             if self._rival == OURS
             else self._rpc.TensorPipeRpcBackendOptions
         )
-        chosen = OPTIONS[self._rival, self._transport]
+        if self._transport in PROTECTIONS:
+            seals, chosen = PROTECTIONS[self._transport]
+            chosen = {**OPTIONS[OURS, TCP], **chosen}
+            if seals is not None:
+                # No option asks for these: they are here to be compared with.
+                importlib.import_module("rallypoint.wire.auth").SEALS = lambda: seals  # type: ignore[attr-defined]
+        else:
+            chosen = OPTIONS[self._rival, self._transport]
         began = time.monotonic()
         self._rpc.init_rpc(
             name(self._rank),
