@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rallypoint._core import process
+from supervisors import may_be_forked, with_torch
 
 
 WORKER = Path(__file__).parent / "faults" / "scripts" / "elastic_worker.py"
@@ -102,6 +103,10 @@ class Hosts:
         net = f"--net=/run/netns/{self._names[index]}"
         return ("nsenter", net, "unshare", "--uts", "sh", "-c", name, f"host-{index}")
 
+    def net(self, index: int) -> str:
+        """Path of its network namespace."""
+        return f"/run/netns/{self._names[index]}"
+
     def cut(self, index: int) -> float:
         """Pull the cable; when."""
         _ip("-n", self._switch, "link", "set", f"port{index}", "down")
@@ -159,22 +164,12 @@ def make_hosts(count: int) -> Iterator[Hosts]:
 class Node:
     """One `rally run`: its process, and what it says on stderr, each line with its time."""
 
-    def __init__(
-        self, name: str, command: Sequence[str], env: dict[str, str], folder: Path
-    ) -> None:
+    def __init__(self, name: str, process: Any, tmp: Path) -> None:
         self.name = name
         self.lines: list[tuple[float, str]] = []
         self.killed = False
-        self.tmp = Path(env["TMPDIR"])
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=env,
-            cwd=folder,
-            start_new_session=True,  # a Ctrl-C at the tests is not for it
-        )
+        self.tmp = tmp
+        self.process = process
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
@@ -258,14 +253,28 @@ class Cluster:
             "ELASTIC_NODE": name,
             "TORCH_CPP_LOG_LEVEL": "FATAL",
         }
+        place = {}
         if host is not None:
             assert self.hosts is not None
-            prefix = (*self.hosts.prefix(host), *prefix)
+            place = {"net": self.hosts.net(host), "host": f"host-{host}"}
             # Gloo binds to the address of the host's name unless told which interface to use.
             full["GLOO_SOCKET_IFNAME"] = "eth0"
         full |= env or {}
-        command = [*prefix, sys.executable, "-m", "rallypoint", "run", *words, *script]
-        self.nodes.append(Node(name, command, full, self.folder))
+        if prefix or not may_be_forked(env or {}):
+            if host is not None:
+                prefix = (*self.hosts.prefix(host), *prefix)
+            begun: Any = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "rallypoint", "run", *words, *script],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=full,
+                cwd=self.folder,
+                start_new_session=True,  # a Ctrl-C at the tests is not for it
+            )
+        else:
+            begun = with_torch().start([*words, *script], self.folder, full, **place)
+        self.nodes.append(Node(name, begun, tmp))
         return self.nodes[-1]
 
     # -- what the workers note --------------------------------------------------------------------
@@ -356,7 +365,8 @@ class Cluster:
             last = each
 
     def alive(self) -> list[int]:
-        return process.marked_processes(f"{MARK}={self.mark}".encode(), exclude=())
+        below = process.marked_processes(f"{MARK}={self.mark}".encode(), exclude=())
+        return [*below, *(node.pid for node in self.nodes if node.alive)]
 
     def check_nothing_left(self) -> None:
         wait_until(

@@ -11,8 +11,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from supervisors import with_torch
 
 
 pytestmark = pytest.mark.integration
@@ -64,7 +67,12 @@ class Node:
         prefix: Sequence[str],
     ) -> None:
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
+        self.process: Any
         with self.out.open("wb") as out, self.err.open("wb") as err:
+            if not prefix:
+                files = (out.fileno(), err.fileno())
+                self.process = with_torch().start(words, folder, env, files=files)
+                return
             command = [*prefix, sys.executable, "-m", "rallypoint", "run", *words]
             # Not in our process group's shadow: pytest's own Ctrl-C handling stays out of it.
             self.process = subprocess.Popen(
