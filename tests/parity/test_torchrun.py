@@ -53,6 +53,7 @@ MUST_DIFFER = {
     "TMPDIR": "the test's own: a temporary folder per side",
     "RALLY_GENERATION": "ours alone: the number of the round, which counts restarts on one node",
     "RALLY_JOB": "ours alone: marks the processes of a job, so that all of them can be found",
+    "RALLY_SECRET_FD": "ours alone: where a program's Python reads the job's secret",
 }
 
 
