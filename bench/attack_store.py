@@ -214,8 +214,10 @@ def run(
             told = json.loads(line)
             if killed == 0 and told["at"] >= operations // 3:
                 killed = 1
-                victim = next(each for each in members if each["rank"] == hosts - 1)
-                os.kill(victim["pid"], signal.SIGKILL)
+                members = job.formed(hosts) or members  # the attack may have cost a round
+                after = members[0]["generation"]
+                with suppress(ProcessLookupError):
+                    os.kill(max(members, key=lambda each: each["rank"])["pid"], signal.SIGKILL)
             elif killed == 1 and told["at"] >= 2 * operations // 3 and hosts > 2:
                 killed = 2
                 job.wait_formed(hosts, after)

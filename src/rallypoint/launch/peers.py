@@ -353,13 +353,16 @@ class PeerNodes:
 
     def _num_through(self, records: RecordStore, current: Round) -> int:
         """How many members of the round are through with it: ended well or, where that is no failure, gone."""
-        ended_well = records.count(f"{current.generation}/done")
-        gone = sorted(current.gone)
-        if not self._config.elastic or not gone:
-            return ended_well
-        # Who is gone may have ended well before.
-        marks = records.look([f"{current.generation}/done/{rank}" for rank in gone])
-        return ended_well + sum(mark is None for mark in marks)
+        counted = records.count(f"{current.generation}/done")
+        gone = current.gone if self._config.elastic else set[int]()
+        if counted < current.num_nodes and not gone:
+            return counted
+        # Anybody can add to a counter; only members can make marks. And who is gone may have ended well before.
+        ranks = range(current.num_nodes)
+        marks = records.look([f"{current.generation}/done/{rank}" for rank in ranks])
+        return sum(
+            mark is not None or rank in gone for rank, mark in zip(ranks, marks, strict=True)
+        )
 
     def _num_told(self, records: RecordStore, current: Round) -> int:
         """How many members have reported their failures, or never will."""
