@@ -213,6 +213,24 @@ def test_torchs_remote_module_runs_over_ours():
         workers.run(case)
 
 
+def test_torchs_remote_module_runs_where_only_what_is_exported_is_called():
+    with Workers(2) as workers:
+        torchs = ("torch.distributed.nn.api.remote_module", "_remote_module_non_scriptable")
+
+        def case():
+            with compat.installed():
+                nn = importlib.import_module("torch.distributed.nn")
+                rpc.export(torch.nn.Linear)
+                rpc_workers.join(exported_only=True, allowed_calls=torchs)
+                if rpc.get_worker_info().id == 0:
+                    module = nn.RemoteModule("w1/cpu", torch.nn.Linear, args=(2, 3))
+                    assert module.forward(torch.rand(4, 2)).shape == (4, 3)
+                    del module
+                rpc.shutdown()
+
+        workers.run(case)
+
+
 def test_a_member_of_a_group_does_not_change_horses():
     with Workers(1) as workers:
 

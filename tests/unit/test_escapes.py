@@ -19,6 +19,7 @@ from hypothesis import given, settings, strategies as st
 from rallypoint.rpc import export
 from rallypoint.rpc.content import payload
 from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.content.tensors import rebuild_coo
 from rallypoint.rpc.rref_proxy import call_method
 
 
@@ -273,6 +274,22 @@ def test_our_own_functions_are_nothing_that_can_be_called_or_passed_on() -> None
         assert not callable(found[0])
     with pytest.raises(NotAllowed, match="lets others call"):
         WIDE.callee(payload.loads(program(name(OURS, "rebuild_small")), allowed=WIDE))
+
+
+class Sparse:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __reduce__(self) -> Any:
+        places = torch.tensor([[self.index]])
+        return rebuild_coo, (places, torch.ones(1), (2,), True, False)
+
+
+def test_indices_that_lead_beyond_a_tensor_are_refused() -> None:
+    data = payload.dumps(Sparse(1))[0]
+    assert payload.loads(data, allowed=NARROW).to_dense().tolist() == [0.0, 1.0]
+    with pytest.raises(RuntimeError, match="size"):
+        payload.loads(payload.dumps(Sparse(7))[0], allowed=NARROW)
 
 
 def test_two_lists_are_two() -> None:

@@ -361,7 +361,7 @@ def _current_reader() -> TensorReader:
     return reader
 
 
-read_with(_current_reader)
+read_with(_current_reader, lambda: _current.allowed is not None)
 
 
 # Calls without arguments that have come: their payload, and where the function is found by its name.

@@ -464,10 +464,14 @@ class TensorReader:
 _reading: Callable[[], TensorReader]
 
 
-def read_with(reading: Callable[[], TensorReader]) -> None:
-    """Say who knows the message that is being unpickled."""
-    global _reading  # noqa: PLW0603  # set once, by the module that unpickles
-    _reading = reading
+# Whether it may lie: then indices are checked, which would lead beyond a tensor's memory.
+_doubts: Callable[[], bool]
+
+
+def read_with(reading: Callable[[], TensorReader], doubts: Callable[[], bool]) -> None:
+    """Say who knows the message that is being unpickled, and whether its sender is trusted."""
+    global _reading, _doubts  # set once, by the module that unpickles
+    _reading, _doubts = reading, doubts
 
 
 def _shaped(flat: Tensor, size: tuple[int, ...], grad: bool) -> Tensor:
@@ -625,7 +629,7 @@ def rebuild_coo(
     indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool, grad: bool
 ) -> Tensor:
     made = torch.sparse_coo_tensor(
-        indices, values, size, is_coalesced=coalesced, check_invariants=False
+        indices, values, size, is_coalesced=coalesced, check_invariants=_doubts()
     )
     return made.requires_grad_() if grad else made
 
@@ -639,6 +643,6 @@ def rebuild_compressed(
     grad: bool,
 ) -> Tensor:
     made = torch.sparse_compressed_tensor(
-        outer, inner, values, size, layout=getattr(torch, layout), check_invariants=False
+        outer, inner, values, size, layout=getattr(torch, layout), check_invariants=_doubts()
     )
     return made.requires_grad_() if grad else made
