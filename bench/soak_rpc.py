@@ -631,7 +631,8 @@ KINDS = (
     ("reset", 36),
     ("kill", 9),
     ("stop", 9),
-    ("stand_still", 2),
+    # Most are refused, since two stand still already.
+    ("stand_still", 6),
     ("delay", 8),
     ("drop", 5),
     ("refuse", 4),

@@ -151,8 +151,10 @@ def _be_child(name: str, how: str, peer: str, settings: dict[str, Any]) -> int:
 # -- what is there: descriptors, threads, memory -------------------------------------------------------
 
 
-def is_of_memory(act: Any) -> bool:
-    return isinstance(getattr(act, "__self__", None), UnusedMemory)
+def is_expected(act: Any) -> bool:
+    """Of a timer: it may wait while nobody calls anybody."""
+    is_of_memory = isinstance(getattr(act, "__self__", None), UnusedMemory)
+    return is_of_memory or getattr(act, "__qualname__", "").startswith("Losses._investigate.")
 
 
 def descriptors() -> Counter[str]:
@@ -249,8 +251,8 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
             unrest.append(f"{len(agent.rrefs._waiting)} wait for confirmations")
         if agent.entrance.strangers:
             unrest.append(f"{len(agent.entrance.strangers)} strangers")
-        # But for the one that looks after unused memory.
-        timers = [each for each in agent.errands.timers if not is_of_memory(each[2])]
+        # But for the one that looks after unused memory, and those that ask somebody again who stood still: after 30 s, perhaps.
+        timers = [each for each in agent.errands.timers if not is_expected(each[2])]
         if timers:
             names = [getattr(each[2], "__qualname__", repr(each[2])) for each in timers[:5]]
             unrest.append(f"{len(timers)} timers: {names}")
