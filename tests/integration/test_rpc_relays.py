@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -10,9 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import rpc_workers
 from rallypoint import rpc
+from rallypoint.errors import RpcError
 from rallypoint.rpc import PeerLost, RpcTimeout
 from rallypoint.wire import tcp
 from rpc_workers import Workers
@@ -225,3 +228,41 @@ def test_a_relay_at_an_address_of_its_own_is_not_believed() -> None:
         finally:
             workers.close()
             relay.close()
+
+
+# -- another user of the host, who reads and writes the store ----------------------------------------
+
+
+def try_to_join() -> list[str]:
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+    store = rpc_workers.store()
+    held = dist.PrefixStore("rpc_prefix_0", store).get("job")
+    said = []
+    for given in ({}, {"secret": held}, {"secret": b"a guess at the secret"}, {"insecure": True}):
+        try:
+            rpc.init_rpc(
+                "stranger",
+                rpc_backend_options=rpc.NativeRpcBackendOptions(rpc_timeout=5.0, **given),
+                store=store,
+            )
+            said.append("it is in")
+            rpc.shutdown(graceful=False)
+        except RpcError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+@pytest.mark.parametrize("secret", [None, "a secret of the job's"])
+def test_another_user_who_reads_the_store_does_not_get_in(secret: str | None) -> None:
+    with Workers(2) as workers:
+        for rank in (0, 1):
+            workers.on(rank, lambda: rpc_workers.join_dynamic(secret=secret))
+        stranger = workers.more()
+        said = workers.on(stranger, try_to_join)
+        assert len(said) == 4
+        assert all("do not share a secret" in each for each in said), said
+        assert secret is None or not any(secret in each for each in said)
+        assert workers.on(0, call, 7) == "7"
+        assert [each.name for each in workers.on(0, rpc.members)[1]] == ["w0", "w1"]
