@@ -53,3 +53,22 @@ def test_a_failure_that_nobody_looks_at_is_told(caplog):
     with caplog.at_level(logging.WARNING):
         fail_after(RpcFuture(), lambda future: None)
     assert "nobody has looked at its answer: lost" in caplog.text
+
+
+def test_a_mistake_in_a_callback_is_a_runtime_error_as_with_torchs_futures():
+    future = RpcFuture()
+    following = future.then(lambda done: done + 1)
+    future.set_result(1)
+    with pytest.raises(
+        RuntimeError, match=r"the callback: TypeError: unsupported operand"
+    ) as caught:
+        following.wait()
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_failure_that_a_callback_passes_on_stays_what_it_was():
+    future = RpcFuture()
+    following = future.then(lambda done: done.value())
+    future.fail(KeyError("k"))
+    with pytest.raises(KeyError, match="k"):
+        following.wait()

@@ -14,7 +14,7 @@ import torch
 from torch.futures import Future
 
 from rallypoint._core import forks
-from rallypoint.errors import CallCancelled, RemoteError, RpcError
+from rallypoint.errors import CallCancelled, RallyError, RemoteError, RpcError
 
 from .agent_in_use import ELSEWHERE
 from .connections.calls import Call
@@ -58,6 +58,25 @@ def again(error: BaseException) -> BaseException:
     made.__suppress_context__ = error.__suppress_context__
     error.__traceback__ = None
     return made
+
+
+def _failed(done: Future[Any]) -> bool:
+    try:
+        Future.value(done)
+    except BaseException:  # noqa: BLE001  # only whether there is one
+        return True
+    return False
+
+
+def _of_callback(error: BaseException) -> BaseException:
+    """In torch's type and words, unless it is one that says enough by itself."""
+    if isinstance(error, RuntimeError | RallyError) or not isinstance(error, Exception):
+        return error
+    raised = RuntimeError(
+        f"Got the following error when running the callback: {type(error).__name__}: {error}"
+    )
+    raised.__cause__ = error
+    return raised
 
 
 def forget_frames(error: BaseException) -> None:
@@ -167,7 +186,10 @@ class RpcFuture(Future[T]):
         raise raised
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future of what ``callback(this one)`` returns, or raises.
+        """A future of what ``callback(this one)`` returns.
+
+        What the callback raises is raised by ``wait``, as with torch's futures: a failure of this future as it is, a
+        mistake in the callback itself as a RuntimeError caused by it.
 
         Raises:
             TypeError: ``callback`` cannot be called.
@@ -184,7 +206,7 @@ class RpcFuture(Future[T]):
             try:
                 result = callback(done)
             except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
-                following.fail(error)
+                following.fail(error if _failed(done) else _of_callback(error))
             else:
                 following.set_result(result)
 
