@@ -216,6 +216,7 @@ def test_so_it_is_with_two_models_a_sharded_optimizer_and_gradients_from_before(
                 mode, order, "samples", number=2, standing=True, zero=True
             )
         found[CLASSIC] = train(CLASSIC, order, "initial", number=2, standing=True)
+        found[f"{CLASSIC}, ranks"] = train(CLASSIC, order, "ranks", number=2, standing=True)
         found[f"{CLASSIC}, zero"] = train(
             CLASSIC, order, "initial", number=2, standing=True, zero=True
         )
@@ -223,7 +224,8 @@ def test_so_it_is_with_two_models_a_sharded_optimizer_and_gradients_from_before(
 
     results = three.run(case)
     for what in results[0]:
-        expected = alone(order, "initial" if CLASSIC in what else "samples", 2, True)
+        weighting = "initial" if CLASSIC in what else "samples"
+        expected = alone(order, "ranks" if "ranks" in what else weighting, 2, True)
         assert_same([each[what] for each in results], expected, what)
 
 

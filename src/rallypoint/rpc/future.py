@@ -63,7 +63,8 @@ def again(error: BaseException) -> BaseException:
 def _failed(done: Future[Any]) -> bool:
     try:
         Future.value(done)
-    except BaseException:  # noqa: BLE001  # only whether there is one
+    except BaseException as error:  # noqa: BLE001  # only whether there is one
+        forget_frames(error)  # it is kept, and would keep this one
         return True
     return False
 

@@ -120,6 +120,12 @@ class DdpMember(Member):
         if not is_joined_rank:
             assert self._run is not None
             self._run.told = (work, count)
+            if not self.ddp._join_config.is_first_joinable:  # noqa: SLF001
+                # torch tells how many ranks to divide by to the first joinable alone.
+                self.ddp.reducer._set_forward_pass_work_handle(  # noqa: SLF001
+                    work,
+                    self.ddp._divide_by_initial_world_size,  # noqa: SLF001
+                )
             return None
         work.wait()
         return bool(count.item())
