@@ -241,11 +241,10 @@ def test_whoever_has_to_wait_knows_for_what(case: tuple[float, Settings, Standin
     assert answer.look_at is not None or answer.slots > len(standing.arrivals)
     if answer.look_at is not None:
         assert answer.look_at > now
-        then = replace(
-            standing, enough_since=standing.enough_since or now if answer.enough else None
-        )
         if standing.enough_since is None:
             then = replace(standing, enough_since=now)
+        else:
+            then = standing if answer.enough else replace(standing, enough_since=None)
         # A hair later: adding to a float and taking away again need not give the same.
         assert isinstance(decide(answer.look_at + 1e-6, settings, then), Close)
 
