@@ -217,3 +217,22 @@ def test_leaving_where_hooks_cannot_match_what_the_others_do() -> None:
             "JoinError rank 0 left its loop early, and rank 1 did not within 5 s"
         )
         assert other[1].startswith("RuntimeError")
+
+
+@pytest.mark.parametrize("mode", [PLANNED, "hooks"])
+def test_an_error_on_one_rank_alone_ends_the_others_when_it_ends(mode: str) -> None:
+    def case() -> str:
+        import os
+
+        rank = dist.get_rank()
+        _, _, _, text = train(mode, [4, 6, 5], {1: 2}, error=rank == 1)
+        if text.startswith("KeyError"):
+            os._exit(1)  # as an error that nobody catches ends a process
+        return text
+
+    with contextlib.closing(Ranks(3)) as ranks:
+        found = ranks.outcomes(case)
+    assert found[1] == (False, "its process has ended")
+    for ok, text in (found[0], found[2]):
+        assert not ok, text  # torch's own error, from the connection that closed
+        assert "Connection closed by peer" in text or "Connection reset" in text
