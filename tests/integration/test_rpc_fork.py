@@ -252,7 +252,7 @@ def children_that_drop_all(rounds: int) -> int:
     torch.equal(held + 1, large(78))
     bool(held.eq(77).all()), int(held.min()), int(held.max())
     kept.append(rpc.remote("w1", large, (78,)))
-    kept.append(rpc.rpc_stream("w1", numbers, (1000,)))
+    kept.append(rpc.rpc_stream("w1", numbers, (1000,), timeout=0))
     threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
     for each in threads:
         each.start()
