@@ -220,9 +220,7 @@ def test_a_relay_at_an_address_of_its_own_is_not_believed() -> None:
             workers.on(0, lead_astray, "w1", relay.address)
             said = workers.on(0, call, 1)
             assert "do not share a secret" in said
-            assert "a relay between the two" in said or "relay" in "".join(
-                workers.on(1, lambda: rpc_workers.logged)
-            )
+            assert "relay" in said
             assert workers.on(1, lambda: done) == []
             assert relay.connections
         finally:

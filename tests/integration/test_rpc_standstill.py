@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,12 @@ def join(**options) -> None:
 
 def names() -> list[str]:
     return sorted(each.name for each in rpc.members()[1])
+
+
+def give_when_told(count: int) -> torch.Tensor:
+    told = rpc_workers.held["told"] = threading.Event()
+    told.wait(60)
+    return give(count)
 
 
 def is_stuck() -> bool:
@@ -81,16 +88,14 @@ def test_a_caller_that_stands_still_amid_a_large_answer_is_not_lost():
         workers.run(functools.partial(join, transports=("tcp",)))
         workers.on(0, lambda: rpc.wait_for("w1", 10) and rpc.rpc_sync("w1", total, (give(1),)))
 
-        def begin_and_stand_still():
-            begin(give, MANY)
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-        pending = workers.begin(0, begin_and_stand_still)
+        workers.on(0, functools.partial(begin, give_when_told, MANY))
+        eventually(lambda: workers.on(1, lambda: "told" in rpc_workers.held))
+        workers.signal(0, signal.SIGSTOP)
+        workers.on(1, lambda: rpc_workers.held["told"].set())
         eventually(lambda: workers.on(1, is_stuck))
         time.sleep(STILL)
         assert workers.on(1, names) == ["w0", "w1"]
         workers.signal(0, signal.SIGCONT)
-        pending.result()
         assert workers.on(0, lambda: total(finish()), limit=60) == MANY
         workers.run(rpc_workers.leave)
 

@@ -24,7 +24,7 @@ NOBODY = 65534
 
 # Worker: says that it runs, and ends when the file "stop" is there. Rank 0 leaves the secret for us.
 WORKER = """
-import os, pathlib, sys, threading
+import os, pathlib, signal, sys
 from rallypoint._core import secret
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -38,6 +38,8 @@ if os.environ["RANK"] == "0":
 fd = os.open(here / "stop", os.O_RDONLY)
 os.read(fd, 1)
 dist.barrier()
+if sys.argv[2] != "0" and dist.get_rank():
+    signal.pause()  # the first failure is to be the other rank's
 sys.exit(int(sys.argv[2]))
 """
 

@@ -217,6 +217,13 @@ def held() -> bytes | None:
     return _held
 
 
+def keep() -> None:
+    """In an interpreter that a launcher has executed: programs that it starts do not inherit the secret by themselves."""
+    if held() is not None and (number := environment.get(FD_VARIABLE, "")):
+        with suppress(OSError, ValueError):
+            os.set_inheritable(int(number), False)
+
+
 def descriptor(secret: bytes) -> int:
     """A memory file with the secret, for a process that is told its number in ``RALLY_SECRET_FD``.
 

@@ -72,7 +72,14 @@ class ShardSampler(data.Sampler[int]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The order of this epoch comes next."""
+        """Have the order of this epoch come next.
+
+        Args:
+            epoch: the same number on every rank; each has an order of its own, if the sampler shuffles.
+
+        Raises:
+            ConfigError: it is no whole number.
+        """
         if not is_whole(epoch):
             raise ConfigError("epoch", epoch, "expected a whole number")
         self._epoch = epoch

@@ -153,6 +153,10 @@ class ParallelMesh:
         Collective: every rank of the job calls it, with the same arguments.   Blocks: until members have found each other.
         Args:
             joined: axes (``"tp"``), and axes to be joined (``("cp", "tp")``). Default: :data:`STANDARD`.
+        Returns:
+            This mesh.
+        Raises:
+            ConfigError: an axis is none.
         """
         for axes in joined or STANDARD:
             given: object = axes

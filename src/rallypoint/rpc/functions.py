@@ -47,6 +47,9 @@ def export(thing: T) -> T:
 
     Args:
         thing: a function, a class, a static or class method; returned as it is.
+
+    Raises:
+        TypeError: it is none of these.
     """
     found: Any = thing
     if isinstance(found, (staticmethod, classmethod)):

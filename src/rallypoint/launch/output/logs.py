@@ -42,6 +42,9 @@ READ_SIZE = 64 * 1024
 MAX_LINE = 1024 * 1024
 # How long the rest of a line may take to come before what is there is shown (a prompt, a bar). Seconds.
 REST_PATIENCE = 0.03
+# The same where more has come at once than anybody writes as a prompt: the writer may be amid a long line, without a core.
+BURST_PATIENCE = 1.0
+BURST = select.PIPE_BUF
 
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
 
@@ -192,7 +195,7 @@ class Source:
         self.file = self._pass(self.file, data)
         self.line += data
         if self.prefix is None:
-            self._pass_whole()
+            self._pass_whole(BURST_PATIENCE if len(data) > BURST else REST_PATIENCE)
             return
         end = max(self.line.rfind(b"\n"), self.line.rfind(b"\r", 0, -1)) + 1
         if end:
@@ -202,7 +205,7 @@ class Source:
         if len(self.line) > MAX_LINE:
             self.end_line()
 
-    def _pass_whole(self) -> None:
+    def _pass_whole(self, patience: float) -> None:
         """Pass on up to the end of the last line; what follows it may be half of one, cut by the pipe."""
         bar = self.line.rfind(b"\r", 0, -1)  # what precedes a bar's new state
         end = max(self.line.rfind(b"\n") + 1, bar) if bar > 0 else self.line.rfind(b"\n") + 1
@@ -211,7 +214,7 @@ class Source:
         if end:
             self.console = self._pass(self.console, bytes(self.line[:end]))
             del self.line[:end]
-        self.show_at = clock.MONOTONIC.now() + REST_PATIENCE if self.line else None
+        self.show_at = clock.MONOTONIC.now() + patience if self.line else None
 
     def end_line(self) -> None:
         self.show_at = None

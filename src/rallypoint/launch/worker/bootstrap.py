@@ -108,6 +108,7 @@ def main() -> None:
     for name in ("line", "payload", "result"):
         if start[name] is not None:
             os.set_inheritable(start[name], False)
+    secret.keep()
     fds = WorkerFds(1, 2, start["line"], start["payload"], start["result"])
     job = Job.from_json({**start["job"], "args": sys.argv[3:]})
     streams.make_live(job)

@@ -40,7 +40,7 @@ def make_live(job: Job) -> None:
         raw.name = f"<{name}>"
         buffer: Any = raw
         if not unbuffered:
-            buffer = WholeLines(raw) if live else io.BufferedWriter(raw)
+            buffer = io.BufferedWriter(raw) if job.block_buffered else WholeLines(raw)
         stream.__init__(  # type: ignore[misc]
             buffer,
             encoding=stream.encoding,
@@ -64,7 +64,7 @@ def _make_c_live() -> None:
 
 
 class WholeLines(io.BufferedWriter):
-    """Binary stdout that several workers share: each flush is one write, which no other's cuts.
+    """A binary stream that several workers share: each flush is one write, which no other's cuts.
 
     Unlike its base it may be entered again, by a signal handler that prints; and after a Ctrl-C it
     does not wait again, at exit, for the console that took nothing.
