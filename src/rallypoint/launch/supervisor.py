@@ -49,8 +49,10 @@ TORCH = ("torch", "torch.distributed")
 # How long the fork server may take to end everything.
 SERVER_PATIENCE = 8.0
 # Who signals every process of a job does so one by one. For this long a signal may still be on its way to the
-# fork server (then the workers get it too, and not from us as well), or a worker's death of it be ahead of it.
+# fork server (then the workers get it too, and not from us as well).
 SAME_SIGNAL = 0.25
+# For this long a worker's death of it may be ahead of it: whoever signals may have to wait for a core in between.
+DEATH_AHEAD = 1.0
 # The same between hosts.
 SAME_SIGNAL_ELSEWHERE = 1.0
 # When it is said what is waited for.
@@ -471,13 +473,17 @@ class Supervisor:
         end = policy.WorkerEnded(index, failed=status != 0, symptom=symptom)
         if self._may_be_ahead(status):
             self._held_ends.append(end)
-            self._in(SAME_SIGNAL, self._decide_held_ends)
+            self._in(DEATH_AHEAD, self._decide_held_ends)
         else:
             self._decide(end)
 
     def _may_be_ahead(self, status: int) -> bool:
-        """Whether a worker has died of a signal that may be on its way to us too, to end the whole job."""
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        """Whether a worker has died of a signal that may be on its way to us too, to end the whole job.
+
+        Or has handled it: who saves a checkpoint and leaves says so by the exit code that shells have for it.
+        """
+        code = os.waitstatus_to_exitcode(status)
+        number = -code if code < 0 else code - 128
         return (
             self._state.phase in {Phase.RUNNING, Phase.LISTENING}
             and number in self._config.signals
