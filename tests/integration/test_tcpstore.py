@@ -51,6 +51,7 @@ def test_a_server_that_stands_still_ends_every_call_once(server) -> None:
     records = RecordStore(tcpstore.connect("127.0.0.1", port, silence=1.0), Codec("job", None))
     assert records.increment("n") == 1
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # until then a thread of it may still answer
     before = time.monotonic()
     with pytest.raises(StoreSilent):
         records.increment("n")  # and does not try again over another connection
