@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Set in many container images. Without bytecode every launch of a test compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,8 +25,12 @@ demo: $(STAMP)   ## train a real model on two processes, with plots, in under a 
 	$(BIN)/rally run --nproc-per-node 2 examples/digits_ddp.py --output demo-output
 
 AT_A_TIME = --dist loadfile --no-loadscope-reorder
-test: $(STAMP)   ## the whole test suite: four files at a time, then those that look at clocks
+test: test-beside test-clocks ## the whole test suite
+
+test-beside: $(STAMP) ## its first part: four files at a time
 	$(BIN)/python -m pytest -q -n 4 $(AT_A_TIME) -m "not long and not alone and not wild"
+
+test-clocks: $(STAMP) ## its second part: the tests that look at clocks
 	$(BIN)/python -m pytest -q -n 3 $(AT_A_TIME) -m "not long and alone and not wild" \
 	    $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
