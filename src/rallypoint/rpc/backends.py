@@ -18,6 +18,7 @@ from .agent.devices import node_devices
 from .connections.entrance import Site
 from .faulty import FaultyAgent, FaultyRpcBackendOptions
 from .groups.dynamic_group import DynamicGroup
+from .groups.group_store import innermost
 from .groups.member import Member, check_name
 from .groups.static_group import StaticGroup
 from .options import (
@@ -136,7 +137,7 @@ def adopt_options(options: Any, kind: type[NativeRpcBackendOptions]) -> NativeRp
 
 def _site(store: Any, world_size: int | None) -> Site:
     """Where this worker is for others: by the route to the store's host, or by the machine's name."""
-    inner = trusts.innermost(store)
+    inner = innermost(store)
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
     if isinstance(host, str) and isinstance(port, int):
         try:

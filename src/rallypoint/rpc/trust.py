@@ -24,6 +24,7 @@ from rallypoint._core.user_key import user_key
 from rallypoint.errors import RpcError
 from rallypoint.wire import auth
 
+from .groups.group_store import innermost
 from .groups.signing import Signer
 
 
@@ -162,13 +163,6 @@ def place_of(store: Any, world_size: int | None) -> Place:
         case _:
             pass
     return Place.HOST if _is_here(inner, world_size) else Place.ELSEWHERE
-
-
-def innermost(store: Any) -> Any:
-    """The store under all prefixes."""
-    while (under := getattr(store, "underlying_store", None)) is not None:
-        store = under
-    return store
 
 
 def _is_here(inner: Any, world_size: int | None) -> bool:

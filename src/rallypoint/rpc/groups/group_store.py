@@ -239,9 +239,9 @@ class Listener:
     def of(cls, store: C10dStore, signer: Signer = PUBLIC) -> Self:
         blocks = pushes(store)
         clone = getattr(store, "clone", None)
-        if clone is None or type(_innermost(store)).__name__ in ("FileStore", "HashStore"):
+        if clone is None or type(innermost(store)).__name__ in ("FileStore", "HashStore"):
             return cls(Calls(store, signer), False, None)
-        with _as_rpc_error(), resolver.connecting_to(getattr(_innermost(store), "host", "")):
+        with _as_rpc_error(), resolver.connecting_to(getattr(innermost(store), "host", "")):
             own = clone()
         return cls(Calls(own, signer), blocks, own)
 
@@ -259,12 +259,12 @@ class Listener:
         return False
 
     def close(self) -> None:
-        end = getattr(_innermost(self.clone), "close", None)  # a TCPStore's ends with the object
+        end = getattr(innermost(self.clone), "close", None)  # a TCPStore's ends with the object
         if end is not None:
             end()
 
 
-def _innermost(store: Any) -> Any:
+def innermost(store: Any) -> Any:
     """The store under all prefixes."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
@@ -273,4 +273,4 @@ def _innermost(store: Any) -> Any:
 
 def pushes(store: Any) -> bool:
     # By name: importing torch takes a second, and this package is loaded by those who never meet a TCPStore.
-    return hasattr(store, "clone") and type(_innermost(store)).__name__ == "TCPStore"
+    return hasattr(store, "clone") and type(innermost(store)).__name__ == "TCPStore"
