@@ -1,4 +1,4 @@
-"""The programs in docs/rpc.md do what it says."""
+"""The programs in docs/rpc.md and the pages behind it do what they say."""
 
 import inspect
 import os
@@ -14,7 +14,9 @@ from rallypoint import rpc
 
 pytestmark = pytest.mark.integration
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "rpc.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "rpc.md", *sorted(DOCS.glob("rpc-*.md"))]
+GUIDE = "\n".join(page.read_text() for page in PAGES)
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 FILES = {block.split()[1]: block for block in BLOCKS if block.startswith("# ")}
 # The others are pieces of one program, which runs on worker a.
@@ -117,5 +119,6 @@ def unused_port():
 
 
 def test_every_option_is_in_the_guide():
-    named = set(re.findall(r"`(\w+)`", GUIDE.partition("## Options")[2].partition("\n## ")[0]))
+    table = GUIDE.partition("\n## Options\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", table))
     assert set(inspect.signature(rpc.NativeRpcBackendOptions).parameters) <= named
