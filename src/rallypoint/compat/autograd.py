@@ -19,10 +19,12 @@ import torch.distributed.autograd
 
 from rallypoint.rpc.references.rref_backward import no_distributed_autograd
 
+from . import torch_private
+
 
 # Imported with the rest of torch.distributed.optim, by those who use one of its optimizers.
 _OPTIMIZER = "torch.distributed.optim.optimizer"
-_FUNCTIONS = ("backward", "get_gradients", "_new_context")
+_FUNCTIONS = ("backward", "get_gradients", torch_private.NEW_CONTEXT)
 _MISSING = object()
 
 
@@ -33,13 +35,13 @@ class Refusal:
         self._undo = contextlib.ExitStack()
 
     def begin(self) -> None:
-        native = getattr(torch._C, "_distributed_autograd", None)
+        native = torch_private.native_autograd()
         if native is None:
             # A torch without it.
             return
         module: Any = torch.distributed.autograd
         for name in _FUNCTIONS:
-            shown = "context()" if name == "_new_context" else f"{name}()"
+            shown = "context()" if name == torch_private.NEW_CONTEXT else f"{name}()"
             self._replace((module, native), name, f"torch.distributed.autograd.{shown}")
         # In the class itself: programs may have imported it before.
         self._replace((module.context,), "__init__", "torch.distributed.autograd.context()")

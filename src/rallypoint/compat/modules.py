@@ -27,10 +27,13 @@ from rallypoint.rpc import (
 )
 from rallypoint.rpc.agent.agent import Agent
 
+from . import torch_private
 from .autograd import Refusal
 
 
 _NAME = "torch.distributed.rpc"
+_TESTING = f"{_NAME}.{torch_private.TESTING}"
+_PROFILER = f"{_NAME}.{torch_private.PROFILER}"
 _SUBMODULES: dict[str, ModuleType] = {
     "api": api,
     "backend_registry": backend_registry,
@@ -43,7 +46,7 @@ _SUBMODULES: dict[str, ModuleType] = {
 # What torch calls the backends whose place ours take.
 _BACKENDS = {"TENSORPIPE": "RALLYPOINT", "FAULTY_TENSORPIPE": "RALLYPOINT_FAULTY"}
 # Names of torch's C++ module that programs test objects with, or ask.
-_NATIVE_NAMES = ("PyRRef", "WorkerInfo", "_is_current_rpc_agent_set", "get_rpc_timeout")
+_NATIVE_NAMES = ("PyRRef", "WorkerInfo", torch_private.IS_AGENT_SET, "get_rpc_timeout")
 # torch's do not end early when a call has failed: only failures that C++ has set count there.
 _FUTURES = {"collect_all": collect.collect_all, "wait_all": collect.wait_all}
 
@@ -79,8 +82,8 @@ def install() -> None:
         sys.modules[_NAME] = facade
         for name in _SUBMODULES:
             sys.modules[f"{_NAME}.{name}"] = _SUBMODULES[name]
-        sys.modules[f"{_NAME}._testing"] = _testing(facade)
-        sys.modules[f"{_NAME}.server_process_global_profiler"] = _profiler()
+        sys.modules[_TESTING] = _testing(facade)
+        sys.modules[_PROFILER] = _profiler()
         torch.distributed.rpc = facade
         _before["futures"] = {name: getattr(torch.futures, name) for name in _FUTURES}
         for name, replacement in _FUTURES.items():
@@ -114,7 +117,7 @@ def uninstall() -> None:
             del torch.distributed.rpc
         else:
             torch.distributed.rpc = before["attribute"]
-        native = _native_module()
+        native = torch_private.native_rpc()
         for name, value in before["native"].items():
             setattr(native, name, value)
         for name, value in before["futures"].items():
@@ -150,7 +153,7 @@ def _refuse_in_group(what: str) -> None:
 
 def _module_names() -> list[str]:
     names = [_NAME, *(f"{_NAME}.{name}" for name in _SUBMODULES)]
-    return [*names, f"{_NAME}._testing", f"{_NAME}.server_process_global_profiler"]
+    return [*names, _TESTING, _PROFILER]
 
 
 def _facade() -> ModuleType:
@@ -170,11 +173,11 @@ def _facade() -> ModuleType:
         "RpcAgent": Agent,
         "AllGatherStates": api.AllGatherStates,
         "enable_gil_profiling": api.enable_gil_profiling,
-        "_server_process_global_profile": _no_profiler,
-        "_UNSET_RPC_TIMEOUT": constants.UNSET_RPC_TIMEOUT,
-        "_DEFAULT_RPC_TIMEOUT_SEC": constants.DEFAULT_RPC_TIMEOUT_SEC,
-        "_DEFAULT_INIT_METHOD": constants.DEFAULT_INIT_METHOD,
-        "_DEFAULT_NUM_WORKER_THREADS": constants.DEFAULT_NUM_WORKER_THREADS,
+        torch_private.PROFILE: _no_profiler,
+        torch_private.UNSET_TIMEOUT: constants.UNSET_RPC_TIMEOUT,
+        torch_private.DEFAULT_TIMEOUT: constants.DEFAULT_RPC_TIMEOUT_SEC,
+        torch_private.DEFAULT_INIT_METHOD: constants.DEFAULT_INIT_METHOD,
+        torch_private.DEFAULT_THREADS: constants.DEFAULT_NUM_WORKER_THREADS,
         "__all__": [*rpc.__all__],
     }
     for name, value in extra.items():
@@ -183,9 +186,9 @@ def _facade() -> ModuleType:
 
 
 def _profiler() -> ModuleType:
-    module: Any = ModuleType(f"{_NAME}.server_process_global_profiler")
-    module._server_process_global_profile = _no_profiler
-    return module  # type: ignore[no-any-return]  # it is one
+    module = ModuleType(_PROFILER)
+    torch_private.set_name(module, torch_private.PROFILE, _no_profiler)
+    return module
 
 
 def _no_profiler(*_: Any, **__: Any) -> Any:
@@ -197,32 +200,28 @@ def _no_profiler(*_: Any, **__: Any) -> Any:
 
 def _testing(facade: ModuleType) -> ModuleType:
     """torch's module whose import registers the fault-injecting backend; here it is registered already."""
-    module = ModuleType(f"{_NAME}._testing")
+    module = ModuleType(_TESTING)
     module.__path__ = []
     module.is_available = api.is_available  # type: ignore[attr-defined]
-    facade._testing = module  # type: ignore[attr-defined]
+    torch_private.set_name(facade, torch_private.TESTING, module)
     return module
 
 
-def _native_module() -> Any:
-    return getattr(torch._C, "_distributed_rpc", None)
-
-
 def _native_names() -> dict[str, Any]:
-    native = _native_module()
+    native = torch_private.native_rpc()
     if native is None:
         return {}
     return {name: getattr(native, name) for name in _NATIVE_NAMES if hasattr(native, name)}
 
 
 def _patch_native() -> None:
-    native = _native_module()
+    native = torch_private.native_rpc()
     if native is None:
         return
     replacements = {
         "PyRRef": rpc.RRef,
         "WorkerInfo": rpc.WorkerInfo,
-        "_is_current_rpc_agent_set": api._is_current_rpc_agent_set,
+        torch_private.IS_AGENT_SET: api._is_current_rpc_agent_set,
         "get_rpc_timeout": api.get_rpc_timeout,
     }
     for name in _native_names():

@@ -1,5 +1,9 @@
 """Training on uneven inputs: no rank hangs, and every gradient is what it should be."""
 
+import torch
+
+from rallypoint._core.tested_torch import warn_if_untested
+
 from .context import Join
 from .evaluation import ShardSampler, gather_samples, mean_over_samples
 from .joinable import Joinable, JoinHook
@@ -13,3 +17,5 @@ __all__ = [
     "gather_samples",
     "mean_over_samples",
 ]
+
+warn_if_untested(torch.__version__)

@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rallypoint.errors import JoinError
 
@@ -17,6 +16,7 @@ from .notes import Notes
 from .run import Run
 from .samples import CountSamples, inputs_of_loader
 from .schedule import Inputs, Schedule, Weighting
+from .torch_private import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 
 # Batches that are fetched ahead where the loader has no length.
@@ -199,7 +199,7 @@ def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 
 def described(batch: Any) -> str:
     """Structure, shapes and types of a batch, as JSON; empty where it holds something that has none."""
-    leaves, structure = pytree.tree_flatten(batch)
+    leaves, structure = tree_flatten(batch)
     try:
         shown = [
             {
@@ -210,7 +210,7 @@ def described(batch: Any) -> str:
             else leaf
             for leaf in leaves
         ]
-        return json.dumps([pytree.treespec_dumps(structure), shown])
+        return json.dumps([treespec_dumps(structure), shown])
     except (TypeError, ValueError, NotImplementedError):
         return ""
 
@@ -224,4 +224,4 @@ def zeros_like_described(text: str) -> Any:
         else leaf
         for leaf in shown
     ]
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
+    return tree_unflatten(leaves, treespec_loads(structure))

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.algorithms.join import Join as TorchJoin, Joinable, _JoinConfig
+from torch.distributed.algorithms.join import Join as TorchJoin, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -40,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError, InputsExhausted, JoinError
 
-from . import exchange
+from . import exchange, torch_private
 from .batches import Batches
 from .exchange import check_group
 from .hooks.ddp import DdpMember
@@ -217,7 +217,7 @@ class Join:
                 self._plan(run, Schedule(every, self._weighting), stack)
             for joinable in self._joinables:
                 if isinstance(joinable, Joinable):
-                    stack.callback(setattr, joinable, "_join_config", joinable._join_config)  # noqa: SLF001
+                    torch_private.keep_join_config(joinable, stack)
             self._configure(tells=run.schedule is None)
             if modules:
                 self._hook = modules[0].register_forward_pre_hook(self._before_forward)
@@ -246,10 +246,8 @@ class Join:
         """Joinables read there whether they are to tell the others, in each step, that they have inputs."""
         joinables = [each for each in self._joinables if isinstance(each, Joinable)]
         for joinable in joinables:
-            joinable._join_config = _JoinConfig(  # noqa: SLF001
-                enable=True,
-                throw_on_early_termination=self._throw,
-                is_first_joinable=tells and joinable is joinables[0],
+            torch_private.configure_join(
+                joinable, throws=self._throw, is_first=tells and joinable is joinables[0]
             )
 
     def __exit__(
@@ -333,7 +331,7 @@ class Join:
         out = [rank for rank, had in enumerate(to_the_end) if not had]
         keep = to_the_end[run.rank]
         for model in self._models:
-            model.ddp._authoritative_rank = source  # noqa: SLF001  # as torch's hook says it
+            torch_private.set_buffer_source(model.ddp, source)
         numbers = count()
         for member in self._members:
             if not self._replays_now:
@@ -805,7 +803,7 @@ def _check_kwargs(kwargs: dict[str, Any], *, own_hooks: bool) -> None:
 
 
 def _check_constructed(joinable: Any) -> None:
-    if not hasattr(joinable, "_join_config"):
+    if not torch_private.has_join_config(joinable):
         raise ConfigError(
             "joinables",
             type(joinable).__name__,

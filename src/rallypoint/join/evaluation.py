@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree, data
+from torch.utils import data
 
 from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError, JoinError
 
 from .batches import described, zeros_like_described
 from .exchange import broadcast_text, check_group, gather
+from .torch_private import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 
 # Dimensions of a tensor, beside the one of samples.
@@ -129,7 +130,7 @@ def gather_samples(
             "indices", kind, "expected a tensor of whole numbers", "as in sampler.indices"
         )
     check_group("group", group)
-    leaves = [] if values is None else pytree.tree_leaves(values)
+    leaves = [] if values is None else tree_leaves(values)
     for leaf in leaves:
         _check_leaf(leaf, leaves[0], indices)
     device = leaves[0].device if leaves else _device_of(group)
@@ -150,8 +151,8 @@ def gather_samples(
         structure = described(_no_rows(values)) if values is not None else ""
         structure = broadcast_text(structure, holders[0], device, group)
         if values is None:
-            values = pytree.tree_map(lambda t: t.to(device), zeros_like_described(structure))
-            leaves = pytree.tree_leaves(values)
+            values = tree_map(lambda t: t.to(device), zeros_like_described(structure))
+            leaves = tree_leaves(values)
             indices = torch.zeros(0, dtype=torch.int64) if heads[holders[0]][2] else None
     _agree_on_shapes(leaves, device, group)
     every = [_gather_rows(leaf, counts, group) for leaf in leaves]
@@ -159,7 +160,7 @@ def gather_samples(
         which = _gather_rows(indices.to(device=device, dtype=torch.int64), counts, group)
         first = _first_of_each(which)
         every = [rows[first] for rows in every]
-    return pytree.tree_unflatten(every, pytree.tree_structure(values))
+    return tree_unflatten(every, tree_structure(values))
 
 
 def mean_over_samples(
@@ -232,7 +233,7 @@ def _check_leaf(leaf: Any, first: torch.Tensor, indices: torch.Tensor | None) ->
 
 
 def _no_rows(values: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[:0], values)
+    return tree_map(lambda leaf: leaf[:0], values)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from rallypoint.errors import JoinError
 
+from . import torch_private
 from .leaving import names_of
 
 
@@ -26,10 +23,9 @@ class Notes:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, number: int) -> None:
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
-        # Any: the stubs of torch's stores have fewer methods than the stores.
-        self._group: Any = group or c10d._get_default_group()  # noqa: SLF001
+        self._group = torch_private.group_or_default(group)
         self._device = device
-        self._store: Any = c10d._get_process_group_store(self._group)  # noqa: SLF001
+        self._store = torch_private.store_of(self._group)
         self._prefix = f"rallypoint/join/{number}"
 
     def write(self, step: int) -> None:
@@ -50,7 +46,7 @@ class Notes:
         Raises:
             JoinError: some rank wrote none in time.
         """
-        patience: timedelta = self._group._get_backend(self._device).options._timeout  # noqa: SLF001
+        patience = torch_private.timeout_of(self._group, self._device)
         try:
             self._store.wait([self._key(rank) for rank in range(self._world_size)], patience)
         except (dist.DistStoreError, RuntimeError) as error:

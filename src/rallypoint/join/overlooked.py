@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
@@ -13,6 +12,8 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import torch_private
 
 
 _log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class Overlooked:
 
 def _calling_scaler() -> GradScaler | None:
     """The one whose ``step`` has called the optimizer's; they do not know each other otherwise."""
-    frame = sys._getframe(2)  # noqa: SLF001
+    frame = torch_private.caller(2)
     for _ in range(DEPTH):
         scaler = frame.f_locals.get("self")
         if isinstance(scaler, GradScaler):

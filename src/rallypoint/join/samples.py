@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree, data
+from torch.utils import data
 
 from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
 
 from .schedule import Inputs
+from .torch_private import tree_leaves
 
 
 CountSamples = Callable[[Any], int]
@@ -28,7 +29,7 @@ def first_dim(batch: Any) -> int:
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(first, torch.Tensor) and first.dim() > 0:
         return first.shape[0]  # most batches; it is asked for in each step
-    for leaf in pytree.tree_leaves(batch):
+    for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
     if isinstance(batch, Sized):

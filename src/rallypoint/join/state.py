@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from rallypoint.errors import JoinError
+
+from .torch_private import tree_flatten, tree_map_only, tree_unflatten
 
 
 # Of an accelerator's tensor that is digested, at a time: the temporary copies take as many bytes.
@@ -45,7 +46,7 @@ class Part:
 
 def digest(values: Any) -> int:
     """63 bits that differ if any bit of the values does, their shapes or types."""
-    leaves, structure = pytree.tree_flatten(values)
+    leaves, structure = tree_flatten(values)
     text = repr((str(structure), [_shown(leaf) for leaf in leaves]))
     found = hashlib.blake2b(text.encode(), digest_size=8)
     sums: dict[torch.device, list[torch.Tensor]] = {}
@@ -117,7 +118,7 @@ def share(
             f"rank {source} cannot tell the others the state of {name} after the steps that they only matched:"
             f" {told[0]}; iterate over join.batches(loader), which needs no such exchange"
         )
-    leaves, structure = pytree.tree_flatten(values) if is_source else pytree.tree_flatten(told[0])
+    leaves, structure = tree_flatten(values) if is_source else tree_flatten(told[0])
     found = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and is_source:
@@ -130,7 +131,7 @@ def share(
             found.append(held.cpu() if leaf.on_cpu else held)
         else:
             found.append(leaf)
-    return pytree.tree_unflatten(found, structure)
+    return tree_unflatten(found, structure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class _Shape:
 
 def _described(values: Any) -> Any:
     """The same without tensors; a text if it cannot be told."""
-    shapes = pytree.tree_map_only(
+    shapes = tree_map_only(
         torch.Tensor, lambda t: _Shape(tuple(t.shape), t.dtype, t.device.type == "cpu"), values
     )
     try:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+
+from .torch_private import tree_map
 
 
 class GradientScale:
@@ -64,13 +65,13 @@ class GradientScale:
         return _times(gradient, self._factor)
 
     def _put_on(self, _: nn.Module, __: Any, output: Any) -> Any:
-        return pytree.tree_map(_scaling(self._factor), output)
+        return tree_map(_scaling(self._factor), output)
 
     def _take_off(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         # A gradient that goes on into another of the modules is scaled there.
         if not self._factor:
             return None
-        return pytree.tree_map(_scaling(1.0 / self._factor), (args, kwargs))
+        return tree_map(_scaling(1.0 / self._factor), (args, kwargs))
 
 
 def _scaling(factor: float) -> Callable[[Any], Any]:

@@ -1,5 +1,9 @@
 """Parallel training: which rank stands where, process groups for it, and collectives with gradients."""
 
+import torch
+
+from rallypoint._core.tested_torch import warn_if_untested
+
 from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from .current import current_mesh, destroy_parallelism, init_parallelism, set_current_mesh
 from .exchange import all_to_all, all_to_all_dynamic
@@ -35,3 +39,5 @@ __all__ = [
     "scatter_to",
     "set_current_mesh",
 ]
+
+warn_if_untested(torch.__version__)

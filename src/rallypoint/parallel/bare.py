@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import members
+from .torch_private import functional
 
 
 Group = dist.ProcessGroup | None
@@ -26,8 +27,6 @@ Group = dist.ProcessGroup | None
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Private by name, but what torch's own compiler passes are written for, and the only such operators there are.
-_functional = torch.ops._c10d_functional  # noqa: SLF001
 # torch 2.13 renamed these two, and warns where it sees the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -97,7 +96,7 @@ def exchange(
         if send is None or recv is None:
             size = members.size_of(group)
             send = recv = [x.shape[0] // size] * size
-        return _compiled(_functional.all_to_all_single(x, recv, send, _name(group)))
+        return _compiled(functional.all_to_all_single(x, recv, send, _name(group)))
     out = torch.empty_like(x) if recv is None else x.new_empty((sum(recv), *x.shape[1:]))
     dist.all_to_all_single(out, x, recv, send, group=group)
     return out
@@ -109,7 +108,7 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
         return _from_bytes(gather(_as_bytes(x), dim, group), x.dtype)
     size, x = members.size_of(group), x.contiguous()
     if torch.compiler.is_compiling():
-        op = _functional.all_gather_into_tensor
+        op = functional.all_gather_into_tensor
         flat = _compiled(op(x, size, _name(group)))
     else:
         flat = x.new_empty((size * x.shape[0], *x.shape[1:]))
@@ -124,7 +123,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     size = members.size_of(group)
     x = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))
     if torch.compiler.is_compiling():
-        op = _functional.reduce_scatter_tensor
+        op = functional.reduce_scatter_tensor
         return _compiled(op(x, "sum", size, _name(group)))
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     _reduce_scatter_single(out, x, group=group)
@@ -136,7 +135,7 @@ def total(x: Tensor, group: Group) -> Tensor:
     if x.dtype in _SUMMED_IN:
         return total(x.to(_SUMMED_IN[x.dtype]), group).to(x.dtype)
     if torch.compiler.is_compiling():
-        op = _functional.all_reduce
+        op = functional.all_reduce
         return _compiled(op(x.contiguous(), "sum", _name(group)))
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
@@ -148,7 +147,7 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
     if x.dtype not in _KNOWN:
         return _from_bytes(broadcast(_as_bytes(x), src, group), x.dtype)
     if torch.compiler.is_compiling():
-        op = _functional.broadcast
+        op = functional.broadcast
         return _compiled(op(x.contiguous(), _global(src, group), _name(group)))
     out = x.clone(memory_format=torch.contiguous_format)
     dist.broadcast(out, _global(src, group), group=group)
@@ -188,7 +187,7 @@ def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _compiled(pending: Tensor) -> Tensor:
-    done: Tensor = _functional.wait_tensor(pending)
+    done: Tensor = functional.wait_tensor(pending)
     return done
 
 

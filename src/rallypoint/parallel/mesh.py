@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError
 
-from . import members
+from . import members, torch_private
 from .layout import AXES, GRID, ParallelLayout
 
 
@@ -293,8 +293,5 @@ def _generation() -> int:
 
 def _timeout_of_default() -> float | None:
     """torch gives new groups its own default, half an hour, whatever the default group was given."""
-    try:
-        backend = dist.group.WORLD._get_backend(members.device_of(None))  # type: ignore[union-attr]  # noqa: SLF001
-        return float(backend.options._timeout.total_seconds())  # noqa: SLF001
-    except (AttributeError, RuntimeError):  # no public way to ask; a backend without options
-        return None
+    world = dist.group.WORLD
+    return None if world is None else torch_private.timeout_of(world, members.device_of(None))

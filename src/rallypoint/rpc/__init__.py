@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch.futures import Future
 
+from rallypoint._core.tested_torch import warn_if_untested
 from rallypoint.errors import (
     CallCancelled,
     Expelled,
@@ -98,3 +100,5 @@ __all__ = [
     "statistics",
     "wait_for",
 ]
+
+warn_if_untested(torch.__version__)

@@ -13,25 +13,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from rallypoint.errors import JoinError
+from rallypoint.join import torch_private
 from rallypoint.join.members import Member
 from rallypoint.join.run import Run
 from rallypoint.join.schedule import Schedule
 from rallypoint.join.state import Part
+from rallypoint.join.torch_private import tree_leaves
 
 from .sync_batch_norm import exchanges_statistics
 
 
-# DDP asks the other ranks with these; where all have the schedule it answers by itself.
-ASKS = ("_find_common_rank", "_check_global_requires_backward_grad_sync")
-
 # No step.
 NEVER = -2
-
-# What torch's hook sets on it.
-DIVISOR = "_divide_by_initial_world_size"
 
 
 class DdpMember(Member):
@@ -74,26 +69,20 @@ class DdpMember(Member):
         self._run = run
         self._accumulation = NEVER
         self._index = run.add_module()
-        run.averaged |= {id(p) for p in self.ddp._module_parameters}  # noqa: SLF001
+        run.averaged |= {id(p) for p in torch_private.ddp_parameters(self.ddp)}
         self._exchanged, self._shadowed, self._zeros = True, False, None
-        self._parameters = [p for p in self.ddp._module_parameters if p.requires_grad]  # noqa: SLF001
+        every = torch_private.ddp_parameters(self.ddp)
+        self._parameters = [p for p in every if p.requires_grad]
         stack.callback(self.ddp.register_forward_hook(self._after_forward).remove)
-        self.ddp.__dict__[ASKS[1]] = self._tell_sync
-        stack.callback(self.ddp.__dict__.pop, ASKS[1], None)
-        before = self.ddp.__dict__.get(DIVISOR)
+        torch_private.answer_sync(self.ddp, self._tell_sync, stack)
+        torch_private.keep_divisor(self.ddp, stack)
         self.ddp.join_hook(**kwargs)  # it sets the divisor, and says so to DDP's log
-        if before is None:
-            stack.callback(self.ddp.__dict__.pop, DIVISOR, None)
-        else:
-            stack.callback(setattr, self.ddp, DIVISOR, before)
-        # DDP goes on dividing by how many ranks had inputs last, unless it is told to take all of them.
-        stack.callback(self.ddp.reducer._set_forward_pass_work_handle, dist.Work(), True)  # noqa: SLF001
+        # Otherwise DDP keeps dividing by the number of ranks that had inputs last.
+        stack.callback(torch_private.divide_by_count, self.ddp, dist.Work(), initial=True)
 
     def planned(self, run: Run, stack: ExitStack) -> None:
-        answers = (lambda *_: run.source, self._answer_sync)
-        for name, answer in zip(ASKS, answers, strict=True):
-            self.ddp.__dict__[name] = answer
-            stack.callback(self.ddp.__dict__.pop, name, None)
+        torch_private.answer_common_rank(self.ddp, lambda *_: run.source, stack)
+        torch_private.answer_sync(self.ddp, self._answer_sync, stack)
 
     def _answer_sync(self, is_joined_rank: bool) -> bool | None:
         assert self._run is not None
@@ -110,7 +99,7 @@ class DdpMember(Member):
     @property
     def _has_to_learn(self) -> bool:
         ddp = self.ddp
-        return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued  # noqa: SLF001
+        return ddp.static_graph and not torch_private.has_learned_static_graph(ddp)
 
     def _tell_sync(self, is_joined_rank: bool) -> bool | None:
         """As DDP's own; but what comes of it is kept: how many ranks exchange gradients."""
@@ -120,12 +109,10 @@ class DdpMember(Member):
         if not is_joined_rank:
             assert self._run is not None
             self._run.told = (work, count)
-            if not self.ddp._join_config.is_first_joinable:  # noqa: SLF001
+            if not torch_private.is_first_joinable(self.ddp):
                 # torch tells how many ranks to divide by to the first joinable alone.
-                self.ddp.reducer._set_forward_pass_work_handle(  # noqa: SLF001
-                    work,
-                    self.ddp._divide_by_initial_world_size,  # noqa: SLF001
-                )
+                initial = torch_private.divides_by_world_size(self.ddp)
+                torch_private.divide_by_count(self.ddp, work, initial=initial)
             return None
         work.wait()
         return bool(count.item())
@@ -164,7 +151,8 @@ class DdpMember(Member):
         elif exchanged and self._exchanged and run.told is not None:
             # Else torch's protocol tells nothing of it.
             work, count = run.told
-            if self.ddp._divide_by_initial_world_size or self.ddp._comm_hooks:  # noqa: SLF001
+            initial = torch_private.divides_by_world_size(self.ddp)
+            if initial or torch_private.has_comm_hook(self.ddp):
                 self._raise_standing(lambda: int(count.item()) if work.wait() else 0)
 
     def _raise_standing(self, sharing: Callable[[], int]) -> None:
@@ -180,7 +168,7 @@ class DdpMember(Member):
                 gradient.mul_(self.world_size / number)
         if before:
             raised = [gradient.clone() for gradient in standing]
-            _after_backward(partial(_lower_unused, before, raised))
+            torch_private.after_backward(partial(_lower_unused, before, raised))
 
     def begun_in(self, step: int) -> bool:
         assert self._run is not None
@@ -208,20 +196,20 @@ class DdpMember(Member):
                 " its own first backward; iterate over join.batches(loader)"
             )
         if forward:
-            ddp.reducer._rebuild_buckets()  # noqa: SLF001  # as DDP's forward does, once
-            ddp._check_and_sync_module_buffers()  # noqa: SLF001
-            self._syncs = bool(ddp._check_global_requires_backward_grad_sync(is_joined_rank=True))  # noqa: SLF001
+            torch_private.rebuild_buckets(ddp)
+            torch_private.sync_buffers(ddp)
+            self._syncs = torch_private.asks_for_sync(ddp)
             # As after a forward under no_sync(): the next one does not exchange buffers either.
             ddp.require_forward_param_sync = self._syncs
             return
         run.exchanged = self._syncs
         if not self._syncs:
             return
-        buckets = ddp.reducer._get_zeros_like_grad_buckets()  # noqa: SLF001
+        buckets = torch_private.empty_buckets(ddp)
         reduced = []
         for bucket in buckets:
             self._bring(bucket)
-            reduced.append(ddp.reducer._run_comm_hook(bucket))  # noqa: SLF001
+            reduced.append(torch_private.reduce_bucket(ddp, bucket))
         results = [_tensor(each.wait()) for each in reduced]
         unused = ddp.find_unused_parameters and not ddp.static_graph
         used = self._used_anywhere() if unused else None
@@ -229,7 +217,7 @@ class DdpMember(Member):
         self._shadowed = True
         for bucket, result in zip(buckets, results, strict=True):
             self._take(bucket, result, used)
-        ddp.reducer._push_all_rebuilt_params()  # noqa: SLF001
+        torch_private.share_parameter_order(ddp)
 
     def _bring(self, bucket: Any) -> None:
         """What this rank has accumulated and not yet exchanged counts, too."""
@@ -238,7 +226,7 @@ class DdpMember(Member):
         if not run.pending:
             return
         # DDP divides before its own all-reduce; a communication hook of the user divides by itself.
-        divisor = 1 if self.ddp._comm_hooks else run.world_size  # noqa: SLF001
+        divisor = 1 if torch_private.has_comm_hook(self.ddp) else run.world_size
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if parameter.grad is not None:
                 gradient.copy_(parameter.grad / divisor)
@@ -264,7 +252,7 @@ class DdpMember(Member):
 
     def _used_anywhere(self) -> set[int]:
         ddp = self.ddp
-        counts = ddp.reducer._get_local_used_map()  # noqa: SLF001
+        counts = torch_private.usage_counts(ddp)
         counts.zero_()  # here nothing was used
         ddp.process_group.allreduce(counts).wait()
         found = counts.tolist()
@@ -280,7 +268,7 @@ class DdpMember(Member):
         buffers = [each for name, each in named if name not in ddp.parameters_to_ignore]
         parts = [
             Part(self.name, partial(list, tensors), partial(self._send, tensors))
-            for tensors in (ddp._module_parameters, buffers)  # noqa: SLF001
+            for tensors in (torch_private.ddp_parameters(ddp), buffers)
             if tensors
         ]
         if not self._run.replays:  # there each rank has been in the last exchange
@@ -294,7 +282,7 @@ class DdpMember(Member):
     def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         assert self.group is not None
         size = self.ddp.broadcast_bucket_size
-        dist._broadcast_coalesced(self.group, list(tensors), size, source)  # type: ignore[attr-defined]  # noqa: SLF001
+        torch_private.broadcast_coalesced(self.group, tensors, size, source)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         gradients = [p.grad for p in self._parameters]
@@ -337,13 +325,6 @@ class DdpMember(Member):
         return self._shadowed if run.schedule is None else not run.pending
 
 
-def _after_backward(call: Callable[[], None]) -> None:
-    """Called at the end of the backward pass that runs, after DDP has put its gradients in place."""
-    engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
-    # DDP queues its own call when its last bucket is full: later than now, but before the pass ends.
-    engine.queue_callback(lambda: engine.queue_callback(call))
-
-
 def _lower_unused(
     before: list[tuple[torch.Tensor, torch.Tensor]], raised: list[torch.Tensor]
 ) -> None:
@@ -357,7 +338,7 @@ def _lower_unused(
 def _tensors(output: Any) -> list[torch.Tensor]:
     """The tensors that a module gives, also in dataclasses."""
     found = []
-    for leaf in pytree.tree_leaves(output):
+    for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rallypoint.join import exchange
+from rallypoint.join import exchange, torch_private
 from rallypoint.join.members import Member
 from rallypoint.join.run import Run
 from rallypoint.join.state import Part, digest, share
@@ -60,7 +60,7 @@ class StepMember(Member):
         if scaler is None or not isinstance(stepped, Optimizer):
             stepped.step()
         elif any(p.grad is not None for p in _parameters(stepped)):
-            if scaler._scale is None:  # noqa: SLF001
+            if not torch_private.has_scale(scaler):
                 scaler.scale(
                     torch.zeros(1, device=run.device)
                 )  # its state is made with the first loss
@@ -82,7 +82,7 @@ class StepMember(Member):
         last = max((rank for rank, (active, _) in enumerate(told) if active), default=None)
         if last is None or all(told[rank] == [0, told[last][1]] for rank in out):
             return
-        owner = zero._param_to_rank  # noqa: SLF001
+        owner = torch_private.shard_owners(zero)
         theirs = [p for p in parameters if owner[p] in out]
         found = share([p.grad for p in theirs], last, run.device, run.group, "gradients")
         for parameter, gradient in zip(theirs, found, strict=True):

@@ -1,0 +1,43 @@
+"""Every private name of torch that this package replaces or offers, and what for.
+
+Nothing else in ``compat`` names one; ``tests/test_architecture.py`` holds that. ``tests/unit/test_torch_private.py``
+asks the installed torch for each name, so a new torch shows at once which of these to look at.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+# A test module of torch's whose import registers the backend that injects faults.
+TESTING = "_testing"
+# The module and the function behind profiling across processes.
+PROFILER = "server_process_global_profiler"
+PROFILE = "_server_process_global_profile"
+# Whether this process has an agent: torch.distributed.rpc's own name and its C++ module's.
+IS_AGENT_SET = "_is_current_rpc_agent_set"
+# Defaults that programs import from torch.distributed.rpc.
+UNSET_TIMEOUT = "_UNSET_RPC_TIMEOUT"
+DEFAULT_TIMEOUT = "_DEFAULT_RPC_TIMEOUT_SEC"
+DEFAULT_INIT_METHOD = "_DEFAULT_INIT_METHOD"
+DEFAULT_THREADS = "_DEFAULT_NUM_WORKER_THREADS"
+# Called by torch.distributed.autograd.context.
+NEW_CONTEXT = "_new_context"
+
+
+def native_rpc() -> Any:
+    """torch's C++ module of RPC classes, which programs test objects with; None in a torch built without it."""
+    return getattr(torch._C, "_distributed_rpc", None)
+
+
+def native_autograd() -> Any:
+    """torch's C++ module of distributed autograd; None in a torch built without it."""
+    return getattr(torch._C, "_distributed_autograd", None)
+
+
+def set_name(module: ModuleType, name: str, value: object) -> None:
+    """Set one of these names in a module that stands in for torch's."""
+    setattr(module, name, value)

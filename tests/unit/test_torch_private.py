@@ -1,0 +1,311 @@
+"""The installed torch against each private name that ``torch_private.py`` of join, parallel and compat uses.
+
+A new torch that changes one fails here, by name, with what of ours depends on it.
+"""
+
+import ast
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd
+from torch.amp import GradScaler
+from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
+
+from private_names import foreign_private_names
+from rallypoint._core import tested_torch
+from rallypoint.compat import torch_private as of_compat
+from rallypoint.join import torch_private as of_join
+from rallypoint.parallel import torch_private as of_parallel
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch announces that its functional optimizers will go
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+DDP = DistributedDataParallel
+ENGINE = torch.autograd.Variable._execution_engine
+OPERATORS = torch.ops._c10d_functional
+
+
+class Callee(NamedTuple):
+    """A private function: what it was when this was written, and the function of ours that calls it."""
+
+    owner: Any
+    name: str
+    signature: (
+        str  # of torch's C++ functions: as their docstrings begin; of operators: their schema
+    )
+    ours: str
+
+
+def callees() -> Iterator[Callee]:
+    join, parallel = "join/torch_private.py: ", "parallel/torch_private.py: "
+    leaf = "is_leaf"
+    for name, parameters in {
+        "tree_flatten": f"tree, {leaf}",
+        "tree_leaves": f"tree, {leaf}",
+        "tree_map": f"func, tree, rests, {leaf}",
+        "tree_map_only": f"type_or_types_or_pred, func, tree, {leaf}",
+        "tree_structure": f"tree, {leaf}",
+        "tree_unflatten": "leaves, treespec",
+        "treespec_dumps": "treespec, protocol",
+        "treespec_loads": "serialized",
+    }.items():
+        yield Callee(_pytree, name, parameters, join + name)
+    config = "enable, throw_on_early_termination, is_first_joinable"
+    yield Callee(torch.distributed.algorithms.join, "_JoinConfig", config, join + "configure_join")
+    check_sync = "_check_global_requires_backward_grad_sync"
+    yield Callee(DDP, check_sync, "self, is_joined_rank", join + "asks_for_sync, answer_sync")
+    yield Callee(DDP, "_check_and_sync_module_buffers", "self", join + "sync_buffers")
+    common = "self, input_rank, rank_cond"
+    yield Callee(DDP, "_find_common_rank", common, join + "answer_common_rank")
+    c_plus_plus = "self: torch._C._distributed_c10d.Reducer"
+    bucket = "torch._C._distributed_c10d.GradBucket"
+    for name, signature, ours in (
+        (
+            "_set_forward_pass_work_handle",
+            f"({c_plus_plus}, arg0: c10d::Work, arg1: bool) -> None",
+            "divide_by_count",
+        ),
+        ("_rebuild_buckets", f"({c_plus_plus}) -> bool", "rebuild_buckets"),
+        ("_get_zeros_like_grad_buckets", f"({c_plus_plus}) -> list[{bucket}]", "empty_buckets"),
+        ("_run_comm_hook", f"({c_plus_plus}, arg0: {bucket}) -> torch.Future", "reduce_bucket"),
+        ("_push_all_rebuilt_params", f"({c_plus_plus}) -> None", "share_parameter_order"),
+        ("_get_local_used_map", f"({c_plus_plus}) -> torch.Tensor", "usage_counts"),
+    ):
+        yield Callee(dist.Reducer, name, signature, join + ours)
+    number = "typing.SupportsInt | typing.SupportsIndex"
+    yield Callee(
+        dist,
+        "_broadcast_coalesced",
+        "(process_group: torch._C._distributed_c10d.ProcessGroup, tensors:"
+        f" collections.abc.Sequence[torch.Tensor], buffer_size: {number}, src: {number} = 0) -> None",
+        join + "broadcast_coalesced",
+    )
+    yield Callee(
+        dist.ProcessGroup,
+        "_get_backend",
+        "(self: torch._C._distributed_c10d.ProcessGroup, device: torch.device) -> c10d::Backend",
+        f"{join}timeout_of, {parallel}timeout_of",
+    )
+    yield Callee(distributed_c10d, "_get_default_group", "", join + "group_or_default")
+    yield Callee(distributed_c10d, "_get_process_group_store", "pg", join + "store_of")
+    yield Callee(sys, "_getframe", "depth", join + "caller")
+    for name, schema in {
+        "all_to_all_single": "Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, Any group_name",
+        "all_gather_into_tensor": "Tensor input, int group_size, Any group_name",
+        "reduce_scatter_tensor": "Tensor input, str reduce_op, int group_size, Any group_name",
+        "all_reduce": "Tensor input, str reduce_op, Any group_name",
+        "broadcast": "Tensor input, int src, Any group_name",
+        "wait_tensor": "Tensor tensor",
+    }.items():
+        yield Callee(OPERATORS, name, f"({schema}) -> Tensor", parallel + "functional")
+
+
+CALLEES = list(callees())
+
+
+def signature_of(found: Any) -> str:
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        return "(" + str(found.default._schema).partition("(")[2]
+    try:
+        return ", ".join(inspect.signature(found).parameters)
+    except ValueError:  # pybind11: the docstring's first line
+        return "(" + (found.__doc__ or "").partition("\n")[0].partition("(")[2]
+
+
+@pytest.mark.parametrize("callee", CALLEES, ids=lambda each: each.name)
+def test_private_functions_are_as_we_call_them(callee: Callee) -> None:
+    found = getattr(callee.owner, callee.name, None)
+    assert found is not None, f"torch has no {callee.name}; it is used by {callee.ours}"
+    now = signature_of(found)
+    assert now == callee.signature, f"{callee.name} has changed; it is used by {callee.ours}"
+
+
+@pytest.fixture
+def ddp() -> Iterator[DistributedDataParallel]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield DistributedDataParallel(torch.nn.Linear(2, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+# Attributes of objects: the names, and what each test below finds through our functions.
+ATTRIBUTES = {
+    "_authoritative_rank",
+    "_c10d_functional",
+    "_comm_hooks",
+    "_divide_by_initial_world_size",
+    "_execution_engine",
+    "_join_config",
+    "_module_parameters",
+    "_param_to_rank",
+    "_pytree",
+    "_scale",
+    "_static_graph_delay_allreduce_enqueued",
+    "_timeout",
+}
+# Not documented either, though without an underscore.
+UNDERSCORELESS = (
+    *("broadcast_bucket_size", "device", "find_unused_parameters", "forward_sync_buffers"),
+    *("parameters_to_ignore", "process_group", "reducer", "require_backward_grad_sync"),
+    *("require_forward_param_sync", "static_graph"),
+)
+
+
+def test_private_attributes_of_ddp(ddp: Any) -> None:
+    missing = [name for name in UNDERSCORELESS if not hasattr(ddp, name)]
+    assert not missing, f"join/hooks/ddp.py reads {missing}"
+    assert of_join.ddp_parameters(ddp) == list(ddp.module.parameters())
+    assert not of_join.has_comm_hook(ddp)
+    static = DistributedDataParallel(torch.nn.Linear(2, 2), static_graph=True)
+    assert not of_join.has_learned_static_graph(static)
+    static(torch.ones(1, 2)).sum().backward()
+    assert of_join.has_learned_static_graph(static)
+    # Set to what it is: an attribute that torch no longer reads would be set in vain.
+    assert "_authoritative_rank" in inspect.getsource(DDP)
+    with ExitStack() as stack:
+        of_join.keep_divisor(ddp, stack)
+        ddp.join_hook(divide_by_initial_world_size=False)
+        assert not of_join.divides_by_world_size(ddp)
+    assert not hasattr(ddp, "_divide_by_initial_world_size")
+    with ExitStack() as stack:
+        of_join.keep_join_config(ddp, stack)
+        of_join.configure_join(ddp, throws=True, is_first=True)
+        assert of_join.is_first_joinable(ddp)
+        assert ddp._join_config == _JoinConfig(True, True, True)
+    assert not of_join.is_first_joinable(ddp)
+    with ExitStack() as stack:
+        of_join.answer_sync(ddp, lambda is_joined_rank: is_joined_rank, stack)
+        of_join.answer_common_rank(ddp, lambda *_: 7, stack)
+        assert of_join.asks_for_sync(ddp)
+        assert ddp._find_common_rank(0, True) == 7
+    (bucket,) = of_join.empty_buckets(ddp)
+    assert not bucket.buffer().any()
+    unused = DistributedDataParallel(torch.nn.Linear(2, 2), find_unused_parameters=True)
+    assert of_join.usage_counts(unused).tolist() == [0, 0]
+
+
+def test_private_attributes_of_a_group(ddp: Any) -> None:
+    group, cpu = of_join.group_or_default(None), torch.device("cpu")
+    assert group is dist.group.WORLD
+    of_join.store_of(group).set("key", "value")
+    assert of_join.timeout_of(group, cpu).total_seconds() == of_parallel.timeout_of(group, cpu)
+    assert of_parallel.timeout_of(group, cpu) == 1800.0
+
+
+def test_private_attributes_of_optimizers(ddp: Any) -> None:
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    assert set(of_join.shard_owners(zero).values()) == {0}
+    scaler = GradScaler("cpu")
+    assert not of_join.has_scale(scaler)
+    scaler.scale(torch.zeros(1))
+    assert of_join.has_scale(scaler)
+
+
+def test_a_joinable_without_its_constructor_is_seen() -> None:
+    class Whole(Joinable):
+        join_hook = join_device = join_process_group = None
+
+        def __init__(self) -> None:
+            super().__init__()
+
+    class Half(Whole):
+        def __init__(self) -> None:
+            pass
+
+    assert of_join.has_join_config(Whole())
+    assert not of_join.has_join_config(Half())
+
+
+def test_what_is_to_be_called_after_backward_is_called_last() -> None:
+    calls: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def hook(_: torch.Tensor) -> None:
+        of_join.after_backward(lambda: calls.append("after"))
+        ENGINE.queue_callback(lambda: calls.append("ddp"))
+
+    x.register_hook(hook)
+    (2 * x).sum().backward()
+    assert calls == ["ddp", "after"]
+
+
+def test_the_caller_is_counted_from_the_function_that_asks() -> None:
+    def inner() -> str:
+        return of_join.caller(1).f_code.co_name
+
+    assert inner() == "test_the_caller_is_counted_from_the_function_that_asks"
+
+
+def test_torch_has_the_names_that_compat_puts_in_its_place() -> None:
+    native = of_compat.native_rpc()
+    assert {"PyRRef", "WorkerInfo", of_compat.IS_AGENT_SET, "get_rpc_timeout"} <= set(dir(native))
+    assert {"backward", "get_gradients", of_compat.NEW_CONTEXT} <= set(
+        dir(of_compat.native_autograd())
+    )
+    rpc = importlib.import_module("torch.distributed.rpc")
+    for name in (
+        of_compat.UNSET_TIMEOUT,
+        of_compat.DEFAULT_TIMEOUT,
+        of_compat.DEFAULT_INIT_METHOD,
+        of_compat.DEFAULT_THREADS,
+        of_compat.IS_AGENT_SET,
+        of_compat.PROFILE,
+    ):
+        assert hasattr(rpc, name), name
+    for name in (of_compat.TESTING, of_compat.PROFILER):
+        assert importlib.util.find_spec(f"torch.distributed.rpc.{name}"), name
+
+
+def test_every_private_name_is_asked_for_above() -> None:
+    asked = {each.name for each in CALLEES} | ATTRIBUTES
+    for module in (of_join, of_parallel):
+        path = Path(module.__file__ or "")
+        own = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
+        names = {name for _, name in foreign_private_names(path, "rallypoint", own)}
+        assert not names - asked
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.13.0+cpu", False),
+        ("2.13.1", False),
+        ("a build of mine", False),
+        ("2.12.1", True),
+        ("2.14.0.dev20261101+cu130", True),
+        ("3.0.0", True),
+    ],
+)
+def test_a_torch_that_is_not_tested_is_said_once(
+    version: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tested_torch, "_warned", set())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tested_torch.warn_if_untested(version)
+        tested_torch.warn_if_untested(version)
+    assert len(seen) == said
+    assert all(version in str(each.message) for each in seen)
+
+
+def test_the_tested_range_is_the_one_that_is_installed_and_asked_for() -> None:
+    root = Path(__file__).parents[2]
+    oldest = ".".join(map(str, tested_torch.OLDEST))
+    newest = ".".join(map(str, tested_torch.NEWEST))
+    assert f'"torch>={oldest}"' in (root / "pyproject.toml").read_text()
+    assert f"torch=={newest}." in (root / "constraints.txt").read_text()
