@@ -3,10 +3,10 @@
     python bench/attack_store.py --hosts 2 --operations 500
     python bench/attack_store.py --output bench/results/attack_store.json
 
-Four hosts (network namespaces, so root and iproute2 are needed; else supervisors side by side on this one) run an elastic
-job with a secret. A fifth host, which does not know it, has reached the port of the job's store: it reads all keys and
-overwrites records, with what stood there before, with what stands elsewhere, with changed and with unsigned ones. Meanwhile a
-worker is killed, and later a supervisor, so that rounds form under attack. No round may be wrong, and the job must end well.
+Four hosts (network namespaces, which need root and iproute2; otherwise supervisors side by side on this host) run an elastic
+job with a secret. A fifth host does not know the secret but can reach the port of the job's store. It reads all keys and
+overwrites records: with old values, with values of other keys, with altered and with unsigned ones. Meanwhile a worker is
+killed, and later a supervisor, so that rounds form under attack. No round may be wrong, and the job must succeed.
 """
 
 from __future__ import annotations
@@ -260,7 +260,9 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--operations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--here", action="store_true", help="no namespaces: all on this host")
+    parser.add_argument(
+        "--here", action="store_true", help="without namespaces: all processes on this host"
+    )
     parser.add_argument("--attack", nargs=2, metavar=("HOST", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()

@@ -1,7 +1,7 @@
-"""What a gradient costs on top of a collective: ours, torch.distributed.nn.functional, and the bare collective.
+"""The cost of a gradient on top of a collective: ours, torch.distributed.nn.functional, and the bare collective.
 
-Rivals take turns, call by call, on the same ranks and the same tensors, over Gloo. JSON goes to stdout
-(and --output), progress to stderr. See bench/README.md for what the figures mean.
+Competitors alternate call by call, on the same ranks and the same tensors, over Gloo. JSON goes to stdout
+(and --output), progress to stderr. See bench/README.md for the meaning of the figures.
 """
 
 from __future__ import annotations
@@ -243,15 +243,17 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
-    parser.add_argument("--quick", action="store_true", help="few rounds: does it work at all")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--quick", action="store_true", help="few rounds, as a quick check")
     parser.add_argument(
         "--rounds",
         type=int,
-        help=f"calls of each rival (default {ROUNDS}, large tensors {ROUNDS_OF_LARGE})",
+        help=f"calls of each competitor (default {ROUNDS}, large tensors {ROUNDS_OF_LARGE})",
     )
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--bytes", help="sizes of the tensor on each rank, as 4096,1048576")
+    parser.add_argument(
+        "--bytes", help="bytes of the tensor on each rank, for example 4096,1048576"
+    )
     args = parser.parse_args()
     sizes = [int(n) for n in args.bytes.split(",")] if args.bytes else SIZES
     rounds = args.rounds or (10 if args.quick else 0)

@@ -1,10 +1,10 @@
-"""How soon an elastic job of four hosts knows of a loss and trains again, beside torchrun; prints JSON.
+"""How soon an elastic job of four hosts detects a loss and trains again, compared with torchrun; prints JSON.
 
     python bench/elastic.py --quick
     python bench/elastic.py --output bench/results/elastic.json
 
-Four hosts (network namespaces, so root and iproute2 are needed) with two workers each, in a loop of all-reduces over
-Gloo. What is killed, stopped or cut off is put right before the next trial. See bench/README.md.
+Four hosts (network namespaces, which need root and iproute2) with two workers each run all-reduces in a loop over
+Gloo. Each loss is repaired before the next trial. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -462,11 +462,13 @@ def targets(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
-    parser.add_argument("--quick", action="store_true", help="each once: does it work at all")
-    parser.add_argument("--only", help="only faults whose name has this in it")
-    parser.add_argument("--trials", type=int, help="of each (default 20; 5 of silent hosts)")
-    parser.add_argument("--no-torch", action="store_true", help="leave the rival out")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--quick", action="store_true", help="each case once, as a quick check")
+    parser.add_argument("--only", help="only faults whose name contains this")
+    parser.add_argument(
+        "--trials", type=int, help="trials of each kind (default 20; 5 for silent hosts)"
+    )
+    parser.add_argument("--no-torch", action="store_true", help="do not run torchrun")
     args = parser.parse_args()
     if not available():
         print("needs root and iproute2 for network namespaces", file=sys.stderr)

@@ -1,12 +1,12 @@
-"""Bad bytes for a real RPC agent, before and after the handshake: only their sender may pay; prints JSON.
+"""Invalid bytes for a real RPC agent, before and after the handshake; prints JSON.
 
     python bench/fuzz_rpc.py --frames 10000
     python bench/fuzz_rpc.py --frames 1000000 --seed 1 --output bench/results/fuzz_rpc.json
 
-An agent in a process of its own is fed half of the frames by strangers, who do not know the secret, and half by a
-peer that does. Meanwhile a healthy peer goes on calling it. Some frames go through its sockets, the bulk
-through the same pure code without sockets; the JSON says how many of each. The exit code is 1 if a promise was broken:
-they are in ``targets``. See bench/README.md.
+An agent in its own process gets half of the frames from strangers without the secret, and half from a peer that has
+it. Meanwhile a healthy peer keeps calling it; only the sender of a bad frame may be affected. Part of the frames goes
+through sockets, the rest through the same pure code without sockets; the JSON has the numbers. The exit code is 1 if
+a promise in ``targets`` was broken. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -907,14 +907,16 @@ def fuzz(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--frames", type=int, default=10_000, help="all together (default 10,000)")
+    parser.add_argument(
+        "--frames", type=int, default=10_000, help="total number of frames (default 10,000)"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     parser.add_argument(
         "--through-agent",
         type=float,
         default=THROUGH_AGENT,
-        help=f"this part of them goes through sockets (default {THROUGH_AGENT})",
+        help=f"the fraction that goes through sockets (default {THROUGH_AGENT})",
     )
     parser.add_argument("--target", help=argparse.SUPPRESS)
     args = parser.parse_args()

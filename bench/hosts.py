@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: network namespaces on one switch. Needs root and iproute2."""
+"""Several hosts on one machine: network namespaces on one switch. Needs root and iproute2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine in words, medians, progress, and the processes of a job."""
+"""Shared by the benchmarks: a description of the machine, medians, progress, and the processes of a job."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What joining costs per training step, beside torch's Join, in one run; prints JSON.
+"""The cost of joining per training step, compared with torch's Join, in one run; prints JSON.
 
     python bench/join.py --quick
     python bench/join.py --output bench/results/join.json
 
-Two ranks train two equal networks with DistributedDataParallel and Gloo on the CPU, a step of the one and a step of
-the other in turn. One is joined, by torch's Join or by ours, the other is not; block by block they change
-places. Inputs are even, so that nothing but the cost of being prepared is measured.
+Two ranks train two equal networks with DistributedDataParallel and Gloo on the CPU, alternating between the networks
+step by step. One network is joined, by torch's Join or by ours; which one changes from block to block. Inputs are
+even, so that only the overhead is measured.
 """
 
 from __future__ import annotations
@@ -275,9 +275,9 @@ def targets(rows: list[dict[str, Any]], extra_us: dict[str, float]) -> list[dict
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     parser.add_argument(
-        "--quick", action="store_true", help="one width, few blocks: does it work at all"
+        "--quick", action="store_true", help="one width and few blocks, as a quick check"
     )
     args = parser.parse_args()
     widths, scale = ([64], 0.02) if args.quick else (WIDTHS, 1.0)

@@ -1,10 +1,10 @@
-"""Launch speed and memory beside torchrun, in one run on one machine; prints JSON.
+"""Launch speed and memory compared with torchrun, in one run on one machine; prints JSON.
 
     python bench/launch.py --quick
     python bench/launch.py --output bench/results/launch.json --plot bench/results/launch.png
 
-Rivals take turns (A B A B), after a warm-up, so that a change of the machine's mood meets all of
-them. Every process is started by its console command, as a person would. See bench/README.md.
+Competitors alternate (A B A B) after a warm-up, so that changes of the machine affect all of them. Every process is
+started by its console command. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -383,11 +383,15 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
-    parser.add_argument("--plot", type=Path, help="write a picture of it there")
-    parser.add_argument("--quick", action="store_true", help="2 workers, once: does it work at all")
-    parser.add_argument("--workers", help="numbers of workers, as 2,8,32")
-    parser.add_argument("--repeats", type=int, help="of each start (default 7, beyond 8 workers 3)")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--plot", type=Path, help="plot the results to this file")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 workers, each case once, as a quick check"
+    )
+    parser.add_argument("--workers", help="numbers of workers, for example 2,8,32")
+    parser.add_argument(
+        "--repeats", type=int, help="repetitions of each start (default 7; 3 beyond 8 workers)"
+    )
     args = parser.parse_args()
     sizes = [int(n) for n in (args.workers or ("2" if args.quick else "2,8,32")).split(",")]
 

@@ -1,13 +1,12 @@
-"""Millions of small calls and thousands of tensors between two processes: does their memory stay flat? Prints JSON.
+"""Millions of small calls and thousands of tensors between two processes: does their memory grow? Prints JSON.
 
     python bench/memory_rpc.py --quick
     python bench/memory_rpc.py --output bench/results/memory_rpc.json
 
-One process calls the other; a third one, which does nothing else, samples both. The small calls are made in windows of
-futures, so that a few minutes are enough for five million. The tensors are of sizes between 4 KiB and 4 MiB, as many
-small ones as large ones by orders of magnitude, go there and come back, and every one is compared. Memory is flat
-if the median of the last tenth of a phase's samples is at most 5 % above that of the tenth after its warm-up. The
-exit code is 1 if it is not. See bench/README.md.
+One process calls the other; a third one only samples the memory of both. Small calls are made in windows of futures, so
+that five million take a few minutes. Tensors have sizes between 4 KiB and 4 MiB, spread evenly on a logarithmic scale; each
+makes a round trip and is compared. Memory counts as flat if the median of the samples in the last tenth of a phase is at
+most 5 % above that of the tenth after its warm-up. Otherwise the exit code is 1. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -221,8 +220,10 @@ def measure(transport: str, plan: dict[str, int], progress: Progress) -> dict[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
-    parser.add_argument("--quick", action="store_true", help="a fiftieth of everything")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument(
+        "--quick", action="store_true", help="a fiftieth of the calls and tensors, as a quick check"
+    )
     parser.add_argument("--calls", type=int, default=CALLS)
     parser.add_argument("--tensors", type=int, default=TENSORS)
     parser.add_argument("--transport", choices=("uds", "tcp"), default="uds")

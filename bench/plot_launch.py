@@ -1,4 +1,4 @@
-"""Draw what bench/launch.py measured: python bench/plot_launch.py bench/results/launch.json OUT.png"""
+"""Plot the results of bench/launch.py: python bench/plot_launch.py bench/results/launch.json OUT.png"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw what bench/rendezvous.py measured: python bench/plot_rendezvous.py rendezvous.json OUT.png"""
+"""Plot the results of bench/rendezvous.py: python bench/plot_rendezvous.py rendezvous.json OUT.png"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw what bench/rpc.py measured: python bench/plot_rpc.py rpc.json OUT.png"""
+"""Plot the results of bench/rpc.py: python bench/plot_rpc.py rpc.json OUT.png"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Rendezvous of many nodes beside torch's, in one run on one machine; prints JSON.
+"""A rendezvous of many nodes compared with torch's, in one run on one machine; prints JSON.
 
     python bench/rendezvous.py --quick
     python bench/rendezvous.py --output bench/results/rendezvous.json --plot bench/results/rendezvous.png
 
-Nodes are threads of 8 processes and use one real store, served by a process of its own; a node is
-the handler that the launcher of each node would have. Rivals take turns. See bench/README.md.
+Nodes are threads of 8 processes and use one real store, which another process serves. A node is the handler that the
+launcher of each node would have. Competitors alternate. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -769,19 +769,21 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
-    parser.add_argument("--plot", type=Path, help="write a picture of it there")
-    parser.add_argument("--quick", action="store_true", help="few nodes, once: does it work at all")
-    parser.add_argument("--nodes", help="numbers of nodes over c10d's store, as 16,64,256")
-    parser.add_argument("--backends", default="tcpstore,etcd,file", help="which stores")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--plot", type=Path, help="plot the results to this file")
+    parser.add_argument(
+        "--quick", action="store_true", help="few nodes, each case once, as a quick check"
+    )
+    parser.add_argument("--nodes", help="numbers of nodes on c10d's store, for example 16,64,256")
+    parser.add_argument("--backends", default="tcpstore,etcd,file", help="the stores to measure")
     parser.add_argument(
         "--torch-up-to",
         type=int,
         default=max(SIZES),
         metavar="NODES",
-        help="ask torch for no more (it is given 120 s before it counts as never)",
+        help="the largest number of nodes for torch (it fails after 120 s)",
     )
-    parser.add_argument("--repeats", type=int, help="of each (default 3)")
+    parser.add_argument("--repeats", type=int, help="repetitions of each (default 3)")
     args = parser.parse_args()
     sizes = {"tcpstore": SIZES, "etcd": ETCD_SIZES, "file": FILE_SIZES}
     if args.quick:

@@ -3,10 +3,10 @@
     python bench/root_cause.py --quick
     python bench/root_cause.py --faults 100 --seed 1 --output bench/results/root_cause.json
 
-Each trial starts a job of 2 to 4 workers, on one node or two, that all-reduce in a loop; one of them fails
-in one step, in a way drawn at random, and the others notice in a way drawn at random, too. The report
-is right if it names that worker and shows what happened there. Those that were wrong stand in the
-result. The exit code is 1 if more than 2 of 100 were. See bench/README.md.
+Each trial starts a job of 2 to 4 workers, on one node or two, that run all-reduces in a loop. One worker fails in one
+step, and the way it fails and the way the others notice are random. The report is right if it names that worker and
+shows what happened there. The result contains the wrong reports. The exit code is 1 if more than 2 of 100 were wrong.
+See bench/README.md.
 """
 
 from __future__ import annotations
@@ -246,13 +246,17 @@ def judge(fault: Fault, folder: Path, node_rank: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="six faults")
-    parser.add_argument("--minutes", type=float, help="begin no more after that")
-    parser.add_argument("--at-once", type=int, default=2, help="jobs side by side")
-    parser.add_argument("--kind", help="this kind alone")
+    parser.add_argument("--quick", action="store_true", help="six faults, as a quick check")
+    parser.add_argument(
+        "--minutes", type=float, help="start no more trials after this many minutes"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="number of jobs that run at the same time"
+    )
+    parser.add_argument("--kind", help="only this kind of fault")
     args = parser.parse_args()
     count = 6 if args.quick else args.faults
     source = random.Random(args.seed)

@@ -1,12 +1,12 @@
-"""Calls between processes: rallypoint.rpc beside TensorPipe (torch.distributed.rpc), in one run; prints JSON.
+"""Calls between processes: rallypoint.rpc compared with TensorPipe (torch.distributed.rpc), in one run; prints JSON.
 
     python bench/rpc.py --quick
     python bench/rpc.py --output bench/results/rpc.json --plot bench/results/rpc.png
 
-The same code measures both: a rival is a module with ``init_rpc``, ``rpc_sync``, ``rpc_async`` and ``shutdown``. Both
-have their processes up at the same time and take turns block by block; whose turn it is not is stopped (SIGSTOP),
-since a process that idles under TensorPipe keeps a core busy. A rival that fails or hangs has
-``{"failed": reason}`` for a figure. See bench/README.md for what the figures mean.
+The same code measures both: a competitor is a module with ``init_rpc``, ``rpc_sync``, ``rpc_async`` and ``shutdown``. The
+processes of both run at the same time and take turns block by block. The inactive ones are stopped (SIGSTOP), because an
+idle process under TensorPipe keeps a core busy. A competitor that fails or hangs gets ``{"failed": reason}`` instead of a
+figure. See bench/README.md for the meaning of the figures.
 """
 
 from __future__ import annotations
@@ -819,13 +819,13 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the figures")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="plot the results to this file")
     parser.add_argument(
-        "--quick", action="store_true", help="little of everything: does it work at all"
+        "--quick", action="store_true", help="a little of everything, as a quick check"
     )
-    parser.add_argument("--full", action="store_true", help="a group of 64 processes too")
-    parser.add_argument("--only", metavar="WORD", help="only the steps whose name has this in it")
+    parser.add_argument("--full", action="store_true", help="also a group of 64 processes")
+    parser.add_argument("--only", metavar="WORD", help="only steps whose name contains this")
     args = parser.parse_args()
     scale = QUICK if args.quick else FULL
     steps = plan(SIZES[:2] if args.quick else SIZES)

@@ -1,4 +1,4 @@
-"""What bench/rpc.py calls in another process: both rivals find a function by its module and name."""
+"""Functions that bench/rpc.py calls in another process: both competitors find a function by module and name."""
 
 from __future__ import annotations
 

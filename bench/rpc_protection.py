@@ -1,9 +1,9 @@
-"""What protecting TCP costs: calls of rallypoint.rpc without protection, under a MAC (the default), and in TLS; prints JSON.
+"""The cost of protecting TCP: calls of rallypoint.rpc without protection, with a MAC (the default), with TLS; prints JSON.
 
     python bench/rpc_protection.py --quick
     python bench/rpc_protection.py --output bench/results/rpc_protection.json
 
-All groups are up at the same time and take turns block by block; whose turn it is not is stopped (SIGSTOP).
+All groups run at the same time and take turns block by block. The inactive ones are stopped (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
-    parser.add_argument("--quick", action="store_true", help="does it work at all")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--quick", action="store_true", help="a quick check")
     args = parser.parse_args()
     began = time.monotonic()
     rows = measure(2, 50, 2) if args.quick else measure(20, 500, 5)

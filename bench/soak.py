@@ -1,12 +1,12 @@
-"""Random kills and restarts: nothing may be left behind, and the first restart must succeed; prints JSON.
+"""Random kills and restarts: no process may be left, and the first restart must succeed; prints JSON.
 
     python bench/soak.py --quick
     python bench/soak.py --output bench/results/soak.json --seed 7
 
-Each trial starts a job of 2 to 8 workers that all-reduce in a loop (some of them with children, daemons
-and children that ignore SIGTERM) and, at a random moment between its first instant and well into its
-loop, kills its supervisor, its fork server, its store or a worker with SIGKILL. Two seconds later no
-process of it may be left. The exit code is 1 if anything failed. See bench/README.md.
+Each trial starts a job of 2 to 8 workers that run all-reduces in a loop. In half of the jobs, workers have children, daemons, and children
+that ignore SIGTERM. At a random moment between the first instant and some time into the loop, the trial kills the
+supervisor, the fork server, the store or a worker with SIGKILL. Two seconds later no process of the job may be left.
+The exit code is 1 if anything failed. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def summary(trials: list[Trial]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     parser.add_argument("--quick", action="store_true", help="4 kills and 1 restart of 2 workers")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--trials", type=int, help="number of kills (default 50)")

@@ -3,12 +3,18 @@
     python bench/soak_elastic.py --faults 20
     python bench/soak_elastic.py --faults 200 --output bench/results/soak_elastic.json --seed 7
 
-Four hosts (network namespaces, so root and iproute2 are needed), each with one supervisor, train a small model
-with DDP and checkpoint every step. Faults strike one after another: a worker, a supervisor, two supervisors at once, the
-node with the store twice in a row killed; a host's processes stopped for longer than the lease; a cable cut and mended; a
-node preempted, or all of them in turn (a rolling restart). What is killed is started again on the same host. After each fault the job must go on with all four hosts, and the step it
-resumes at must not be below the last one that all ranks had committed. At the end no process of the job may be
-left. The exit code is 1 if anything failed. See bench/README.md.
+Four hosts (network namespaces, which need root and iproute2), each with one supervisor, train a small model with DDP and
+save a checkpoint in every step. Faults follow one another:
+
+- a worker, a supervisor, or two supervisors at once are killed;
+- the node with the store is killed, twice in a row;
+- all processes of a host are stopped for longer than the lease;
+- a cable is cut and reconnected;
+- a node is preempted, or all nodes in turn (a rolling restart).
+
+Killed processes are started again on the same host. After each fault the job must continue with all four hosts, and must
+not resume below the last step that all ranks had committed. At the end no process of the job may be left. The exit code
+is 1 if anything failed. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -450,7 +456,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds; more if busy")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE,
+        help="time limit in seconds; raise it on a busy machine",
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if not available():

@@ -1,14 +1,19 @@
-"""Random faults in a row on a group of processes that call each other without a pause; prints JSON.
+"""Random faults in a row on a group of processes that keep calling each other; prints JSON.
 
     python bench/soak_rpc.py --faults 100
     python bench/soak_rpc.py --faults 10000 --seed 7 --output bench/results/soak_rpc.json
 
-Eight members of a dynamic group (soak_rpc_member.py) call each other in every way there is and check every answer
-byte by byte. Meanwhile they are killed (others come in their place), stopped for a while (for 12 s amid 64 MiB
-tensors, too), their connections are reset, their messages delayed and dropped, and they fork children that exit, call or
-join. Strangers send them garbage, with and without proof of the secret, and ask for large answers that they do not read.
-Every few hundred faults all is undone and the calls pause: then no call, reference, block of shared memory, descriptor, thread or process may be there that is not accounted for. The exit
-code is 1 if an answer was wrong, a call late, an error unexpected or anything left. See bench/README.md.
+Eight members of a dynamic group (soak_rpc_member.py) use every kind of call and check every answer byte by byte.
+Meanwhile:
+
+- members are killed and replaced, or stopped for a while (also for 12 s during 64 MiB tensors);
+- their connections are reset, and their messages delayed and dropped;
+- they fork children that exit, call or join;
+- strangers send garbage, with and without proof of the secret, and request large answers that they do not read.
+
+Every few hundred faults, all faults are undone and the calls pause. Then every call, reference, block of shared memory,
+descriptor, thread and process must be accounted for. The exit code is 1 if an answer was wrong, a call late, an error
+unexpected, or anything was left. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -839,10 +844,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--minutes", type=float, help="stop after so long, even with fewer faults")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after this many minutes, even with fewer faults"
+    )
     parser.add_argument("--rate", type=float, default=10.0, help="faults per second (default 10)")
-    parser.add_argument("--every", type=int, default=500, help="faults between two quiet points")
-    parser.add_argument("--output", type=Path, help="write the JSON there too")
+    parser.add_argument(
+        "--every", type=int, default=500, help="number of faults between two checks"
+    )
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     args = parser.parse_args()
     progress = Progress(max(1, args.faults // 100))
     started = time.monotonic()

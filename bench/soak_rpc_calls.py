@@ -1,4 +1,4 @@
-"""What the members of the RPC soak (soak_rpc.py) call, how they call it, and what the answers must be."""
+"""The calls of the members of the RPC soak (soak_rpc.py), and the expected answers."""
 
 from __future__ import annotations
 

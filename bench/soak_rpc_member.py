@@ -1,7 +1,7 @@
-"""One process of the RPC soak (soak_rpc.py): calls random peers for ever, and checks every answer.
+"""One process of the RPC soak (soak_rpc.py): calls random peers in a loop and checks every answer.
 
-What a member sends to the driver, a JSON object a line: ``hello`` when it has joined, ``problem`` when something is not
-as it must be, ``quiet`` and ``census`` when it is asked, ``bye`` at its end. The driver judges; a member only measures.
+A member sends JSON objects to the driver, one per line: ``hello`` when it has joined, ``problem`` when something is wrong,
+``quiet`` and ``census`` when asked, ``bye`` at its end. The driver judges; a member only measures.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How long a new peer takes to join while strangers hold thousands of connections and open hundreds a second; prints JSON.
+"""How long a new peer takes to join while strangers hold thousands of connections and open hundreds per second; prints JSON.
 
     python bench/strangers.py --quick
     python bench/strangers.py --output bench/results/strangers.json
 
-Needs root and iproute2. Each scenario has one worker that is called, one that calls it all the time, and new peers that join
-one after another, make their first call, and leave. The strangers come over TCP from another network namespace, or from
-the same host as another user, over TCP and over the worker's Unix socket.
+Needs root and iproute2. Each scenario has one worker that is called, one that keeps calling it, and new peers that join one
+after another, make a first call, and leave. The strangers connect over TCP from another network namespace, or from the
+same host as another user, over TCP and over the worker's Unix socket.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="5 peers for each scenario")
-    parser.add_argument("--output", type=Path, help="also write the JSON there")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
