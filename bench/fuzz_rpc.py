@@ -103,7 +103,7 @@ def state(asked: int) -> dict[str, Any]:
         "being_served": sum(len(each.active) for each in incoming),
         "shared_memory_pools": len(agent.lines.budget.pools),
         "shared_memory_bytes": agent.lines.budget.used,
-        "owned_values": agent.rrefs.overview()["owned"],
+        "owned_values": agent.rrefs.diagnostics()["owned"],
         "rss_mib": round(int(memory[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1),
     }
 

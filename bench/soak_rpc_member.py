@@ -228,7 +228,7 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
     while True:
         gc.collect()
         fds, maps, unrest = expected_now(agent, base)
-        refs = agent.rrefs.overview()
+        refs = agent.rrefs.diagnostics()
         unrest += [f"{count} rrefs {what}" for what, count in refs.items() if count]
         for each in list(agent.connections.outgoing.values()):
             if each.calls:

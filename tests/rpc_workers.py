@@ -454,8 +454,9 @@ def store() -> Any:
 def join(**options: Any) -> None:
     """Become member ``w<rank>`` of the static group of all workers."""
     from rallypoint import rpc
+    from rallypoint.rpc import finalization
 
-    rpc.api._ignore_rref_leak = False
+    finalization._ignore_rref_leak = False
     rpc.init_rpc(
         f"w{rank}",
         rank=rank,

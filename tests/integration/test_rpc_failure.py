@@ -237,7 +237,7 @@ def test_a_connection_that_breaks_is_not_a_death():
         def case():
             rpc.rpc_sync("w1", double, (1,))
             future = rpc.rpc_async("w1", nap, (0.5,))
-            (outgoing,) = rpc.api._current.connections.outgoing.values()
+            (outgoing,) = rpc.api._get_current_rpc_agent().connections.outgoing.values()
             outgoing.line._sock.shutdown(socket.SHUT_RDWR)
             with timed(1), pytest.raises(PeerLost):
                 future.wait()
@@ -275,7 +275,7 @@ def test_one_with_another_secret_is_refused_and_the_group_goes_on():
 
 
 def addresses() -> dict[str, Any]:
-    return dict(rpc.api._current.group.me.addresses)
+    return dict(rpc.api._get_current_rpc_agent().group.me.addresses)
 
 
 class Bomb:
@@ -306,7 +306,7 @@ def test_strangers_are_refused_before_anything_they_send_is_looked_at(transport)
 
 
 def strangers() -> int:
-    return len(rpc.api._current.entrance.strangers)
+    return len(rpc.api._get_current_rpc_agent().entrance.strangers)
 
 
 def _connect(transport: str, where: Any) -> socket.socket:

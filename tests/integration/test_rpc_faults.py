@@ -19,8 +19,8 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import PeerLost, RpcError, RpcTimeout
 from rallypoint.rpc import NativeRpcBackendOptions, RRef
 from rallypoint.rpc.agent.agent import Agent
+from rallypoint.rpc.agent.item_source import ItemSource
 from rallypoint.rpc.agent.serving import Request
-from rallypoint.rpc.agent.streams import ItemSource
 from rallypoint.rpc.backends import _init
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.content import payload
@@ -285,7 +285,7 @@ def test_a_value_that_never_comes_is_not_expected_for_ever(place: Place) -> None
         a.call_sync("b", Kind.FETCH, "to_here()", (rref_id,), 0.1)
     eventually(lambda: not b.rrefs._values)
     assert b.is_idle()
-    assert not any(b.rrefs.overview().values())
+    assert not any(b.rrefs.diagnostics().values())
 
 
 def test_a_value_that_was_released_is_refused_at_once(place: Place) -> None:
@@ -425,9 +425,9 @@ def test_references_in_messages_that_a_broken_connection_lost_are_let_go(place: 
     b.rrefs.receive(came)
     outgoing = a.route("b")
     outgoing.passed.add([came, lost], a.rrefs.unsettled)
-    assert a.rrefs.overview()["forks"] == 2
+    assert a.rrefs.diagnostics()["forks"] == 2
     outgoing.line._sock.shutdown(socket.SHUT_RDWR)
-    eventually(lambda: a.rrefs.overview()["forks"] == 1)
+    eventually(lambda: a.rrefs.diagnostics()["forks"] == 1)
     # What is still read later, of what had come on the old connection, is no reference any more.
     assert b.rrefs.receive(lost).gone
     assert b.rrefs.is_confirmed(came.fork_id)
@@ -438,7 +438,7 @@ def test_an_answer_that_does_not_leave_takes_its_references_back(place: Place) -
     assert call(a, "b", add, 1, 2) == 3
     (incoming,) = b.connections.incoming
     incoming.end("the caller has gone")
-    request = Request(b, incoming, Frame(Kind.CALL, 0, 9, 0, b"", ()))
+    request = Request(b.service, incoming, Frame(Kind.CALL, 0, 9, 0, b"", ()))
     fork = b.rrefs.fork_owned(b.rrefs.own(7), a.me.id, "")
     tensors = TensorWriter()
     tensors.forks.append(fork)
@@ -477,7 +477,7 @@ def test_a_fetch_that_was_given_up_before_it_began_leaves_nothing(place: Place) 
     assert call(a, "b", add, 1, 2) == 3
     (incoming,) = b.connections.incoming
     rref_id, _ = a.rrefs.create_remote(b.me.id)
-    request = Request(b, incoming, Frame(Kind.FETCH, 0, 9, 0, b"", ()))
+    request = Request(b.service, incoming, Frame(Kind.FETCH, 0, 9, 0, b"", ()))
     request.cancel()
     b.rrefs.serve(request, Kind.FETCH, (rref_id,))
     assert not b.rrefs._values

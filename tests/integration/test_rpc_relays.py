@@ -110,13 +110,13 @@ def total(data: bytes) -> int:
 
 
 def address() -> tuple[str, int]:
-    host, port = rpc.api._current.group.me.addresses["tcp"]
+    host, port = rpc.api._get_current_rpc_agent().group.me.addresses["tcp"]
     return host, port
 
 
 def lead_astray(worker: str, where: tuple[str, int]) -> None:
     """As if the relay's address stood in the worker's record."""
-    rpc.api._current.group.find(worker).addresses["tcp"] = where
+    rpc.api._get_current_rpc_agent().group.find(worker).addresses["tcp"] = where
 
 
 def divert(where: tuple[str, int]) -> None:

@@ -15,6 +15,7 @@ import torch
 import rpc_workers
 from rallypoint import rpc
 from rallypoint.errors import PeerLost
+from rallypoint.rpc import finalization
 from rpc_workers import Workers, eventually, timed
 
 
@@ -459,7 +460,7 @@ def test_a_leak_is_named_at_shutdown():
 
         def leave():
             # What torch's own suite does: references of others are not given back before.
-            rpc.api._delete_all_user_and_unforked_owner_rrefs = lambda *_: None
+            finalization._delete_all_user_and_unforked_owner_rrefs = lambda *_: None
             try:
                 rpc.shutdown()
             except RuntimeError as error:

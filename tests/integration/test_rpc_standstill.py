@@ -52,7 +52,7 @@ def give_when_told(count: int) -> torch.Tensor:
 
 def is_stuck() -> bool:
     """Whether something waits for the other end to read it."""
-    connections = rpc.api._current.connections
+    connections = rpc.api._get_current_rpc_agent().connections
     ends = [*connections.all_outgoing(), *connections.all_incoming()]
     return any(each.line.is_full for each in ends)
 
@@ -108,7 +108,7 @@ def test_one_that_stands_still_while_its_connection_breaks_stays_a_member(transp
         workers.signal(1, signal.SIGSTOP)
 
         def break_and_call():
-            (outgoing,) = rpc.api._current.connections.all_outgoing()
+            (outgoing,) = rpc.api._get_current_rpc_agent().connections.all_outgoing()
             outgoing.fail("as if the line had broken")
             time.sleep(STILL)
             assert names() == ["w0", "w1"]
@@ -127,7 +127,7 @@ def test_one_that_was_expelled_and_lives_is_told_and_comes_back():
 
         def expel():
             rpc.wait_for("w1", 10)
-            group = rpc.api._current.group
+            group = rpc.api._get_current_rpc_agent().group
             group.report_lost(group.find("w1"), "it was cut off")
             return names()
 
@@ -142,7 +142,7 @@ def test_one_that_was_expelled_and_lives_is_told_and_comes_back():
 
         def come_back():
             assert names() == ["w0"]
-            group = rpc.api._current.group
+            group = rpc.api._get_current_rpc_agent().group
             group.report_lost(group.find("w0"), "it is silent")  # nobody listens to one that is out
             join()
             return rpc.rpc_sync("w0", total, (give(3),))
@@ -177,7 +177,7 @@ print("ready", flush=True)
 assert input() == "stopped"
 pool = concurrent.futures.ThreadPoolExecutor(1)
 call = pool.submit(rpc.rpc_sync, "b", total, (torch.ones(8_000_000),), timeout=0)
-(outgoing,) = rpc.api._current.connections.all_outgoing()
+(outgoing,) = rpc.api._get_current_rpc_agent().connections.all_outgoing()
 while not outgoing.line.is_full:
     time.sleep(0.01)
 time.sleep(3.5)

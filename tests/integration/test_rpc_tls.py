@@ -145,7 +145,9 @@ def test_garbage_costs_nobody_else_anything(pair: Workers) -> None:
         assert pair.on(0, lambda: rpc.rpc_sync("w1", double, (1,))) == 2
     for each in silent:
         each.close()
-    eventually(lambda: not pair.on(1, lambda: len(rpc.api._current.entrance.strangers)))
+    eventually(
+        lambda: not pair.on(1, lambda: len(rpc.api._get_current_rpc_agent().entrance.strangers))
+    )
     told = pair.on(1, lambda: rpc_workers.logged)
     assert any("does not use TLS and this worker requires it" in each for each in told)
 
@@ -170,7 +172,7 @@ def lost() -> str:
 
 
 def addresses() -> dict[str, Any]:
-    return dict(rpc.api._current.group.me.addresses)
+    return dict(rpc.api._get_current_rpc_agent().group.me.addresses)
 
 
 def refusal(other: str) -> str:
@@ -283,7 +285,7 @@ class Between:
 
 def lead_astray(worker: str, kind: str, where: tuple[str, int]) -> None:
     """Have this worker reach another by an address that is not its own."""
-    agent = rpc.api._current
+    agent = rpc.api._get_current_rpc_agent()
     agent.group.find(worker).addresses[kind] = where
 
 

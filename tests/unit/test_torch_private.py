@@ -267,6 +267,7 @@ def test_torch_has_the_names_that_compat_puts_in_its_place() -> None:
         of_compat.PROFILE,
     ):
         assert hasattr(rpc, name), name
+    assert hasattr(rpc.api, of_compat.REQUIRE_INITIALIZED)
     for name in (of_compat.TESTING, of_compat.PROFILER):
         assert importlib.util.find_spec(f"torch.distributed.rpc.{name}"), name
 

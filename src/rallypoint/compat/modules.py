@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -15,25 +16,46 @@ import torch.distributed
 
 from rallypoint import rpc
 from rallypoint.rpc import (
-    api,
+    api as public_api,
     backends,
+    calling,
     collect,
     constants,
+    diagnostics,
+    finalization,
     functions,
+    gather,
+    initialization,
     internal,
     options,
     registry as backend_registry,
     rref_proxy,
+    workers,
 )
 from rallypoint.rpc.agent.agent import Agent
+from rallypoint.rpc.agent_in_use import member_agent, required_agent
+from rallypoint.rpc.references import rref
 
 from . import torch_private
 from .autograd import Refusal
+from .window import Window
 
 
 _NAME = "torch.distributed.rpc"
 _TESTING = f"{_NAME}.{torch_private.TESTING}"
 _PROFILER = f"{_NAME}.{torch_private.PROFILER}"
+# torch has the calls, their state, and what they are made of in one module.
+_API_HOMES = (
+    calling,
+    workers,
+    gather,
+    initialization,
+    finalization,
+    diagnostics,
+    rref,
+    public_api,
+)
+api: Any = Window(f"{_NAME}.api", _API_HOMES)
 _SUBMODULES: dict[str, ModuleType] = {
     "api": api,
     "backend_registry": backend_registry,
@@ -88,7 +110,7 @@ def install() -> None:
         _before["futures"] = {name: getattr(torch.futures, name) for name in _FUTURES}
         for name, replacement in _FUTURES.items():
             setattr(torch.futures, name, replacement)
-        api._torch_rules = True
+        initialization._torch_rules = True
         _patch_native()
         _before["ddp"] = getattr(_ddp, "RRef", _MISSING)
         if _before["ddp"] is not _MISSING:
@@ -125,7 +147,7 @@ def uninstall() -> None:
         _refusal.end()
         if before["ddp"] is not _MISSING:
             _ddp.RRef = before["ddp"]
-        api._torch_rules = False
+        initialization._torch_rules = False
         backends.restore_tensorpipe()
 
 
@@ -145,10 +167,24 @@ def is_installed() -> bool:
 
 
 def _refuse_in_group(what: str) -> None:
-    if api._is_current_rpc_agent_set():
+    if member_agent() is not None:
         raise rpc.RpcError(
             f"cannot {what} while this process is a member of an RPC group: shut it down first"
         )
+
+
+def _require_initialized(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator of torch's: the function needs a group."""
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        required_agent()
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+torch_private.set_name(api, torch_private.REQUIRE_INITIALIZED, _require_initialized)
 
 
 def _module_names() -> list[str]:
@@ -164,9 +200,9 @@ def _facade() -> ModuleType:
         setattr(facade, name, getattr(rpc, name))
     for name, module in _SUBMODULES.items():
         setattr(facade, name, module)
-    for name, value in vars(api).items():
-        if name.startswith("_") and not name.startswith("__") and callable(value):
-            setattr(facade, name, value)
+    for name in dir(api):
+        if name.startswith("_") and not name.startswith("__") and callable(getattr(api, name)):
+            setattr(facade, name, getattr(api, name))
     extra: dict[str, Any] = {
         "PyRRef": rpc.RRef,
         "TensorPipeAgent": Agent,
@@ -221,7 +257,7 @@ def _patch_native() -> None:
     replacements = {
         "PyRRef": rpc.RRef,
         "WorkerInfo": rpc.WorkerInfo,
-        torch_private.IS_AGENT_SET: api._is_current_rpc_agent_set,
+        torch_private.IS_AGENT_SET: initialization._is_current_rpc_agent_set,
         "get_rpc_timeout": api.get_rpc_timeout,
     }
     for name in _native_names():

@@ -19,6 +19,8 @@ PROFILER = "server_process_global_profiler"
 PROFILE = "_server_process_global_profile"
 # Whether this process has an agent: torch.distributed.rpc's own name and its C++ module's.
 IS_AGENT_SET = "_is_current_rpc_agent_set"
+# A decorator of torch.distributed.rpc.api's own functions.
+REQUIRE_INITIALIZED = "_require_initialized"
 # Defaults that programs import from torch.distributed.rpc.
 UNSET_TIMEOUT = "_UNSET_RPC_TIMEOUT"
 DEFAULT_TIMEOUT = "_DEFAULT_RPC_TIMEOUT_SEC"

@@ -17,7 +17,6 @@ from rallypoint.errors import (
 )
 
 from . import api as api, backends as backends, registry as backend_registry
-from .agent.streams import RpcStream
 from .api import (
     get_rpc_timeout,
     get_worker_info,
@@ -49,6 +48,7 @@ from .registry import (
     init_backend,
     register_backend,
 )
+from .stream import RpcStream
 from .worker_info import WorkerInfo
 
 

@@ -63,10 +63,9 @@ class FaultyRpcBackendOptions(NativeRpcBackendOptions):
 class FaultyCaller(Caller):
     """Makes calls whose requests fail as the agent's options say."""
 
-    def __init__(self, agent: Agent, *parts: Any) -> None:
-        super().__init__(agent, *parts)
-        self._later = agent.errands.later
-        options: Any = agent.options
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        options: Any = self.options
         self._fail = {_BY_NAME[each] for each in options.messages_to_fail if each in _BY_NAME}
         self._drop = {_BY_NAME[each] for each in options.messages_to_drop if each in _BY_NAME}
         self._delay = {
@@ -129,7 +128,7 @@ class FaultyCaller(Caller):
                 outgoing.cancel(sent.number, CallCancelled(f"{sent.describe()} was given up"))
             outgoing.attend()
 
-        self._later(seconds, send)
+        self._errands.later(seconds, send)
 
 
 class FaultyAgent(Agent):

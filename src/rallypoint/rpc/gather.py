@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError
+
+from . import constants
+from .agent_in_use import required_agent
+from .calling import rpc_async, rpc_sync
 
 
 class AllGatherStates:
@@ -111,3 +116,134 @@ def wait(
 
 class GatherTimeout(DeadlineExceeded, RpcError):
     """Not everybody came."""
+
+
+_gatherings = Gatherings()
+
+
+def forget_all() -> None:
+    """This process begins or ends its time in a group."""
+    forks.call_in_child(_abandon)
+    _gatherings.clear()
+
+
+def lose(me: str, name: str, reason: str) -> None:
+    """A worker is gone: the gatherings that wait for it end, with an error."""
+    _gatherings.lose(me, name, reason)
+
+
+def _abandon() -> None:
+    """In a forked child: a thread of the parent's may have held their lock."""
+    global _gatherings  # noqa: PLW0603  # of this process
+    _gatherings = Gatherings()
+
+
+def _all_gather(
+    obj: Any,
+    worker_names: Collection[str] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+) -> dict[str, Any]:
+    """Every worker's object, by worker's name.
+
+    Collective: each of ``worker_names`` (by default all members of this epoch) calls it. Blocks.
+
+    Raises:
+        DeadlineExceeded: some have not called it in time; says who.
+        PeerLost: one of them is gone, and has not called it before.
+    """
+    agent = required_agent()
+    names = (
+        sorted(each.name for each in agent.infos())
+        if worker_names is None
+        else sorted(worker_names)
+    )
+    me = agent.me.name
+    if me not in names:
+        raise RpcError(f"{me} is not among the workers that gather: {', '.join(names)}")
+    leader = names[0]
+    seconds = agent.default_timeout if timeout < 0 else timeout
+    limit = seconds or None
+    # The names stand for the epoch: a worker that comes or goes makes another group of them.
+    sequence_id = (str(_gatherings.next_number(names)), *names)
+    deadline = Deadline(limit)
+    call_timeout = timeout if timeout >= 0 else constants.UNSET_RPC_TIMEOUT
+    if me == leader:
+        _gatherings.add(sequence_id, names, me, obj)
+    else:
+        rpc_sync(
+            leader,
+            _gather_to_leader,
+            (sequence_id, me, obj, names),
+            timeout=call_timeout,
+        )
+    state = _gatherings.state(sequence_id)
+    try:
+        watch = getattr(agent, "watch", None)
+        if watch is not None:
+            # Who waits must notice when the others die, also those that it has never called.
+            for name in names if me == leader else [leader]:
+                if name not in state.gathered_objects and not state.proceed_signal.is_set():
+                    watch(name)
+        with agent.waiting():
+            wait(state, deadline, limit, names)
+        if me == leader:
+            _broadcast(
+                agent, sequence_id, state, [name for name in names if name != me], call_timeout
+            )
+    finally:
+        _gatherings.take(sequence_id)
+    return state.gathered_objects
+
+
+def _gather_to_leader(
+    sequence_id: tuple[str, ...],
+    worker_name: str,
+    obj: Any,
+    worker_names: Collection[str] | None = None,
+) -> None:
+    """Runs on the leader."""
+    names = worker_names or [each.name for each in required_agent().infos()]
+    _gatherings.add(tuple(sequence_id), names, worker_name, obj)
+
+
+def _broadcast_to_followers(sequence_id: tuple[str, ...], objects_map: dict[str, Any]) -> None:
+    """Runs on each of the others."""
+    _gatherings.put(tuple(sequence_id), objects_map)
+
+
+def _broadcast(
+    agent: Any,
+    sequence_id: tuple[str, ...],
+    state: AllGatherStates,
+    followers: Sequence[str],
+    timeout: float,
+) -> None:
+    futures = [
+        (
+            name,
+            rpc_async(
+                name,
+                _broadcast_to_followers,
+                (sequence_id, state.gathered_objects),
+                timeout=timeout,
+            ),
+        )
+        for name in followers
+    ]
+    errors = []
+    for name, future in futures:
+        try:
+            future.wait()
+        except RuntimeError as error:
+            errors.append((name, error))
+    if errors:
+        seconds = agent.default_timeout if timeout < 0 else timeout
+        raise RpcError(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after {seconds:.2f} seconds."
+            f" The first exception is {errors[0][1]}"
+        )
+
+
+def _barrier(worker_names: Collection[str]) -> None:
+    """Wait until each of these workers has come here."""
+    _all_gather(None, set(worker_names))

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.futures import Future
+from typing import Any, Protocol
 
 from . import constants
-from .agent.answers import AnswerLater
 from .agent_in_use import current_agent
+from .worker_info import WorkerInfo
 
 
-if TYPE_CHECKING:
-    from .references.rref import RRef
+class Reference(Protocol):
+    """A reference, as far as its proxies need it."""
+
+    def owner(self) -> WorkerInfo: ...
+
+    def local_value(self) -> Any: ...
+
+    def _get_type(self, timeout: float = ...) -> type: ...
+
+
+class AnswerLater:
+    """Marks what a served function returns: the answer is what this future will hold."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: Any) -> None:
+        self.future = future
 
 
 class RRefProxy:
@@ -22,16 +34,24 @@ class RRefProxy:
 
     Args:
         rref: whose value has the methods.
-        mode: ``sync``, ``async`` or ``remote``.
+        rpc_api: how they are called: ``rpc_sync``, ``rpc_async`` or ``remote``.
         timeout: seconds for each call, as for ``rpc_sync``.
+        checks: look first whether the value has the method. The reference that ``remote`` returns would hide the
+            error until somebody fetches the value.
     """
 
     def __init__(
-        self, rref: RRef[Any], mode: str, timeout: float = constants.UNSET_RPC_TIMEOUT
+        self,
+        rref: Reference,
+        rpc_api: Callable[..., Any],
+        timeout: float = constants.UNSET_RPC_TIMEOUT,
+        *,
+        checks: bool = False,
     ) -> None:
         self._rref = rref
-        self._mode = mode
+        self._rpc_api = rpc_api
         self._timeout = timeout
+        self._checks = checks
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__") and name.endswith("__"):
@@ -39,24 +59,17 @@ class RRefProxy:
         return lambda *args, **kwargs: self._invoke(name, args, kwargs)
 
     def _invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from . import api
-
         rref, timeout = self._rref, self._timeout
-        owner = rref.owner()
-        content = (rref, name, args, kwargs)
-        if self._mode == "sync":
-            return api.rpc_sync(owner, call_method, content, timeout=timeout)
-        if self._mode == "async":
-            return api.rpc_async(owner, call_method, content, timeout=timeout)
-        # The reference would hide an error until somebody fetches the value: look first.
-        if not hasattr(rref._get_type(timeout), name):  # noqa: SLF001  # of the same package
-            raise AttributeError(
-                f"the value of {rref} is a {rref._get_type().__name__}: it has no attribute {name!r}"  # noqa: SLF001
-            )
-        return api.remote(owner, call_method, content, timeout=timeout)
+        if self._checks:
+            kind = rref._get_type(timeout)  # noqa: SLF001  # of the same package
+            if not hasattr(kind, name):
+                raise AttributeError(
+                    f"the value of {rref} is a {kind.__name__}: it has no attribute {name!r}"
+                )
+        return self._rpc_api(rref.owner(), call_method, (rref, name, args, kwargs), timeout=timeout)
 
 
-def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_method(rref: Reference, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs on the owner."""
     # A proxy has no such names. One that were called all the same would lead from any value to anything.
     if name.startswith("__"):
@@ -73,30 +86,6 @@ def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[
     return result
 
 
-def rref_type(rref: RRef[Any]) -> type:
+def rref_type(rref: Reference) -> type:
     """Runs on the owner."""
     return type(rref.local_value())
-
-
-def type_of(rref: RRef[Any], timeout: float, blocking: bool) -> Any:
-    """The type of a reference's value; asked for once."""
-    known = rref._type_future  # noqa: SLF001  # of the same package
-    if known is None:
-        if rref.is_owner():
-            known = Future()
-            known.set_result(type(rref.local_value()))
-        else:
-            from . import api
-
-            # The name under which torch's profiler shows this call.
-            label = f"rpc_async#_rref_typeof_on_owner({api.get_worker_info().name} -> {rref.owner_name()})"
-            with torch.autograd.profiler.record_function(label):
-                known = api.rpc_async(rref.owner(), rref_type, (rref,), timeout=timeout)
-        rref._type_future = known  # noqa: SLF001
-    if not blocking:
-        return known
-    try:
-        return known.wait()
-    except BaseException:
-        rref._type_future = None  # noqa: SLF001
-        raise

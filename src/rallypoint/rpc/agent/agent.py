@@ -2,15 +2,17 @@
 
 Who does what: the :class:`Caller` makes calls over the :class:`Connections` that the :class:`Dialer` opens; the
 :class:`Entrance` lets others in, whose requests the :class:`Service` has done by the :class:`Crew`;
-:class:`Losses` tells all when a peer is gone. The agent brings them together.
+:class:`PeerMonitor` tells all when a peer is gone. The agent brings them together.
+
+Each part names what it needs of the others (``ports``, and the parts' own arguments); none knows the agent.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -29,23 +31,23 @@ from rallypoint.rpc.crew.crew import Crew, Job, waiting
 from rallypoint.rpc.crew.errands import Errands
 from rallypoint.rpc.crew.poller import Poller
 from rallypoint.rpc.current_call import SERVING
-from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.roster import Group, Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.references.rref import call_remote
 from rallypoint.rpc.references.rref_table import RRefTable
-from rallypoint.rpc.statistics import Counters, is_own
 from rallypoint.rpc.trust import Trust
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import tcp, tls
 from rallypoint.wire.transport import Address
 
 from .caller import Caller
-from .devices import PeerDevices
-from .losses import Losses
-from .overview import Overview
+from .counters import Counters
+from .devices import PeerDevices, PeerPickler
+from .diagnostics import Diagnostics
+from .peer_monitor import PeerMonitor
 from .replies import Replies
-from .service import Service, read_foreign
+from .service import Service
 from .tally import Tally
 
 
@@ -100,8 +102,6 @@ class Agent:
         self.allowed = _allowed(options, name)
         self.rrefs: RRefTable = None  # type: ignore[assignment]  # set by enter(), before anything is served
         self.group: Group | None = None
-        # Called with the name of a worker that is gone, and why.
-        self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self._secret = trust.secret
         self._gil_profiling = False
         # Whether this process is only a child of the worker's.
@@ -119,7 +119,15 @@ class Agent:
         self.errands = Errands(crew, self._poller)
         self.roster = roster = Roster(name, trust.job)
         self.lines = Lines(options.shared_memory_bytes, options.heartbeat, self.errands.later)
-        self.service = service = Service(self, crew, f"rpc-{name}")
+        devices = PeerDevices(options, roster)
+        self.service = service = Service(
+            roster.me,
+            crew,
+            PeerPickler(options, devices),
+            self.allowed,
+            self.counters,
+            self.done,
+        )
         self.dialer = Dialer(
             roster, self.lines, trust.secret, trust.seals, transports, identity, options.heartbeat
         )
@@ -147,10 +155,11 @@ class Agent:
             identity,
             self.errands.later,
         )
-        self.losses = Losses(self, connections, self.dialer)
-        devices = PeerDevices(options, roster)
-        self.caller = caller = self.caller_type(self, connections, replies, devices, crew)
-        self.overview = overview = Overview(
+        self.monitor = PeerMonitor(roster, connections, self.dialer, self.errands)
+        self.caller = caller = self.caller_type(
+            options, connections, replies, devices, crew, self.errands, self.counters, self.made
+        )
+        self.diagnostics = diagnostics = Diagnostics(
             connections, crew, service.loop, options.num_worker_threads
         )
 
@@ -169,31 +178,17 @@ class Agent:
         self.is_connected_to = connections.is_connected_to
         self.call_sync = caller.call_sync
         self.call_async = caller.call_async
-        self.call_control = caller.call_control
         self.call_stream = caller.call_stream
         self.deadline = caller.deadline
-        self.dumps = caller.dumps
-        self.dumps_plain = caller.dumps_plain
         self.decode = replies.decode
-        self.is_own = is_own
-        self.is_long = service.is_long
-        self.note_length = service.note_length
-        self.leads = crew.leads
-        self.hand_over = service.hand_over
-        self.run_coroutine = service.loop.run
-        self.stream = service.stream
-        self.served = service.served
-        self.read_foreign = read_foreign
-        self.submit = crew.submit
-        self.soon = self.errands.soon
-        self.later = self.errands.later
+        self.remote = functools.partial(call_remote, self)
         self.waiting = waiting
-        self.is_idle = overview.is_idle
-        self.wait_idle = overview.wait_idle
-        self.work = overview.work
-        self.debug_info = overview.debug_info
-        self.peers = overview.peers
-        self.queue = overview.queue
+        self.is_idle = diagnostics.is_idle
+        self.wait_idle = diagnostics.wait_idle
+        self.work = diagnostics.work
+        self.debug_info = diagnostics.debug_info
+        self.peers = diagnostics.peers
+        self.queue = diagnostics.queue
         forks.abandon_in_child(self)
 
     # -- coming and going ---------------------------------------------------------------------------
@@ -214,7 +209,15 @@ class Agent:
         self.group = group
         self.roster.enter(group)
         self.me = self.roster.me
-        self.rrefs = RRefTable(self)
+        self.rrefs = rrefs = RRefTable(
+            self.me.id,
+            calls=self.caller,
+            peers=self.roster,
+            links=self.connections,
+            tasks=self.errands,
+        )
+        self.caller.rrefs = self.monitor.rrefs = rrefs
+        self.service.enter(self.me, rrefs)
 
     def start(self) -> None:
         """Serve. What others have sent meanwhile is done now."""
@@ -223,7 +226,7 @@ class Agent:
         self.entrance.start()
         self._crew.start()
         if isinstance(self.group, DynamicGroup):
-            self.group.on_leave(self.losses.left)
+            self.group.on_leave(self.monitor.left)
 
     def close(self, timeout: float = 5.0) -> None:
         """Leave: all calls fail, all threads end, everything is given back. Idempotent.
@@ -288,7 +291,7 @@ class Agent:
         return self.connections.is_closed
 
     def _suspect(self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None) -> None:
-        self.losses.suspect(info, reason, ended)
+        self.monitor.suspect(info, reason, ended)
 
     # -- asked by the crew --------------------------------------------------------------------------
 
@@ -318,9 +321,6 @@ class Agent:
     @default_timeout.setter
     def default_timeout(self, seconds: float) -> None:
         self.caller.default_timeout = seconds
-
-    def new_future(self) -> RpcFuture[Any]:
-        return RpcFuture()
 
     def get_debug_info(self) -> dict[str, str]:
         """torch's name for it."""

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,21 +28,20 @@ from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.content import payload as payloads
 from rallypoint.rpc.content.tensors import TensorWriter
 from rallypoint.rpc.crew.crew import Crew
+from rallypoint.rpc.crew.errands import Errands
 from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.interruptions import DUE, run_due
-from rallypoint.rpc.statistics import is_own
-from rallypoint.rpc.worker_info import WorkerInfo
+from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.references.rref_table import RRefTable
+from rallypoint.rpc.stream import WINDOW, WINDOW_NAME, ItemChannel, RpcStream
 from rallypoint.wire.remote_error import RemoteTraceback
 from rallypoint.wire.sharing import Sharing
 
+from .counters import Counters, is_own
 from .devices import PeerDevices
 from .replies import Replies
-from .streams import WINDOW, WINDOW_NAME, ItemChannel, RpcStream
-
-
-if TYPE_CHECKING:
-    from .agent import Agent
+from .tally import Tally
 
 
 # What connecting may take at least for a call of ``remote``, however short its own time-out is.
@@ -57,27 +56,35 @@ class Caller:
     """Makes the calls of one agent.
 
     Args:
-        agent: whose options hold, and whose references are sent.
         connections: the ways to others.
         replies: reads the answers.
         devices: of the others.
         crew: looks at the calls when their time is up.
+        errands: what is done later.
+        counters: of all calls.
+        made: counts the program's own.
     """
+
+    # Set by the agent before any call is made.
+    rrefs: RRefTable
 
     def __init__(
         self,
-        agent: Agent,
+        options: NativeRpcBackendOptions,
         connections: Connections,
         replies: Replies,
         devices: PeerDevices,
         crew: Crew,
+        errands: Errands,
+        counters: Counters,
+        made: Tally,
     ) -> None:
-        self._agent = agent
         self._crew = crew
-        self.options = agent.options
-        self.default_timeout = agent.options.rpc_timeout
-        self._counters = agent.counters
-        self._count_made = agent.made.add
+        self._errands = errands
+        self.options = options
+        self.default_timeout = options.rpc_timeout
+        self._counters = counters
+        self._count_made = made.add
         # What each call needs of others, without a way around.
         self.route = connections.route
         self.decode = replies.decode
@@ -237,7 +244,7 @@ class Caller:
         if deadline is not None:
             self.expect(deadline)
         outgoing.attend()
-        return RpcStream(stream, self._agent.errands.soon)
+        return RpcStream(stream, self._errands.soon)
 
     # -- requests -----------------------------------------------------------------------------------
 
@@ -295,19 +302,6 @@ class Caller:
             raise RpcTimeout(call.seconds, f"{call.describe()} on {to.name!r}") from None
         return payload, tensors, flags
 
-    def dumps(self, obj: Any, to: WorkerInfo) -> tuple[bytes, TensorWriter]:
-        """Pickle something for a peer."""
-        return payloads.dumps(
-            obj,
-            to=to.id,
-            devices=self._devices_for(to),
-            by_value=self.options.pickle_by_value,
-        )
-
-    def dumps_plain(self, obj: Any) -> bytes:
-        """Pickle something of builtin types, in one piece."""
-        return payloads.dumps_whole(obj)
-
     def _dispatch(
         self,
         outgoing: Outgoing,
@@ -349,7 +343,7 @@ class Caller:
             flags |= FLAG_REFS
         if tensors.forks:
             flags |= FLAG_REFS
-            outgoing.passed.add(tensors.forks, self._agent.rrefs.unsettled)
+            outgoing.passed.add(tensors.forks, self.rrefs.unsettled)
         if not tensors.buffers:
             outgoing.begin(kind, call, payload, flags=flags, block=block)
             return

@@ -6,13 +6,10 @@ import asyncio
 import threading
 import time
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rallypoint.errors import CallCancelled
-
-
-if TYPE_CHECKING:
-    from .serving import Request
+from rallypoint.rpc.ports import Answerable
 
 
 class CoroutineLoop:
@@ -25,7 +22,7 @@ class CoroutineLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, request: Request, coroutine: Any) -> None:
+    def run(self, request: Answerable, coroutine: Any) -> None:
         """Run it, and answer when it is done."""
         loop = self._start()
         context = copy_context()

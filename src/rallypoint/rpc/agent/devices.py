@@ -9,8 +9,9 @@ import torch
 
 from rallypoint._core import env
 from rallypoint.errors import RpcError
+from rallypoint.rpc.content import payload as payloads
 from rallypoint.rpc.content.cuda_ipc import Way, visible_names, way_to
-from rallypoint.rpc.content.tensors import Devices
+from rallypoint.rpc.content.tensors import Devices, TensorWriter
 from rallypoint.rpc.device_map import Device
 from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
@@ -56,6 +57,26 @@ class PeerDevices:
             return decide(device, target, nbytes)
 
         return Devices(target, way)
+
+
+class PeerPickler:
+    """Pickles values for peers.
+
+    Args:
+        devices: of the peers.
+    """
+
+    def __init__(self, options: NativeRpcBackendOptions, devices: PeerDevices) -> None:
+        self._options = options
+        self._devices_for = devices.towards
+
+    def dumps(self, obj: Any, to: WorkerInfo) -> tuple[bytes, TensorWriter]:
+        return payloads.dumps(
+            obj,
+            to=to.id,
+            devices=self._devices_for(to),
+            by_value=self._options.pickle_by_value,
+        )
 
 
 def node_devices(options: NativeRpcBackendOptions) -> Any:

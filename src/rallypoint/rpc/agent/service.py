@@ -1,23 +1,27 @@
-"""What a worker does for the requests of its peers, beyond each request's own way from arrival to answer."""
+"""What a worker does for all requests of its peers: finds threads for them, and counts them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rallypoint.rpc.connections.incoming import Incoming
+from rallypoint.rpc.content.allowlist import AllowList
 from rallypoint.rpc.crew.crew import TICK, Crew, Job
 from rallypoint.rpc.crew.errands import Errand
+from rallypoint.rpc.references.rref_table import RRefTable
+from rallypoint.rpc.stream import WINDOW, WINDOW_NAME
+from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 
 from .coroutine_loop import CoroutineLoop
+from .counters import Counters
+from .devices import PeerPickler
+from .item_source import ItemSource
 from .serving import Request
-from .streams import WINDOW, WINDOW_NAME, ItemSource
+from .tally import Tally
 
-
-if TYPE_CHECKING:
-    from .agent import Agent
 
 # A function that was long is tried by the leader again after it was short so many times.
 _SHORT_AGAIN = 8
@@ -27,21 +31,46 @@ class Service:
     """Where requests find threads: the crew's, the event loop's, or one of a stream's own; and what they count.
 
     Args:
-        agent: what requests are given.
+        me: this worker.
         crew: its threads.
-        name: for the name of the event loop's thread.
+        pickler: writes the answers.
+        allowed: what requests may name; None: anything.
+        counters: of all calls.
+        done: counts the program's own.
     """
 
-    def __init__(self, agent: Agent, crew: Crew, name: str) -> None:
-        self._agent = agent
+    # Set by enter(), before anything is served.
+    rrefs: RRefTable
+
+    def __init__(
+        self,
+        me: WorkerInfo,
+        crew: Crew,
+        pickler: PeerPickler,
+        allowed: AllowList | None,
+        counters: Counters,
+        done: Tally,
+    ) -> None:
+        self.me = me
+        self.allowed = allowed
         self._crew = crew
-        self._counters = agent.counters
-        self._count_done = agent.done.add
-        self.loop = CoroutineLoop(name)
+        self._counters = counters
+        self._count_done = done.add
+        self.loop = CoroutineLoop(f"rpc-{me.name}")
         self.long_ones: dict[Any, int] = {}
+        # As the other parts' own methods: a method around each of them would be one more call in every request.
+        self.dumps = pickler.dumps
+        self.submit = crew.submit
+        self.leads = crew.leads
+        self.run_coroutine = self.loop.run
+
+    def enter(self, me: WorkerInfo, rrefs: RRefTable) -> None:
+        """This worker is a member of a group, under this id."""
+        self.me = me
+        self.rrefs = rrefs
 
     def new_job(self, incoming: Incoming, frame: Frame) -> Job:
-        return Request(self._agent, incoming, frame)
+        return Request(self, incoming, frame)
 
     # -- whose thread does it -----------------------------------------------------------------------
 
@@ -95,12 +124,3 @@ class Service:
         if failed:
             counters.failed += 1
         counters.note(time.monotonic() - arrived)
-
-
-def read_foreign(content: Any) -> Any:
-    """What a pickler that user code has put in place of ours has written."""
-    from rallypoint.rpc import api
-
-    data, tensors = content
-    call = api._default_pickler.deserialize(data, tensors)  # torch's name
-    return call.func, call.args, call.kwargs

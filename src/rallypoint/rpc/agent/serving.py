@@ -12,12 +12,13 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.futures import Future
 
 from rallypoint.errors import CallCancelled, RemoteError, RpcError
+from rallypoint.rpc.calling import read_foreign
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.messages import (
     END,
@@ -34,23 +35,26 @@ from rallypoint.rpc.connections.messages import (
     SCRIPT_FETCH,
     STREAM,
 )
-from rallypoint.rpc.content.allowlist import NotAllowed
+from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
 from rallypoint.rpc.content.arrays import is_array, memory_of_array
-from rallypoint.rpc.content.payload import loads, loads_call, packed_result, unpacked, unsent
-from rallypoint.rpc.content.tensors import memory_of_one
-from rallypoint.rpc.crew.crew import TICK
+from rallypoint.rpc.content.payload import (
+    dumps_whole,
+    loads,
+    loads_call,
+    packed_result,
+    unpacked,
+    unsent,
+)
+from rallypoint.rpc.content.tensors import TensorWriter, memory_of_one
+from rallypoint.rpc.crew.crew import TICK, Job
 from rallypoint.rpc.current_call import SERVING, CurrentCall
-from rallypoint.rpc.references.rref_table import check_ids
+from rallypoint.rpc.references.rref_table import RRefTable, check_ids
+from rallypoint.rpc.rref_proxy import AnswerLater
+from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.remote_error import RemoteTraceback, describe
 
-from .answers import AnswerLater
-
-
-if TYPE_CHECKING:
-    from rallypoint.rpc.content.tensors import TensorWriter
-
-    from .agent import Agent
+from .counters import is_own
 
 
 logger = logging.getLogger(__name__)
@@ -60,11 +64,53 @@ _MISSING_NAME = re.compile(r"Can't get attribute '([^']*)'")
 _OURS = os.path.join(os.path.dirname(__file__), "")
 
 
+class Threads(Protocol):
+    """Whose thread runs a function."""
+
+    # Functions that took long when they were last called.
+    long_ones: dict[Any, int]
+
+    def submit(self, job: Job) -> None: ...
+
+    def leads(self) -> bool:
+        """Whether the calling thread should do nothing long."""
+
+    def is_long(self, target: Any) -> bool: ...
+
+    def note_length(self, target: Any, seconds: float) -> None: ...
+
+    def hand_over(self, job: Job) -> bool:
+        """Have another thread do it, if this one should do nothing long; False if it may."""
+
+
+class Runners(Protocol):
+    """Functions that answer later than they return."""
+
+    def run_coroutine(self, request: Request, coroutine: Any) -> None: ...
+
+    def stream(
+        self, request: Request, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> None: ...
+
+
+class Worker(Threads, Runners, Protocol):
+    """What a request needs of the worker that serves it. Flat: an attribute more is paid for with every call."""
+
+    me: WorkerInfo
+    # What a message may name; None: anything.
+    allowed: AllowList | None
+    rrefs: RRefTable
+
+    def dumps(self, obj: Any, to: WorkerInfo) -> tuple[bytes, TensorWriter]: ...
+
+    def served(self, arrived: float, *, failed: bool, is_user: bool = True) -> None:
+        """Count it."""
+
+
 class Request:
     """One request of a peer, on its way through this process."""
 
     __slots__ = (
-        "_agent",
         "_arrived",
         "_began",
         "_call",
@@ -78,10 +124,11 @@ class Request:
         "_is_user",
         "_made",
         "_on_cancel",
+        "_worker",
     )
 
-    def __init__(self, agent: Agent, incoming: Incoming, frame: Frame) -> None:
-        self._agent = agent
+    def __init__(self, worker: Worker, incoming: Incoming, frame: Frame) -> None:
+        self._worker = worker
         self._incoming = incoming
         self._frame = frame
         self._call: CurrentCall | None = None
@@ -126,7 +173,7 @@ class Request:
         try:
             forks: list[Any] = []
             self._content = self._read(frame, forks)
-            if forks and self._agent.rrefs.when_confirmed(forks, self._resume):
+            if forks and self._worker.rrefs.when_confirmed(forks, self._resume):
                 return
             self._begin(later=True)
         except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
@@ -149,13 +196,13 @@ class Request:
         if error is not None:
             self._fail_to_begin(error)
             return
-        self._agent.submit(self)
+        self._worker.submit(self)
 
     def _fail_to_begin(self, error: BaseException) -> None:
         """The function is not called. Whoever fetches the value that it was to make is told."""
         self._content = None
         if self._made is None and self._ids is not None:
-            self._made = self._agent.rrefs.begin_remote(*self._ids, self._incoming.peer.id)
+            self._made = self._worker.rrefs.begin_remote(*self._ids, self._incoming.peer.id)
         self.fail(error)
 
     def _begin(self, *, later: bool) -> None:
@@ -163,15 +210,15 @@ class Request:
         kind = self._frame.kind
         if kind > STREAM or kind in _FETCHES:
             content, self._content = self._content, None
-            self._agent.rrefs.serve(self, kind, content)
+            self._worker.rrefs.serve(self, kind, content)
             return
         target = self._content[0]
-        if self._agent.is_own(target):
+        if is_own(target):
             self._is_user = False
-        if later and self._agent.is_long(target) and self._agent.hand_over(self):
+        if later and self._worker.is_long(target) and self._worker.hand_over(self):
             return
         if self._ids is not None:
-            made = self._agent.rrefs.begin_remote(*self._ids, self._incoming.peer.id)
+            made = self._worker.rrefs.begin_remote(*self._ids, self._incoming.peer.id)
             if made is None:
                 self._content = None
                 self.answer(None)
@@ -181,7 +228,7 @@ class Request:
 
     def _read(self, frame: Frame, forks: list[Any]) -> Any:
         buffers = frame.buffers
-        payload, allowed = frame.payload, self._agent.allowed
+        payload, allowed = frame.payload, self._worker.allowed
         if frame.kind in REMOTES:
             rref_id, fork_id, payload = loads(payload, allowed=allowed)
             self._ids = check_ids(rref_id, fork_id)
@@ -204,7 +251,7 @@ class Request:
                     "a peer has sent what another pickler than ours has written: this worker's allow-list (option"
                     " allowed_modules) cannot look into it"
                 )
-            content = self._agent.read_foreign(content)
+            content = read_foreign(content)
         if allowed is not None and frame.kind <= STREAM and frame.kind not in _FETCHES:
             return allowed.call(content)
         return content
@@ -216,7 +263,7 @@ class Request:
         # Nobody else has them: what the function does not keep goes with this function's own names.
         (func, args, kwargs), self._content = self._content, None
         if self._frame.kind == STREAM:
-            self._agent.stream(self, func, args, kwargs)
+            self._worker.stream(self, func, args, kwargs)
             return
         token = SERVING.set(call)
         self._began = began = time.monotonic()
@@ -224,8 +271,8 @@ class Request:
             wrapped = getattr(func, "_wrapped_async_rpc_function", None)
             result = func(*args, **kwargs) if kwargs else func(*args)
             took = time.monotonic() - began
-            if took > TICK or self._agent.long_ones:
-                self._agent.note_length(func, took)
+            if took > TICK or self._worker.long_ones:
+                self._worker.note_length(func, took)
             if wrapped is not None:
                 self.answer_with(result)
                 return
@@ -233,7 +280,7 @@ class Request:
                 self.answer_with(result.future)
                 return
             if inspect.iscoroutine(result):
-                self._agent.run_coroutine(self, result)
+                self._worker.run_coroutine(self, result)
                 return
             if type(result) is torch.Tensor:
                 del args, kwargs
@@ -248,7 +295,7 @@ class Request:
         finally:
             SERVING.reset(token)
         # Who leads sends it together with the next ones; nobody would do so for a worker.
-        self.answer(result, later=later and self._agent.leads())
+        self.answer(result, later=later and self._worker.leads())
 
     def answer_with(self, future: Any) -> None:
         """Answer when a future is done, which an ``@async_execution`` function has returned."""
@@ -335,7 +382,7 @@ class Request:
                 else:
                     self._reply(REPLY, payload, large, later=later, flags=FLAG_PACKED)
             else:
-                payload, tensors = self._agent.dumps(result, self._incoming.peer)
+                payload, tensors = self._worker.dumps(result, self._incoming.peer)
                 self._reply(REPLY, payload, tensors, later=later)
         except BaseException as error:  # noqa: BLE001  # a result that cannot be pickled
             error.add_note("This is the result of a call: the function itself has returned.")
@@ -343,7 +390,7 @@ class Request:
             self.fail(error)
             return
         self._incoming.answered(number)
-        self._agent.served(self._arrived, failed=False, is_user=self._is_user)
+        self._worker.served(self._arrived, failed=False, is_user=self._is_user)
 
     def fail(self, error: BaseException, *, printed: bool = True) -> None:
         """Send what the function has raised; for a remote call, keep it for those who fetch the value."""
@@ -354,7 +401,7 @@ class Request:
             if printed:
                 self._print(error)
             if not made.done():
-                made.set_exception(_kept(translated(error), self._agent.me.name))
+                made.set_exception(_kept(translated(error), self._worker.me.name))
             self.answer(None)
             return
         if not self._incoming.claim(self._frame.call):
@@ -362,14 +409,14 @@ class Request:
         error.__traceback__ = _without_us(error.__traceback__)
         if printed and not isinstance(error, (CallCancelled, asyncio.CancelledError)):
             self._print(error)
-        payload = self._agent.dumps_plain(describe(translated(error)))
+        payload = dumps_whole(describe(translated(error)))
         self._incoming.reply(FAILURE, self._frame.call, payload)
         self._incoming.answered(self._frame.call)
-        self._agent.served(self._arrived, failed=True, is_user=self._is_user)
+        self._worker.served(self._arrived, failed=True, is_user=self._is_user)
 
     def _print(self, error: BaseException) -> None:
         # As torch does: who looks at this process's output is to see what happened in it.
-        text = f"On {self._agent.me}:\n{''.join(traceback.format_exception(error))}"
+        text = f"On {self._worker.me}:\n{''.join(traceback.format_exception(error))}"
         try:
             print(text, file=sys.stderr)  # noqa: T201
         except (OSError, ValueError):
@@ -378,7 +425,7 @@ class Request:
 
     def item(self, value: Any) -> None:
         """Send one item of a stream."""
-        payload, tensors = self._agent.dumps(value, self._incoming.peer)
+        payload, tensors = self._worker.dumps(value, self._incoming.peer)
         self._reply(ITEM, payload, tensors)
 
     def _reply(
@@ -392,7 +439,7 @@ class Request:
     ) -> None:
         incoming, forks = self._incoming, tensors.forks
         if forks:
-            incoming.passed.add(forks, self._agent.rrefs.unsettled)
+            incoming.passed.add(forks, self._worker.rrefs.unsettled)
         sent = incoming.reply(
             kind,
             self._frame.call,
@@ -411,7 +458,7 @@ class Request:
         if self._incoming.claim(self._frame.call):
             self._incoming.reply(END, self._frame.call)
             self._incoming.answered(self._frame.call)
-            self._agent.served(self._arrived, failed=False, is_user=self._is_user)
+            self._worker.served(self._arrived, failed=False, is_user=self._is_user)
 
     # -- by the caller ----------------------------------------------------------------------------
 

@@ -81,9 +81,8 @@ _REBUILDERS = frozenset(
 _SERVED = frozenset(
     f"rallypoint.rpc.{name}"
     for name in (
-        "api._broadcast_to_followers",
-        "api._gather_to_leader",
-        "references.rref_backward._run_backward",
+        "gather._broadcast_to_followers",
+        "gather._gather_to_leader",
         "rref_proxy.call_method",
         "rref_proxy.rref_type",
     )

@@ -5,27 +5,30 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
+import torch
 from torch.futures import Future
 
 from rallypoint.errors import PeerLost, RpcError, RpcTimeout
 from rallypoint.rpc import constants
-from rallypoint.rpc.agent_in_use import current_agent, without_agent
+from rallypoint.rpc.agent_in_use import current_agent, required_agent, without_agent
+from rallypoint.rpc.calling import prepare, rpc_async, rpc_sync
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.messages import Kind
+from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.content.payload import Writer, current_forks, register_reducer, when_unsent
 from rallypoint.rpc.content.script import is_builtin
+from rallypoint.rpc.crew.crew import waiting
+from rallypoint.rpc.future import RpcFuture
+from rallypoint.rpc.ports import Calls, Peers
+from rallypoint.rpc.rref_proxy import RRefProxy, rref_type
 from rallypoint.rpc.worker_info import WorkerInfo
 
 from .ids import Fork, ForkId, RRefId
-
-
-if TYPE_CHECKING:
-    from rallypoint.rpc.agent.agent import Agent
-    from rallypoint.rpc.connections.outgoing import Outgoing
-    from rallypoint.rpc.rref_proxy import RRefProxy
+from .rref_backward import backward
+from .rref_table import RRefTable
 
 
 T = TypeVar("T")
@@ -36,6 +39,18 @@ _NO_AGENT = (
     " (e.g. by calling `rpc.init_rpc`)?"
 )
 _TIMED_OUT = "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
+
+
+class Holder(Calls, Peers, Protocol):
+    """The worker that holds a reference, as far as the reference needs it."""
+
+    me: WorkerInfo
+    rrefs: RRefTable
+    # Whether this process is only a child of the worker's.
+    is_inherited: bool
+
+    @property
+    def is_closed(self) -> bool: ...
 
 
 class RRef(Generic[T]):
@@ -49,7 +64,7 @@ class RRef(Generic[T]):
         RpcError: this process is in no group.
     """
 
-    _made_by: Agent
+    _made_by: Holder
     _rref_id: RRefId
     _fork_id: ForkId | None
 
@@ -63,7 +78,7 @@ class RRef(Generic[T]):
 
     # -- the two kinds ------------------------------------------------------------------------------
 
-    def _own(self, agent: Agent, rref_id: RRefId) -> None:
+    def _own(self, agent: Holder, rref_id: RRefId) -> None:
         self._made_by = agent
         self._rref_id = rref_id
         self._fork_id = None
@@ -73,7 +88,7 @@ class RRef(Generic[T]):
         weakref.finalize(self, agent.rrefs.drop, rref_id).atexit = False
 
     @classmethod
-    def _of_own(cls, agent: Agent, rref_id: RRefId) -> RRef[Any]:
+    def _of_own(cls, agent: Holder, rref_id: RRefId) -> RRef[Any]:
         """For a value of this worker that is held once for this object."""
         made: RRef[Any] = cls.__new__(cls)
         made._own(agent, rref_id)
@@ -84,7 +99,7 @@ class RRef(Generic[T]):
     @classmethod
     def _of_user(
         cls,
-        agent: Agent,
+        agent: Holder,
         rref_id: RRefId,
         fork_id: ForkId,
         owner: WorkerInfo,
@@ -104,7 +119,7 @@ class RRef(Generic[T]):
         return made
 
     @property
-    def _agent(self) -> Agent:
+    def _agent(self) -> Holder:
         self._check_process()
         return self._made_by
 
@@ -164,7 +179,7 @@ class RRef(Generic[T]):
     def _wait_here(self, timeout: float) -> T:
         future = self._agent.rrefs.value(self._rref_id)
         deadline, seconds = self._agent.deadline(timeout)
-        with self._agent.waiting():
+        with waiting():
             if not future.done() and deadline is not None:
                 done = threading.Event()
                 future.add_done_callback(lambda _: done.set())
@@ -227,7 +242,8 @@ class RRef(Generic[T]):
         Args:
             timeout: seconds for the call, as for :func:`rpc_sync`.
         """
-        return self._proxy("sync", timeout)
+        self._check_process()
+        return RRefProxy(self, rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
         """Call a method of the value without waiting: ``rref.rpc_async().method(…)`` returns a future of its result.
@@ -235,7 +251,8 @@ class RRef(Generic[T]):
         Args:
             timeout: seconds for the call, as for :func:`rpc_sync`.
         """
-        return self._proxy("async", timeout)
+        self._check_process()
+        return RRefProxy(self, rpc_async, timeout)
 
     def remote(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
         """Call a method of the value and leave the result there: ``rref.remote().method(…)`` returns a reference to it.
@@ -243,19 +260,31 @@ class RRef(Generic[T]):
         Args:
             timeout: seconds for the call, as for :func:`rpc_sync`.
         """
-        return self._proxy("remote", timeout)
-
-    def _proxy(self, mode: str, timeout: float) -> RRefProxy:
-        from rallypoint.rpc.rref_proxy import RRefProxy
-
         self._check_process()
-        return RRefProxy(self, mode, timeout)
+        return RRefProxy(self, remote, timeout, checks=True)
 
     def _get_type(self, timeout: float = constants.UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The value's type, asked for once; with ``blocking=False`` as a future."""
-        from rallypoint.rpc.rref_proxy import type_of
-
-        return type_of(self, timeout, blocking)
+        known = self._type_future
+        if known is None:
+            if self.is_owner():
+                known = Future()
+                known.set_result(type(self.local_value()))
+            else:
+                # The name under which torch's profiler shows this call.
+                label = (
+                    f"rpc_async#_rref_typeof_on_owner({self._agent.me.name} -> {self.owner_name()})"
+                )
+                with torch.autograd.profiler.record_function(label):
+                    known = rpc_async(self._owner, rref_type, (self,), timeout=timeout)
+            self._type_future = known
+        if not blocking:
+            return known
+        try:
+            return known.wait()
+        except BaseException:
+            self._type_future = None
+            raise
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run autograd from the value, which must be a scalar tensor of this worker.
@@ -268,8 +297,6 @@ class RRef(Generic[T]):
             RpcError: the value lives on another worker: the engine that goes from worker to worker is not part of
                 this package (yet).
         """
-        from .rref_backward import backward
-
         backward(self, dist_autograd_ctx_id, retain_graph)
 
     # -- travelling ---------------------------------------------------------------------------------
@@ -356,7 +383,7 @@ when_unsent(_take_back)
 
 
 def call_remote(
-    agent: Agent,
+    agent: Holder,
     to: Any,
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -368,7 +395,7 @@ def call_remote(
     scripted = is_builtin(func)
     kind = Kind.SCRIPT_REMOTE if scripted else Kind.REMOTE
     rref_id, fork_id = agent.rrefs.create_remote(owner.id)
-    creation = agent.new_future()
+    creation: RpcFuture[Any] = RpcFuture()
     if owner.id == agent.me.id:
         rref = RRef._of_own(agent, rref_id)
     else:
@@ -409,3 +436,31 @@ def call_remote(
         raise
     creation.is_watched = True
     return rref
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+) -> RRef[T]:
+    """Run a function on a worker and leave its result there. Does not wait for it.
+
+    Args:
+        to: name, rank or info of the worker; this one is allowed.
+        func: known to both sides under the same module and name.
+        args, kwargs: its arguments; tensors on the CPU, or where a device map says.
+        timeout: seconds until the value must have been made; as for :func:`rpc_sync`.
+
+    Returns:
+        A reference to the result. The worker keeps the value for as long as any worker holds a reference; what the
+        function raised is raised where the value is used.
+
+    Raises:
+        RpcError: there is no such worker, or this process is in no group.
+    """
+    agent = required_agent()
+    _, _, (func, arguments, keywords) = prepare(func, args, kwargs)
+    made: RRef[T] = agent.remote(to, func, arguments, keywords, timeout)
+    return made

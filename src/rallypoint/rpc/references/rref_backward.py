@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from rallypoint.errors import RpcError
 
 
-if TYPE_CHECKING:
-    from .rref import RRef
+class Reference(Protocol):
+    """A reference, as far as this needs it."""
+
+    def is_owner(self) -> bool: ...
+
+    def owner_name(self) -> str: ...
+
+    def local_value(self) -> Any: ...
 
 
-def backward(rref: RRef[Any], context: int, retain_graph: bool) -> None:
+def backward(rref: Reference, context: int, retain_graph: bool) -> None:
     """As :meth:`RRef.backward` says."""
     if context != -1:
         raise no_distributed_autograd("RRef.backward() with a context")

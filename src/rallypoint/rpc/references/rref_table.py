@@ -11,14 +11,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch.futures import Future
 
 from rallypoint.errors import PeerLost, ProtocolError, RpcError
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.messages import Kind
+from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.future import RpcFuture
+from rallypoint.rpc.ports import Answerable, ControlCalls, Links, Peers, Tasks
 
 from .commands import (
     Command,
@@ -33,12 +35,6 @@ from .commands import (
 )
 from .ids import Fork, ForkId, RRefId
 from .refcount import References
-
-
-if TYPE_CHECKING:
-    from rallypoint.rpc.agent.agent import Agent
-    from rallypoint.rpc.agent.serving import Request
-    from rallypoint.rpc.connections.outgoing import Outgoing
 
 
 logger = logging.getLogger(__name__)
@@ -81,13 +77,19 @@ class RRefTable:
     """All remote references of an agent. Thread-safe.
 
     Args:
-        agent: sends the messages.
+        me: this worker's id.
+        calls: sends the messages.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self, me: int, *, calls: ControlCalls, peers: Peers, links: Links, tasks: Tasks
+    ) -> None:
+        self._calls = calls
+        self._peers = peers
+        self._links = links
+        self._tasks = tasks
         self._lock = threading.RLock()
-        self._core = References(agent.me.id)
+        self._core = References(me)
         self._values: dict[RRefId, Future[Any]] = {}
         self._types: dict[RRefId, str] = {}
         # Who waits for a user reference to be confirmed.
@@ -180,14 +182,18 @@ class RRefTable:
 
     def inquire(self, to: int, forks: Iterable[Fork], attempt: int = 0) -> None:
         """The connection on which these were sent to a worker has ended: find out which have come."""
-        agent = self._agent
         unsettled = self.unsettled(forks)
-        if not unsettled or agent.is_closed or agent.is_gone(to) or attempt > _MOST_RETRIES:
+        if (
+            not unsettled
+            or self._links.is_closed
+            or self._peers.is_gone(to)
+            or attempt > _MOST_RETRIES
+        ):
             return
 
         def finish(call: Call, outgoing: Outgoing) -> None:
             try:
-                missing = set(agent.decode(call, outgoing))
+                missing = set(self._calls.decode(call, outgoing))
             except RpcError as error:
                 again(error)
             else:
@@ -195,13 +201,13 @@ class RRefTable:
 
         def again(error: BaseException) -> None:
             logger.debug("worker %d has not said which references have come: %s", to, error)
-            agent.later(
+            self._tasks.later(
                 _RETRY_SECONDS * 2**attempt, lambda: self.inquire(to, unsettled, attempt + 1)
             )
 
         try:
             fork_ids = [each.fork_id for each in unsettled]
-            agent.call_control(to, Kind.INQUIRY, (fork_ids,), _PATIENCE, finish)
+            self._calls.call_control(to, Kind.INQUIRY, (fork_ids,), _PATIENCE, finish)
         except RpcError as error:
             again(error)
 
@@ -250,7 +256,7 @@ class RRefTable:
         """Why a reference that somebody waits for cannot be used."""
         with self._lock:
             owner = self._core.owner_of(fork_id)
-        if owner is not None and self._agent.is_gone(owner):
+        if owner is not None and self._peers.is_gone(owner):
             return PeerLost(f"worker {owner}", reason)
         return RpcError(reason)
 
@@ -261,7 +267,7 @@ class RRefTable:
         self._dropped.append(what)
         if not self._asked:
             self._asked = True
-            self._agent.soon(self.settle)
+            self._tasks.soon(self.settle)
 
     def settle(self) -> None:
         """Do what follows from objects that are gone."""
@@ -317,13 +323,12 @@ class RRefTable:
 
     def _send(self, command: Send, attempt: int) -> None:
         """Send a control message until it is acknowledged."""
-        agent = self._agent
         with self._lock:
             self._unacknowledged.add(command)
 
         def finish(call: Call, outgoing: Outgoing) -> None:
             try:
-                agent.decode(call, outgoing)
+                self._calls.decode(call, outgoing)
             except RpcError as error:
                 again(error)
                 return
@@ -341,11 +346,13 @@ class RRefTable:
                 self._settled.notify_all()
 
         def again(error: BaseException) -> None:
-            if agent.is_closed:
+            if self._links.is_closed:
                 over()
                 return
-            if attempt < _MOST_RETRIES and not agent.is_gone(command.to):
-                agent.later(_RETRY_SECONDS * 2**attempt, lambda: self._send(command, attempt + 1))
+            if attempt < _MOST_RETRIES and not self._peers.is_gone(command.to):
+                self._tasks.later(
+                    _RETRY_SECONDS * 2**attempt, lambda: self._send(command, attempt + 1)
+                )
             elif command.kind == Control.FORK_REQUEST:
                 self.failed(command.fork_id, f"its owner does not answer: {error}")
                 over()
@@ -354,7 +361,7 @@ class RRefTable:
 
         def send() -> None:
             try:
-                agent.call_control(
+                self._calls.call_control(
                     command.to,
                     _KINDS[command.kind],
                     (command.rref_id, command.fork_id),
@@ -364,15 +371,15 @@ class RRefTable:
             except (PeerLost, RpcError) as error:
                 again(error)
 
-        if agent.is_connected_to(command.to):
+        if self._links.is_connected_to(command.to):
             send()
         else:
             # Connecting takes time, and this may be the leader's thread.
-            agent.soon(send)
+            self._tasks.soon(send)
 
     # -- messages of other workers ------------------------------------------------------------------
 
-    def serve(self, request: Request, kind: int, content: Any) -> None:
+    def serve(self, request: Answerable, kind: int, content: Any) -> None:
         """Anything but a plain call."""
         sender = request.incoming.peer.id
         match kind:
@@ -411,7 +418,7 @@ class RRefTable:
         self._carry_out(commands)
         request.answer(None)
 
-    def _fetch(self, request: Request, rref_id: RRefId) -> None:
+    def _fetch(self, request: Answerable, rref_id: RRefId) -> None:
         # Held until it is answered, or nobody waits any more: a value that is expected and never comes would
         # be expected for ever.
         with self._lock:
@@ -499,7 +506,7 @@ class RRefTable:
 
         def name_of(worker: int) -> str:
             with contextlib.suppress(RpcError):
-                return self._agent.info(worker).name
+                return self._peers.info(worker).name
             return f"worker {worker}"
 
         with self._lock:
@@ -518,7 +525,7 @@ class RRefTable:
             "num_forks": str(counts.num_forks),
         }
 
-    def overview(self) -> dict[str, Any]:
+    def diagnostics(self) -> dict[str, Any]:
         """Values and references of this worker, as plain data."""
         with self._lock:
             counts = self._core.counts()

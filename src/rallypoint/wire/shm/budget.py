@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rallypoint.errors import ConfigError
 
 from .segment import Segment
 
 
-if TYPE_CHECKING:
-    from .pool import Pool
+class Spender(Protocol):
+    """A pool, as the budget sees it. Only :meth:`trim` is called without the budget's lock held."""
+
+    @property
+    def has_leased(self) -> bool:
+        """Whether any of its memory is in use."""
+
+    def trim(self, before: float) -> int:
+        """Release the blocks that have been idle since before this time (monotonic seconds); returns the bytes."""
+
+    def collect(self) -> None:
+        """Take note of the blocks that the receiver has returned."""
+
+    def idle_segments(self) -> list[Segment]:
+        """The blocks that nobody uses."""
+
+    def forget(self, segment: Segment) -> None:
+        """Drop an idle block; the caller releases its memory."""
 
 
 class Budget:
@@ -35,7 +51,7 @@ class Budget:
         # given back outside.
         self.lock = threading.Lock()
         self.used = 0
-        self.pools: set[Pool] = set()
+        self.pools: set[Spender] = set()
         self.freed = (
             0  # counts blocks that came back: the smaller its number, the longer one is idle
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import Expelled, PeerLost, RpcError
@@ -12,13 +12,13 @@ from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.dialer import Dialer, is_late
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.outgoing import Outgoing
+from rallypoint.rpc.crew.errands import Errands
 from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.groups.roster import Roster
+from rallypoint.rpc.references.rref_table import RRefTable
 from rallypoint.rpc.worker_info import WorkerInfo
 
-
-if TYPE_CHECKING:
-    from .agent import Agent
 
 logger = logging.getLogger(__name__)
 
@@ -28,39 +28,46 @@ _PROBE_SECONDS = 1.0
 _MOST_PAUSE = 64.0
 
 
-class Losses:
-    """Notices that peers are gone, and tells all parts of the agent.
+class PeerMonitor:
+    """Finds out which peers are gone, and tells the other parts of the agent.
 
     Args:
-        agent: whose references and group are told.
-        connections: its own.
+        roster: who is in the group, and who is gone.
         dialer: asks a peer whether it is still there.
+        errands: probes take time, and may have to wait.
+
+    Attributes:
+        on_lost: called with the name of a worker that is gone, and why.
     """
 
-    def __init__(self, agent: Agent, connections: Connections, dialer: Dialer) -> None:
-        self._agent = agent
-        self._roster = agent.roster
+    # Set by the agent before anything is served.
+    rrefs: RRefTable
+
+    def __init__(
+        self, roster: Roster, connections: Connections, dialer: Dialer, errands: Errands
+    ) -> None:
+        self._roster = roster
         self._connections = connections
         self._dialer = dialer
+        self._errands = errands
+        self.on_lost: Callable[[str, str], None] = lambda name, reason: None
 
     def suspect(self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None) -> None:
         """A connection has ended, or nobody listens there: have it looked into. Does not wait."""
-        self._agent.errands.now(lambda: self._investigate(info, reason, ended))
+        self._errands.now(lambda: self._investigate(info, reason, ended))
 
     def left(self, member: Member, reason: str) -> None:
         """The group says that a member has left, or was lost: another one, or this worker itself."""
-        group = self._agent.group
+        group = self._roster.group
         if member.incarnation == self._roster.incarnation:
             if isinstance(group, DynamicGroup) and group.expelled is not None:
-                self._agent.errands.now(lambda: self._expelled(reason))
+                self._errands.now(lambda: self._expelled(reason))
             return
-        self._agent.errands.now(
-            lambda: self._bury(WorkerInfo(member.name, member.id), member, reason)
-        )
+        self._errands.now(lambda: self._bury(WorkerInfo(member.name, member.id), member, reason))
 
     def _expelled(self, reason: str) -> None:
         """The group goes on without this worker: nobody is called any more."""
-        expelled = Expelled(self._agent.me.name, reason)
+        expelled = Expelled(self._roster.me.name, reason)
         self._roster.expelled = expelled
         logger.warning("%s", expelled)
         for each in self._connections.all_outgoing():
@@ -97,12 +104,10 @@ class Losses:
                 self._bury(info, member, reason)
                 return
             following = min(2 * pause, _MOST_PAUSE)
-            self._agent.errands.later(
-                pause, lambda: self._investigate(info, reason, ended, following)
-            )
+            self._errands.later(pause, lambda: self._investigate(info, reason, ended, following))
         else:
             if ended is not None and ended.passed:
-                self._agent.rrefs.inquire(info.id, ended.passed.all())
+                self.rrefs.inquire(info.id, ended.passed.all())
 
     def _bury(self, info: WorkerInfo, member: Member | None, reason: str) -> None:
         """A peer is gone: nobody waits for it any more."""
@@ -113,9 +118,9 @@ class Losses:
         # Answers that have come already are still read.
         self._connections.hang_up(info.id, None if member is None else info.name)
         logger.info("worker %s has gone: %s", info.name, reason)
-        self._agent.rrefs.peer_lost(info.id, reason)
-        self._agent.on_lost(info.name, reason)
-        group = self._agent.group
+        self.rrefs.peer_lost(info.id, reason)
+        self.on_lost(info.name, reason)
+        group = self._roster.group
         if member is not None and isinstance(group, DynamicGroup):
             with contextlib.suppress(RpcError, OSError):
                 group.report_lost(member, reason)

@@ -1,4 +1,4 @@
-"""What an agent has under way: for a shutdown that waits for the end of it, and for people."""
+"""What an agent has under way: for a shutdown, which waits for it, and for users."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc.connections.connections import Connections
+from rallypoint.rpc.connections.incoming import Incoming
+from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.crew.crew import Crew
-from rallypoint.rpc.statistics import of_incoming, of_outgoing
 
 from .coroutine_loop import CoroutineLoop
 
 
-class Overview:
-    """Of one agent.
+class Diagnostics:
+    """What one agent has under way.
 
     Args:
         num_threads: as in the options.
@@ -75,8 +76,39 @@ class Overview:
     def peers(self) -> list[dict[str, Any]]:
         """The connections, as plain data."""
         outgoing, incoming = self._connections.all_outgoing(), self._connections.all_incoming()
-        return [of_outgoing(each) for each in outgoing] + [of_incoming(each) for each in incoming]
+        return [_outgoing_state(each) for each in outgoing] + [
+            _incoming_state(each) for each in incoming
+        ]
 
     def queue(self) -> int:
         """Calls that wait for a thread."""
         return self._crew.counts()[1]
+
+
+def _outgoing_state(outgoing: Outgoing) -> dict[str, Any]:
+    """The state of a connection on which this worker calls a peer."""
+    return {
+        "name": outgoing.peer,
+        "id": outgoing.info.id,
+        "direction": "out",
+        "transport": outgoing.line.kind,
+        "calls_under_way": len(outgoing.calls),
+        "bytes_in_flight": outgoing.in_flight,
+        "bytes_sent": outgoing.line.bytes_sent,
+        "bytes_received": outgoing.line.bytes_received,
+        **(outgoing.sharing.statistics() if outgoing.sharing else {}),
+    }
+
+
+def _incoming_state(incoming: Incoming) -> dict[str, Any]:
+    """The state of a connection on which a peer calls this worker."""
+    return {
+        "name": incoming.peer.name,
+        "id": incoming.peer.id,
+        "direction": "in",
+        "transport": incoming.line.kind,
+        "calls_being_served": len(incoming.active),
+        "bytes_sent": incoming.line.bytes_sent,
+        "bytes_received": incoming.line.bytes_received,
+        **(incoming.sharing.statistics() if incoming.sharing else {}),
+    }

@@ -1,20 +1,15 @@
-"""What a worker has done so far, as numbers."""
+"""How many calls a worker has made and served, and how long they took."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-
-if TYPE_CHECKING:
-    from .connections.incoming import Incoming
-    from .connections.outgoing import Outgoing
+from typing import Any
 
 
 # Upper ends of the classes in which latencies are counted, in seconds; the last class is open.
 BOUNDS: tuple[float, ...] = tuple(1e-5 * 2**k for k in range(24))
 # Gathering is done by functions of this module.
-_OWN_MODULE = "rallypoint.rpc.api"
+_OWN_MODULE = "rallypoint.rpc.gather"
 
 
 def is_own(target: Any) -> bool:
@@ -54,32 +49,3 @@ class Counters:
             if seen >= part * total:
                 return BOUNDS[min(index, len(BOUNDS) - 1)]
         return BOUNDS[-1]
-
-
-def of_outgoing(outgoing: Outgoing) -> dict[str, Any]:
-    """A connection on which this worker calls a peer."""
-    return {
-        "name": outgoing.peer,
-        "id": outgoing.info.id,
-        "direction": "out",
-        "transport": outgoing.line.kind,
-        "calls_under_way": len(outgoing.calls),
-        "bytes_in_flight": outgoing.in_flight,
-        "bytes_sent": outgoing.line.bytes_sent,
-        "bytes_received": outgoing.line.bytes_received,
-        **(outgoing.sharing.statistics() if outgoing.sharing else {}),
-    }
-
-
-def of_incoming(incoming: Incoming) -> dict[str, Any]:
-    """A connection on which a peer calls this worker."""
-    return {
-        "name": incoming.peer.name,
-        "id": incoming.peer.id,
-        "direction": "in",
-        "transport": incoming.line.kind,
-        "calls_being_served": len(incoming.active),
-        "bytes_sent": incoming.line.bytes_sent,
-        "bytes_received": incoming.line.bytes_received,
-        **(incoming.sharing.statistics() if incoming.sharing else {}),
-    }

@@ -1,30 +1,26 @@
-"""Streams: a call with many answers, one by one, no faster than the caller takes them."""
+"""The caller's end of a stream: a call with many answers, one by one, no faster than the caller takes them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rallypoint._core import forks
 from rallypoint.errors import RpcError, RpcTimeout
-from rallypoint.rpc.agent_in_use import ELSEWHERE
-from rallypoint.rpc.connections.calls import Call
-from rallypoint.rpc.connections.messages import Kind
-from rallypoint.rpc.connections.outgoing import Outgoing
-from rallypoint.rpc.crew.crew import Crew
-from rallypoint.rpc.current_call import SERVING
-from rallypoint.rpc.interruptions import DUE, run_due
 from rallypoint.wire.frames import Frame
 
+from .agent_in_use import ELSEWHERE
+from .connections.calls import Call
+from .connections.messages import Kind
+from .connections.outgoing import Outgoing
+from .crew.crew import Crew
+from .interruptions import DUE, run_due
 
-if TYPE_CHECKING:
-    from .serving import Request
 
 T = TypeVar("T")
 
@@ -32,91 +28,6 @@ T = TypeVar("T")
 WINDOW = 16
 # How many they are travels among the keyword arguments, under a name that no function has.
 WINDOW_NAME = " window"
-
-
-class ItemSource:
-    """The callee's end: runs a generator as far as the caller's credit goes."""
-
-    def __init__(self, request: Request, window: int) -> None:
-        self._request = request
-        self._credit = window
-        self._ready = threading.Condition()
-        self._stopped = False
-        request.flow(self)
-        request.on_cancel(self.stop)
-
-    def credit(self, amount: int) -> None:
-        with self._ready:
-            self._credit += amount
-            self._ready.notify()
-
-    def stop(self) -> None:
-        with self._ready:
-            self._stopped = True
-            self._ready.notify()
-
-    def abandon(self) -> None:
-        """In a forked child."""
-        self._ready = threading.Condition()
-        self._stopped = True
-
-    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Make all items. Blocks its thread while the caller does not take them."""
-        request = self._request
-        token = SERVING.set(request.call)
-        try:
-            items = func(*args, **(kwargs or {}))
-            if inspect.isasyncgen(items):
-                items = _drive(items)
-            elif not isinstance(items, Iterator):
-                items = iter(items)
-            try:
-                for value in items:
-                    if not self._take_credit():
-                        # Not its end: the caller has given up, or finds its own time run out.
-                        request.give_up()
-                        break
-                    request.item(value)
-                else:
-                    request.end_stream()
-            finally:
-                close = getattr(items, "close", None)
-                if close is not None:
-                    close()
-        except BaseException as error:  # noqa: BLE001  # the caller is to be told
-            request.fail(error)
-        finally:
-            SERVING.reset(token)
-
-    def _take_credit(self) -> bool:
-        """Wait until one more item may be sent; False if the caller has given up."""
-        with self._ready:
-            if not self._credit and not self._stopped:
-                crew = Crew.current()
-                left = self._request.call.time_left()
-                if crew is None:
-                    self._ready.wait_for(lambda: self._credit or self._stopped, left)
-                else:
-                    with crew.waiting():
-                        self._ready.wait_for(lambda: self._credit or self._stopped, left)
-            if self._stopped or not self._credit:
-                return False
-            self._credit -= 1
-            return True
-
-
-def _drive(items: AsyncIterator[Any]) -> Iterator[Any]:
-    """An asynchronous generator's items, on this thread."""
-    loop = asyncio.new_event_loop()
-    try:
-        while True:
-            try:
-                yield loop.run_until_complete(anext(items))
-            except StopAsyncIteration:
-                return
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
 
 
 class ItemChannel(Generic[T]):

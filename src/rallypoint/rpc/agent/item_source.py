@@ -1,0 +1,98 @@
+"""The callee's end of a stream: runs a generator as far as the caller's credit goes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from rallypoint.rpc.crew.crew import Crew
+from rallypoint.rpc.current_call import SERVING
+from rallypoint.rpc.ports import Streaming
+
+
+class ItemSource:
+    """Makes the items of one stream."""
+
+    def __init__(self, request: Streaming, window: int) -> None:
+        self._request = request
+        self._credit = window
+        self._ready = threading.Condition()
+        self._stopped = False
+        request.flow(self)
+        request.on_cancel(self.stop)
+
+    def credit(self, amount: int) -> None:
+        with self._ready:
+            self._credit += amount
+            self._ready.notify()
+
+    def stop(self) -> None:
+        with self._ready:
+            self._stopped = True
+            self._ready.notify()
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._ready = threading.Condition()
+        self._stopped = True
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Make all items. Blocks its thread while the caller does not take them."""
+        request = self._request
+        token = SERVING.set(request.call)
+        try:
+            items = func(*args, **(kwargs or {}))
+            if inspect.isasyncgen(items):
+                items = _drive(items)
+            elif not isinstance(items, Iterator):
+                items = iter(items)
+            try:
+                for value in items:
+                    if not self._take_credit():
+                        # Not its end: the caller has given up, or finds its own time run out.
+                        request.give_up()
+                        break
+                    request.item(value)
+                else:
+                    request.end_stream()
+            finally:
+                close = getattr(items, "close", None)
+                if close is not None:
+                    close()
+        except BaseException as error:  # noqa: BLE001  # the caller is to be told
+            request.fail(error)
+        finally:
+            SERVING.reset(token)
+
+    def _take_credit(self) -> bool:
+        """Wait until one more item may be sent; False if the caller has given up."""
+        with self._ready:
+            if not self._credit and not self._stopped:
+                crew = Crew.current()
+                left = self._request.call.time_left()
+                if crew is None:
+                    self._ready.wait_for(lambda: self._credit or self._stopped, left)
+                else:
+                    with crew.waiting():
+                        self._ready.wait_for(lambda: self._credit or self._stopped, left)
+            if self._stopped or not self._credit:
+                return False
+            self._credit -= 1
+            return True
+
+
+def _drive(items: AsyncIterator[Any]) -> Iterator[Any]:
+    """An asynchronous generator's items, on this thread."""
+    loop = asyncio.new_event_loop()
+    try:
+        while True:
+            try:
+                yield loop.run_until_complete(anext(items))
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()

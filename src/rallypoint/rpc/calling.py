@@ -1,0 +1,214 @@
+"""Calls of functions on other workers: waited for, as a future, or item by item."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.futures import Future
+
+from . import constants
+from .agent_in_use import required_agent
+from .collect import wait_all
+from .connections.messages import FLAG_FOREIGN, Kind
+from .content.script import check_arguments, is_builtin
+from .internal import PythonUDF, _internal_rpc_pickler
+from .stream import WINDOW, RpcStream
+from .worker_info import WorkerInfo
+
+
+T = TypeVar("T")
+
+_BUILTIN_TYPE = type(torch.add)
+# torch's state, under torch's names: programs, and torch's own tests, look at it.
+_default_pickler: Any = _internal_rpc_pickler
+_thread_local_var = threading.local()
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+) -> T:
+    """Run a function on a worker and return its result. Blocks.
+
+    Args:
+        to: name, rank or info of the worker; this one is allowed.
+        func: known to both sides under the same module and name; may be ``async def``.
+        args, kwargs: its arguments; tensors on the CPU, or where a device map says.
+        timeout: seconds; 0: for ever; the default is the options' ``rpc_timeout``. A call that is served passes
+            what is left of its time on to the calls that it makes.
+
+    Returns:
+        What the function returned. Tensors keep their device where a device map says so, else they are on the CPU.
+
+    Raises:
+        RpcError: there is no such worker, or this process is in no group.
+        RpcTimeout: no answer came in time. The function may still run.
+        PeerLost: the worker is gone.
+        Exception: what the function raised, of its own type where that can be made here, else ``RemoteError``.
+    """
+    agent = required_agent()
+    kind, flags, content = prepare(func, args, kwargs)
+    result: T = agent.call_sync(to, kind, func, content, timeout, flags)
+    return result
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+) -> Future[T]:
+    """Run a function on a worker without waiting for it.
+
+    Returns as soon as the arguments are serialized. Tensors are not copied before they are sent: do not change them until
+    the future is done.
+
+    Args:
+        to: name, rank or info of the worker; this one is allowed.
+        func: known to both sides under the same module and name; may be ``async def``.
+        args, kwargs: its arguments; tensors on the CPU, or where a device map says.
+        timeout: seconds, as for :func:`rpc_sync`.
+
+    Returns:
+        A future of the result, which is also a ``torch.futures.Future``. ``wait()`` blocks and raises what
+        :func:`rpc_sync` would; it can be awaited in a coroutine, and cancelled.
+
+    Raises:
+        RpcError: there is no such worker, or this process is in no group.
+    """
+    agent = required_agent()
+    kind, flags, content = prepare(func, args, kwargs)
+    future: Future[T] = agent.call_async(to, kind, func, content, timeout, flags)
+    futures = getattr(_thread_local_var, "future_list", None)
+    if futures is not None:
+        futures.append(future)
+    return future
+
+
+def rpc_stream(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = constants.UNSET_RPC_TIMEOUT,
+    *,
+    window: int = WINDOW,
+) -> RpcStream[Any]:
+    """Run a generator function (``async def`` too) on a worker, and iterate over what it yields, as it comes.
+
+    Args:
+        to: name, rank or info of the worker; this one is allowed.
+        func: a generator function, known to both sides under the same module and name.
+        args, kwargs: its arguments.
+        timeout: seconds for the whole stream; as for :func:`rpc_sync`.
+        window: how many items may be under way that have not been taken; the generator waits beyond that.
+
+    Returns:
+        An iterator, also for ``async for``. Each step blocks until the next item is there, and raises what
+        :func:`rpc_sync` would. Closing it, or dropping it, closes the generator.
+
+    Raises:
+        RpcError: there is no such worker, or this process is in no group.
+    """
+    _, _, content = prepare(func, args, kwargs)
+    stream: RpcStream[Any] = required_agent().call_stream(to, func, content, timeout, window)
+    return stream
+
+
+def prepare(
+    func: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None
+) -> tuple[int, int, tuple[Any, tuple[Any, ...], dict[str, Any] | None]]:
+    """What is sent for a call: the kind of message, its flags, and function and arguments.
+
+    Raises:
+        TypeError: one of them is of a wrong type.
+        RuntimeError: the arguments do not fit one of torch's operators.
+    """
+    arguments = args if type(args) is tuple else _positional(args)
+    if kwargs is not None and type(kwargs) is not dict and not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"kwargs is {_shown(kwargs)}: expected keyword arguments by name, in a dict"
+        )
+    if type(func) is _BUILTIN_TYPE or isinstance(func, torch.jit.ScriptFunction):
+        if is_builtin(func):
+            check_arguments(func, arguments, kwargs)
+            return Kind.SCRIPT_CALL, 0, (func, arguments, kwargs)
+    elif not callable(func):
+        # torch's words come first.
+        raise TypeError(f"function should be callable. It is {_shown(func)}")
+    if _default_pickler is not _internal_rpc_pickler:
+        pickled = _default_pickler.serialize(PythonUDF(func, arguments, kwargs or {}))
+        return Kind.CALL, FLAG_FOREIGN, (pickled[0], pickled[1])  # type: ignore[return-value]
+    return Kind.CALL, 0, (func, arguments, kwargs)
+
+
+def _positional(args: Any) -> tuple[Any, ...]:
+    if args is None:
+        return ()
+    # These can be iterated over, and never are meant to be.
+    if isinstance(args, (str, bytes, torch.Tensor)) or not isinstance(args, Iterable):
+        raise TypeError(
+            f"args is {_shown(args)}: expected positional arguments in a tuple, as in (x,)"
+        )
+    return tuple(args)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait for all ``rpc_async`` calls that the block makes; not if it is interrupted."""
+    futures = _thread_local_var.future_list = []
+    try:
+        try:
+            yield
+        except Exception:
+            wait_all(futures)
+            raise
+        wait_all(futures)
+    finally:
+        del _thread_local_var.future_list
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Have calls pickled by something else."""
+    global _default_pickler  # noqa: PLW0603  # torch's state
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+def read_foreign(content: Any) -> tuple[Any, Any, Any]:
+    """A call that was pickled by something else: function, positional and keyword arguments."""
+    data, tensors = content
+    call = _default_pickler.deserialize(data, tensors)
+    return call.func, call.args, call.kwargs
+
+
+def get_rpc_timeout() -> float:
+    """Seconds that a call waits by default; 0: for ever.
+
+    Raises:
+        RpcError: this process is in no group.
+    """
+    seconds: float = required_agent().default_timeout
+    return seconds
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    """For calls that are made from here on."""
+    required_agent().default_timeout = float(timeout)

@@ -1,0 +1,69 @@
+"""What a worker has done and has under way, for users."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from rallypoint.errors import RpcError
+
+from .agent.agent import Agent
+from .agent_in_use import required_agent
+
+
+def statistics() -> dict[str, Any]:
+    """What this worker has done, and what is under way, as numbers and lists that JSON takes.
+
+    Returns:
+        ``calls``: sent, served, failed, under way; ``latency_s``: quantiles in seconds; ``peers``, ``rrefs``, and the
+        transports that could not be used with the reason. The counts are statistics, and may lag by a call.
+
+    Raises:
+        RpcError: the backend is not the native one, or this process is in no group.
+    """
+    agent = required_agent()
+    if not isinstance(agent, Agent):
+        raise RpcError(f"a {type(agent).__name__} has no statistics: use the native backend")
+    counters = agent.counters
+    return {
+        "worker": {"name": agent.me.name, "id": agent.me.id},
+        "calls": {
+            "sent": counters.sent,
+            "served": counters.served,
+            "failed": counters.failed,
+            "under_way": int(agent.debug_info()["agent.client_active_calls"]),
+            "being_served": int(agent.debug_info()["agent.server_active_calls"]),
+            "queue": agent.queue(),
+        },
+        "latency_s": {
+            "p50": counters.quantile(0.5),
+            "p99": counters.quantile(0.99),
+        },
+        "changed_frames": agent.lines.num_changed,
+        "peers": agent.peers(),
+        "rrefs": agent.rrefs.diagnostics(),
+        "transports_skipped": dict(agent.skipped),
+    }
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    agent = required_agent()
+    source = agent.rrefs.debug_info if isinstance(agent, Agent) else agent.rref_debug_info
+    info: dict[str, str] = source()
+    return info
+
+
+def _get_debug_info() -> dict[str, str]:
+    info = dict(_rref_context_get_debug_info())
+    info.update(required_agent().get_debug_info())
+    with contextlib.suppress(Exception):
+        import torch.distributed.autograd
+
+        dist_autograd: Any = torch.distributed.autograd
+        info.update(dist_autograd._get_debug_info())
+    return info
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """torch's switch for a measurement of its C++ agent; here it only adds the key to the debug information."""
+    required_agent().enable_gil_profiling(flag)

@@ -1,0 +1,153 @@
+"""Leaving the group: once nobody has calls under way, or at once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import DeadlineExceeded, RpcError
+
+from . import constants, gather
+from .agent.agent import Agent
+from .agent_in_use import leave_group, required_agent, set_current_agent
+from .current_call import SERVING
+from .gather import GatherTimeout, _all_gather
+from .groups.dynamic_group import DynamicGroup
+
+
+logger = logging.getLogger(__name__)
+
+# torch's state, under torch's name: programs, and torch's own tests, set it.
+_ignore_rref_leak = True
+# Seconds that a worker which leaves in good order gives to answers that are on their way.
+_LAST_WORDS = 5.0
+# Seconds that a closing agent gives functions that still run; and after Ctrl-C.
+_CLOSING, _AT_ONCE = 5.0, 0.1
+
+
+def _wait_all_workers(timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> dict[str, Any]:
+    """Wait until every worker has come to its end. Returns what each had done by then.
+
+    Raises:
+        DeadlineExceeded: some have not; says who.
+    """
+    agent = required_agent()
+    try:
+        return _all_gather(_work_of(agent) if isinstance(agent, Agent) else None, timeout=timeout)
+    except RuntimeError as error:
+        logger.error("Failed to respond to 'Shutdown Proceed' in time, got error %s", error)  # noqa: TRY400  # raised below
+        raise
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
+    """Give up all references to values of others, and wait until their owners know."""
+    agent = required_agent()
+    if isinstance(agent, Agent):
+        agent.rrefs.delete_all(timeout)
+
+
+def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the group. Everything that the agent holds is given back, also if this raises.
+
+    Args:
+        graceful: in a static group, first wait until all workers call it, and until nobody has calls under
+            way: collective, blocks. In a dynamic group, until this worker has no calls under way.
+        timeout: seconds for waiting; 0: for ever.
+
+    Raises:
+        DeadlineExceeded: others have not come in time; says who.
+        PeerLost: another one of a static group is gone.
+        RpcError: this process is in no group; or values of this worker are still referred to by others; or
+            a function that is being served calls this.
+    """
+    agent = required_agent()
+    if not isinstance(agent, Agent):
+        try:
+            agent.shutdown(graceful, timeout)
+        finally:
+            finalize()
+        return
+    if graceful and SERVING.get() is not None:
+        raise RpcError(
+            "shutdown() in a function that another worker has called would wait for this very call: let the"
+            " function tell the main thread (threading.Event) to do it, or use graceful=False"
+        )
+    deadline = Deadline(timeout or None)
+    patience = _CLOSING
+    try:
+        if graceful:
+            first: dict[str, Any] | None = None
+            if not isinstance(agent.group, DynamicGroup):
+                first = _wait_all_workers(timeout)
+            left = deadline.remaining()
+            # Without an argument where there is no limit: programs, and torch's tests, put theirs in its place.
+            _delete_all_user_and_unforked_owner_rrefs(*(() if left is None else (left,)))
+            _quiesce(agent, deadline, first)
+            # Others may still wait for the answers to their last words.
+            agent.wait_idle(Deadline(_LAST_WORDS))
+            if not _ignore_rref_leak:
+                leaks = agent.rrefs.leaks()
+                if leaks:
+                    raise RpcError("Leaking RRefs: Leaking RRef: " + "; ".join(leaks))
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            # Ctrl-C: whoever pressed it has waited enough.
+            patience = _AT_ONCE
+        raise
+    finally:
+        finalize(patience)
+
+
+def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> None:
+    """Wait until no call is under way: late ones, made by functions that still run, are served.
+
+    In a static group that is so when all say so twice in a row, with nobody having made or served a call
+    in between (Mattern's two waves).
+
+    Args:
+        first: what all have said already, when they came here.
+    """
+    _wait_idle(agent, deadline)
+    if isinstance(agent.group, DynamicGroup):
+        return
+    names = sorted(each.name for each in agent.infos())
+    if len(names) == 1:
+        return
+    before = first
+    while True:
+        left = deadline.remaining()
+        said = _all_gather(_work_of(agent), names, 0 if left is None else max(left, 0.001))
+        # Where more was sent than was served, and nothing changes: calls that were given up are never served, nor
+        # is one whose callee has gone.
+        if said == before:
+            return
+        before = said
+        _wait_idle(agent, deadline)
+
+
+def _work_of(agent: Agent) -> tuple[int, int, bool]:
+    """How many calls it has made and served for the program, and whether it has nothing to do now."""
+    return agent.made.value(), agent.done.value(), agent.is_idle()
+
+
+def _wait_idle(agent: Agent, deadline: Deadline) -> None:
+    if not agent.wait_idle(deadline):
+        raise GatherTimeout(
+            f"calls were still under way when the shutdown's time was up: {agent.work()}"
+        )
+
+
+def finalize(patience: float = _CLOSING) -> None:
+    """This process is a worker no more, whatever state its agent is in."""
+    agent = leave_group()
+    try:
+        if isinstance(agent, Agent):
+            with contextlib.suppress(RpcError, DeadlineExceeded, OSError):
+                if agent.group is not None:
+                    agent.group.leave("it has shut down")
+            agent.close(patience)
+    finally:
+        set_current_agent(None)
+        gather.forget_all()

@@ -1,0 +1,184 @@
+"""Becoming a worker: the backend is chosen, the group met, the agent started."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from typing import Any
+
+from rallypoint._core import forks
+from rallypoint.errors import ConfigError, RpcError
+
+from . import gather
+from .agent.agent import Agent
+from .agent_in_use import member_agent, required_agent, set_current_agent
+from .finalization import finalize
+from .groups import stores
+from .options import NativeRpcBackendOptions, RpcBackendOptions
+from .registry import BackendType, construct_rpc_backend_options, init_backend
+
+
+# Whether a rank must be given, as torch wants it; set by ``compat``.
+_torch_rules = False
+_init_count = 0
+_init_lock = threading.Lock()
+
+
+def is_available() -> bool:
+    """Whether calls can be made at all: always. torch's own needs a torch that was built with it."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+    *,
+    store: Any = None,
+) -> None:
+    """Become a member of a group; calls may be made and are served from here on. So may one that was :class:`Expelled`.
+
+    Collective, for a group of fixed size: every member calls it. Blocks until all have come.
+
+    Args:
+        name: this worker's name, unique in the group.
+        backend: by default the one that the options belong to, else the native one.
+        rank: this worker's id, unique in the group. May be left out in a dynamic group.
+        world_size: how many members there are; None: a dynamic group, which members join and leave at any time.
+        rpc_backend_options: the backend's options; by default its default ones, which meet at ``env://``.
+        store: a c10d store to meet in, instead of ``init_method``.
+
+    Raises:
+        RpcError: this process is a member already; the name is taken; the group cannot be had.
+        DeadlineExceeded: some members have not come; says which.
+        TypeError: backend or options are none.
+        ConfigError: the rank is none of a group of that size.
+    """
+    backend, options = _choose(backend, rpc_backend_options)
+    if not _torch_rules:
+        _check_rank(rank, world_size)
+    agent = member_agent()
+    if isinstance(agent, Agent) and agent.roster.expelled is not None:
+        finalize()
+    if member_agent() is not None:
+        raise RpcError(
+            "RPC is already initialized in this process: shut it down before another init_rpc"
+        )
+    if not store:
+        store = stores.open_store(
+            options.init_method, rank, world_size, options.rpc_timeout, torch_rules=_torch_rules
+        )
+    global _init_count  # noqa: PLW0603  # how many groups this process was in: each has keys of its own
+    number = _init_count if world_size else 0
+    prefixed = stores.prefixed(f"rpc_prefix_{number}", store)
+    _init_rpc_backend(backend, prefixed, name, rank, world_size, options)
+    # An attempt that failed does not count: the others wait for this process where it was missing.
+    with _init_lock:
+        _init_count += 1
+
+
+def _check_rank(rank: int, world_size: int | None) -> None:
+    if world_size is None:
+        return
+    if world_size < 1:
+        raise ConfigError(
+            "world_size", world_size, "expected at least 1, or None for a dynamic group"
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            "rank",
+            rank,
+            f"expected 0 to {world_size - 1}: each worker of a group of fixed size has a rank of its own",
+            "rank=int(os.environ['RANK']) where rally run starts the workers",
+        )
+
+
+def _choose(backend: Any, options: Any) -> tuple[BackendType, Any]:
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError(f"Argument backend must be a member of BackendType, but got {backend!r}")
+    if options is not None and not isinstance(options, RpcBackendOptions):
+        raise TypeError(
+            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, but got {options!r}"
+        )
+    if backend is None:
+        if (
+            options is None
+            or type(options) is RpcBackendOptions
+            or isinstance(options, NativeRpcBackendOptions)
+        ):
+            backend = BackendType["RALLYPOINT"]
+        else:
+            for candidate in BackendType:
+                with contextlib.suppress(Exception):
+                    if type(options) is type(construct_rpc_backend_options(candidate)):
+                        backend = candidate
+                        break
+            else:
+                raise TypeError(f"Could not infer backend for options {options}")
+    if options is None:
+        options = construct_rpc_backend_options(backend)
+    return backend, options
+
+
+def _init_rpc_backend(
+    backend: BackendType | None = None,
+    store: Any = None,
+    name: str = "",
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    if member_agent() is not None:
+        raise RpcError("RPC is already initialized in this process")
+    backend, options = _choose(backend, rpc_backend_options)
+    agent = init_backend(
+        backend,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=options,
+    )
+    _init_rpc_states(agent)
+
+
+def _init_rpc_states(agent: Any) -> None:
+    gather.forget_all()
+    if isinstance(agent, Agent) and _torch_rules:
+        # Programs, and torch's tests, ask it for its debug information. All else of it is refused.
+        dist_autograd = sys.modules.get("torch.distributed.autograd")
+        if dist_autograd is not None:
+            with contextlib.suppress(Exception):
+                dist_autograd._init(agent.me.id)
+    _set_and_start_rpc_agent(agent)
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    """Calls of others are served from here on: not before this process can make calls itself."""
+    forks.call_in_child(_abandon)
+    set_current_agent(agent)
+    if isinstance(agent, Agent):
+        agent.monitor.on_lost = functools.partial(gather.lose, agent.me.name)
+        try:
+            agent.start()
+        except BaseException:
+            finalize()
+            raise
+
+
+def _abandon() -> None:
+    """In a forked child: a thread of the parent's may have held it."""
+    global _init_lock  # noqa: PLW0603  # of this process
+    _init_lock = threading.Lock()
+
+
+def _get_current_rpc_agent() -> Any:
+    return required_agent()
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return member_agent() is not None
