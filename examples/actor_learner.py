@@ -1,13 +1,13 @@
-"""Learn to balance a pole, with actors that come and go: reinforcement learning over calls.
+"""Learn to balance a pole, with actors that join and leave: reinforcement learning over remote calls.
 
-One command starts everything::
+One command starts all processes::
 
     python examples/actor_learner.py
 
-This process is the learner. It starts three actors, which join its group and play when it calls them; in each update
-it has all who are there play a round with the newest policy, and learns from what they bring (policy gradient with
-a learned baseline). In the course of the training one actor leaves, one is killed, and a new one joins: the learner goes
-on with those it has. It ends when the mean number of steps that the pole stays up has reached --reward, of 200.
+This process is the learner. It starts three actors, which join its group and play when it calls them. In each update it has
+all current actors play a round with the newest policy, and learns from the results (policy gradient with a learned baseline).
+During the training one actor leaves, one is killed, and a new one joins; the learner continues with those that are left. It
+ends when a pole stays up for --reward of 200 steps on average.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=120, help="give up after so many")
     parser.add_argument("--episodes", type=int, default=16, help="per round of an actor")
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="Adam's step size")
-    parser.add_argument("--seed", type=int, default=0, help="for the policy and the episodes")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the policy and the episodes")
     return parser.parse_args()
 
 
@@ -50,9 +50,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Poles:
-    """Poles on carts, which are pushed to the left or to the right: the equations of Barto, Sutton, Anderson (1983).
+    """Poles on carts that are pushed left or right: the equations of Barto, Sutton and Anderson (1983).
 
-    A state is position and speed of the cart, angle and angular speed of the pole, in metres and radians.
+    A state is the position and speed of the cart, and the angle and angular speed of the pole, in metres and radians.
     """
 
     STEPS = 200
@@ -65,7 +65,7 @@ class Poles:
         self.states = (torch.rand(count, 4, generator=generator) - 0.5) * 0.1  # [count, 4]
 
     def push(self, right: Tensor) -> Tensor:
-        """Push each cart, to the right or to the left; returns which poles are up after it."""
+        """Push each cart left or right; return which poles are still up."""
         _, speed, angle, turning = self.states.unbind(1)
         mass, moment = self.CART + self.POLE, self.POLE * self.HALF_LENGTH
         sin, cos = angle.sin(), angle.cos()
@@ -80,7 +80,7 @@ class Poles:
 
 
 class Policy(nn.Module):
-    """Logits of the two pushes, and how many steps it expects to come (a share of all)."""
+    """Logits of the two pushes, and the expected number of remaining steps (as a fraction of all)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def play(weights: dict[str, Tensor], episodes: int, seed: int) -> tuple[Tensor, 
     """Play a round with this policy. Runs on an actor, when the learner calls it.
 
     Returns:
-        ``[STEPS, episodes, 4]`` states; ``[STEPS, episodes]`` pushes; whether each episode was still on.
+        ``[STEPS, episodes, 4]`` states; ``[STEPS, episodes]`` pushes; whether each episode was still running.
     """
     policy = Policy()
     policy.load_state_dict(weights)
@@ -123,18 +123,18 @@ _dismissed = threading.Event()
 
 
 def dismiss() -> None:
-    """Have this actor leave. Runs on an actor."""
+    """Make this actor leave. Runs on an actor."""
     _dismissed.set()
 
 
 def act(name: str, port: int) -> None:
-    """The life of an actor: it joins, plays when it is called, and leaves."""
+    """Run an actor: join, play when called, leave."""
     torch.set_num_threads(1)
     rpc.init_rpc(name, rpc_backend_options=meet_at(port))
-    # The learner's end is the end of all.
+    # If the learner ends, the actors end.
     rpc.on_leave(lambda worker, _: dismiss() if worker.name == "learner" else None)
     _dismissed.wait()
-    rpc.shutdown()  # a round that is being played is played to its end
+    rpc.shutdown()  # a running round is played to its end
 
 
 def meet_at(port: int) -> rpc.NativeRpcBackendOptions:
@@ -145,12 +145,12 @@ def meet_at(port: int) -> rpc.NativeRpcBackendOptions:
 
 
 class Cast:
-    """The actors' processes, and what happens to them."""
+    """The processes of the actors, and what happens to them."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.processes: dict[str, BaseProcess] = {}
-        # A server that has imported everything once: an actor is a fork of it.
+        # Actors are forks of a server that has imported everything once.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["torch", "rich.progress", "rallypoint.rpc"])
 
@@ -168,7 +168,7 @@ class Cast:
 
 
 class ProgressReport:
-    """A bar where a person watches, a line now and then in a log; and who comes and goes."""
+    """A progress bar on a terminal, occasional lines in a log, and notes about joins and leaves."""
 
     def __init__(self, wanted: float) -> None:
         self.wanted = wanted
@@ -204,7 +204,7 @@ class ProgressReport:
 def play_all(
     weights: dict[str, Tensor], episodes: int, seed: int, progress: ProgressReport
 ) -> list[tuple[Tensor, ...]]:
-    """A round of every actor that is there; those that are lost meanwhile bring nothing."""
+    """A round from every current actor; actors that are lost meanwhile return nothing."""
     _, present = rpc.members()
     calls, rounds = [], []
     for worker in present:
@@ -220,7 +220,7 @@ def play_all(
 
 @contextmanager
 def or_lost(worker: rpc.WorkerInfo, progress: ProgressReport) -> Iterator[None]:
-    """An actor may go at any time: between two lines, and while it plays."""
+    """An actor may leave at any time: between two lines, and while it plays."""
     try:
         yield
     except rpc.RpcError as error:
@@ -230,9 +230,9 @@ def or_lost(worker: rpc.WorkerInfo, progress: ProgressReport) -> Iterator[None]:
 def learn(
     policy: Policy, optimizer: torch.optim.Optimizer, rounds: list[tuple[Tensor, ...]]
 ) -> float:
-    """A step of the policy gradient; returns the mean number of steps that a pole stayed up."""
+    """Take a step of the policy gradient; return the mean number of steps that a pole stayed up."""
     states, pushes, on = (torch.cat(each, dim=1) for each in zip(*rounds, strict=True))
-    # Each step up counts one: what is still to come is the number of steps from here on.
+    # Each step counts one, so the return is the number of remaining steps.
     to_come = on.flip(0).cumsum(0).flip(0) / Poles.STEPS
     logits, expected = policy(states)
     chosen = Categorical(logits=logits)
@@ -278,7 +278,7 @@ def train(arguments: argparse.Namespace, cast: Cast, progress: ProgressReport) -
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    # Port 0: a free one. The store is where actors meet the learner, whenever they come.
+    # Port 0 means any free port. Actors find the learner at this store, whenever they start.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cast = Cast(store.port)
     for number in range(3):

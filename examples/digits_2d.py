@@ -1,13 +1,13 @@
 """Train on handwritten digits in two dimensions at once: data parallel times tensor parallel.
 
-Start it alone, or with any number of processes that --tensor-parallel divides::
+Run it alone, or with any number of processes that is a multiple of --tensor-parallel::
 
     python examples/digits_2d.py
     rally run --nproc-per-node 4 examples/digits_2d.py --tensor-parallel 2
 
-Ranks 0 and 1 then hold two halves of one model, ranks 2 and 3 those of its replica. Neighbours see the same
-images; the replicas see different ones, and their gradients are summed. The loss of every epoch is the one of a
-single process: DIR/losses.json has it, in double precision, so that it can be compared digit by digit.
+In the second run, ranks 0 and 1 hold the two halves of one model, and ranks 2 and 3 those of its replica. The two halves see the
+same images. Replicas see different images, and their gradients are summed. The loss of every epoch equals that of a single
+process: DIR/losses.json has it in double precision, so that you can compare it digit by digit.
 """
 
 import argparse
@@ -37,30 +37,34 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("demo-output"), metavar="DIR", help="for losses.json"
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        metavar="DIR",
+        help="folder for losses.json",
     )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share a model")
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training images")
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images per step, all ranks together"
+        "--batch-size", type=int, default=64, help="images per step, over all ranks"
     )
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="Adam's step size")
     parser.add_argument(
-        "--seed", type=int, default=0, help="for the initial weights and the shuffling"
+        "--seed", type=int, default=0, help="seed for the initial weights and the shuffling"
     )
     return parser.parse_args()
 
 
 class DividedPerceptron(nn.Module):
-    """Two linear layers: the first divided by columns, the second by rows, one all-reduce in all.
+    """Two linear layers: the first split by columns, the second by rows, with one all-reduce in total.
 
-    Each rank computes some of the hidden units, and what these contribute to the output.
+    Each rank computes some of the hidden units and their contribution to the output.
     """
 
     def __init__(self, mesh: ParallelMesh, width_in: int, hidden: int, width_out: int) -> None:
         super().__init__()
         self.group = mesh.group("tp")
-        # Every rank draws the whole weights and keeps its part: the model is the same however it is divided.
+        # Every rank draws all weights and keeps its part, so the model does not depend on the split.
         first, second = nn.Linear(width_in, hidden), nn.Linear(hidden, width_out)
         size, rank = mesh.degree("tp"), mesh.coordinates["tp"]
         self.first_weight = own(first.weight.chunk(size, dim=0)[rank])
@@ -69,9 +73,9 @@ class DividedPerceptron(nn.Module):
         self.second_bias = own(second.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = copy_to(x, self.group)  # whatever is before it gets the gradients of all hidden units
+        x = copy_to(x, self.group)  # sums the gradients of all hidden units in backward
         x = torch.relu(linear(x, self.first_weight, self.first_bias))
-        # Added once, so behind the sum.
+        # The bias counts once, so it is added after the sum.
         return reduce_from(linear(x, self.second_weight), self.group) + self.second_bias
 
 
@@ -81,7 +85,7 @@ def own(part: Tensor) -> nn.Parameter:
 
 def build_model(mesh: ParallelMesh) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, kernel_size=3, padding=1),  # small, so each rank has it whole
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),  # small, so each rank has all of it
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
@@ -108,7 +112,7 @@ def train(arguments: argparse.Namespace, mesh: ParallelMesh) -> None:
             share = batch[replica::replicas]
             loss = cross_entropy(model(images[share]), labels[share], reduction="sum")
             optimizer.zero_grad()
-            # The replicas' parts of the batch's mean: they add up, however unevenly it is divided.
+            # Each replica has its part of the mean over the batch; the parts add up, even if they are uneven.
             (loss / len(batch)).backward()
             for parameter in model.parameters():
                 if replicas > 1:
@@ -144,7 +148,7 @@ def main() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # for the reason given in digits_ddp.py, leave_process_group
+        gc.collect()  # see leave_process_group in digits_ddp.py
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ The same file runs alone, under torchrun and under rally::
 The 1,797 images of 8x8 pixels come with scikit-learn, so nothing is downloaded. The job
 writes a checkpoint after every epoch and continues from it when the launcher restarts it
 (try ``rally run --max-restarts 1`` and kill a worker) or when it is given ``--resume``. At
-the end ``demo-output/digits.png`` shows what the network reads in images it has never seen.
+the end ``demo-output/digits.png`` shows its predictions for images it has never seen.
 """
 
 import argparse
@@ -51,15 +51,15 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         default=Path("demo-output"),
         metavar="DIR",
-        help="where the checkpoint and the picture go",
+        help="folder for the checkpoint and the picture",
     )
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images")
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images per step, all ranks together"
+        "--batch-size", type=int, default=64, help="images per step, over all ranks"
     )
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="Adam's step size")
     parser.add_argument(
-        "--seed", type=int, default=0, help="for the initial weights and the shuffling"
+        "--seed", type=int, default=0, help="seed for the initial weights and the shuffling"
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the checkpoint in DIR, if any"
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         default=0.95,
         metavar="A",
-        help="exit with status 1 below this share of held-out images",
+        help="exit with status 1 if the accuracy is below this",
     )
     arguments = parser.parse_args()
     if arguments.epochs < 1 or arguments.batch_size < 1:
@@ -81,7 +81,7 @@ def join_process_group() -> torch.device:
     """Join the other ranks, if a launcher started any; return this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # NCCL wants a GPU for each rank; with fewer GPUs than ranks, train on the CPU.
+    # NCCL needs one GPU per rank; with fewer GPUs than ranks, train on the CPU.
     use_cuda = torch.cuda.device_count() >= local_world_size
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -90,16 +90,16 @@ def join_process_group() -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        # Without a launcher: a group of one, so that the code below has one case, not two.
+        # Without a launcher, use a group of one, so that the code below has only one case.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
 
 
 def leave_process_group() -> None:
     dist.destroy_process_group()
-    # DDP sits in a reference cycle that keeps the group alive. Were it left to the interpreter's
-    # shutdown, Gloo's threads could free their last tensors too late and abort the process, after
-    # all the work was done (pytorch/pytorch#179291).
+    # DDP is in a reference cycle that keeps the group alive. If the interpreter's shutdown broke
+    # the cycle, Gloo's threads could free their last tensors too late and abort the process after
+    # all work is done (pytorch/pytorch#179291).
     gc.collect()
 
 
@@ -107,7 +107,7 @@ def load_data(device: torch.device) -> Digits:
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float().unsqueeze(1) / 16
     labels = torch.from_numpy(bunch.target)
-    # The split does not follow --seed: runs with different seeds are judged on the same images.
+    # The split ignores --seed: runs with different seeds are evaluated on the same images.
     train, test = train_test_split(
         range(len(labels)), test_size=0.2, stratify=labels, random_state=0
     )
@@ -130,7 +130,7 @@ def build_model() -> nn.Module:
 
 
 class Checkpoint:
-    """The state of training after some epoch, in one file that is always whole."""
+    """The state of the training after an epoch, in one file that is always complete."""
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.path = path
@@ -147,16 +147,16 @@ class Checkpoint:
             "losses": self.losses,
             "accuracies": self.accuracies,
         }
-        # A worker may be killed at any moment, this one too: the rename swaps a complete new
-        # file for a complete old one, so that a restart never finds half of a checkpoint.
+        # A worker may be killed at any moment, including here. The rename replaces a complete old
+        # file by a complete new one, so a restart never finds a partial checkpoint.
         temporary = self.path.with_suffix(".tmp")
         torch.save(state, temporary)
         temporary.replace(self.path)
 
     def load(self) -> None:
         """Restore the last saved state, if there is one, on every rank."""
-        # Only rank 0 reads. If each rank looked for itself and one of them saw no file, they
-        # would start at different epochs and wait for each other for ever.
+        # Only rank 0 reads. If each rank looked for the file and one did not see it, the ranks
+        # would start at different epochs and wait for each other forever.
         found = [None]
         if dist.get_rank() == 0 and self.path.exists():
             found = [torch.load(self.path, map_location="cpu", weights_only=True)]
@@ -170,7 +170,7 @@ class Checkpoint:
 
 
 class ProgressReport:
-    """A bar where a person watches, a line now and then in a log, nothing on other ranks."""
+    """Rank 0: a progress bar on a terminal, occasional lines in a log. Other ranks: nothing."""
 
     def __init__(self, total_epochs: int, steps_per_epoch: int, finished_epochs: int) -> None:
         watched = sys.stderr.isatty()
@@ -225,9 +225,9 @@ def train_epoch(
             model(data.train_images[share]), data.train_labels[share], reduction="sum"
         )
         optimizer.zero_grad()
-        # DDP averages the ranks' gradients. Averaging per-rank means would weigh images by how
-        # many the rank happened to get, which differs in the last batch. This scale makes the
-        # average the exact mean over the batch, so the world size does not change the result.
+        # DDP averages the gradients of the ranks. In the last batch, ranks have different numbers of
+        # images, so an average of their means would weight images unequally. With this scale the
+        # average is the exact mean over the batch, so the world size does not change the result.
         (loss * world_size / len(batch)).backward()
         optimizer.step()
         total += loss.item()
@@ -238,9 +238,9 @@ def train_epoch(
 @torch.no_grad()
 def count_correct(model: nn.Module, data: Digits) -> int:
     """Count the held-out images in this rank's share that the model reads correctly."""
-    # A plain stride, not DistributedSampler: that one repeats images until the ranks have
-    # equally many, and the repeated ones would count twice. Unequal shares do no harm here:
-    # without gradients the ranks need not keep step.
+    # A plain stride instead of DistributedSampler, which repeats images until all ranks have the
+    # same number; repeated images would count twice. Unequal shares are fine here: without
+    # gradients, the ranks need not stay in step.
     share = slice(dist.get_rank(), None, dist.get_world_size())
     model.eval()
     return int((model(data.test_images[share]).argmax(1) == data.test_labels[share]).sum())
@@ -255,14 +255,14 @@ def train(arguments: argparse.Namespace, checkpoint: Checkpoint, data: Digits) -
     )
     with progress:
         for epoch in range(finished, arguments.epochs):
-            # Every rank draws the same order and takes its own part of it. The seed contains
-            # the epoch, so a resumed job sees the order that the lost one would have seen.
+            # Every rank draws the same order and takes its part of it. The seed contains the
+            # epoch, so a resumed job uses the same order as the interrupted one.
             shuffle = torch.Generator().manual_seed(arguments.seed * 100_003 + epoch)
             order = torch.randperm(num_train, generator=shuffle)
             loss = train_epoch(
                 model, checkpoint.optimizer, data, order.split(arguments.batch_size), progress
             )
-            # model.module: evaluation has no gradients to average, so DDP can stay out of it.
+            # model.module: evaluation has no gradients to average, so it does not need DDP.
             sums = torch.tensor(
                 [loss, count_correct(model.module, data)], device=data.test_labels.device
             )
@@ -277,8 +277,8 @@ def train(arguments: argparse.Namespace, checkpoint: Checkpoint, data: Digits) -
 @torch.no_grad()
 def draw(checkpoint: Checkpoint, data: Digits, path: Path) -> None:
     """Draw sample predictions beside the loss and the accuracy of each epoch."""
-    # Imported here: one rank draws once, and the others need not load matplotlib. A Figure
-    # made without pyplot draws with Agg, which needs no display.
+    # Imported here, because only one rank plots, and the others need not load matplotlib. A Figure
+    # created without pyplot uses Agg, which needs no display.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -286,7 +286,7 @@ def draw(checkpoint: Checkpoint, data: Digits, path: Path) -> None:
     predictions = checkpoint.model(data.test_images).argmax(1)
     wrong = (predictions != data.test_labels).nonzero().flatten()
     right = (predictions == data.test_labels).nonzero().flatten()
-    # Mistakes are few and the most interesting, so they come first.
+    # Mistakes are rare and the most interesting, so show them first.
     shown = torch.cat([wrong, right])[: rows * columns].tolist()
 
     figure = Figure(figsize=(13, 6.4), layout="constrained")
@@ -336,13 +336,13 @@ def main() -> None:
             if checkpoint.losses:
                 print(f"resumed after epoch {len(checkpoint.losses)}", file=sys.stderr, flush=True)
             else:
-                # Were an older job's checkpoint left here, and this job restarted before it had
-                # saved its own, then it would continue the wrong training.
+                # If this job restarted before its first checkpoint, it would continue from the
+                # checkpoint of an older job. So remove that one.
                 checkpoint.path.unlink(missing_ok=True)
 
         train(arguments, checkpoint, data)
 
-        # The other ranks are done: nothing below is collective.
+        # Nothing below is collective: the other ranks are done.
         if dist.get_rank() == 0:
             picture = arguments.output / "digits.png"
             draw(checkpoint, data, picture)
@@ -354,7 +354,7 @@ def main() -> None:
                 f"checkpoint: {checkpoint.path}, picture: {picture}",
                 flush=True,
             )
-            # One failed rank fails the job; the launcher sees to the others.
+            # One failed rank fails the job; the launcher stops the others.
             if accuracy < arguments.min_accuracy:
                 sys.exit(
                     f"accuracy {accuracy:.2%} is below --min-accuracy {arguments.min_accuracy:.2%}"

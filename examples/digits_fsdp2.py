@@ -1,8 +1,7 @@
 """Train a small transformer on handwritten digits with FSDP2 and a sharded checkpoint.
 
-Each rank keeps a part of every parameter and of its optimizer state; a layer's parameters
-are gathered when the layer runs and dropped after it. The checkpoint is written the same
-way: every rank writes what it holds::
+Each rank keeps a part of every parameter and of its optimizer state. The parameters of a layer are gathered when the layer
+runs, and freed after it. The checkpoint works in the same way: every rank writes its own part::
 
     rally run --nproc-per-node 2 examples/digits_fsdp2.py
     torchrun --nproc-per-node 2 examples/digits_fsdp2.py
@@ -61,22 +60,22 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         default=Path("demo-output"),
         metavar="DIR",
-        help="the sharded checkpoint goes to DIR/fsdp2",
+        help="folder for the sharded checkpoint, DIR/fsdp2",
     )
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training images")
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images per step, all ranks together"
+        "--batch-size", type=int, default=64, help="images per step, over all ranks"
     )
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="Adam's step size")
     parser.add_argument(
-        "--seed", type=int, default=0, help="for the initial weights and the shuffling"
+        "--seed", type=int, default=0, help="seed for the initial weights and the shuffling"
     )
     return parser.parse_args()
 
 
 def build_sharded_model(mesh: DeviceMesh) -> nn.Module:
     model = RowTransformer()
-    # One group for each layer, then one for what is left: only one layer is whole at a time.
+    # One group per layer, then one for the rest: only one layer is gathered at a time.
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -99,7 +98,7 @@ def train(arguments: argparse.Namespace) -> None:
     images, labels = torch.from_numpy(bunch.images).float() / 16, torch.from_numpy(bunch.target)
     num_train = len(labels) * 4 // 5  # the last fifth is held out
 
-    # Each rank cuts its shards from weights it initialised itself: they have to be the same.
+    # Each rank cuts its shards from weights that it initialised itself, so they must be the same.
     torch.manual_seed(arguments.seed)
     model = build_sharded_model(mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.learning_rate)
@@ -108,17 +107,17 @@ def train(arguments: argparse.Namespace) -> None:
         for batch in torch.randperm(num_train, generator=shuffle).split(arguments.batch_size):
             share = batch[rank::world_size]
             loss = cross_entropy(model(images[share]), labels[share], reduction="sum")
-            # FSDP averages over the ranks; scaled like this, the average is the batch's mean.
+            # FSDP averages over the ranks; with this scale, the average is the mean over the batch.
             (loss * world_size / len(batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    # These state dicts hold shards, so every rank writes its part and no rank needs the whole.
+    # These state dicts hold shards: every rank writes its part, and no rank needs all of it.
     path = arguments.output / "fsdp2"
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
 
-    # Judge what was saved: a new model, with other weights until it has read the checkpoint.
+    # Evaluate what was saved: a new model with other weights until it loads the checkpoint.
     restored = build_sharded_model(mesh)
     restored_state = {"model": get_model_state_dict(restored)}
     dcp.load(restored_state, checkpoint_id=path)
@@ -143,7 +142,7 @@ def main() -> None:
         train(arguments)
     finally:
         dist.destroy_process_group()
-        gc.collect()  # for the reason given in digits_ddp.py, leave_process_group
+        gc.collect()  # see leave_process_group in digits_ddp.py
 
 
 if __name__ == "__main__":

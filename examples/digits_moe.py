@@ -1,14 +1,14 @@
-"""A mixture of experts spread over ranks: images travel to the expert that is to see them, and back.
+"""A mixture of experts spread over ranks: images travel to their expert and back.
 
-Start it alone, or with any number of processes that --expert-parallel divides::
+Run it alone, or with any number of processes that is a multiple of --expert-parallel::
 
     python examples/digits_moe.py
     rally run --nproc-per-node 2 examples/digits_moe.py --expert-parallel 2
 
-A router sends each image to one of four experts (Switch Transformer, arXiv 2101.03961). Every rank sees its own images and
-holds its own experts, so rows of a size that nobody knows beforehand go both ways in an all-to-all, and
-gradients come back by the same ways. No image is dropped, so the loss of every epoch is the one of a single process:
-DIR/losses.json has it, in double precision, so that it can be compared digit by digit.
+A router sends each image to one of four experts (Switch Transformer, arXiv 2101.03961). Every rank has its own images and its own
+experts. So an all-to-all with sizes that are not known in advance sends rows there and back, and gradients take the same way in
+reverse. No image is dropped, so the loss of every epoch equals that of a single process: DIR/losses.json has it in double
+precision, so that you can compare it digit by digit.
 """
 
 import argparse
@@ -44,19 +44,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=4, help="in all")
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training images")
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images per step, all ranks together"
+        "--batch-size", type=int, default=64, help="images per step, over all ranks"
     )
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="Adam's step size")
     parser.add_argument(
-        "--seed", type=int, default=0, help="for the initial weights and the shuffling"
+        "--seed", type=int, default=0, help="seed for the initial weights and the shuffling"
     )
     return parser.parse_args()
 
 
 class MixtureOfExperts(nn.Module):
-    """Each row goes through the expert that the router likes best, and is added to what it was.
+    """Each row goes through the expert that the router prefers; the result is added to the row.
 
-    ``balance`` is, after a forward pass, this rank's share of a loss that is least when all experts are used alike.
+    After a forward pass, ``balance`` is this rank's share of a loss that is smallest when all experts are used equally.
     """
 
     def __init__(self, mesh: ParallelMesh, width: int, num_experts: int) -> None:
@@ -64,7 +64,7 @@ class MixtureOfExperts(nn.Module):
         self.group, self.size = mesh.group("ep"), mesh.degree("ep")
         self.everyone, self.num_ranks = mesh.group("dp"), mesh.degree("dp")
         self.router = nn.Linear(width, num_experts, bias=False)
-        # Every rank draws all experts and keeps its own: the model is the same however it is divided.
+        # Every rank draws all experts and keeps its own, so the model does not depend on the split.
         every = [
             nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
             for _ in range(num_experts)
@@ -80,7 +80,7 @@ class MixtureOfExperts(nn.Module):
         weight, chosen = probabilities.max(1)
         self.balance = self.share_of_balance(probabilities, chosen)
 
-        # There: rows in the order of their experts, so in the order of the ranks that hold them.
+        # There: rows in the order of their experts, and so of the ranks that hold them.
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=len(probabilities.t()))
         sent = counts.view(self.size, -1).sum(1).tolist()
@@ -88,19 +88,19 @@ class MixtureOfExperts(nn.Module):
         splits = {"send_splits": sent, "recv_splits": received}
         expert_of_row = all_to_all(chosen[order], self.group, **splits)
 
-        # Each expert sees its rows from all ranks at once; one without rows takes part too, with a gradient of zero.
+        # Each expert gets its rows from all ranks at once. One without rows takes part, with a gradient of zero.
         seen = torch.zeros_like(rows)
         for index, expert in enumerate(self.experts, self.first):
             mine = (expert_of_row == index).nonzero().flatten()
             seen = seen.index_add(0, mine, expert(rows[mine]))
 
-        # And back, by the same ways: the splits swapped, then the order.
+        # And back: with the splits swapped, then in the original order.
         back = all_to_all(seen, self.group, send_splits=received, recv_splits=sent)
         return x + weight[:, None] * torch.zeros_like(x).index_add(0, order, back)
 
     def share_of_balance(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         num_experts = probabilities.shape[1]
-        # Means over the images of all ranks. Each rank computes the same number, so each counts a part of it.
+        # Means over the images of all ranks. Each rank computes the same number, so each counts its share.
         used = chosen.bincount(minlength=num_experts).to(probabilities)
         liked = all_reduce(probabilities.sum(0), self.everyone)
         used = all_reduce(used, self.everyone)
@@ -119,7 +119,7 @@ class Network(nn.Module):
 
 
 def sum_gradients(model: Network, mesh: ParallelMesh) -> None:
-    """Over the ranks that hold the same: all for what every rank has, ``edp`` for an expert."""
+    """Sum gradients over the ranks that hold the same parameter: all ranks, or ``edp`` for an expert."""
     experts = {id(parameter) for parameter in model.mixture.experts.parameters()}
     for parameter in model.parameters():
         axis = "edp" if id(parameter) in experts else "dp"
@@ -145,7 +145,7 @@ def train(arguments: argparse.Namespace, mesh: ParallelMesh) -> None:
             share = batch[rank::size]
             loss = cross_entropy(model(images[share]), labels[share], reduction="sum")
             optimizer.zero_grad()
-            # The ranks' losses add up to the batch's mean; what the collectives pass back is the gradient of that sum.
+            # The losses of the ranks add up to the mean over the batch; the collectives return the gradient of that sum.
             (loss / len(batch) + 0.01 * model.mixture.balance).backward()
             sum_gradients(model, mesh)
             optimizer.step()
@@ -181,7 +181,7 @@ def main() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # for the reason given in digits_ddp.py, leave_process_group
+        gc.collect()  # see leave_process_group in digits_ddp.py
 
 
 if __name__ == "__main__":

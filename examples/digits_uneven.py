@@ -1,13 +1,13 @@
-"""Train on handwritten digits that are divided unevenly, with FSDP2, as if one process had them all.
+"""Train with FSDP2 on handwritten digits that are divided unevenly, with the result of a single process.
 
-The images lie in shards of very different sizes, as collected data do; each rank reads one. Ranks run out of batches
-at different times, and last batches are short. Join keeps them together and weighs every image alike::
+The images are in shards of very different sizes, as collected data often are; each rank reads one shard. Ranks run out of
+batches at different times, and last batches are short. Join keeps the ranks together and weights every image equally::
 
     rally run --nproc-per-node 4 examples/digits_uneven.py
     python examples/digits_uneven.py --shards 4
 
-The second line is one process that takes, in each step, what the four ranks would have taken. The losses are the
-same: DIR/losses.json has them, in double precision, so that they can be compared digit by digit.
+The second command is one process that processes, in each step, the batches of all four ranks. The losses are the same:
+DIR/losses.json has them in double precision, so that you can compare them digit by digit.
 """
 
 import argparse
@@ -40,19 +40,19 @@ def parse_arguments() -> argparse.Namespace:
         "--shards",
         type=int,
         default=1,
-        help="without a launcher: play so many ranks in one process",
+        help="without a launcher: simulate this many ranks in one process",
     )
     parser.add_argument("--epochs", type=int, default=6, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=32, help="images per step of each rank")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="Adam's step size")
     parser.add_argument(
-        "--seed", type=int, default=0, help="for the initial weights and the shuffling"
+        "--seed", type=int, default=0, help="seed for the initial weights and the shuffling"
     )
     return parser.parse_args()
 
 
 def shard_of(indices: Tensor, shard: int, shards: int) -> Tensor:
-    """Shard 0 is small, each further one as much bigger; they add up to everything."""
+    """One of the shards of the images: shard i is i + 1 times as large as shard 0."""
     ends = [len(indices) * i * (i + 1) // (shards * (shards + 1)) for i in range(shards + 1)]
     return indices[ends[shard] : ends[shard + 1]]
 
@@ -64,7 +64,7 @@ def batches_of(shard: Tensor, arguments: argparse.Namespace, epoch: int) -> list
 
 
 def together(every: list[list[Tensor]]) -> Iterator[Tensor]:
-    """In each step what all ranks would have taken."""
+    """In each step, the batches of all ranks."""
     for step in range(max(map(len, every))):
         yield torch.cat([batches[step] for batches in every if step < len(batches)])
 
@@ -99,7 +99,7 @@ def train(arguments: argparse.Namespace) -> None:
     for epoch in range(arguments.epochs):
         every = [batches_of(shard_of(indices, i, shards), arguments, epoch) for i in range(shards)]
         total, seen = 0.0, 0
-        # Alone there is nobody to join; the block does nothing then.
+        # In a single process there is no other rank, and the block does nothing.
         with Join([model], enable=many, weighting="samples") as join:
             for batch in join.batches(every[rank] if many else together(every)):
                 loss = cross_entropy(model(images[batch]), labels[batch])
@@ -127,9 +127,9 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def evaluate(model: nn.Module, images: Tensor, mine: Tensor, many: bool) -> Tensor:
-    """What the model takes every held-out image for, in order, on every rank."""
+    """The predictions for all held-out images, in order, on every rank."""
     with torch.no_grad():
-        answers = model(images[mine]).argmax(1)  # one forward on each rank: shards are gathered
+        answers = model(images[mine]).argmax(1)  # one pass per rank: it gathers shards
     return gather_samples(answers, mine) if many else answers
 
 
@@ -143,7 +143,7 @@ def main() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # for the reason given in digits_ddp.py, leave_process_group
+        gc.collect()  # see leave_process_group in digits_ddp.py
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """A job that fails on purpose, to show what the launcher reports.
 
-All ranks take steps that end in an all-reduce. At ``--step`` one of them fails in the way
-chosen with ``--how``; the others then fail too, because their peer has closed its
-connections. A good report names the first as the cause and the others as its victims::
+Every step ends in an all-reduce. At ``--step``, one rank fails in the way given by ``--how``. The
+other ranks then fail as well, because their peer has closed its connections. A good report names
+the first rank as the cause and the others as its victims::
 
     rally run --nproc-per-node 4 examples/failing_job.py
     rally run --nproc-per-node 4 examples/failing_job.py --how segfault --rank 2
 
-Nothing in here records errors (no decorator, no try): what the report says, it found out.
+Nothing here records errors (no decorator, no try): the launcher finds them out by itself.
 """
 
 import argparse
@@ -50,12 +50,12 @@ def read_null_pointer() -> None:
 
 
 def kill_myself() -> None:
-    # What the kernel's out-of-memory killer does: no traceback, no handler, no last words.
+    # Like the kernel's out-of-memory killer: no traceback, no handler, no message.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def allocate_too_much() -> None:
-    # A petabyte: more than an address space holds, so this fails at once and fills nothing.
+    # A petabyte exceeds the address space, so this fails at once and uses no memory.
     torch.empty(2**50, dtype=torch.uint8)
 
 
@@ -68,7 +68,7 @@ def import_missing_module() -> None:
 
 
 def hang_then_raise() -> None:
-    # Meanwhile the others wait inside the all-reduce: a hang looks like this from outside.
+    # Meanwhile the other ranks wait in the all-reduce: this is what a hang looks like.
     time.sleep(5)
     raise TimeoutError("no answer from the data server storage-3:9000 within 5 s")
 
@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--how", choices=FAILURES, default="raise", help="the kind of failure")
     parser.add_argument(
-        "--rank", type=int, default=1, help="the rank that fails; the last one, if there are fewer"
+        "--rank", type=int, default=1, help="the rank that fails; the last rank if there are fewer"
     )
     parser.add_argument("--step", type=int, default=3, help="the step at which it fails, from 0")
     arguments = parser.parse_args()

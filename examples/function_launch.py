@@ -1,12 +1,12 @@
-"""Run a function on four processes and use what it returns, from an ordinary script.
+"""Run a function on four processes and use its results, from an ordinary script.
 
-No script for the workers, no environment variables, no store address: the function and
-whatever it refers to travel to the workers, which join a process group before they call it::
+You need no script for the workers, no environment variables and no store address. The function and everything it refers to
+are sent to the workers, which join a process group before they call it::
 
     python examples/function_launch.py
 
-Here each of four workers looks at a quarter of the digits images of scikit-learn, and
-together they compute the mean and the variance of the ink on an image.
+Here each of four workers reads a quarter of the digit images of scikit-learn. Together they compute the mean and the
+variance of the ink per image.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def parse_arguments() -> argparse.Namespace:
         description="Compute a mean and a variance on several processes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--world-size", type=int, default=4, help="how many worker processes")
+    parser.add_argument("--world-size", type=int, default=4, help="number of worker processes")
     return parser.parse_args()
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parse_arguments()
     ink = torch.from_numpy(load_digits().data).sum(dim=1)  # [1797], float64
 
-    # A function inside a function, which uses a variable around it: plain pickle refuses both.
+    # A nested function that uses a variable of its enclosing scope: pickle alone rejects both.
     def mean_and_variance(unbiased: bool) -> tuple[int, float, float]:
         share = ink[dist.get_rank() :: dist.get_world_size()]
 
@@ -42,11 +42,11 @@ def main() -> None:
             return result.item()
 
         mean = total(share) / len(ink)
-        # A second pass over the deviations: the difference of two large sums would lose digits.
+        # A second pass over the deviations, because the difference of two large sums loses digits.
         variance = total((share - mean) ** 2) / (len(ink) - unbiased)
         return len(share), mean, variance
 
-    # The tensors are on the CPU, so Gloo reduces them, also where there are GPUs.
+    # The tensors are on the CPU, so use Gloo even if there are GPUs.
     config = MultiprocessConfig(world_size=arguments.world_size, backend="gloo")
     results = launch_subprocesses(mean_and_variance, config, unbiased=True)
 
@@ -55,6 +55,6 @@ def main() -> None:
     print(f"one process: {len(ink)} images, mean {ink.mean():.6f}, variance {ink.var():.6f}")
 
 
-# The workers do not import this file again, so the guard is a habit here and not a need.
+# Workers do not import this file again, so this guard is not required.
 if __name__ == "__main__":
     main()

@@ -1,14 +1,14 @@
-"""Train on handwritten digits with a parameter server: workers send gradients, and get parameters back.
+"""Train on handwritten digits with a parameter server: workers send gradients and receive parameters.
 
 Rank 0 is the server, all others are workers::
 
     rally run --nproc-per-node 5 examples/parameter_server.py
     python examples/parameter_server.py
 
-The server keeps the model. Workers hold a reference to it, and call its `update` in each step; the calls of one step
-wait for each other on the server without holding a thread there, become one step of Adam, and are answered together.
-The second line is one process that takes, in each step, what all workers would have taken. The losses are the same:
-DIR/losses.json has them, in double precision, so that they can be compared digit by digit.
+The server keeps the model. Workers hold a reference to it and call its `update` in each step. The calls of one step wait for each
+other on the server without holding a thread, become one step of Adam, and are answered together. The second command is one process
+that processes, in each step, the images of all workers. The losses are the same: DIR/losses.json has them in double precision, so
+that you can compare them digit by digit.
 """
 
 import argparse
@@ -42,23 +42,23 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=12, help="passes over the training images")
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images per step, all workers together"
+        "--batch-size", type=int, default=64, help="images per step, over all workers"
     )
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="Adam's step size")
     parser.add_argument(
-        "--seed", type=int, default=0, help="for the initial weights and the shuffling"
+        "--seed", type=int, default=0, help="seed for the initial weights and the shuffling"
     )
     return parser.parse_args()
 
 
 class Digits:
-    """The images, which every process loads for itself: only gradients and parameters travel."""
+    """The images. Every process loads them itself: only gradients and parameters are sent."""
 
     def __init__(self) -> None:
         bunch = load_digits()
         images = torch.from_numpy(bunch.images).unsqueeze(1) / 16  # [N, 1, 8, 8]
         labels = torch.from_numpy(bunch.target)
-        # The split does not follow --seed: runs with different seeds are judged on the same images.
+        # The split ignores --seed: runs with different seeds are evaluated on the same images.
         train, test = train_test_split(
             range(len(labels)), test_size=0.2, stratify=labels, random_state=0
         )
@@ -96,16 +96,16 @@ class ParameterServer:
         self.epoch_loss = 0.0
         self.losses: list[float] = []
         self.progress = ProgressReport(arguments.epochs, self.steps_per_epoch)
-        # Calls come on several threads. Under the lock: the parts of the step that is being put together.
+        # Calls arrive on several threads. The lock guards the parts of the current step.
         self.lock = threading.Lock()
         self.gradients: list[Tensor] = []
         self.answer: Future[Tensor] = Future()
 
     @rpc.async_execution
     def update(self, gradient: Tensor, loss: float) -> Future[Tensor]:
-        """Take a worker's part of a step; all workers of the step are answered with the new parameters at once.
+        """Add a worker's part of a step. All workers of the step get the new parameters together.
 
-        The thread that runs this is free as soon as it returns: what waits is the future.
+        The thread is free as soon as this returns; only the future waits.
         """
         with self.lock:
             answer = self.answer
@@ -114,12 +114,12 @@ class ParameterServer:
             if len(self.gradients) < self.num_workers:
                 return answer
             gradients, self.gradients, self.answer = self.gradients, [], Future()
-        # Nobody calls before this step is answered: the lock is not needed any more.
+        # No worker calls again before this step is answered, so the lock is no longer needed.
         answer.set_result(self.apply(torch.stack(gradients).sum(0)))
         return answer
 
     def apply(self, gradient: Tensor) -> Tensor:
-        """One step of the optimizer; returns the parameters after it."""
+        """Take one optimizer step; return the new parameters."""
         parameters = list(self.model.parameters())
         parts = gradient.split([each.numel() for each in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
@@ -149,7 +149,7 @@ class ParameterServer:
 
 
 class ProgressReport:
-    """A bar where a person watches, a line now and then in a log."""
+    """A progress bar on a terminal, occasional lines in a log."""
 
     def __init__(self, epochs: int, steps_per_epoch: int) -> None:
         self.epochs = epochs
@@ -181,7 +181,7 @@ class ProgressReport:
 def work(
     server: rpc.RRef[ParameterServer], arguments: argparse.Namespace, worker: int, num_workers: int
 ) -> None:
-    """Train until the end, on every num_workers-th image of each batch. Runs on a worker."""
+    """Train to the end on every num_workers-th image of each batch. Runs on a worker."""
     data = Digits()
     model = build_model(arguments.seed)
     for epoch in range(arguments.epochs):
@@ -189,7 +189,7 @@ def work(
             share = batch[worker::num_workers]
             loss = cross_entropy(model(data.images[share]), data.labels[share], reduction="sum")
             model.zero_grad()
-            # The workers' parts of the batch's mean: they add up, however unevenly it is divided.
+            # Each worker has its part of the mean over the batch; the parts add up, even if they are uneven.
             (loss / len(batch)).backward()
             gradient = parameters_to_vector(each.grad for each in model.parameters())
             vector_to_parameters(
@@ -198,16 +198,16 @@ def work(
 
 
 def serve(arguments: argparse.Namespace, workers: list[str]) -> None:
-    """Have the workers train. Runs on the server, in its main thread; calls are served on others."""
+    """Make the workers train. Runs on the main thread of the server; other threads serve calls."""
     server = ParameterServer(arguments, len(workers))
     reference = rpc.RRef(server)
     finished: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
     for number, name in enumerate(workers):
         what = (reference, arguments, number, len(workers))
-        # No limit of time, for a whole training.
+        # No timeout, because this lasts for the whole training.
         rpc.rpc_async(name, work, what, timeout=0).add_done_callback(finished.put)
     for _ in workers:
-        finished.get().value()  # what a worker has raised is raised here, at once
+        finished.get().value()  # raises the error of a worker at once
     server.report(arguments.output)
 
 
@@ -216,14 +216,14 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     names = ["server", *(f"worker-{number}" for number in range(1, world_size))]
-    # Without a launcher there is one process: it meets nobody, wherever that is, and calls itself.
+    # Without a launcher there is one process, which calls itself; the address does not matter.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     rpc.init_rpc(names[rank], rank=rank, world_size=world_size)
     if rank == 0:
         serve(arguments, names[1:] or names)
-    # Waits for all: until then the workers do what the server asks. Not in a `finally`: after a failure there
-    # would be nobody to wait for.
+    # Waits for all processes; until then the workers serve calls. Not in a `finally`: after a failure the others
+    # may be gone.
     rpc.shutdown()
 
 
