@@ -1,8 +1,8 @@
 """Rallypoint: start, watch, restart and explain distributed PyTorch jobs.
 
-Importing this package costs nothing and starts nothing; torch is not imported.
-The parts: :mod:`rallypoint.launch` (``rally run`` and function launches), :mod:`rallypoint.rendezvous`, and over torch
-:mod:`rallypoint.parallel` and :mod:`rallypoint.join`.
+Importing this package is cheap, has no side effects, and does not import torch.
+Its parts: :mod:`rallypoint.launch` (``rally run`` and function launches) and :mod:`rallypoint.rendezvous`; and on top of
+torch :mod:`rallypoint.rpc`, :mod:`rallypoint.parallel`, :mod:`rallypoint.join` and :mod:`rallypoint.compat`.
 """
 
 from rallypoint.errors import (

@@ -1,31 +1,31 @@
 """Every error Rallypoint raises on purpose.
 
     RallyError
-    ├── ConfigError (also ValueError)      what you asked for cannot be: names field, value, what is allowed
+    ├── ConfigError (also ValueError)      a setting cannot work: names field, value and what is allowed
     ├── DeadlineExceeded (also TimeoutError)
-    ├── RendezvousError (also RuntimeError)  the nodes did not agree on a round
-    │   ├── RendezvousTimeout (TimeoutError)  some nodes never came; says which did
-    │   ├── RendezvousConnectionError (also ConnectionError)  the store cannot be reached or served
-    │   ├── RendezvousClosedError          it was closed: there is no further round
-    │   ├── RendezvousStateError           what the store holds cannot be understood
-    │   └── RendezvousGracefulExitError    this node is not wanted any more and may leave
-    ├── LaunchError (also RuntimeError)    the job's processes could not be run
+    ├── RendezvousError (also RuntimeError)  the nodes could not agree on a round
+    │   ├── RendezvousTimeout (TimeoutError)  some nodes did not arrive in time; lists those that did
+    │   ├── RendezvousConnectionError (also ConnectionError)  the store cannot be reached or started
+    │   ├── RendezvousClosedError          the rendezvous is closed; no further round will form
+    │   ├── RendezvousStateError           the store holds corrupt state, or another version's
+    │   └── RendezvousGracefulExitError    the job no longer needs this node; it may leave
+    ├── LaunchError (also RuntimeError)    the job's processes could not be started or watched
     │   └── WorkersFailed                  workers ran and failed; carries the report
-    ├── JoinError (also RuntimeError)      ranks with uneven inputs do not go together
-    │   └── InputsExhausted                a rank has no inputs left, and all were told to stop then
-    ├── RpcError (also RuntimeError)       a call to another process did not do what was asked
-    │   ├── RemoteError                    the function raised something that cannot be rebuilt here; carries its text
-    │   ├── RpcTimeout (DeadlineExceeded)  no answer in time
-    │   ├── PeerLost (also ConnectionError)  the other process is gone, or cannot be reached
-    │   ├── Expelled                       this process was taken for lost; it can join again
-    │   ├── CallCancelled                  the caller has given the call up
-    │   ├── MessageTooLarge                more in one message than the other end takes; it was not sent
-    │   └── ProtocolError                  what came over the line is none of our messages
-    │       ├── AuthenticationError        the other end has not proved that it knows the job's secret
-    │       └── FrameChanged               what came is not what the other end has sent
-    └── InternalError (also RuntimeError)  our bug, please report it
+    ├── JoinError (also RuntimeError)      the ranks' training loops do not match
+    │   └── InputsExhausted                a rank ran out of inputs, and the block was told to end then
+    ├── RpcError (also RuntimeError)       a remote call failed
+    │   ├── RemoteError                    the remote function raised an exception that cannot be rebuilt here
+    │   ├── RpcTimeout (DeadlineExceeded)  no reply in time
+    │   ├── PeerLost (also ConnectionError)  the other process is gone or unreachable
+    │   ├── Expelled                       the group removed this process as lost; it may rejoin
+    │   ├── CallCancelled                  the caller cancelled the call
+    │   ├── MessageTooLarge                a message over the receiver's limits; it was not sent
+    │   └── ProtocolError                  received data that is not a valid message
+    │       ├── AuthenticationError        the peer did not prove that it knows the job's secret
+    │       └── FrameChanged               a message was altered in transit
+    └── InternalError (also RuntimeError)  a bug in Rallypoint; please report it
 
-Errors hold facts as attributes and write the sentence in ``__str__``; all of them pickle.
+Errors hold facts as attributes and build the message in ``__str__``. All of them pickle.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 
 class RallyError(Exception):
-    """The root of the tree: catch this to catch everything Rallypoint raises on purpose."""
+    """Base class of every error that Rallypoint raises on purpose."""
 
 
 class ConfigError(RallyError, ValueError):
     """A setting that cannot work.
 
     Args:
-        field: the flag, variable or field as the user spelled it (``--nproc-per-node``).
-        value: what it was set to.
+        field: the flag, variable or argument, spelled as the user spells it (``--nproc-per-node``).
+        value: its value. None: the message shows no value.
         problem: what is wrong, and what was expected.
-        hint: the next step, if there is a better one than reading ``problem``.
+        hint: the next step, if ``problem`` does not make it obvious.
     """
 
     def __init__(self, field: str, value: object, problem: str, hint: str = "") -> None:
@@ -65,23 +65,23 @@ class ConfigError(RallyError, ValueError):
 
 
 class DeadlineExceeded(RallyError, TimeoutError):
-    """Something did not happen in time; the text says what was being waited for."""
+    """A wait ran into its deadline; the message says what it waited for."""
 
 
 class RendezvousError(RallyError, RuntimeError):
-    """The nodes of the job could not agree on a round."""
+    """The job's nodes could not agree on a round: which of them take part, with which ranks."""
 
 
 class RendezvousTimeout(RendezvousError, TimeoutError):
-    """Not every node came in time.
+    """Too few nodes arrived in time.
 
     Args:
-        waited: seconds.
+        waited: how long this node waited, in seconds.
         wanted: number of nodes the round needs.
-        arrived: the nodes that did come, as ``"node 0 (hostA)"``.
-        missing: the node ranks that did not, where ranks are fixed beforehand; else empty.
-        at_most: number of nodes the round takes, if that is more than it needs.
-        reason: why they were not enough, where counting them does not tell.
+        arrived: the nodes that arrived, each as ``"node 0 (hostA)"``.
+        missing: node ranks that did not arrive. Empty unless ranks are fixed in advance.
+        at_most: the most nodes the round accepts, if more than it needs.
+        reason: why the arrived nodes were not enough, if their number does not explain it.
     """
 
     def __init__(
@@ -118,19 +118,19 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 
 
 class RendezvousConnectionError(RendezvousError, ConnectionError):
-    """The rendezvous endpoint could not be reached, or not be served."""
+    """The rendezvous endpoint could not be reached, or this node could not start its store there."""
 
 
 class RendezvousClosedError(RendezvousError):
-    """The rendezvous was closed: no further round will be formed."""
+    """The rendezvous is closed; no further round will form."""
 
 
 class RendezvousStateError(RendezvousError):
-    """The state the nodes share cannot be understood: it is corrupt, or another version's."""
+    """The shared state is corrupt, or another version wrote it."""
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """This node is not wanted any more; it may leave, and that is no failure."""
+    """The job no longer needs this node. It may leave; this is not a failure."""
 
 
 class LaunchError(RallyError, RuntimeError):
@@ -138,10 +138,10 @@ class LaunchError(RallyError, RuntimeError):
 
 
 class WorkersFailed(LaunchError):
-    """At least one worker failed; ``str()`` is the report a person reads.
+    """At least one worker failed; ``str()`` gives the failure report.
 
     Args:
-        report: every failed worker, the root cause first.
+        report: all failed workers, the root cause first.
     """
 
     def __init__(self, report: FailureReport) -> None:
@@ -153,15 +153,15 @@ class WorkersFailed(LaunchError):
 
 
 class JoinError(RallyError, RuntimeError):
-    """Ranks with uneven inputs do not go together: one does what the others cannot match."""
+    """The ranks' training loops do not match: one rank does something the others cannot."""
 
 
 class InputsExhausted(JoinError):
-    """A rank has no inputs left, and the block was told to end then (``throw_on_early_termination``).
+    """A rank ran out of inputs, and ``throw_on_early_termination`` is set.
 
     Args:
-        message: says which, or that it was another.
-        ranks: those that have none left, where that is known.
+        message: the text, starting with the sentence that torch's Join raises.
+        ranks: the ranks that ran out. Empty if unknown.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -174,17 +174,17 @@ class InputsExhausted(JoinError):
 
 
 class RpcError(RallyError, RuntimeError):
-    """A call to another process did not do what was asked."""
+    """A remote call failed."""
 
 
 class RemoteError(RpcError):
-    """The function over there raised something that cannot be rebuilt faithfully here.
+    """The remote function raised an exception that cannot be rebuilt faithfully in this process.
 
     Args:
         type_name: the exception's class, as ``module.Class``.
-        message: its text.
-        traceback: the other process's traceback, as Python prints it.
-        worker: who raised it.
+        message: the exception's text.
+        traceback: the remote traceback, as Python prints it.
+        worker: the name of the worker that raised it.
     """
 
     def __init__(self, type_name: str, message: str, traceback: str = "", worker: str = "") -> None:
@@ -197,16 +197,16 @@ class RemoteError(RpcError):
     def __str__(self) -> str:
         where = f" on {self.worker}" if self.worker else ""
         traced = f"\n\n{self.traceback}" if self.traceback else ""
-        # torch's words come first: code and tests look for them.
+        # Starts with torch's words, which programs and tests search for.
         return f"Original exception on remote side was{where}: {self.type_name}: {self.message}{traced}"
 
 
 class RpcTimeout(DeadlineExceeded, RpcError):
-    """No answer came in time. What was called may still run over there.
+    """No reply came in time. The remote function may still be running.
 
     Args:
-        seconds: how long the call was given.
-        what: the call, and whom it was sent to.
+        seconds: the call's time limit.
+        what: the function, and the worker it was called on.
     """
 
     def __init__(self, seconds: float, what: str = "") -> None:
@@ -216,16 +216,16 @@ class RpcTimeout(DeadlineExceeded, RpcError):
 
     def __str__(self) -> str:
         what = f": {self.what}" if self.what else ""
-        # torch's words: code and tests look for them.
+        # torch's words, which programs and tests search for.
         return f"RPC ran for more than set timeout ({self.seconds * 1000:.0f} ms){what}"
 
 
 class PeerLost(RpcError, ConnectionError):
-    """The other process is gone, or cannot be reached; what it was asked may or may not have happened.
+    """The other process is gone or unreachable. It may or may not have executed the call.
 
     Args:
-        worker: who, by name.
-        reason: what was noticed.
+        worker: the lost worker's name.
+        reason: how the loss was detected.
     """
 
     def __init__(self, worker: str, reason: str) -> None:
@@ -238,11 +238,11 @@ class PeerLost(RpcError, ConnectionError):
 
 
 class Expelled(RpcError):
-    """The group has taken this process for lost and gone on without it. It may join again, under its old name.
+    """The group declared this process lost and went on without it. It may rejoin under its old name.
 
     Args:
-        worker: this process, by its name.
-        reason: what another member had noticed.
+        worker: this worker's name.
+        reason: how another member detected the loss.
     """
 
     def __init__(self, worker: str, reason: str) -> None:
@@ -252,22 +252,22 @@ class Expelled(RpcError):
 
     def __str__(self) -> str:
         return (
-            f"the group has taken this worker, {self.worker!r}, for lost ({self.reason}): call init_rpc to join again;"
-            " references made before are void"
+            f"the group removed this worker, {self.worker!r}, as lost ({self.reason}); call init_rpc to rejoin."
+            " References made before are void"
         )
 
 
 class CallCancelled(RpcError):
-    """The caller gave the call up with ``cancel()``, or its connection ended."""
+    """The caller cancelled the call, or its connection closed."""
 
 
 class MessageTooLarge(RpcError):
-    """More in one message than the other end takes. It was not sent.
+    """A message exceeds one of the receiver's limits. It was not sent.
 
     Args:
-        what: of what there is too much.
-        number: how much.
-        limit: how much is taken.
+        what: the quantity that is limited, such as ``"bytes"``.
+        number: how much of it the message has.
+        limit: how much the receiver accepts.
         hint: the next step.
     """
 
@@ -279,22 +279,20 @@ class MessageTooLarge(RpcError):
         self.hint = hint
 
     def __str__(self) -> str:
-        return (
-            f"a message with {self.number} {self.what}: at most {self.limit} are taken; {self.hint}"
-        )
+        return f"a message with {self.number} {self.what} exceeds the limit of {self.limit}; {self.hint}"
 
 
 class ProtocolError(RpcError):
-    """What came over a connection is none of our messages: another version, another program, or damage."""
+    """Received data that is not a valid message: from another version, another program, or corrupted."""
 
 
 class AuthenticationError(ProtocolError):
-    """The other end of a connection has not proved that it knows the job's secret."""
+    """The peer did not prove that it knows the job's secret."""
 
 
 class FrameChanged(ProtocolError):
-    """What came over a connection is not what the other end has sent: somebody, or something, has changed it on the way."""
+    """A message was altered in transit: what arrived is not what the peer sent."""
 
 
 class InternalError(RallyError, RuntimeError):
-    """A state we believed impossible. Please report it, with the text."""
+    """A bug in Rallypoint. Please report it, with this message."""

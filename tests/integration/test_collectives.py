@@ -414,7 +414,7 @@ def test_mistakes_are_an_error_on_every_rank_that_names_the_ranks(ranks):
     assert f"float32 on {others}; float64 on rank 1" in mine[1]
     assert "rank 1: dimension 0 of x is" in mine[3]
     assert f"rank {size - 1} sends 2 rows to rank 1, which expects 3" in mine[12]
-    assert f"rank 1: send_splits [{', '.join(['3'] * size)}] make {3 * size} rows" in mine[15]
+    assert f"rank 1: send_splits [{', '.join(['3'] * size)}] add up to {3 * size} rows" in mine[15]
 
 
 # -- other groups, other devices ---------------------------------------------------------------------------

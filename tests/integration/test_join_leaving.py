@@ -160,7 +160,7 @@ def test_leaving_on_one_rank_alone_is_an_error_that_names_it(
     for texts in three.run(case):
         assert texts[0].startswith("JoinError rank 1 left its loop after 3 steps; rank")
         total = 10 if mode == "replay" else 9  # there all ranks run to the end of the longest
-        assert f"went on to step {total}: leave the loop in the same step" in texts[0]
+        assert f"went on to step {total}; break out of the loop in the same step" in texts[0]
         assert texts[1].startswith(
             "JoinError rank 0 left its loop after 2 steps; ranks 1, 2 went on to step 4"
         )
@@ -214,7 +214,7 @@ def test_leaving_where_hooks_cannot_match_what_the_others_do() -> None:
         (done, text), other = ranks.run(case, {0: 3})
         assert done == 3
         assert text.startswith(
-            "JoinError rank 0 left its loop early, and rank 1 did not within 5 s"
+            "JoinError rank 0 left its loop early, and rank 1 did not leave within 5 s"
         )
         assert other[1].startswith("RuntimeError")
 

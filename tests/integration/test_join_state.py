@@ -312,4 +312,4 @@ def test_a_state_that_cannot_be_told_is_an_error_on_every_rank(three: Ranks) -> 
         return str(caught.value)
 
     for text in three.run(case):
-        assert text.startswith("rank 0 cannot tell the others the state of Odd"), text
+        assert text.startswith("rank 0 cannot send the state of Odd"), text

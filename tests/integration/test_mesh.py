@@ -127,7 +127,7 @@ def rebuild() -> None:
         )
         assert not old.stands
         assert parallel.current_mesh() is None
-        with pytest.raises(ConfigError, match="the default group is not the one it was made over"):
+        with pytest.raises(ConfigError, match="its default group was replaced or destroyed"):
             old.group("tp")
         old.destroy()
         mesh = parallel.init_parallelism(2, pp_backend="gloo")

@@ -75,7 +75,7 @@ def connections() -> list[Any]:
     return list(agent.connections.outgoing.values())
 
 
-WORDS = rf"a message with {TOO_MANY} tensors .*at most {TOO_MANY - 1} are taken; stack"
+WORDS = rf"a message with {TOO_MANY} tensors .*exceeds the limit of {TOO_MANY - 1}; stack"
 
 
 def test_too_many_tensors_in_a_call_are_refused_at_once(two):
@@ -129,8 +129,8 @@ def test_too_many_tensors_in_an_item_end_the_stream_and_nothing_else(two):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (many, r"with \d+ bytes beside its tensors: at most 1048576 are taken; send it in parts"),
-        (tensor, r"with \d+ bytes in tensors: at most 1048576 are taken; split the call"),
+        (many, r"with \d+ bytes beside its tensors exceeds the limit of 1048576; send it in parts"),
+        (tensor, r"with \d+ bytes in tensors exceeds the limit of 1048576; split the call"),
     ],
     ids=["payload", "tensors"],
 )

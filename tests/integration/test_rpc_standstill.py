@@ -148,7 +148,7 @@ def test_one_that_was_expelled_and_lives_is_told_and_comes_back():
             return rpc.rpc_sync("w0", total, (give(3),))
 
         assert workers.on(0, expel) == ["w0"]
-        assert "taken this worker, 'w1', for lost (it was cut off): call init_rpc" in eventually(
+        assert "removed this worker, 'w1', as lost (it was cut off); call init_rpc" in eventually(
             lambda: workers.on(1, is_told), 20
         )
         assert workers.on(1, come_back) == 3

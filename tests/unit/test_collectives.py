@@ -81,19 +81,22 @@ def test_no_graph_breaks_without_a_group(monkeypatch, tmp_path):
         (lambda x: all_to_all(x, send_splits=[2]), "expected send_splits and recv_splits"),
         (
             lambda x: all_to_all(x, send_splits=[2], recv_splits=[2]),
-            "all_to_all: send_splits [2] make 2 rows, and x has 3",
+            "all_to_all: send_splits [2] add up to 2 rows, but x has 3",
         ),
         (lambda x: all_to_all(x, send_splits=[1, 2], recv_splits=[3]), "has 2 entries"),
         (lambda x: all_to_all_dynamic(x, torch.tensor([1, 2])), "has 2 entries"),
         (lambda x: all_to_all_dynamic(x, torch.tensor([3.0])), "send_splits: expected whole"),
-        (lambda x: all_to_all_dynamic(x, [4]), "make 4 rows, and x has 3"),
+        (lambda x: all_to_all_dynamic(x, [4]), "add up to 4 rows, but x has 3"),
         (lambda x: all_to_all(x.sum()), "x of shape [] has no dimension 0"),
         (lambda x: all_gather(x, dim=2), "all_gather: x of shape [3, 4] has no dimension 2"),
         (lambda x: scatter_to(x, dim=-3), "scatter_to: x of shape [3, 4] has no dimension -3"),
         (lambda x: broadcast(x, 1), "broadcast: src 1: expected 0 to 0"),
         (lambda x: all_reduce(x, op="max"), "op 'max': expected sum or mean"),
-        (lambda x: all_reduce(x.long(), op="mean"), "x is torch.int64, of which there is no mean"),
-        (lambda x: reduce_scatter(x.long(), op="mean"), "there is no mean (use op='sum')"),
+        (
+            lambda x: all_reduce(x.long(), op="mean"),
+            "expected a floating-point or complex x, not torch.int64",
+        ),
+        (lambda x: reduce_scatter(x.long(), op="mean"), "not torch.int64 (use op='sum')"),
     ],
 )
 def test_what_cannot_be_is_refused(call, text):
@@ -158,7 +161,7 @@ def test_there_is_one_current_mesh():
     mesh = parallel.init_parallelism()
     assert parallel.current_mesh() is mesh
     assert parallel.set_current_mesh(mesh) is mesh
-    with pytest.raises(ConfigError, match="there is one already"):
+    with pytest.raises(ConfigError, match="this process has a mesh already"):
         parallel.init_parallelism()
     parallel.destroy_parallelism()
     assert parallel.current_mesh() is None

@@ -46,7 +46,7 @@ def twice() -> None:
     Join([model, model])
 
 
-LOADER = "expected a DataLoader, a list of batches, or anything else to iterate over"
+LOADER = "expected a DataLoader, a list of batches, or another iterable"
 JOIN: list[tuple[Callable[[], Any], str]] = [
     (lambda: batches(None), f"loader 'NoneType': {LOADER}"),
     (lambda: batches(3), f"loader 'int': {LOADER}"),
@@ -65,11 +65,11 @@ JOIN: list[tuple[Callable[[], Any], str]] = [
     (lambda: join(samples=3), "samples 3: expected a function"),
     (
         lambda: batches([X], weighting="samples", samples=lambda _: None),
-        "samples 'None': expected a function that gives a whole number",
+        "samples 'None': expected a function that returns a whole number",
     ),
     (
         lambda: batches([X], weighting="samples", samples=lambda _: 2.5),
-        "samples 2.5: expected a function that gives a whole number",
+        "samples 2.5: expected a function that returns a whole number",
     ),
     (lambda: join("no"), "enable 'str': expected True or False"),
     (
@@ -77,7 +77,7 @@ JOIN: list[tuple[Callable[[], Any], str]] = [
         "enable 'SGD': expected True or False (as in Join([model, optimizer]))",
     ),
     (lambda: join(replay="no"), "replay 'no': expected True or False"),
-    (twice, "joinables 'DistributedDataParallel': it is in the list twice"),
+    (twice, "joinables 'DistributedDataParallel': the list has it twice"),
     (lambda: join(process_group="gloo"), "process_group 'str': expected a process group"),
     (lambda: ShardSampler(None), "data_source 'NoneType': expected a data set with a length"),  # type: ignore[arg-type]
     (lambda: ShardSampler(X, rank="0"), "rank '0': expected a whole number"),  # type: ignore[arg-type]

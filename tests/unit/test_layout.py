@@ -90,13 +90,13 @@ def test_neighbours_are_tensor_parallel() -> None:
         (
             {"tp": 5},
             12,
-            "world_size 12: expected a multiple of tp=5 (what would go: tp of 1, 2, 3, 4, 6 or 12)",
+            "world_size 12: expected a multiple of tp=5 (would fit: tp of 1, 2, 3, 4, 6 or 12)",
         ),
-        ({"dp": 3, "tp": 2}, 8, "expected dp=3 x tp=2 = 6 (what would go: dp of 4)"),
+        ({"dp": 3, "tp": 2}, 8, "expected dp=3 x tp=2 = 6 (would fit: dp of 4)"),
         (
             {"dp": 2},
             8,
-            "expected dp=2 (what would go: pp of 4; or dp of 8; or cp of 4; or tp of 4)",
+            "expected dp=2 (would fit: pp of 4; or dp of 8; or cp of 4; or tp of 4)",
         ),
         ({"pp": 2, "tp": 4}, 12, "tp of 1, 2, 3 or 6)"),
         ({"pp": 2}, 0, "world_size 0: expected a multiple of pp=2"),

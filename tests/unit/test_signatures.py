@@ -87,16 +87,16 @@ def test_a_split_that_differs_names_both_ranks(calls: list[Signature], data: st.
     [
         (
             {"operation": "all_gather"},
-            "the collective is not the same everywhere: all_reduce on ranks 4, 6; all_gather on rank 5",
+            "the collective differs between ranks: all_reduce on ranks 4, 6; all_gather on rank 5",
         ),
-        ({"dtype": "float64"}, "x's dtype is not the same everywhere: float32 on ranks 4, 6;"),
-        ({"device": "cuda"}, "x's device is not the same everywhere: cpu on ranks 4, 6; cuda on"),
-        ({"shape": (2, 4)}, "x's shape is not the same everywhere: (2, 3) on ranks 4, 6; (2, 4)"),
+        ({"dtype": "float64"}, "x's dtype differs between ranks: float32 on ranks 4, 6;"),
+        ({"device": "cuda"}, "x's device differs between ranks: cpu on ranks 4, 6; cuda on"),
+        ({"shape": (2, 4)}, "x's shape differs between ranks: (2, 3) on ranks 4, 6; (2, 4)"),
         ({"shape": (2, 3, 1)}, "(2, 3, 1) on rank 5"),
-        ({"settings": "mean"}, "the operation is not the same everywhere: sum on ranks 4, 6; mean"),
-        ({"dim": 1}, "dim is not the same everywhere: None on ranks 4, 6; 1 on rank 5"),
-        ({"src": 1}, "src is not the same everywhere: 0 on ranks 4, 6; 1 on rank 5"),
-        ({"needs_grad": True}, "whether x needs a gradient is not the same everywhere: no on rank"),
+        ({"settings": "mean"}, "the operation differs between ranks: sum on ranks 4, 6; mean"),
+        ({"dim": 1}, "dim differs between ranks: None on ranks 4, 6; 1 on rank 5"),
+        ({"src": 1}, "src differs between ranks: 0 on ranks 4, 6; 1 on rank 5"),
+        ({"needs_grad": True}, "whether x needs a gradient differs between ranks: no on rank"),
     ],
 )
 def test_what_differs_is_named_with_the_ranks(change: dict[str, object], text: str) -> None:
@@ -122,11 +122,11 @@ def test_what_differs_is_named_with_the_ranks(change: dict[str, object], text: s
         ),
         (
             {"send_splits": (5, -1), "recv_splits": (2, 2)},
-            "send_splits [5, -1]: expected 0 or more each",
+            "send_splits [5, -1]: expected numbers of 0 or more",
         ),
         (
             {"send_splits": (2, 1), "recv_splits": (2, 2)},
-            "send_splits [2, 1] make 3 rows, and x has 4",
+            "send_splits [2, 1] add up to 3 rows, but x has 4",
         ),
         ({"send_splits": (2, 2), "recv_splits": (1, 1, 1)}, "recv_splits has 3 entries"),
         ({"send_splits": (2, 2)}, "expected send_splits and recv_splits, or neither"),

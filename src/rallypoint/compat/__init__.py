@@ -1,7 +1,8 @@
-"""Have code that imports ``torch.distributed.rpc`` run on Rallypoint, unmodified.
+"""Run code that imports ``torch.distributed.rpc`` on Rallypoint, unmodified::
 
 import rallypoint.compat
-rallypoint.compat.install()      # before anything imports torch.distributed.rpc's functions
+
+rallypoint.compat.install()  # before any import of functions from torch.distributed.rpc
 ...
 rallypoint.compat.uninstall()
 """

@@ -1,7 +1,7 @@
-"""torch's distributed autograd while Rallypoint stands in: refused at once, and put back afterwards.
+"""Makes torch's distributed autograd raise while Rallypoint stands in for torch's RPC, and restores it afterwards.
 
-Its contexts hear of calls by torch's own agent only. Over ours they would stay empty, and gradients would be wrong
-without a word.
+Its contexts record calls of torch's own agent only. With ours they would stay empty, and gradients would silently be
+wrong.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rallypoint.rpc.references.rref_backward import no_distributed_autograd
 from . import torch_private
 
 
-# Imported with the rest of torch.distributed.optim, by those who use one of its optimizers.
+# Imported with the rest of torch.distributed.optim, by programs that use one of its optimizers.
 _OPTIMIZER = "torch.distributed.optim.optimizer"
 _FUNCTIONS = ("backward", "get_gradients", torch_private.NEW_CONTEXT)
 _MISSING = object()
 
 
 class Refusal:
-    """In force from :meth:`begin` to :meth:`end`."""
+    """Replaces the entry points of distributed autograd from :meth:`begin` to :meth:`end`."""
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
@@ -37,13 +37,13 @@ class Refusal:
     def begin(self) -> None:
         native = torch_private.native_autograd()
         if native is None:
-            # A torch without it.
+            # This torch was built without it.
             return
         module: Any = torch.distributed.autograd
         for name in _FUNCTIONS:
             shown = "context()" if name == torch_private.NEW_CONTEXT else f"{name}()"
             self._replace((module, native), name, f"torch.distributed.autograd.{shown}")
-        # In the class itself: programs may have imported it before.
+        # In the class itself: programs may have imported it already.
         self._replace((module.context,), "__init__", "torch.distributed.autograd.context()")
         if _OPTIMIZER in sys.modules:
             self._refuse_optimizer(sys.modules[_OPTIMIZER])
@@ -81,7 +81,7 @@ def _remove(finders: list[Any], finder: MetaPathFinder) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls ``act`` with a module as soon as it has been imported."""
+    """Calls ``act`` with a module right after its import."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name = name

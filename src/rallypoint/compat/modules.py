@@ -1,4 +1,4 @@
-"""Modules that stand in for torch's: what they are, and how they are put in place and taken out again."""
+"""The modules that stand in for torch's, and how they are installed and removed."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ _SUBMODULES: dict[str, ModuleType] = {
     "options": options,
     "rref_proxy": rref_proxy,
 }
-# What torch calls the backends whose place ours take.
+# torch's names of the backends that ours replace.
 _BACKENDS = {"TENSORPIPE": "RALLYPOINT", "FAULTY_TENSORPIPE": "RALLYPOINT_FAULTY"}
-# Names of torch's C++ module that programs test objects with, or ask.
+# Names in torch's C++ module that programs use in isinstance() or call.
 _NATIVE_NAMES = ("PyRRef", "WorkerInfo", torch_private.IS_AGENT_SET, "get_rpc_timeout")
-# torch's do not end early when a call has failed: only failures that C++ has set count there.
+# torch's versions miss our failures: they end early only for failures that C++ code has set.
 _FUTURES = {"collect_all": collect.collect_all, "wait_all": collect.wait_all}
 
-# Which DDP asks of its module's outputs, and has imported with torch.
+# DDP looks for RRefs in its module's outputs, and imported the class with torch.
 _ddp: Any = importlib.import_module("torch.nn.parallel.distributed")
 _MISSING = object()
 _lock = threading.Lock()
@@ -81,15 +81,15 @@ _refusal = Refusal()
 
 
 def install() -> None:
-    """Put ``rallypoint.rpc`` in the place of ``torch.distributed.rpc``; a second call does nothing.
+    """Replace ``torch.distributed.rpc`` by ``rallypoint.rpc`` in this process. A second call does nothing.
 
-    Code that has imported functions of torch's before keeps them. Backends of torch's names (``TENSORPIPE``) are
-    Rallypoint's until :func:`uninstall`.
+    Code that imported functions from ``torch.distributed.rpc`` earlier keeps torch's. Until :func:`uninstall`, torch's
+    backend names (``TENSORPIPE``) select Rallypoint's backends. No communication; call it on every worker.
 
     Raises:
-        RpcError: this process is a member of a group right now.
+        RpcError: this process is a member of an RPC group.
     """
-    global _before  # noqa: PLW0603  # what to restore; None: nothing is installed
+    global _before  # noqa: PLW0603  # what to restore; None: not installed
     with _lock:
         if _before is not None:
             return
@@ -119,10 +119,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put torch's own modules back. A second call does nothing.
+    """Restore torch's own modules. A second call does nothing.
 
     Raises:
-        RpcError: this process is a member of a group right now.
+        RpcError: this process is a member of an RPC group.
     """
     global _before
     with _lock:
@@ -153,7 +153,14 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """:func:`install` for the length of a block."""
+    """Use Rallypoint for the length of a block.
+
+    Returns:
+        A context manager: :func:`install` on entry, :func:`uninstall` on exit.
+
+    Raises:
+        RpcError: this process is a member of an RPC group.
+    """
     install()
     try:
         yield
@@ -162,14 +169,18 @@ def installed() -> Iterator[None]:
 
 
 def is_installed() -> bool:
-    """Whether :func:`install` is in effect."""
+    """Whether Rallypoint stands in for ``torch.distributed.rpc``.
+
+    Returns:
+        True from :func:`install` to :func:`uninstall`.
+    """
     return _before is not None
 
 
 def _refuse_in_group(what: str) -> None:
     if member_agent() is not None:
         raise rpc.RpcError(
-            f"cannot {what} while this process is a member of an RPC group: shut it down first"
+            f"cannot {what} while this process is a member of an RPC group; call rpc.shutdown() first"
         )
 
 
@@ -193,7 +204,7 @@ def _module_names() -> list[str]:
 
 
 def _facade() -> ModuleType:
-    """``torch.distributed.rpc`` as torch has it: public names, submodules, and private names at its top."""
+    """A module like ``torch.distributed.rpc``: public names, submodules, and private names at the top level."""
     facade = ModuleType(_NAME, rpc.__doc__)
     facade.__path__ = []  # it has submodules
     for name in rpc.__all__:
@@ -229,13 +240,13 @@ def _profiler() -> ModuleType:
 
 def _no_profiler(*_: Any, **__: Any) -> Any:
     raise rpc.RpcError(
-        "profiling of calls across processes is torch's own, and was bound to its C++ agent; profile each"
-        " process with torch.profiler"
+        "Rallypoint does not support torch's profiling across processes, which depends on torch's C++ agent;"
+        " profile each process with torch.profiler"
     )
 
 
 def _testing(facade: ModuleType) -> ModuleType:
-    """torch's module whose import registers the fault-injecting backend; here it is registered already."""
+    """Stands in for torch's module whose import registers the fault-injecting backend; ours is registered already."""
     module = ModuleType(_TESTING)
     module.__path__ = []
     module.is_available = api.is_available  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Training on uneven inputs: no rank hangs, and every gradient is what it should be."""
+"""Training on uneven inputs: no rank hangs, and every gradient is correct."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A rank's batches, and after its last one the same again until all ranks are through."""
+"""A rank's batches, followed by its last batch again until all ranks have finished."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .schedule import Inputs, Schedule, Weighting
 from .torch_private import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 
-# Batches that are fetched ahead where the loader has no length.
+# How many batches to read ahead if a loader has no length.
 LOOKAHEAD = 8
-# Where a leaf of a described batch is a tensor.
+# The key that marks a tensor in a batch's description.
 TENSOR = "tensor"
 
 
 class Batches:
-    """Agrees with the other ranks on who has what, and says so in ``run``, step by step.
+    """Agrees with the other ranks on everyone's inputs, and keeps ``run`` up to date in each step.
 
     Args:
-        run: where to say it.
-        loader: this rank's.
-        weighting: of the gradients.
-        steps: what the loader will give, if it was told; None: as the loader says.
-        lookahead: batches in a window; None: only where a loader of some rank has no length.
-        count: the samples of a batch.
-        example: stands in for the last batch of a rank that never had one; None: made after another rank's.
-        shadow: called for each step in which this rank has run out; None: its last batch comes again.
+        run: this rank's progress.
+        loader: this rank's batches.
+        weighting: how gradients are combined.
+        steps: the inputs the user announced. None: as the loader's length says.
+        lookahead: batches in a window. None: use windows only if some rank's loader has no length.
+        count: returns the number of samples in a batch.
+        example: a batch for a rank that has none. None: zeros, shaped like another rank's batch.
+        shadow: called in each step after this rank has run out. None: yield the last batch again.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Batches:
         self._width = 0
 
     def agree(self) -> Schedule | None:
-        """The schedule, if all ranks know their lengths (and samples, if these are the weights).
+        """The schedule, if every rank knows its number of steps (and of samples, if they are the weights); else None.
 
         Collective: every rank calls it.
         """
@@ -79,25 +79,25 @@ class Batches:
         return None if every is None else Schedule(every, self._weighting)
 
     def planned(self, schedule: Schedule) -> Iterator[Any]:
-        """All batches of a schedule that is known from the start to the end."""
+        """Yield the batches of a schedule that is known to its end."""
         self._run.ends = True
         batches = iter(self._loader)
         yield from self._window(schedule, batches)
         if next(batches, self) is not self:
             steps = schedule.steps[self._run.rank]
             raise JoinError(
-                f"the loader of rank {self._run.rank} has more than {steps} batches, which is its length:"
-                " give Join lookahead=8 if it cannot know"
+                f"rank {self._run.rank}'s loader yields more than {steps} batches, which is its length; fix its length,"
+                " or pass lookahead=8 to Join"
             )
 
     def by_windows(self) -> Iterator[Any]:
-        """Batches of a loader that may end at any time.   Collective: once per window."""
+        """Yield the batches of a loader that may end at any time.   Collective: once per window."""
         run, batches = self._run, iter(self._loader)
         sizes = exchange.gather([self._lookahead or LOOKAHEAD], 1, run.device, run.group)
         self._width = width = max(size for (size,) in sizes)
         ahead: list[Any] = []
         while True:
-            # One more than is told of: whether there will be another window.
+            # One batch beyond the window tells whether another window follows.
             ahead += islice(batches, width + 1 - len(ahead))
             now, ahead = ahead[:width], ahead[width:]
             schedule = self._agree_on_window(now, more=bool(ahead))
@@ -117,9 +117,9 @@ class Batches:
         return Schedule(inputs, self._weighting)
 
     def rest(self) -> Iterator[None]:
-        """The steps that are left, for a rank that has left the loop: it has no inputs any more.
+        """The remaining steps, for a rank that has left its loop and has no inputs any more.
 
-        Collective: once per window, with the ranks that are in the loop.
+        Collective: once per window, with the ranks that are still in their loops.
         """
         run = self._run
         while True:
@@ -154,21 +154,21 @@ class Batches:
             batch = next(batches)
         except StopIteration:
             raise JoinError(
-                f"the loader of rank {rank} ended after {index} batches; its length is {steps}: give Join"
-                " lookahead=8 if it cannot know"
+                f"rank {rank}'s loader ended after {index} batches, but its length is {steps}; fix its length, or pass"
+                " lookahead=8 to Join"
             ) from None
         promised = schedule.samples(rank, index) if schedule.weighting == "samples" else None
         if promised is not None and (there := self._count(batch)) != promised:
             raise JoinError(
-                f"batch {index} of rank {rank} has {there} samples, and {promised} were expected: give Join"
-                " lookahead=8 if the loader cannot know"
+                f"batch {index} of rank {rank} has {there} samples, expected {promised}; pass lookahead=8 to Join if the"
+                " loader cannot predict batch sizes"
             )
         return batch
 
     # -- a rank that never had a batch -----------------------------------------------------------
 
     def _describe(self, schedule: Schedule, batches: Iterator[Any]) -> Iterator[Any]:
-        """A rank that has batches tells those that have none what one looks like; zeros do."""
+        """A rank that has batches sends a description of one to those that have none, which fill it with zeros."""
         run = self._run
         source = next(rank for rank, steps in enumerate(schedule.steps) if steps)
         text = ""
@@ -179,13 +179,13 @@ class Batches:
         text = exchange.broadcast_text(text, source, run.device, run.group)
         lacks = not schedule.steps[run.rank] and not self._has_example
         if not text:
-            # Seldom; then all have to know whether to go on.
+            # Rare: the batch cannot be described. All ranks must agree whether to go on.
             told = exchange.gather([int(lacks)], 1, run.device, run.group)
             lacking = [str(rank) for rank, (each,) in enumerate(told) if each]
             if lacking:
                 raise JoinError(
-                    f"rank {', '.join(lacking)} has no batch at all, and those of the others hold more than"
-                    " tensors, numbers and text: give Join example=a batch to run in their place"
+                    f"rank {', '.join(lacking)} has no batches, and the other ranks' batches hold more than tensors,"
+                    " numbers and text; pass example=<a batch> to Join, to run in their place"
                 )
         elif lacks:
             self._last = zeros_like_described(text)
@@ -198,7 +198,7 @@ def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 
 
 def described(batch: Any) -> str:
-    """Structure, shapes and types of a batch, as JSON; empty where it holds something that has none."""
+    """A batch's structure, shapes and dtypes as JSON; empty if it holds anything but tensors, numbers and text."""
     leaves, structure = tree_flatten(batch)
     try:
         shown = [
@@ -216,7 +216,7 @@ def described(batch: Any) -> str:
 
 
 def zeros_like_described(text: str) -> Any:
-    """A batch of zeros of that description."""
+    """A batch of zeros that fits the description."""
     structure, shown = json.loads(text)
     leaves = [
         torch.zeros(leaf[TENSOR][1:], dtype=getattr(torch, leaf[TENSOR][0]), device=leaf["device"])

@@ -1,4 +1,4 @@
-"""Predictions and metrics of ranks with uneven inputs: every sample once, in order."""
+"""Predictions and metrics from ranks with uneven inputs: every sample exactly once, in order."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .exchange import broadcast_text, check_group, gather
 from .torch_private import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 
-# Dimensions of a tensor, beside the one of samples.
+# The most dimensions a gathered tensor may have after its first.
 MAX_DIMS = 8
-# What may be gathered; the position is told to the other ranks.
+# The dtypes that can be gathered. Ranks exchange the position in this tuple.
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -28,20 +28,21 @@ DTYPES = (
 
 
 class ShardSampler(data.Sampler[int]):
-    """A rank's share of a data set, without repeating or dropping a sample.
+    """One rank's share of a data set: no sample is repeated, and none is dropped.
 
-    The shares differ by one sample at most. Rank ``r`` of ``W`` has the samples ``r``, ``r + W``, ``r + 2 W`` and so on
-    of the order, which is the same on all ranks.
+    Shares differ by at most one sample. All ranks use the same order of samples, and rank ``r`` of ``W`` takes
+    samples ``r``, ``r + W``, ``r + 2 W`` ... of it. No communication.
 
     Args:
-        data_source: what has a length: the data set.
-        rank: default: this process's.
-        world_size: default: that of the process group.
-        shuffle: another order in each epoch (:meth:`set_epoch`).
-        seed: of the order; the same on all ranks.
+        data_source: the data set, or anything with a length.
+        rank: this rank. Default: the process's rank in the default group.
+        world_size: number of ranks. Default: the size of the default group.
+        shuffle: use a new random order in each epoch (:meth:`set_epoch`).
+        seed: seed of the random order; the same on all ranks.
 
     Raises:
-        ConfigError: there is no such rank.
+        ConfigError: ``data_source`` has no length, a number is not a whole number, or ``rank`` is not in the range 0 to
+            ``world_size - 1``.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ShardSampler(data.Sampler[int]):
             raise ConfigError(
                 "data_source",
                 type(given).__name__,
-                "expected a data set with a length: len() of it fails",
+                "expected a data set with a length; len() of this one fails",
             )
         for name, value in (("rank", rank), ("world_size", world_size), ("seed", seed)):
             if value is not None and not is_whole(value):
@@ -73,13 +74,13 @@ class ShardSampler(data.Sampler[int]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the order of this epoch come next.
+        """Choose the order for the next iteration. Call it before each epoch if the sampler shuffles.
 
         Args:
-            epoch: the same number on every rank; each has an order of its own, if the sampler shuffles.
+            epoch: the number of the epoch; the same on every rank.
 
         Raises:
-            ConfigError: it is no whole number.
+            ConfigError: ``epoch`` is not a whole number.
         """
         if not is_whole(epoch):
             raise ConfigError("epoch", epoch, "expected a whole number")
@@ -87,7 +88,7 @@ class ShardSampler(data.Sampler[int]):
 
     @property
     def indices(self) -> torch.Tensor:
-        """Which samples, in this rank's order: ``[len(self)]``, int64."""
+        """The indices of this rank's samples, in order: ``[len(self)]``, int64."""
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self._epoch)
             order = torch.randperm(self._total, generator=generator)
@@ -105,21 +106,21 @@ class ShardSampler(data.Sampler[int]):
 def gather_samples(
     values: Any, indices: torch.Tensor | None = None, group: dist.ProcessGroup | None = None
 ) -> Any:
-    """What all ranks have, one row for each sample, on every rank.
+    """Gather per-sample values from all ranks onto every rank.
 
-    Collective: every rank calls it.   Blocks: until all have.
+    Collective: every rank of ``group`` calls it.   Blocks: until all ranks have called it.
     Args:
-        values: a tensor ``[N, ...]``, or lists, tuples and dicts of such, with a row for each of this rank's ``N``
-            samples. ``N`` may differ between ranks; a rank without samples may pass None.
-        indices: ``[N]``: which sample of the data set each row is. Rows then come in that order, and a
-            sample that several ranks have (padding, say) once; else in rank order.
-        group: default: all ranks.
+        values: a tensor ``[N, ...]``, or nested lists, tuples and dicts of such tensors, with one row for each of this
+            rank's ``N`` samples. ``N`` may differ between ranks. A rank without samples may pass None.
+        indices: ``[N]``, integers: the data set's index of each row. Rows are then returned in index order, and an index
+            that occurs several times (padding, for example) only once. None: rows are returned in rank order.
+        group: the ranks that take part. Default: the default group.
     Returns:
-        The same structure, of tensors ``[sum of N, ...]`` (with ``indices``: one row for each sample), on the device of
-        the values. None if no rank has anything.
+        The same structure with tensors ``[sum of N, ...]``, or one row per distinct index, on the device of
+        ``values``. None if no rank has values.
     Raises:
-        JoinError: on every rank, and names the ranks: structures, shapes or types differ.
-        ConfigError: on this rank: rows and indices do not go together.
+        JoinError: on every rank: structures, shapes or dtypes differ between ranks; the message names the ranks.
+        ConfigError: on this rank only: an argument has a wrong type, or rows and indices do not match.
     """
     given: object = indices
     if given is not None and not (
@@ -134,7 +135,7 @@ def gather_samples(
     for leaf in leaves:
         _check_leaf(leaf, leaves[0], indices)
     device = leaves[0].device if leaves else _device_of(group)
-    # Rows and indices, or neither of both; the same number of collectives on all ranks.
+    # All ranks must issue the same collectives, whether they have rows or not.
     own = [
         len(leaves[0]) if leaves else 0,
         -1 if values is None else len(leaves),
@@ -145,7 +146,7 @@ def gather_samples(
     if not holders:
         return None
     _agree("number of tensors", {rank: heads[rank][1] for rank in holders})
-    _agree("giving indices", {rank: bool(heads[rank][2]) for rank in holders})
+    _agree("whether indices are given", {rank: bool(heads[rank][2]) for rank in holders})
     counts = [max(head[0], 0) for head in heads]
     if len(holders) < len(heads):
         structure = described(_no_rows(values)) if values is not None else ""
@@ -168,17 +169,18 @@ def mean_over_samples(
     num_samples: int,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """The mean over all samples of all ranks, of metrics that are means over each rank's own.
+    """Combine each rank's mean metrics into means over all samples of all ranks.
 
-    Collective: one all-reduce.   Blocks: until all have called it.
+    Collective: every rank of ``group`` calls it: one all-reduce.   Blocks: until all ranks have called it.
     Args:
-        metrics: names and means; the same names in the same order on every rank. Where ``num_samples`` is 0 the
-            values do not count, whatever they are (a mean over nothing is NaN).
-        num_samples: this rank's.
-    Raises:
-        ConfigError: ``num_samples`` is below 0, or a metric is not one number.
+        metrics: this rank's means by name; the same names in the same order on every rank. If ``num_samples`` is 0, the
+            values are ignored (the mean over no samples is NaN).
+        num_samples: the number of samples behind this rank's means.
+        group: the ranks that take part. Default: the default group.
     Returns:
-        ``sum(n * mean) / sum(n)`` of each; NaN if no rank has a sample.
+        For each name ``sum(n * mean) / sum(n)`` over the ranks; NaN if no rank has a sample.
+    Raises:
+        ConfigError: on this rank only: ``num_samples`` is not a whole number of at least 0, or a metric is not one number.
     """
     count: Any = num_samples
     if not is_whole(count) or count < 0:
@@ -213,22 +215,22 @@ def _number(name: str, value: object) -> float:
         pass
     shown = list(value.shape) if isinstance(value, torch.Tensor) else value
     raise ConfigError(
-        f"metrics[{name!r}]", shown, "expected one number: the mean over this rank's samples"
+        f"metrics[{name!r}]", shown, "expected one number, the mean over this rank's samples"
     )
 
 
 def _check_leaf(leaf: Any, first: torch.Tensor, indices: torch.Tensor | None) -> None:
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.dim() > MAX_DIMS + 1:
-        raise ConfigError(
-            "values", type(leaf).__name__, "expected tensors with a row for each sample"
-        )
+        raise ConfigError("values", type(leaf).__name__, "expected tensors with one row per sample")
     if leaf.dtype not in DTYPES:
-        raise ConfigError("values", leaf.dtype, "expected a dense type of numbers")
+        raise ConfigError("values", leaf.dtype, f"expected one of {', '.join(map(str, DTYPES))}")
     if len(leaf) != len(first):
-        raise ConfigError("values", len(leaf), f"rows, and the first tensor has {len(first)}")
+        raise ConfigError(
+            "values", len(leaf), f"expected {len(first)} rows, as in the first tensor"
+        )
     if indices is not None and indices.shape != (len(leaf),):
         raise ConfigError(
-            "indices", tuple(indices.shape), f"expected [{len(leaf)}]: one for each row"
+            "indices", tuple(indices.shape), f"expected shape [{len(leaf)}], one index per row"
         )
 
 
@@ -246,7 +248,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _agree(what: str, values: Mapping[int, object]) -> None:
-    """Every rank has the same facts and raises the same."""
+    """Raise on every rank if the ranks' values differ: all of them see the same values."""
     if len(set(values.values())) > 1:
         shown = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
         raise JoinError(f"gather_samples: the ranks differ in {what} ({shown})")
@@ -275,11 +277,11 @@ def _agree_on_shapes(
 def _gather_rows(
     rows: torch.Tensor, counts: list[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """All ranks' rows, in rank order: filled up to the most for the exchange, and cut back."""
+    """All ranks' rows in rank order: padded to the longest for the exchange, then cut back."""
     most = max(counts)
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: len(rows)] = rows
-    # Not all backends take every type; bytes go everywhere.
+    # No backend takes every dtype, but each takes bytes.
     packed = padded.contiguous().view(torch.uint8) if padded.numel() else padded.to(torch.uint8)
     every = [torch.empty_like(packed) for _ in counts]
     dist.all_gather(every, packed, group=group)
@@ -291,7 +293,7 @@ def _gather_rows(
 
 
 def _first_of_each(indices: torch.Tensor) -> torch.Tensor:
-    """Positions that sort the indices, each value once: where it comes first."""
+    """Positions that sort the indices; of equal indices, only the first."""
     order = torch.argsort(indices, stable=True)
     ordered = indices[order]
     fresh = torch.ones_like(ordered, dtype=torch.bool)

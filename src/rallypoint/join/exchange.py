@@ -1,4 +1,4 @@
-"""What the ranks tell each other before the first step, and once per window where loaders have no length."""
+"""What the ranks tell each other before the first step, and once per window if loaders have no length."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from rallypoint.errors import ConfigError
 from .schedule import Inputs
 
 
-# A loader of equal batches and a shorter last one: what fits into the first message.
+# Runs that fit into the first message: equal batches and a shorter last one need two.
 NUM_INLINE = 2
-# No size: nobody knows how many samples there are.
+# Stands for an unknown number of samples.
 UNKNOWN = -1
 
-# The last number of each group, by its name.
+# The last block number of each group, by the group's name.
 _numbers: dict[str, int] = {}
 
 
 def all_inputs(
     inputs: Inputs | None, device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[list[Inputs] | None, int]:
-    """What each rank has, and a number that this group has not had before.
+    """Every rank's inputs, and a block number that this group has not used before.
 
-    Collective: one all-gather, and a second one if the batches of some rank are irregular.
+    Collective: one all-gather, and a second one if some rank's batch sizes are irregular.
 
     Returns:
-        In rank order; None if any of them does not know (``inputs`` is None there). And the number.
+        The inputs in rank order, or None if some rank passed None; and the number.
     """
     runs = () if inputs is None else inputs.runs
     name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]  # there is a default group
     own = _numbers.get(name, 0)
     head = [own, UNKNOWN if inputs is None else len(runs), *_flat(runs[:NUM_INLINE])]
     heads = gather(head, 2 + 2 * NUM_INLINE, device, group)
-    # The greatest: a process that came later has counted fewer.
+    # The maximum: a process that joined later has counted fewer blocks.
     number = max(each[0] for each in heads) + 1
     _numbers[name] = number
     counts = [each[1] for each in heads]
@@ -52,7 +52,7 @@ def all_inputs(
 
 
 def check_group(name: str, group: object) -> None:
-    """Raises ConfigError if it is none."""
+    """Raise ConfigError unless ``group`` is a process group or None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             name, type(group).__name__, "expected a process group, or None for the default one"
@@ -62,7 +62,7 @@ def check_group(name: str, group: object) -> None:
 def gather(
     values: Sequence[int], width: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[list[int]]:
-    """The values of every rank, filled up to ``width`` with zeros.   Collective: one all-gather."""
+    """Every rank's values, padded with zeros to ``width``.   Collective: one all-gather."""
     own = torch.tensor([*values, *[0] * (width - len(values))], dtype=torch.int64, device=device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
@@ -76,7 +76,7 @@ def broadcast_text(
     """The text of rank ``source`` of the group.   Collective: two broadcasts."""
     data = text.encode()
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    # Any: the argument came with torch 2.6, its stubs later.
+    # Any: torch's stubs lack the argument.
     from_source: dict[str, Any] = {"group": group, "group_src": source}
     dist.broadcast(size, **from_source)
     held = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""The interface of what can join: torch's own, so that classes written for either ``Join`` work in both."""
+"""torch's interface of joinable objects, so that classes written for either ``Join`` work with both."""
 
 from torch.distributed.algorithms.join import Joinable, JoinHook
 

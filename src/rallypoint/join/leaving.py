@@ -1,13 +1,13 @@
-"""Ranks that leave their loop before their last step, and whether all have: pure.
+"""Ranks that leave their loop before their last step, and whether all of them did: pure.
 
 Theory of operation
 -------------------
-Leaving early is fine if all ranks do so in the same step, and a mistake otherwise. A rank that leaves cannot know
-which it is: the others may have left, too, or they may wait for it in the next step's collectives. So it writes a
-note into the group's store, then matches the next step as if it had run out of inputs. That exchange is complete only
-when every rank has taken part; a rank that had left has written its note before. If every rank that should have been
-there has a note, nobody computed anything: what was exchanged is thrown away, and the loop is over (``Deserted``).
-Otherwise the rank keeps the others company to their end, so that nobody hangs, and then all of them raise.
+Leaving early is fine if all ranks do so in the same step, and a mistake otherwise. A rank that leaves cannot tell which
+it is: the others may have left, too, or may be waiting for it in the next step's collectives. So it writes a note
+into the group's store, then matches the next step as if it had run out of inputs. That exchange completes only when
+every rank has taken part, and a rank that left has written its note before. If every rank that was expected in the step
+has a note, no rank computed anything: the result is discarded, and the loop is over (``Deserted``). Otherwise
+the rank matches the others' remaining steps, so that none of them hangs, and then all ranks raise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rallypoint.errors import JoinError
 
 
 class Deserted(Exception):
-    """All ranks have left their loops; the step that was just matched is none."""
+    """All ranks have left their loops; the step that was just matched did not take place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Stay:
     """How one rank's loop ended.
 
     Args:
-        steps: in so many steps it exchanged gradients, or would have.
-        left: whether it had more.
+        steps: the number of steps in which it exchanged gradients, or would have.
+        left: whether it left before its last step.
     """
 
     steps: int
@@ -36,15 +36,15 @@ class Stay:
 
 
 def all_have_left(notes: Mapping[int, int], needed: Iterable[int], step: int) -> bool:
-    """Whether nobody is in ``step``: every rank in ``needed`` has left before it, according to its note."""
+    """Whether, by their notes, all ranks in ``needed`` left before ``step``."""
     return all(rank in notes and notes[rank] <= step for rank in needed)
 
 
 def steps_of_all(stays: Sequence[Stay]) -> int:
-    """How many steps there were.
+    """The number of steps that all ranks took part in.
 
     Raises:
-        JoinError: some ranks left while others went on.
+        JoinError: some ranks left their loops while others went on.
     """
     steps = max(stay.steps for stay in stays)
     early = [rank for rank, stay in enumerate(stays) if stay.left and stay.steps < steps]
@@ -53,8 +53,8 @@ def steps_of_all(stays: Sequence[Stay]) -> int:
             "; ".join(
                 f"rank {rank} left its loop after {_steps(stays[rank].steps)}" for rank in early
             )
-            + f"; {names_of(r for r, stay in enumerate(stays) if stay.steps == steps)} went on to step {steps}:"
-            " leave the loop in the same step on all ranks, or on none"
+            + f"; {names_of(r for r, stay in enumerate(stays) if stay.steps == steps)} went on to step {steps};"
+            " break out of the loop in the same step on all ranks, or on none"
         )
     return steps
 
@@ -64,6 +64,6 @@ def _steps(number: int) -> str:
 
 
 def names_of(ranks: Iterable[int]) -> str:
-    """For a message."""
+    """Ranks as text for a message: "rank 0", or "ranks 0, 2"."""
     every = [str(rank) for rank in ranks]
     return f"rank {every[0]}" if len(every) == 1 else f"ranks {', '.join(every)}"

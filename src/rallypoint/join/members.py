@@ -1,4 +1,4 @@
-"""What may be passed to Join, each behind the same few calls."""
+"""The kinds of objects that Join accepts, behind one interface."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Member:
 
     Attributes:
         name: for messages.
-        group: over which it communicates; None: it has no opinion.
-        device: of its tensors; None: no opinion.
-        module: whose gradients are averaged over the group, and whose forward passes are steps; or None.
-        needs_plan: whether its hook has to know who has inputs.
+        group: the group it communicates over. None: any.
+        device: where its tensors are. None: anywhere.
+        module: the module whose gradients are averaged over the group, and whose forward passes count as steps; or None.
+        needs_plan: whether its hook must know which ranks have inputs.
     """
 
     name: str = ""
@@ -34,35 +34,35 @@ class Member:
     needs_plan: bool = False
 
     def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
-        """The block begins. Whatever is changed is put back by ``stack``."""
+        """The block begins. ``stack`` restores whatever this changes."""
 
     def planned(self, run: Run, stack: ExitStack) -> None:
-        """All ranks have the schedule: no step needs a collective to agree on anything."""
+        """All ranks know the schedule, so no step needs a collective to agree on it."""
 
     def unmatched(self, schedule: Schedule | None) -> str:
-        """Why hooks cannot match its collectives, and only running the loop's body again does; else empty."""
+        """Why hooks cannot match its collectives, so that the loop's body must be replayed. Empty if they can."""
         return ""
 
     def begun_in(self, step: int) -> bool:
-        """Whether it exchanged something in this step: at least in part, if hooks cannot match its exchanges."""
+        """Whether it has issued this step's collectives; if hooks cannot match them, whether it has issued any."""
         return True
 
     def main_hook(self) -> None:
-        """This rank has run out, or left: match what the others do in one step."""
+        """This rank has run out, or left its loop: match the other ranks' collectives of one step."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out."""
 
     def parts(self) -> Sequence[Part]:
-        """What a rank that only matched the others' steps must have as they have it, when all are through.
+        """The state that must be equal on all ranks at the end of the block.
 
-        As many, in the same order, on all ranks.
+        All ranks return equally many parts, in the same order.
         """
         return ()
 
 
 class HookMember(Member):
-    """A class written for torch's Join (or ours): its own hook does everything.
+    """A class written for torch's Join or ours: its own hook does everything.
 
     Args:
         joinable: the object.

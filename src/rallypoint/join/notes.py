@@ -1,4 +1,4 @@
-"""Who has left the loop early, in the store of the group."""
+"""Notes of ranks that left the loop early, kept in the group's store."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Notes:
     """The notes of one block, in the store of its group.
 
     Args:
-        group: whose ranks write them.
-        device: of its messages.
-        number: of the block: the same on all ranks, and never used twice.
+        group: the ranks that write notes. None: the default group.
+        device: where the group's collectives work.
+        number: identifies the block: the same on all ranks, and never used twice.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, number: int) -> None:
@@ -29,19 +29,19 @@ class Notes:
         self._prefix = f"rallypoint/join/{number}"
 
     def write(self, step: int) -> None:
-        """This rank has left: ``step`` is the first that it is not in."""
+        """Note that this rank has left: ``step`` is the first one without it."""
         self._store.set(self._key(self._rank), str(step))
         self._store.set(f"{self._prefix}/any", "")
 
     def read(self) -> dict[int, int]:
-        """The notes that are there: by rank, its first step that it is not in."""
+        """The notes written so far: for each rank that left, the first step without it."""
         if not self._store.check([f"{self._prefix}/any"]):
             return {}
         ranks = [r for r in range(self._world_size) if self._store.check([self._key(r)])]
         return {rank: int(self._store.get(self._key(rank))) for rank in ranks}
 
     def wait(self) -> dict[int, int]:
-        """The notes of all ranks.   Blocks: until they are there, as long as a collective may take.
+        """The notes of all ranks.   Blocks: until all have been written, at most for the group's time limit.
 
         Raises:
             JoinError: some rank wrote none in time.
@@ -54,8 +54,8 @@ class Notes:
             others = [rank for rank in range(self._world_size) if rank not in there]
             raise JoinError(
                 f"rank {self._rank} left its loop early, and {names_of(others) if others else 'another rank'} did"
-                f" not within {patience.total_seconds():g} s: leave the loop in the same step on all ranks,"
-                " or on none"
+                f" not leave within {patience.total_seconds():g} s; break out of the loop in the same step on all"
+                " ranks, or on none"
             ) from error
         return self.read()
 

@@ -1,4 +1,4 @@
-"""What steps in the block and was not listed: a rank that runs out of inputs leaves it behind."""
+"""Optimizers and scalers that step in the block but are not listed: they fall behind on ranks that run out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import torch_private
 
 _log = logging.getLogger(__name__)
 
-# How many calls away from an optimizer's hook its scaler may be: the optimizer's and a scheduler's wrappers.
+# How far up the call stack from an optimizer's hook to look for its scaler: wrappers lie between the two.
 DEPTH = 8
 
 _told: WeakSet[Any] = WeakSet()
@@ -28,8 +28,8 @@ class Overlooked:
     """Watches optimizers while the block runs.
 
     Args:
-        stack: ends that.
-        listed: optimizers and scalers that are.
+        stack: stops watching when it ends.
+        listed: the optimizers and scalers in Join's list.
     """
 
     def __init__(self, stack: ExitStack, listed: Collection[Any]) -> None:
@@ -52,10 +52,10 @@ class Overlooked:
             self._scaler = self._scaler or _calling_scaler()
 
     def warn(self, averaged: Collection[int]) -> None:
-        """Some ranks have matched steps that others made: say what of it they have missed.
+        """Warn of each optimizer and scaler whose updates some ranks have missed.
 
         Args:
-            averaged: the parameters whose gradients are averaged over the ranks, by identity.
+            averaged: ``id`` of each parameter whose gradients are averaged over the ranks.
         """
         forgotten: list[Any] = [each for each in self._optimizers if self._lags(each, averaged)]
         if self._scaler is not None:
@@ -66,14 +66,14 @@ class Overlooked:
             _told.add(each)
             name = type(each).__name__
             _log.warning(
-                "%s is not listed in Join, and ranks that run out of inputs before others miss its updates: list it,"
-                " as in Join([model, optimizer%s]), or the ranks' models drift apart in the next epoch",
+                "%s is not listed in Join, so ranks that run out of inputs early miss its updates, and the ranks' models"
+                " drift apart in the next epoch; list it, as in Join([model, optimizer%s])",
                 name,
                 ", scaler" if isinstance(each, GradScaler) else "",
             )
 
     def _lags(self, optimizer: Optimizer, averaged: Collection[int]) -> bool:
-        """Whether it holds anything but the parameters themselves, of some that are not in a listed one."""
+        """Whether it keeps state for averaged parameters that no listed optimizer covers."""
         return any(
             isinstance(value, torch.Tensor)
             for group in optimizer.param_groups
@@ -84,7 +84,7 @@ class Overlooked:
 
 
 def _calling_scaler() -> GradScaler | None:
-    """The one whose ``step`` has called the optimizer's; they do not know each other otherwise."""
+    """The scaler whose ``step`` called the optimizer's. Neither has a reference to the other."""
     frame = torch_private.caller(2)
     for _ in range(DEPTH):
         scaler = frame.f_locals.get("self")

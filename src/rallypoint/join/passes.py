@@ -1,7 +1,7 @@
-"""In which order the modules of a step go forward and backward, as this rank's own steps show it: pure.
+"""The order of the modules' forward and backward passes in a step, learned from this rank's own steps: pure.
 
-Modules that share a loss go forward one after the other, and backward in another order. Whoever matches their
-collectives has to keep to it.
+Modules that share a loss run forward one after the other, and backward in another order. A rank that matches their
+collectives must keep that order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Pass:
     """One pass of one module.
 
     Args:
-        module: which one: its position among those of the block.
-        forward: or backward.
+        module: its position among the block's modules.
+        forward: True for a forward pass, False for a backward pass.
     """
 
     module: int
@@ -24,11 +24,11 @@ class Pass:
 
 
 class Passes:
-    """Those of the step that runs, and of the ones before.
+    """The passes of the current step, and the order seen in earlier steps.
 
     Args:
-        modules: how many there are.
-        order: what is known from blocks before; None: nothing.
+        modules: the number of modules.
+        order: the order known from an earlier block. None: unknown.
     """
 
     def __init__(self, modules: int, order: Sequence[Pass] | None = None) -> None:
@@ -39,20 +39,20 @@ class Passes:
         self._modules = modules
 
     def note(self, step: int, module: int, *, forward: bool) -> None:
-        """A pass begins in this step."""
+        """Record that a pass begins in this step."""
         if step != self._step:
             self._before, self._step, self._now = self.order, step, []
         self._now.append(Pass(module, forward))
 
     @property
     def order(self) -> list[Pass] | None:
-        """Of a whole step; None: no step has shown it, and there are several modules."""
+        """The order in a whole step. None: with several modules, until a step has shown it."""
         whole = self._default if self._before is None else self._before
         if len(self._now) >= len(whole):
             return list(self._now)
         return self._before if self._modules > 1 else self._default
 
     def missing(self, step: int) -> list[Pass]:
-        """What this rank has not done in this step, in its order; one module after the other where it is unknown."""
+        """The passes this rank has not done in this step, in order; if the order is unknown, module by module."""
         whole = self.order or self._default
         return whole[len(self._now) :] if step == self._step else whole

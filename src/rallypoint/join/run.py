@@ -1,4 +1,4 @@
-"""One use of a Join: where this rank is in its steps, as its members see it."""
+"""One use of a Join: this rank's progress through its steps, as the members see it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ class Run:
     """State shared by the context and its members.
 
     Args:
-        group: over which the inputs are uneven.
-        device: for messages.
-        accumulation: gradients are exchanged in every so many-th step.
-        schedule: of all ranks, for the steps from ``base`` on; None: each step tells (torch's protocol).
-        step: the one that runs, from 0; -1 before the first.
-        first: the step at which the loop began.
-        base: the schedule's first step: the loop's, or that of a window of a loader without length.
-        ends: whether the schedule's last step is the loop's.
-        own: in how many steps of the loop this rank had inputs.
-        exchanged: whether the step that was shadowed last exchanged gradients.
-        counted: whether somebody else than an optimizer tells when a step begins.
-        calm: before this step nothing changes for this rank: neither its factor nor whether it goes on.
-        replays: whether ranks that have run out go on running the loop's body.
-        notes: of the ranks that have left their loops early; None: nobody could tell (classic).
-        passes: in which order the modules that hooks can match go forward and backward.
-        modules: how many there are of them.
-        averaged: the parameters whose gradients are averaged over the ranks, by identity.
-        scaler: through which optimizers step; None: none.
-        scaled: whether one has, since the scaler was updated last.
+        group: the ranks that train together.
+        device: where the group's collectives work.
+        accumulation: gradients are exchanged in every this-many-th step.
+        schedule: all ranks' inputs, for the steps from ``base`` on. None: ranks count each other in each step (classic).
+        step: the current step, from 0; -1 before the first.
+        first: the loop's first step.
+        base: the schedule's first step: the loop's, or the current window's.
+        ends: whether the schedule's last step is also the loop's.
+        own: the number of steps in this loop in which this rank had inputs.
+        exchanged: whether the last shadowed step exchanged gradients.
+        counted: whether a module or our own loop marks the beginning of each step; otherwise an optimizer does.
+        calm: until this step, neither this rank's factor changes nor whether it goes on.
+        replays: whether ranks that have run out keep running the loop's body.
+        notes: notes of ranks that left their loops early. None: in a classic block.
+        passes: the order in which DDP modules run forward and backward.
+        modules: the number of DDP modules.
+        averaged: ``id`` of each parameter whose gradients are averaged over the ranks.
+        scaler: the scaler that optimizers step through, or None.
+        scaled: whether an optimizer stepped through it since its last update.
         shadows: whether this rank matches the others' steps by hooks.
-        told: what tells how many ranks exchange gradients in this step, where each step tells.
-        began_with: how many ranks had inputs when the accumulation began that the last schedule left open.
+        told: in a classic block, the all-reduce and the tensor that count the ranks exchanging gradients in this step.
+        began_with: the number of ranks that had inputs when the accumulation began that is still open from the last
+            schedule.
     """
 
     group: dist.ProcessGroup | None
@@ -76,30 +77,30 @@ class Run:
         self.began_with = self.world_size
 
     def add_module(self) -> int:
-        """Its position."""
+        """Count one more DDP module, and return its position."""
         self.modules += 1
         self.passes = Passes(self.modules)
         return self.modules - 1
 
     def begin_loop(self) -> None:
-        """The next step is the first of a loop."""
+        """The next step is the first of a new loop."""
         self.first = self.base = self.step + 1
         self.shadows = False
         self.own = 0
 
     def begin_schedule(self, schedule: Schedule) -> None:
-        """The next step is the schedule's first."""
+        """The next step is the first of ``schedule``."""
         self.began_with = self.sharing(self.step + 1)
         self.schedule, self.base = schedule, self.step + 1
 
     def accumulation_at(self, step: int) -> int:
-        """The first of the steps whose gradients are exchanged together with this one's."""
+        """The first step of the accumulation that ``step`` belongs to."""
         return step - (step - self.first) % self.accumulation
 
     def sharing(self, step: int) -> int:
-        """How many ranks had inputs when the accumulation began that this step is part of.
+        """The number of ranks that had inputs when this step's accumulation began.
 
-        What stands in their gradients from before is the same on all of them; nobody else contributes it.
+        Gradients kept from before are the same on all of these ranks, and no other rank contributes them.
         """
         start = self.accumulation_at(step)
         if self.schedule is None or start < self.base:
@@ -107,10 +108,10 @@ class Run:
         return self.schedule.num_active(start - self.base)
 
     def confirm(self) -> None:
-        """Called by a rank that shadows, when a step's gradients are exchanged, before they are used.
+        """Called by a rank that shadows, after a step's exchange of gradients and before it uses them.
 
         Raises:
-            Deserted: all who should have been in this step have left their loops before it.
+            Deserted: every rank that was expected in this step left its loop before it.
         """
         if self.notes is None or self.schedule is None:
             return
@@ -125,13 +126,13 @@ class Run:
 
     @property
     def factor(self) -> float:
-        """Of this rank's gradient in this step."""
+        """The factor of this rank's gradient in this step."""
         schedule = self.schedule
         return 1.0 if schedule is None else schedule.factor(self.rank, self.step - self.base)
 
     @property
     def source(self) -> int:
-        """The rank whose buffers count in this step."""
+        """The rank whose buffers the others use in this step."""
         assert self.schedule is not None
         return self.schedule.source(self.step - self.base)
 
@@ -143,14 +144,14 @@ class Run:
 
     @property
     def is_out(self) -> bool:
-        """Whether this rank only matches this step, by hooks."""
+        """Whether this rank only matches this step by hooks."""
         return self.shadows or not self.active
 
     @property
     def someone_is_out(self) -> bool:
-        """Whether some rank does, as all ranks know; False where nothing tells them.
+        """Whether any rank does; the same answer on all ranks, False if unknown.
 
-        Blocks: where each step tells, until all ranks have begun it.
+        Blocks: in a classic block, until all ranks have begun the step.
         """
         if self.replays:
             return False
@@ -172,22 +173,26 @@ class Run:
 
     @property
     def pending(self) -> bool:
-        """Whether this rank ran out since the last exchange, and holds a gradient that nobody has seen."""
+        """Whether this rank ran out since the last exchange, with accumulated gradients not yet exchanged."""
         if self.schedule is None or self.active:
             return False
         since = self.step - self.first
         return self.own % self.accumulation != 0 and self.own > since - since % self.accumulation
 
     def check_sync(self, name: str, asked: bool) -> None:
-        """Whether a module's ``no_sync`` is where all ranks expect it.
+        """Check that a module exchanges gradients in the steps that the ranks agreed on.
+
+        Args:
+            name: the module's class, for the message.
+            asked: whether it is about to exchange gradients in this step.
 
         Raises:
-            JoinError: it is not; the others would wait for ever.
+            JoinError: it is not as agreed; the other ranks would hang.
         """
         if asked != self.syncs:
             every = f"every {self.accumulation} steps" if self.accumulation > 1 else "in every step"
             raise JoinError(
-                f"step {self.step} of rank {self.rank} runs {'without' if asked else 'under'} no_sync() of"
-                f" {name}, and the ranks agreed to exchange gradients {every}: give Join accumulation=the"
-                " steps between two exchanges; join.batches(loader) tells in join.syncs where they are"
+                f"rank {self.rank} runs step {self.step} {'without' if asked else 'under'} no_sync() of {name}, but"
+                f" Join expects gradients to be exchanged {every}; pass accumulation=<steps per exchange> to Join,"
+                " and in a loop over join.batches(loader) use no_sync() where join.syncs is False"
             )

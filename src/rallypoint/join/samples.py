@@ -1,4 +1,4 @@
-"""How many samples batches have: of one batch, and of a loader before it is asked for any."""
+"""The number of samples in a batch, and in a loader's batches before it yields them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _EXPECTED = "expected a number of steps, the samples of each step, or a loader w
 
 
 def first_dim(batch: Any) -> int:
-    """The length of the first dimension of a batch's first tensor; of one without tensors, its own length.
+    """The first dimension of a batch's first tensor; without tensors, the batch's own length.
 
     Raises:
-        ConfigError: it has neither.
+        ConfigError: the batch has neither.
     """
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(first, torch.Tensor) and first.dim() > 0:
-        return first.shape[0]  # most batches; it is asked for in each step
+        return first.shape[0]  # the fast path: most batches, in every step
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
@@ -37,20 +37,20 @@ def first_dim(batch: Any) -> int:
     raise ConfigError(
         "samples",
         type(batch).__name__,
-        "a batch with neither a tensor nor a length: nobody can tell how many samples it has",
-        "give Join samples=a function of the batch",
+        "expected a batch with a tensor or a length, to count its samples",
+        "pass samples=<function of the batch> to Join",
     )
 
 
 def counting(samples: CountSamples) -> CountSamples:
-    """The same function, of which the answer is looked at."""
+    """``samples`` with its result checked."""
 
     def count(batch: Any) -> int:
-        found: Any = samples(batch)  # Any: whatever the user's function gives
+        found: Any = samples(batch)  # Any: whatever the user's function returns
         if not is_whole(found) or found < 0:
             shown = "None" if found is None else found
             raise ConfigError(
-                "samples", shown, "expected a function that gives a whole number, 0 or more"
+                "samples", shown, "expected a function that returns a whole number, 0 or more"
             )
         return int(found)
 
@@ -58,17 +58,17 @@ def counting(samples: CountSamples) -> CountSamples:
 
 
 def inputs_of(steps: Any) -> Inputs:
-    """What ``steps`` of :class:`~rallypoint.join.Join` says this rank has.
+    """This rank's inputs, from the argument ``steps`` of :class:`~rallypoint.join.Join`.
 
     Raises:
-        ConfigError: it is no number, list of numbers, or loader with a length.
+        ConfigError: ``steps`` is not a number, a list of numbers, or a loader with a length.
     """
     if isinstance(steps, bool) or (_is_number(steps) and not _is_size(steps)):
         raise ConfigError("steps", steps, "expected a number of steps, 0 or more")
     if _is_size(steps):
         return Inputs.of_steps(int(steps))
     if isinstance(steps, str | bytes | Mapping):
-        raise ConfigError("steps", steps, _EXPECTED, "len(loader), for one")
+        raise ConfigError("steps", steps, _EXPECTED, "for example len(loader)")
     if isinstance(steps, Sequence) and all(_is_size(each) for each in steps):
         return Inputs.of_sizes(map(int, steps))
     if isinstance(steps, Sequence) and all(map(_is_number, steps)):
@@ -81,7 +81,7 @@ def inputs_of(steps: Any) -> Inputs:
             "steps",
             type(steps).__name__,
             _EXPECTED,
-            "for a loader without one use lookahead=8 and join.batches(loader)",
+            "for a loader without a length, use lookahead=8 and join.batches(loader)",
         )
     return found
 
@@ -95,10 +95,10 @@ def _is_size(value: Any) -> bool:
 
 
 def inputs_of_loader(loader: Iterable[Any] | Sized, count: CountSamples) -> Inputs | None:
-    """What a loader will give, as far as it can be known beforehand; None if it has no length."""
+    """A loader's inputs as far as they are known in advance; None if it has no length."""
     if isinstance(loader, data.DataLoader):
         return _of_data_loader(loader)
-    if isinstance(loader, Sequence):  # batches that are all there
+    if isinstance(loader, Sequence):  # a list of batches
         return Inputs.of_sizes(count(batch) for batch in loader)
     if isinstance(loader, Sized):
         return Inputs.of_steps(len(loader))
@@ -107,16 +107,16 @@ def inputs_of_loader(loader: Iterable[Any] | Sized, count: CountSamples) -> Inpu
 
 def _of_data_loader(loader: data.DataLoader[Any]) -> Inputs | None:
     if isinstance(loader.dataset, data.IterableDataset):
-        return None  # its length is a guess
+        return None  # its length is an estimate
     try:
         steps = len(loader)
     except TypeError:
-        return None  # its sampler has none
+        return None  # its sampler has no length
     batches, size = loader.batch_sampler, loader.batch_size
-    # A collate function may drop samples; torch's own does not.
+    # A custom collate function may drop samples; torch's own does not.
     plain = type(batches) is data.BatchSampler and size is not None
     if not plain or loader.collate_fn is not data.default_collate or not steps:
         return Inputs.of_steps(steps)
     assert size is not None
-    last = size if loader.drop_last else len(loader.sampler) - size * (steps - 1)  # type: ignore[arg-type]  # len(loader) has asked it
+    last = size if loader.drop_last else len(loader.sampler) - size * (steps - 1)  # type: ignore[arg-type]  # len(loader) needed it
     return Inputs.of_sizes([size] * (steps - 1) + [last])

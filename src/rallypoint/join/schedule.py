@@ -1,14 +1,14 @@
-"""Which ranks have inputs in which step, and how much each of them counts: pure.
+"""Which ranks have inputs in which step, and how their gradients are weighted: pure.
 
-A rank *runs out* after its last step; until the last rank has, it only keeps the others company. What a step's
-gradient shall be is its weighting. With ``g`` the gradient of a rank's mean loss, ``n`` its samples in this
-step, ``W`` the number of ranks and ``k`` of those that have inputs still:
+A rank *runs out* after its last step. From then on it only matches the other ranks' steps. The weighting says how the
+ranks' gradients are combined in a step. With ``g`` the gradient of a rank's mean loss, ``n`` its number of samples in
+the step, ``W`` the number of ranks, and ``k`` the number of ranks that still have inputs:
 
-- ``"initial"``: ``sum(g) / W``: a rank that has run out counts as a gradient of zero;
+- ``"initial"``: ``sum(g) / W``; a rank that has run out counts as a gradient of zero;
 - ``"ranks"``: ``sum(g) / k``;
 - ``"samples"``: ``sum(n * g) / sum(n)``, the gradient of one process that has all the samples.
 
-The collectives divide by ``W``; so each rank multiplies its own gradient by a factor before.
+The collectives divide by ``W``, so each rank first multiplies its own gradient by a factor.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ WEIGHTINGS: tuple[str, ...] = get_args(Weighting)
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What one rank has.
+    """One rank's inputs.
 
     Args:
-        runs: steps in their order, as pairs: so many steps with so many samples each; None where nobody knows.
+        runs: pairs ``(steps, samples)`` in order: this many steps with this many samples each. None: samples unknown.
     """
 
     runs: tuple[tuple[int, int | None], ...]
 
     @classmethod
     def of_steps(cls, steps: int) -> Inputs:
-        """So many steps of unknown size."""
+        """This many steps, with unknown numbers of samples."""
         return cls(((steps, None),) if steps else ())
 
     @classmethod
@@ -58,7 +58,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """Steps in which nothing changes: from ``start`` on."""
+    """A run of steps, from ``start`` on, in which the ranks with inputs and their samples stay the same."""
 
     start: int
     active: int
@@ -66,14 +66,14 @@ class _Phase:
 
 
 class Schedule:
-    """What every rank of the group knows of all: the same on each of them.
+    """All ranks' inputs, as every rank of the group knows them.
 
     Args:
-        inputs: of each rank, in rank order.
-        weighting: see the module.
+        inputs: each rank's inputs, in rank order.
+        weighting: how gradients are combined; see the module.
 
     Raises:
-        ConfigError: no such weighting, or ``"samples"`` without their numbers.
+        ConfigError: an unknown weighting, or ``"samples"`` while some rank does not know its numbers of samples.
     """
 
     def __init__(self, inputs: Sequence[Inputs], weighting: Weighting = "initial") -> None:
@@ -86,8 +86,8 @@ class Schedule:
             raise ConfigError(
                 "weighting",
                 weighting,
-                f"nobody knows how many samples the steps of rank {', '.join(map(str, unknown))} have",
-                "give Join steps=[samples of each step], a DataLoader, or lookahead=8 with join.batches(loader)",
+                f"rank {', '.join(map(str, unknown))} does not know the number of samples in each step",
+                "pass steps=<list of samples per step> or a DataLoader to Join, or lookahead=8 and use join.batches",
             )
         self.inputs = tuple(inputs)
         self.weighting: Weighting = weighting
@@ -97,7 +97,7 @@ class Schedule:
         self.least = min(self.steps, default=0)
         self._phases = _phases(self.inputs)
         self._starts = [phase.start for phase in self._phases]
-        # Ranks by how long they have inputs, and the highest rank among the longest of them.
+        # Ranks sorted by their number of steps; and for each position, the highest rank from there on.
         self._by_end = sorted(range(self.world_size), key=lambda rank: self.steps[rank])
         self._ends = [self.steps[rank] for rank in self._by_end]
         self._highest = list(itertools.accumulate(reversed(self._by_end), max))[::-1]
@@ -105,33 +105,33 @@ class Schedule:
 
     @property
     def even(self) -> bool:
-        """Whether all run out together."""
+        """Whether all ranks run out together."""
         return self.least == self.total
 
     def is_active(self, rank: int, step: int) -> bool:
         return step < self.steps[rank]
 
     def num_active(self, step: int) -> int:
-        """How many ranks have inputs in this step."""
+        """The number of ranks that have inputs in this step."""
         return self.world_size - bisect_right(self._ends, step)
 
     def samples(self, rank: int, step: int) -> int | None:
-        """How many samples the rank has in this step; 0 once it has run out, None if nobody knows."""
+        """The rank's number of samples in this step; 0 once it has run out, None if unknown."""
         runs = self.inputs[rank].runs
         at = bisect_right(self._own[rank], step)
         return 0 if at == len(runs) else runs[at][1]
 
     def source(self, step: int) -> int:
-        """Whose buffers count in this step: the highest of the ranks that have inputs.
+        """The rank whose buffers are used in this step: the highest one that has inputs.
 
-        Once all have run out, the highest of those that had the most.
+        Once all ranks have run out, the highest of those with the most steps.
         """
         step = min(step, self.total - 1)
         first = bisect_right(self._ends, step)
         return self._highest[first] if first < self.world_size else self.world_size - 1
 
     def factor(self, rank: int, step: int) -> float:
-        """By what the rank multiplies its gradient in this step, before the mean over all ranks."""
+        """The factor for the rank's gradient in this step, before the mean over all ranks."""
         if not self.is_active(rank, step):
             return 0.0
         if self.weighting == "initial":
@@ -143,7 +143,7 @@ class Schedule:
         return self.world_size * own / phase.samples if own else 0.0
 
     def calm_until(self, rank: int, step: int, *, throws: bool) -> int:
-        """From ``step`` on until this one nothing changes for the rank: its factor, whether it has inputs, who stops it."""
+        """The next step, from ``step`` on, in which the rank's factor may change, its inputs end, or the block ends."""
         if not self.is_active(rank, step):
             return step
         until = self.steps[rank]
@@ -156,7 +156,7 @@ class Schedule:
 
 
 def _phases(inputs: Sequence[Inputs]) -> list[_Phase]:
-    """One after the other, up to the last step of all."""
+    """The phases in order, up to the last step of any rank."""
     changes: dict[int, list[int]] = {}
     for each in inputs:
         start = 0

@@ -1,8 +1,8 @@
-"""What must be the same on all ranks when all are through, and taking it from one that had inputs to the end.
+"""State that must be equal on all ranks at the end of a block, and how ranks copy it where it differs.
 
-A rank that has run out steps its optimizer with the gradients as they were reduced. The others' loops may clip them
-first, unscale them, or skip the step. So at the end the ranks compare digests, in an exchange that there is anyway;
-nothing is sent unless they differ.
+A rank that has run out steps its optimizer with the reduced gradients. The other ranks' loops may clip or unscale them
+first, or skip the step. So at the end the ranks compare digests, as part of an exchange that takes place anyway,
+and send state only if digests differ.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from rallypoint.errors import JoinError
 from .torch_private import tree_flatten, tree_map_only, tree_unflatten
 
 
-# Of an accelerator's tensor that is digested, at a time: the temporary copies take as many bytes.
+# Elements of an accelerator's tensor to digest at a time. Bounds the memory for temporary copies.
 CHUNK = 1 << 20
-# Odd, so that no difference is multiplied away: 2**64 divided by the golden ratio, and a prime of xxHash.
+# Odd, so that multiplying never hides a difference: 2**64 divided by the golden ratio, and a prime of xxHash.
 WEIGHT, NEXT_CHUNK = -7046029254386353131, 1609587929392839161
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that a rank holds, and that has to be what the others hold.
+    """A piece of state that must be equal on all ranks.
 
     Args:
         name: for messages.
-        values: what it is now: tensors, numbers and text in any containers that PyTorch's trees know.
-        take: called on all ranks if some rank differs: collective. It gets the rank whose part counts, and whether
-            this rank is to keep its own.
+        values: returns the current value: tensors, numbers and text in containers that PyTorch's pytrees know.
+        take: called on all ranks if any rank differs; collective. Arguments: the rank to copy from, and whether this rank
+            keeps its own value.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Part:
 
 
 def digest(values: Any) -> int:
-    """63 bits that differ if any bit of the values does, their shapes or types."""
+    """A 63-bit digest of all values, with their shapes and types."""
     leaves, structure = tree_flatten(values)
     text = repr((str(structure), [_shown(leaf) for leaf in leaves]))
     found = hashlib.blake2b(text.encode(), digest_size=8)
@@ -70,7 +70,7 @@ def _shown(leaf: Any) -> Any:
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum over the elements, each multiplied by a number that goes with its position."""
+    """A sum over the elements, each weighted by its position."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     flat = tensor.view(-1)
@@ -78,7 +78,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     wide = width == 8 or (size * width % 8 == 0 and flat.data_ptr() % 8 == 0)
     bits = flat.view(torch.int64 if wide else _INTEGERS[width])
     length = min(bits.numel(), CHUNK)
-    # Overflow is fine: it is the same everywhere.
+    # Overflow is fine: it wraps in the same way on all ranks.
     weights = (2 * torch.arange(length, device=tensor.device) + 1) * WEIGHT
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK):  # type: ignore[no-untyped-call]
@@ -92,31 +92,33 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 def share(
     values: Any, source: int, device: torch.device, group: dist.ProcessGroup | None, name: str
 ) -> Any:
-    """The values of the rank ``source`` of the group.   Collective: two broadcasts, and one for each tensor.
+    """Broadcast values from rank ``source`` of the group.   Collective: two broadcasts, and one for each tensor.
 
     Args:
-        values: this rank's; they are not changed.
-        device: for messages.
-        name: of what they are, for messages.
+        values: this rank's values; not modified.
+        source: the sender's rank in the group.
+        device: where the group's collectives work.
+        group: the process group. None: the default group.
+        name: what the values are, for messages.
 
     Returns:
-        On ``source`` the values themselves; elsewhere new ones, their tensors on the devices that those
-        of ``source`` are on, or on ``device`` if these are no CPUs.
+        On ``source``, the values themselves. Elsewhere new values: tensors that are on a CPU at the source are on the CPU,
+        all others on ``device``.
 
     Raises:
-        JoinError: they hold something that cannot be pickled.
+        JoinError: the values hold something that cannot be pickled.
     """
     is_source = dist.get_rank(group) == source
     told: list[Any] = [None]
     if is_source:
         told = [_described(values)]
-    # Any: the argument came with torch 2.6, its stubs later.
+    # Any: torch's stubs lack the argument.
     from_source: dict[str, Any] = {"group": group, "group_src": source}
     dist.broadcast_object_list(told, device=device, **from_source)
     if isinstance(told[0], str):
         raise JoinError(
-            f"rank {source} cannot tell the others the state of {name} after the steps that they only matched:"
-            f" {told[0]}; iterate over join.batches(loader), which needs no such exchange"
+            f"rank {source} cannot send the state of {name} to ranks that ran out early: {told[0]}; iterate over"
+            " join.batches(loader), which does not exchange state"
         )
     leaves, structure = tree_flatten(values) if is_source else tree_flatten(told[0])
     found = []
@@ -136,7 +138,7 @@ def share(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Stands for a tensor."""
+    """Stands for a tensor that is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -144,12 +146,12 @@ class _Shape:
 
 
 def _described(values: Any) -> Any:
-    """The same without tensors; a text if it cannot be told."""
+    """The values with a shape in place of each tensor; if they cannot be pickled, the error as text."""
     shapes = tree_map_only(
         torch.Tensor, lambda t: _Shape(tuple(t.shape), t.dtype, t.device.type == "cpu"), values
     )
     try:
         pickle.dumps(shapes)
-    except Exception as error:  # noqa: BLE001  # whatever somebody's __reduce__ raises
+    except Exception as error:  # noqa: BLE001  # whatever a __reduce__ raises
         return f"{type(error).__name__}: {error}"
     return shapes

@@ -1,15 +1,15 @@
-"""Each rank's gradient, multiplied by a factor before the ranks' mean is taken.
+"""Multiplies each rank's gradient by a factor before the mean over the ranks.
 
-Two places, for two kinds of loop:
+It does so in one of two places, depending on the kind of loop:
 
-- *at the outputs* of the modules, where every rank runs forward and backward in every step (replay). What ranks
-  exchange within backward (statistics of a SyncBatchNorm, shards, tokens) then has its weight already, and it
-  does not matter what kind of parameters a module has. A penalty that is computed from the parameters themselves
-  is not scaled; each rank adds the whole of it to the mean.
-- *at the parameters*, where a rank that has run out adds zeros without running anything (hooks). There a penalty
-  is scaled with the rest, and the factors of the others make up for those that are missing.
+- *at the modules' outputs*, if every rank runs forward and backward in every step (replay). Whatever ranks exchange
+  within backward (statistics of a SyncBatchNorm, shards, tokens) is then weighted already, and any kind of
+  parameters works. A penalty computed from the parameters themselves is not scaled: each rank adds all of it to
+  the mean.
+- *at the parameters*, if ranks that have run out contribute zeros without running the model (hooks). There a penalty is
+  scaled with the rest, and the other ranks' factors make up for the missing ones.
 
-A factor of 1 costs nothing: hooks stand only while there is another.
+A factor of 1 costs nothing: hooks are registered only for other factors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .torch_private import tree_map
 
 
 class GradientScale:
-    """The factor of this rank's gradients in the modules given.
+    """Scales this rank's gradients in some modules.
 
     Args:
-        modules: the ones whose gradients are averaged over the ranks.
-        at_outputs: see the module.
+        modules: the modules whose gradients are averaged over the ranks.
+        at_outputs: scale at the modules' outputs; False: at the parameters.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, at_outputs: bool) -> None:
@@ -39,7 +39,7 @@ class GradientScale:
         self._factor = 1.0
 
     def set(self, factor: float) -> None:
-        """From now on. (Where outputs are scaled, what was computed forward before keeps its old one.)"""
+        """Use this factor from now on. Outputs of earlier forward passes keep the factor they had."""
         self._factor = factor
         if (factor != 1.0) == bool(self._handles):
             return
@@ -68,7 +68,7 @@ class GradientScale:
         return tree_map(_scaling(self._factor), output)
 
     def _take_off(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        # A gradient that goes on into another of the modules is scaled there.
+        # Undo the factor where a gradient flows on into another of the modules, which applies it again.
         if not self._factor:
             return None
         return tree_map(_scaling(1.0 / self._factor), (args, kwargs))
@@ -84,12 +84,12 @@ def _scaling(factor: float) -> Callable[[Any], Any]:
 
 
 def _times(gradient: torch.Tensor, factor: float) -> torch.Tensor:
-    # Not a product: what does not count may be infinite.
+    # Not a product: a gradient to be ignored may be infinite.
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 class _Scaled(torch.autograd.Function):
-    """The same forward; backward multiplied by the factor."""
+    """Identity in forward; multiplies the gradient by the factor in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -102,7 +102,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def has_fsdp(module: nn.Module) -> bool:
-    """Whether it, or a part of it, is sharded by ``fully_shard``."""
+    """Whether the module or any of its submodules is sharded by ``fully_shard``."""
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(part, FSDPModule) for part in module.modules())

@@ -1,4 +1,4 @@
-"""Parallel training: which rank stands where, process groups for it, and collectives with gradients."""
+"""Parallel training: layouts of ranks, their process groups, and differentiable collectives."""
 
 import torch
 

@@ -1,11 +1,11 @@
-"""The collectives without gradients: a tensor in, a new one out, whatever the backend.
+"""Collectives without gradients: each takes a tensor and returns a new one, on any backend.
 
-[Note: Compiled] In a graph that ``torch.compile`` makes, a collective must be an operator without side effects
-that names its group by text, so that the compiler may move it. torch has such operators, but under a private name. So each
-function here says the same collective in two ways: to torch's public interface, and in a graph to those operators.
+[Note: Compiled] In a graph made by ``torch.compile``, a collective must be an operator without side effects that names
+its group by a string, so that the compiler may move it. torch has such operators, but under a private name. So each
+function here has two branches: torch's public functions, and in a graph those operators.
 
-[Note: Types] Neither Gloo nor NCCL knows 16-bit integers, and Gloo no 8-bit floats. What is only moved travels as bytes;
-what is summed, in a wider type.
+[Note: Types] Neither Gloo nor NCCL supports 16-bit integers, and Gloo no 8-bit floats. Unsupported dtypes are moved as
+bytes, and summed in a wider dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Group = dist.ProcessGroup | None
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# torch 2.13 renamed these two, and warns where it sees the old names.
+# torch 2.13 renamed these two, and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -48,7 +48,7 @@ _SUMMED_IN = {
 
 
 def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """As ``torch.compiler.disable``, which imports the compiler (a second and more) when it is only written down."""
+    """Like ``torch.compiler.disable``, but does not import the compiler (over a second) when used as a decorator."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -61,12 +61,12 @@ def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def needs_grad(x: Tensor) -> bool:
-    """Whether a backward pass will ask for it; if not, autograd need not hear of the call."""
+    """Whether a backward pass may need the call; if not, it bypasses autograd."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether nothing has to be asked or done before a collective takes it."""
+    """Whether a collective can take the tensor as it is, without checks or conversions."""
     return (
         not torch.compiler.is_compiling()
         and not needs_grad(x)
@@ -86,7 +86,7 @@ def exchange_plainly(x: Tensor, group: Group) -> Tensor:
 def exchange(
     x: Tensor, recv_splits: Sequence[int] | None, send_splits: Sequence[int] | None, group: Group
 ) -> Tensor:
-    """All-to-all of rows; without splits each peer gets equally many."""
+    """All-to-all of rows. Without splits, every peer gets the same number of rows."""
     if x.dtype not in _KNOWN:
         return _from_bytes(exchange(_as_bytes(x), recv_splits, send_splits, group), x.dtype)
     x = x.contiguous()
@@ -103,7 +103,7 @@ def exchange(
 
 
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The ranks' tensors of one shape, one after the other along ``dim``, which is 0 or more."""
+    """The ranks' tensors, equal in shape, concatenated along ``dim``, which must be 0 or more."""
     if x.dtype not in _KNOWN:
         return _from_bytes(gather(_as_bytes(x), dim, group), x.dtype)
     size, x = members.size_of(group), x.contiguous()
@@ -117,7 +117,7 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The sum over the ranks, of which each gets its part along ``dim``."""
+    """This rank's part, along ``dim``, of the sum over the ranks."""
     if x.dtype in _SUMMED_IN:
         return reduce_scatter(x.to(_SUMMED_IN[x.dtype]), dim, group).to(x.dtype)
     size = members.size_of(group)
@@ -131,7 +131,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def total(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, on each of them."""
+    """The sum over the ranks, on every rank."""
     if x.dtype in _SUMMED_IN:
         return total(x.to(_SUMMED_IN[x.dtype]), group).to(x.dtype)
     if torch.compiler.is_compiling():
@@ -143,7 +143,7 @@ def total(x: Tensor, group: Group) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
-    """What rank ``src`` of the group has, on each of them."""
+    """The tensor of rank ``src`` of the group, on every rank."""
     if x.dtype not in _KNOWN:
         return _from_bytes(broadcast(_as_bytes(x), src, group), x.dtype)
     if torch.compiler.is_compiling():
@@ -155,8 +155,8 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
 
 
 def total_at(x: Tensor, dst: int, group: Group) -> Tensor:
-    """The sum over the ranks, on rank ``dst`` of the group; zeros on the others."""
-    if torch.compiler.is_compiling():  # which has no operator for a reduction to one rank
+    """The sum over the ranks on rank ``dst`` of the group; zeros on the other ranks."""
+    if torch.compiler.is_compiling():  # there is no operator for a reduction to one rank
         out = total(x, group)
     else:
         out = x.clone(memory_format=torch.contiguous_format)
@@ -165,14 +165,14 @@ def total_at(x: Tensor, dst: int, group: Group) -> Tensor:
 
 
 def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part of ``x`` along ``dim``: no communication."""
+    """This rank's part of ``x`` along ``dim``. No communication."""
     size = x.shape[dim] // members.size_of(group)
     part = x.narrow(dim, members.rank_in(group) * size, size)
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def gather_numbers(numbers: Sequence[int], group: Group) -> list[list[int]]:
-    """As many numbers from each rank, on each of them."""
+    """Every rank's numbers, equally many from each, on every rank."""
     own = torch.tensor(numbers, dtype=torch.int64, device=members.device_of(group))
     found: list[list[int]] = gather(own[None], 0, group).tolist()
     return found

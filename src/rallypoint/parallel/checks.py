@@ -1,4 +1,4 @@
-"""Ranks tell each other what they are about to do, before any of them waits for the others to do it."""
+"""Checks of a collective's arguments: on this rank, or compared across all ranks before the call can hang."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .signatures import Signature, find_problem, own_problem
 
 
 def check_types(x: object, group: object, dim: object = 0, src: object = 0) -> None:
-    """Raise if an argument is of a type that cannot be. In a compiled graph nothing is checked.
+    """Check the types of a collective's arguments. In a compiled graph, check nothing.
 
     Raises:
-        ConfigError: which one it is, and what was expected.
+        ConfigError: an argument has a wrong type.
     """
     if torch.compiler.is_compiling():
         return
@@ -34,7 +34,7 @@ def check_types(x: object, group: object, dim: object = 0, src: object = 0) -> N
             "group",
             type(group).__name__,
             "expected a process group, or None for the default one",
-            "mesh.group('tp') is that of an axis",
+            "mesh.group('tp') is the group of an axis",
         )
     for name, value in (("dim", dim), ("src", src)):
         if type(value) is not int and not is_whole(value):
@@ -42,18 +42,20 @@ def check_types(x: object, group: object, dim: object = 0, src: object = 0) -> N
 
 
 def splits_of(name: str, splits: object) -> tuple[int, ...]:
-    """Numbers of rows, one for each rank.
+    """Splits as a tuple of numbers of rows, one for each rank.
+
+    Args:
+        name: the argument, for the message.
+        splits: the user's value.
 
     Raises:
-        ConfigError: they are something else.
+        ConfigError: ``splits`` is not a sequence of whole numbers.
     """
     if isinstance(splits, Iterable) and not isinstance(splits, str | bytes):
         found = tuple(splits)
         if all(map(is_whole, found)):
             return tuple(map(int, found))
-    raise ConfigError(
-        name, splits, "expected a list of whole numbers, one for each rank of the group"
-    )
+    raise ConfigError(name, splits, "expected a list of whole numbers, one per rank of the group")
 
 
 def check_call(
@@ -69,23 +71,23 @@ def check_call(
     recv_splits: tuple[int, ...] | None = None,
     everywhere: bool,
 ) -> None:
-    """Raise if this rank's call cannot be; with ``everywhere`` if the ranks' calls do not go together.
+    """Check this rank's call; with ``everywhere``, also that the calls of all ranks match.
 
-    In a compiled graph a rank's own call is not checked; the backend still does.
+    In a compiled graph, this rank's call is left to the backend to check.
 
-    Collective: with ``everywhere``, and then it costs one small all-gather.
+    Collective: only with ``everywhere``, which costs one small all-gather.
     Args:
-        operation, x, divided, settings, src, send_splits, recv_splits: see :class:`Signature`.
-        dim: None: the collective has no dimension of its own, and ``x`` need not have any.
-        everywhere: ask the others.
+        operation, x, group, divided, settings, src, send_splits, recv_splits: see :class:`Signature`.
+        dim: the dimension the collective works along. None: it has none, and ``x`` may be a scalar.
+        everywhere: compare with the calls of the other ranks.
     Raises:
-        ConfigError: what is wrong, and with ``everywhere`` on which ranks; then on all of them.
+        ConfigError: the call is invalid. With ``everywhere``, raised on all ranks, and names the ranks at fault.
     """
     size = members.size_of(group)
     if not everywhere:
         if torch.compiler.is_compiling():
             return
-        # Microseconds count here: a plain call is not described before it is found to be fine.
+        # The fast path, where microseconds count: do not build a signature for a plain, valid call.
         plain = src == 0 and send_splits is None and recv_splits is None
         fits = dim == 0 and x.ndim > 0 and (not divided or x.shape[0] % size == 0)
         if plain and (dim is None or fits):
@@ -113,7 +115,7 @@ def check_call(
 
 @bare.outside_of_graphs
 def _agree(own: list[int], group: dist.ProcessGroup | None) -> str | None:
-    """What is wrong with the calls of all ranks: the same on each of them. ``torch.compile`` breaks its graph here."""
+    """What is wrong with the ranks' calls; the same text on all ranks. ``torch.compile`` breaks its graph here."""
     size = members.size_of(group)
     signatures = [Signature.decode(row, size) for row in bare.gather_numbers(own, group)]
     return find_problem(signatures, members.ranks_of(group))

@@ -1,6 +1,6 @@
 """all_gather, reduce_scatter, all_reduce and broadcast, with gradients.
 
-Unlike torch's they return a new tensor and leave their argument alone. Gradients: see the note in ``exchange.py``.
+Unlike torch's, they return a new tensor and do not modify their argument. Gradients: see the note in ``exchange.py``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .bare import Group
 
 
 def all_gather(x: Tensor, group: Group = None, *, dim: int = 0, checks: bool = False) -> Tensor:
-    """The ranks' tensors, one after the other along ``dim``; differentiable.
+    """Concatenate the ranks' tensors along ``dim``; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: the stream does).
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
     Args:
-        x: of one shape and dtype on all ranks, any dtype, at least one dimension, on the group's device.
-        group: default: the default group; without any, and in a group of one, ``x`` itself is returned.
-        dim: where they are joined.
-        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+        x: at least one dimension, any dtype, on the group's device; equal in shape and dtype on all ranks.
+        group: default: the default group. In a group of one, or without a default group, ``x`` itself is returned.
+        dim: the dimension to concatenate along.
+        checks: first compare the calls of all ranks. Costs one small all-gather.
     Returns:
-        As ``x``, with ``dim`` as many times as long as there are ranks, in the order of the group.
+        Like ``x``, with ``dim`` times the number of ranks; parts in group-rank order.
     Raises:
-        ConfigError: ``x`` has no such dimension; with ``checks`` also that ranks differ, and then on all of them.
-        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
-    Gradient: reduce-scatter (sum) of the output's gradients: that of the sum over ranks of the losses.
-        Where all ranks go on to compute the same loss, this counts it once for each; see :func:`gather_from`.
+        ConfigError: ``x`` has no dimension ``dim``; with ``checks``, also: the ranks' calls differ; then raised on all ranks.
+        RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
+    Gradient: reduce-scatter (sum) of the output's gradients: the gradient of the sum of all ranks' losses.
+        If all ranks compute the same loss from the result, this counts it once per rank; see :func:`gather_from`.
     """
     _check("all_gather", x, group, dim=dim, everywhere=checks)
     if members.size_of(group) == 1:
@@ -47,22 +47,22 @@ def reduce_scatter(
     op: Literal["sum", "mean"] = "sum",
     checks: bool = False,
 ) -> Tensor:
-    """The sum of the ranks' tensors, of which each rank gets its part along ``dim``; differentiable.
+    """Sum the ranks' tensors, and give each rank its part along ``dim``; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: the stream does).
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
     Args:
-        x: of one shape and dtype on all ranks, on the group's device; ``dim`` is a multiple of their number.
-        group: default: the default group; without any, and in a group of one, ``x`` itself is returned.
-        dim: what is divided.
+        x: on the group's device; equal in shape and dtype on all ranks. ``dim`` must be a multiple of the number of ranks.
+        group: default: the default group. In a group of one, or without a default group, ``x`` itself is returned.
+        dim: the dimension to divide.
         op: ``mean`` is the sum divided by the number of ranks; not for whole numbers.
-        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+        checks: first compare the calls of all ranks. Costs one small all-gather.
     Returns:
-        As ``x``, with ``dim`` divided by the number of ranks.
+        Like ``x``, with ``dim`` divided by the number of ranks.
     Raises:
-        ConfigError: ``dim`` does not divide, ``op`` cannot be; with ``checks`` also that ranks differ, and then on all of them.
-        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
-    Gradient: all-gather of the output's gradients (divided by the number of ranks for ``mean``): that of the
-        sum over ranks of the losses.
+        ConfigError: ``dim`` is not divisible, or ``op`` is invalid; with ``checks``, also: the ranks' calls differ; then raised on all ranks.
+        RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
+    Gradient: all-gather of the output's gradients (divided by the number of ranks for ``mean``): the
+        gradient of the sum of all ranks' losses.
     """
     _check("reduce_scatter", x, group, dim=dim, divided=True, op=op, everywhere=checks)
     if members.size_of(group) == 1:
@@ -78,22 +78,22 @@ def all_reduce(
     op: Literal["sum", "mean"] = "sum",
     checks: bool = False,
 ) -> Tensor:
-    """The sum (or mean) of the ranks' tensors, on each of them; differentiable.
+    """Sum (or average) the ranks' tensors, with the result on every rank; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: the stream does).
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
     Args:
-        x: of one shape and dtype on all ranks, on the group's device.
-        group: default: the default group; without any, and in a group of one, ``x`` itself is returned.
+        x: on the group's device; equal in shape and dtype on all ranks.
+        group: default: the default group. In a group of one, or without a default group, ``x`` itself is returned.
         op: ``mean`` is the sum divided by the number of ranks; not for whole numbers.
-        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+        checks: first compare the calls of all ranks. Costs one small all-gather.
     Returns:
-        As ``x``.
+        A tensor like ``x``.
     Raises:
-        ConfigError: ``op`` cannot be; with ``checks`` also that ranks differ, and then on all of them.
-        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
-    Gradient: all-reduce (sum) of the output's gradients (divided by the number of ranks for ``mean``): that of
-        the sum over ranks of the losses. Where all ranks go on to compute the same loss, this counts it
-        once for each; see :func:`reduce_from`.
+        ConfigError: ``op`` is invalid; with ``checks``, also: the ranks' calls differ; then raised on all ranks.
+        RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
+    Gradient: all-reduce (sum) of the output's gradients (divided by the number of ranks for ``mean``): the gradient
+        of the sum of all ranks' losses. If all ranks compute the same loss from the result, this counts it
+        once per rank; see :func:`reduce_from`.
     """
     _check("all_reduce", x, group, dim=None, op=op, everywhere=checks)
     if members.size_of(group) == 1:
@@ -103,21 +103,21 @@ def all_reduce(
 
 
 def broadcast(x: Tensor, src: int = 0, group: Group = None, *, checks: bool = False) -> Tensor:
-    """What rank ``src`` of the group has, on each rank; differentiable.
+    """Send the tensor of one rank to all ranks of the group; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until the tensor has come (NCCL: the stream does).
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until the tensor has arrived (NCCL: only the stream blocks).
     Args:
-        x: of one shape and dtype on all ranks, on the group's device; what it holds matters on ``src`` only.
-        src: a rank *of the group*, unlike in ``torch.distributed.broadcast``.
-        group: default: the default group; without any, and in a group of one, ``x`` itself is returned.
-        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+        x: on the group's device; equal in shape and dtype on all ranks. Its values matter on ``src`` only.
+        src: the sender's rank *in the group*, unlike in ``torch.distributed.broadcast``.
+        group: default: the default group. In a group of one, or without a default group, ``x`` itself is returned.
+        checks: first compare the calls of all ranks. Costs one small all-gather.
     Returns:
-        As ``x``.
+        A tensor like ``x``.
     Raises:
-        ConfigError: no such ``src``; with ``checks`` also that ranks differ, and then on all of them.
-        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
-    Gradient: on ``src`` the sum over ranks of the output's gradients, elsewhere zeros: that of the sum over ranks of
-        the losses. The backward pass is a collective, so ``x`` must need a gradient on all ranks or on none.
+        ConfigError: the group has no rank ``src``; with ``checks``, also: the ranks' calls differ; then raised on all ranks.
+        RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
+    Gradient: on ``src`` the sum of all ranks' output gradients, elsewhere zeros: the gradient of the sum of all ranks'
+        losses. The backward pass is a collective, so ``x`` must require a gradient on all ranks or on none.
     """
     _check("broadcast", x, group, dim=None, src=src, everywhere=checks)
     if members.size_of(group) == 1:
@@ -143,7 +143,9 @@ def _check(
     if op not in ("", "sum", "mean"):
         raise ConfigError("op", op, "expected sum or mean")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise ConfigError("op", op, f"x is {x.dtype}, of which there is no mean", "use op='sum'")
+        raise ConfigError(
+            "op", op, f"expected a floating-point or complex x, not {x.dtype}", "use op='sum'"
+        )
     checking.check_call(
         operation, x, group, dim=dim, divided=divided, settings=op, src=src, everywhere=everywhere
     )
@@ -184,7 +186,7 @@ def _total_at(x: Tensor, dst: int, group: Group) -> Tensor:
     return found
 
 
-# Each is the other's gradient, or its own; so gradients of gradients are there too.
+# Each is another's gradient, or its own; so gradients of gradients work, too.
 # ctx is Any: torch has no public type for it.
 
 
@@ -233,7 +235,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Only as broadcast's gradient."""
+    """Used only as broadcast's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dst: int, group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""The mesh of this process: made once, asked for anywhere."""
+"""This process's mesh: created once, available everywhere."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ def init_parallelism(
     pp_backend: str | None = None,
     dp_backend: str | None = None,
 ) -> ParallelMesh:
-    """The simple form: this many ranks share a layer, so many stages follow each other, the rest is data parallel.
+    """Create this process's mesh from two degrees; the remaining factor is data parallel.
 
-    The mesh is also what :func:`current_mesh` returns from now on. Its axes are ``tp`` (model), ``pp`` and ``dp``; their
-    groups are made here, unless all is data parallel. Without a default group it is the mesh of one process.
+    :func:`current_mesh` returns the mesh from now on. Its axes are ``tp`` (model), ``pp`` and ``dp``. Their groups are
+    created here, unless everything is data parallel. Without a default group, it is the mesh of one process.
 
-    Collective: every rank of the job calls it.   Blocks: until the groups' members have found each other.
+    Collective: every rank of the job calls it.   Blocks: until the groups' members have connected.
     Args:
-        model_parallelism: ranks that share one model, neighbours in the job.
-        pipeline_parallelism: stages; the ranks furthest apart.
-        mp_backend, pp_backend, dp_backend: of the groups along ``tp``, ``pp`` and ``dp``. Default: the default group's.
+        model_parallelism: number of ranks that share a layer. They are neighbours in the job.
+        pipeline_parallelism: number of pipeline stages. Their ranks are furthest apart.
+        mp_backend, pp_backend, dp_backend: the backends of the groups along ``tp``, ``pp`` and ``dp``. Default: the
+            default group's.
+    Returns:
+        The mesh.
     Raises:
-        ConfigError: the degrees do not go into the number of ranks (it says which would); there is a mesh already.
+        ConfigError: a degree is not a whole number of at least 1; the degrees do not divide the number of ranks (the message
+            lists some that do); or there is a mesh already.
     """
     given: dict[str, object] = {
         "model_parallelism": model_parallelism,
         "pipeline_parallelism": pipeline_parallelism,
     }
     for name, degree in given.items():
-        # -1 would be "the rest" for a layout; here the rest is data parallel.
+        # A layout takes -1 for "the rest"; here, the rest is always data parallel.
         if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             raise ConfigError(name, degree, "expected a whole number, 1 or more")
     chosen = {"tp": mp_backend, "pp": pp_backend, "dp": dp_backend}
@@ -52,7 +56,7 @@ def init_parallelism(
         backends={axis: name for axis, name in chosen.items() if name is not None},
     )
     set_current_mesh(mesh)
-    # With neither, dp is the default group, and of the others each rank is alone.
+    # With both degrees 1, dp is the default group, and along the other axes each rank is alone.
     if model_parallelism * pipeline_parallelism > 1:
         try:
             mesh.build("pp", "dp", "tp")
@@ -63,34 +67,48 @@ def init_parallelism(
 
 
 def set_current_mesh(mesh: ParallelMesh) -> ParallelMesh:
-    """Make ``mesh`` what :func:`current_mesh` returns: for layouts with more axes than the simple form has.
+    """Make :func:`current_mesh` return ``mesh``, for layouts with more axes than :func:`init_parallelism` has.
 
+    No communication.
+    Args:
+        mesh: this process's mesh from now on.
+    Returns:
+        ``mesh``.
     Raises:
-        ConfigError: there is another one already.
+        ConfigError: ``mesh`` is not a :class:`ParallelMesh`, or this process has another mesh already.
     """
     given: object = mesh
     if not isinstance(given, ParallelMesh):
         raise ConfigError(
-            "mesh", given, "expected a ParallelMesh", "destroy_parallelism() ends the one there is"
+            "mesh",
+            given,
+            "expected a ParallelMesh",
+            "destroy_parallelism() removes the current one",
         )
     here = current_mesh()
     if here is not None and here is not mesh:
-        raise ConfigError("mesh", here, "there is one already", "call destroy_parallelism() first")
+        raise ConfigError(
+            "mesh", here, "this process has a mesh already", "call destroy_parallelism() first"
+        )
     _state.mesh = mesh
     return mesh
 
 
 def current_mesh() -> ParallelMesh | None:
-    """This process's mesh; None before one was made, and after it or its default group was destroyed."""
+    """This process's mesh.
+
+    Returns:
+        The mesh. None before one is created, and after it or its default group was destroyed.
+    """
     if _state.mesh is not None and not _state.mesh.stands:
         _state.mesh = None
     return _state.mesh
 
 
 def destroy_parallelism() -> None:
-    """Destroy this process's mesh, if there is one; the default group stays.
+    """Destroy this process's mesh, if it has one. The default group stays.
 
-    Collective: as :meth:`ParallelMesh.destroy`.
+    Collective: every rank of the job calls it, with no collective of the mesh's groups in progress.
     """
     mesh, _state.mesh = current_mesh(), None
     if mesh is not None:

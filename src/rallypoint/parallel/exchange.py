@@ -1,9 +1,9 @@
-"""Every rank sends rows to every other: equally many, as many as was said, or as many as it turns out.
+"""All-to-all: with equal splits, with given splits, or with splits that only the sender knows.
 
-[Note: Gradients] Unless a function says otherwise its gradient is that of the *sum over all ranks of their
-losses*: what rank r gets in ``x.grad`` is how much that sum changes with r's ``x``. This is what makes a
-model that is spread over ranks right when each rank calls ``backward`` on its own part of the loss. All backward passes are
-collectives themselves, so they must be run on all ranks of the group, in the same order.
+[Note: Gradients] Unless a function says otherwise, its gradient is that of the *sum of all ranks' losses*: rank r's
+``x.grad`` is the derivative of that sum with respect to r's ``x``. This makes a model spread over ranks train
+correctly when each rank calls ``backward`` on its own part of the loss. Backward passes are collectives themselves,
+so all ranks of the group must run them, in the same order.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ def all_to_all(
 ) -> Tensor:
     """Exchange rows of ``x`` between the ranks of ``group``; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: the stream does).
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
     Args:
-        x: ``[rows, ...]``, any dtype, on the group's device; the first ``send_splits[0]`` rows go to rank 0 of the
-            group, and so on. It need not be contiguous, and may have no rows.
-        group: default: the default group; without any, and in a group of one, ``x`` itself is returned.
-        send_splits: rows for each rank of the group. Default: equally many.
-        recv_splits: rows from each rank: what it sends to this one. Given if and only if ``send_splits`` is.
-        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+        x: ``[rows, ...]``, any dtype, on the group's device. The first ``send_splits[0]`` rows go to rank 0 of the
+            group, and so on. ``x`` need not be contiguous, and may have no rows.
+        group: default: the default group. In a group of one, or without a default group, ``x`` itself is returned.
+        send_splits: number of rows to send to each rank, in group-rank order. Default: equal parts.
+        recv_splits: number of rows that each rank sends to this one. Required if ``send_splits`` is given.
+        checks: first compare the calls of all ranks. Costs one small all-gather.
     Returns:
-        ``[sum(recv_splits), ...]``, the rows grouped by the rank they come from; as many as in ``x`` without splits.
+        ``[sum(recv_splits), ...]``, with rows grouped by source rank. Without splits, as many rows as ``x``.
     Raises:
-        ConfigError: rows and splits do not go together on this rank; with ``checks`` on any rank, and then on all of them.
-        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
-    Gradient: the same exchange backwards (splits swapped): each row's gradient returns to the rank it came from. It
-        is that of the sum over ranks of the losses ([Note: Gradients]).
-    Source: GShard (arXiv 2006.16668) for its use with experts.
+        ConfigError: rows and splits do not match on this rank; with ``checks``, on any rank, and then raised on all.
+        RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
+    Gradient: the same exchange with the splits swapped: each row's gradient returns to the row's source rank. It is
+        the gradient of the sum of all ranks' losses ([Note: Gradients]).
+    Source: GShard (arXiv 2006.16668), for its use with experts.
     """
     checking.check_types(x, group)
     if send_splits is None and recv_splits is None and not checks and bare.is_plain(x):
-        # The most frequent call does little beside the collective: microseconds are seen at 1 MB.
+        # The fast path for the most frequent call: microseconds show even at 1 MB.
         size = members.size_of(group)
         if x.shape[0] % size == 0:
             return x if size == 1 else bare.exchange_plainly(x, group)
@@ -77,21 +77,21 @@ def all_to_all_dynamic(
     *,
     checks: bool = False,
 ) -> tuple[Tensor, list[int]]:
-    """Exchange rows of ``x`` where only the sender knows how many; differentiable.
+    """Exchange rows of ``x`` with splits that only the sender knows; differentiable.
 
-    The splits are exchanged first. The way back is ``all_to_all`` with the two kinds of splits swapped.
+    The ranks exchange their splits first. To return the rows, call :func:`all_to_all` with the two kinds of splits swapped.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent; with a GPU also until
-    the splits are known on the CPU. ``torch.compile`` breaks its graph here.
+    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent; on a GPU, also until
+    the splits have reached the CPU. ``torch.compile`` breaks its graph here.
     Args:
-        x: as in :func:`all_to_all`.
-        send_splits: rows for each rank of the group, as numbers or as a tensor ``[size]`` of whole numbers.
+        x: ``[rows, ...]``, any dtype, on the group's device, as in :func:`all_to_all`.
+        send_splits: number of rows to send to each rank, as numbers or as an integer tensor ``[size]``.
         group, checks: as in :func:`all_to_all`.
     Returns:
-        The rows, ``[sum(received), ...]``, grouped by the rank they come from; and how many came from each.
+        The received rows, ``[sum(received), ...]``, grouped by source rank; and the number of rows from each rank.
     Raises:
-        As :func:`all_to_all`.
-    Gradient: as :func:`all_to_all`; the splits have none.
+        ConfigError, RuntimeError: as :func:`all_to_all`.
+    Gradient: as :func:`all_to_all`. The splits have none.
     """
     checking.check_types(x, group)
     send, recv = _exchange_splits(send_splits, x, group, checks=checks)
@@ -104,7 +104,7 @@ def all_to_all_dynamic(
 def _exchange_splits(
     send_splits: Sequence[int] | Tensor, x: Tensor, group: Group, *, checks: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The splits as numbers: those of this rank, and what the others send to it."""
+    """As numbers: this rank's splits, and what the other ranks send to it."""
     if not isinstance(send_splits, Tensor):
         send = checking.splits_of("send_splits", send_splits)
         checking.check_call(ALL_TO_ALL_DYNAMIC, x, group, send_splits=send, everywhere=checks)
@@ -118,7 +118,7 @@ def _exchange_splits(
     size = members.size_of(group)
     if checks or size == 1 or len(own) != size:
         return _exchange_splits(own.tolist(), x, group, checks=checks)
-    # One wait for the device, not two: both are on it already.
+    # One wait for the device instead of two: both tensors are on it already.
     both = torch.stack([own, bare.exchange(own, None, None, group)]).tolist()
     send, recv = tuple(both[0]), tuple(both[1])
     checking.check_call(ALL_TO_ALL_DYNAMIC, x, group, send_splits=send, everywhere=False)

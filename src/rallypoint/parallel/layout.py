@@ -1,14 +1,14 @@
 """Degrees of parallelism as a grid of ranks: pure.
 
-The axes, from the one whose ranks are furthest apart to the one whose ranks are neighbours:
+The axes, outermost first:
 
 - ``pp``: pipeline stages;
 - ``dp``: replicas of the model, which see different data;
 - ``cp``: parts of one sequence (context parallel);
-- ``tp``: parts of one layer (tensor parallel). Its traffic is the most, so its ranks are neighbours.
+- ``tp``: parts of one layer (tensor parallel). It has the most traffic, so its ranks are neighbours.
 
-Experts (``ep``) are spread over the ranks of ``dp``: neighbouring replicas hold different experts, and
-``edp`` is the axis along which the same expert is replicated. So ``dp`` is ``edp`` times ``ep``.
+Experts (``ep``) are spread over the ranks of ``dp``: neighbouring replicas hold different experts, and each expert is
+replicated along ``edp``. So ``dp`` equals ``edp`` times ``ep``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
 
 
-# The grid, outermost first; "dp" stands for the two in its middle together.
+# The grid, outermost first; "dp" is edp and ep together.
 GRID = ("pp", "edp", "ep", "cp", "tp")
 AXES = ("pp", "dp", "cp", "tp", "ep", "edp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """How many ranks there are along each axis, and so which rank stands where.
+    """The number of ranks along each axis, and the place of each rank in the grid.
 
-    At most one of ``dp``, ``pp``, ``cp`` and ``tp`` may be -1: what the others leave of the world
+    At most one of ``dp``, ``pp``, ``cp`` and ``tp`` may be -1, which stands for the rest of the world
     (:meth:`resolve`).
 
     Args:
-        dp: replicas of the model. Default: what is left; 1 if another degree is -1.
-        pp: pipeline stages.
-        cp: parts of a sequence.
-        tp: parts of a layer.
-        ep: groups of experts; divides ``dp``; -1: as many as ``dp``.
+        dp: number of replicas of the model. Default: the rest; 1 if another degree is -1.
+        pp: number of pipeline stages.
+        cp: number of parts of a sequence.
+        tp: number of parts of a layer.
+        ep: number of expert groups, a divisor of ``dp``. -1: equal to ``dp``.
 
     Raises:
-        ConfigError: a degree that cannot be.
+        ConfigError: a degree is not a whole number of at least 1 (or -1), several are -1, or ``ep`` does not divide ``dp``.
     """
 
     dp: int | None = None
@@ -63,7 +63,9 @@ class ParallelLayout:
                 )
         rest = [axis for axis, degree in degrees.items() if degree == -1]
         if len(rest) > 1:
-            raise ConfigError(rest[1], -1, f"only one degree may be -1, and {rest[0]} is")
+            raise ConfigError(
+                rest[1], -1, f"only one degree may be -1, and {rest[0]} is -1 already"
+            )
         if not rest:
             self._check_ep()
 
@@ -81,10 +83,16 @@ class ParallelLayout:
             )
 
     def resolve(self, world_size: int) -> ParallelLayout:
-        """The same for so many ranks, without any -1.
+        """Replace -1 by the actual degree.
+
+        Args:
+            world_size: number of ranks in the job.
+
+        Returns:
+            The layout of this many ranks, without any -1.
 
         Raises:
-            ConfigError: the degrees do not go into ``world_size``; it says which would.
+            ConfigError: the degrees do not multiply to ``world_size``, or do not divide it; the message lists some that do.
         """
         _check_whole("world_size", world_size)
         degrees = self._degrees()
@@ -99,6 +107,7 @@ class ParallelLayout:
 
     @property
     def resolved(self) -> bool:
+        """Whether no degree is -1."""
         return -1 not in {*self._degrees().values(), self.ep}
 
     @property
@@ -106,20 +115,36 @@ class ParallelLayout:
         """Number of ranks.
 
         Raises:
-            ConfigError: a degree is -1 still.
+            ConfigError: a degree is -1.
         """
         return math.prod(self._sizes().values())
 
     def degree(self, *axes: str) -> int:
-        """Number of ranks along ``axes``: one, or several joined."""
+        """Number of ranks along one axis, or along several joined.
+
+        Args:
+            axes: names from :data:`AXES`.
+
+        Returns:
+            The product of the axes' degrees.
+
+        Raises:
+            ConfigError: an unknown axis, an axis named twice (``dp`` includes ``ep``), or a degree is -1.
+        """
         sizes = self._sizes()
         return math.prod(sizes[axis] for axis in _grid_axes(axes))
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
-        """Where a rank stands, along each of :data:`AXES`.
+        """A rank's position along each of :data:`AXES`.
+
+        Args:
+            rank: a global rank.
+
+        Returns:
+            The rank's index along each axis, counted from 0.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: ``rank`` is not in the layout, or a degree is -1.
         """
         _check_whole("rank", rank)
         if not 0 <= rank < self.world_size:
@@ -131,13 +156,16 @@ class ParallelLayout:
         return {axis: found[axis] for axis in AXES}
 
     def rank_at(self, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """The rank that stands at these coordinates, each of which counts from 0.
+        """The rank at a position in the grid.
 
         Args:
-            dp, pp, cp, tp: along each axis.
+            dp, pp, cp, tp: the index along each axis, counted from 0.
+
+        Returns:
+            The global rank.
 
         Raises:
-            ConfigError: a coordinate is not on the grid.
+            ConfigError: an index is outside the grid, or a degree is -1.
         """
         for axis, index in (("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)):
             _check_whole(axis, index)
@@ -146,17 +174,31 @@ class ParallelLayout:
         return ((pp * self.degree("dp") + dp) * self.cp + cp) * self.tp + tp
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along these axes only, itself included, in order.
+        """The ranks that differ from ``rank`` along these axes only.
+
+        Args:
+            rank: a global rank.
+            axes: names from :data:`AXES`.
+
+        Returns:
+            Global ranks in ascending order, ``rank`` included.
 
         Raises:
-            ConfigError: no such rank, no such axis, or an axis twice (``dp`` includes ``ep``).
+            ConfigError: ``rank`` is not in the layout, an unknown axis, an axis named twice (``dp`` includes ``ep``), or a
+                degree is -1.
         """
         along, here = _grid_axes(axes), self.coordinates(rank)
         first = rank - sum(here[axis] * stride for axis, (_, stride) in self._grid(along).items())
         return tuple(first + each for each in self._offsets(along))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along these axes: every rank is in exactly one.
+        """All groups along these axes.
+
+        Args:
+            axes: names from :data:`AXES`.
+
+        Returns:
+            Each group as global ranks in ascending order. Every rank is in exactly one group.
 
         Raises:
             ConfigError: as :meth:`peers`.
@@ -167,12 +209,12 @@ class ParallelLayout:
         return tuple(tuple(first + each for each in offsets) for first in firsts)
 
     def _offsets(self, along: tuple[str, ...]) -> list[int]:
-        """The ranks that one meets from rank 0 along these axes of the grid."""
+        """The ranks reached from rank 0 along these axes of the grid."""
         steps = [range(0, size * stride, stride) for size, stride in self._grid(along).values()]
         return [sum(each) for each in itertools.product(*steps)]
 
     def _grid(self, along: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-        """Size of each of these axes, and how far apart its neighbours are; outermost first."""
+        """Each of these axes' size, and the distance between its neighbours in ranks; outermost first."""
         found, stride = {}, 1
         for axis, size in reversed(self._sizes().items()):
             found[axis] = (size, stride)
@@ -200,7 +242,7 @@ def _grid_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
             raise ConfigError("axis", axis, f"expected one of {', '.join(AXES)}")
         for part in ("edp", "ep") if axis == "dp" else (axis,):
             if part in found:
-                raise ConfigError("axes", axes, f"{part} is in there twice (dp is edp times ep)")
+                raise ConfigError("axes", axes, f"{part} occurs twice (dp is edp times ep)")
             found.append(part)
     if not found:
         raise ConfigError("axes", axes, f"expected at least one of {', '.join(AXES)}")
@@ -208,7 +250,7 @@ def _grid_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _misfit(world_size: int, given: Mapping[str, int], exact: bool) -> tuple[str, str]:
-    """What is wrong, and which degree, changed alone, would put it right."""
+    """What is wrong, and which single degrees could be changed to fix it."""
     used = {axis: degree for axis, degree in given.items() if degree > 1}
     product = math.prod(used.values())
     shown = " x ".join(f"{axis}={degree}" for axis, degree in used.items()) or "1"
@@ -222,7 +264,7 @@ def _misfit(world_size: int, given: Mapping[str, int], exact: bool) -> tuple[str
             continue
         fitting = [world_size // others] if exact else _divisors(world_size // others)
         ways.append(f"{axis} of {_listed(fitting)}")
-    return f"{wanted} {shown}", f"what would go: {'; or '.join(ways)}" if ways else ""
+    return f"{wanted} {shown}", f"would fit: {'; or '.join(ways)}" if ways else ""
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Who is in a process group: how many, which of them is this process, what they are called."""
+"""The members of a process group: their number, this process's rank, their global ranks."""
 
 from __future__ import annotations
 
@@ -8,42 +8,45 @@ import torch.distributed as dist
 from rallypoint.errors import ConfigError
 
 
-# Backends whose groups work on tensors of the CPU.
+# Backends that work on CPU tensors.
 _ON_CPU = ("gloo", "mpi", "ucc")
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks of ``group`` (None: the default group); 1 where there is no group at all."""
+    """Number of ranks in ``group`` (None: the default group); 1 without a default group."""
     if group is None and not dist.is_initialized():
         return 1
     return dist.get_world_size(group)
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
-    """This process's rank in ``group``; 0 where there is no group at all.
+    """This process's rank in ``group``; 0 without a default group.
 
     Raises:
-        ConfigError: it is not in there.
+        ConfigError: this process is not a member.
     """
     if group is None and not dist.is_initialized():
         return 0
     rank = dist.get_rank(group)
     if rank < 0:
         raise ConfigError(
-            "group", None, f"rank {dist.get_rank()} is not in it", "only its members may call this"
+            "group",
+            None,
+            f"rank {dist.get_rank()} is not a member",
+            "only members of the group may call this",
         )
     return rank
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """The members by their ranks in the job, in the order of the group."""
+    """The members' global ranks, in group-rank order."""
     if group is None and not dist.is_initialized():
         return [0]
     return dist.get_process_group_ranks(group)
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's collectives work; of a backend per device (``cpu:gloo,cuda:nccl``) the first one."""
+    """The device of the group's collectives; with several backends (``cpu:gloo,cuda:nccl``), the first one's."""
     backend = dist.get_backend(group).lower()
     device, colon, _ = backend.partition(",")[0].partition(":")
     if colon:

@@ -1,9 +1,9 @@
-"""The process groups of a layout: made, kept, destroyed.
+"""The process groups of a layout: created, kept, destroyed.
 
 [Note: Names] torch numbers its groups, and the number is the group's prefix in the store. Ranks find each other only if
-all have counted alike, and a number that is used twice reads what is left of its first use. So every rank makes every
-group of an axis, in one order, also those it is not in (where ``new_group`` only counts on). The generation is in each
-group's description, which logs and flight recorders show; the store of a generation is the launcher's to keep apart.
+all of them have counted alike, and a number used twice reads leftovers of its first use. So every rank creates every
+group of an axis, in the same order, including groups it is not in (for which ``new_group`` only counts). The generation is
+part of each group's description, which logs and flight recorders show; the launcher keeps generations' stores apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from . import members, torch_private
 from .layout import AXES, GRID, ParallelLayout
 
 
-# What `build` makes unless told otherwise: each axis, and the ranks over which gradients are averaged.
+# The groups `build` creates by default: each axis, and the ranks that average gradients.
 STANDARD: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), ("dp", "cp"))
 
 
@@ -36,26 +36,26 @@ class ParallelMesh:
         y = all_reduce(x, mesh.group("tp"))
         model = fully_shard(model, mesh=mesh.device_mesh("dp"))
 
-    Making one does not communicate; groups are made by :meth:`build`, all at once, or by the first :meth:`group` that asks
-    for them. Both are collective over *all ranks of the job*, not only over those of the group: each rank asks for the
-    same axes in the same order. A group that is there already costs nothing to ask for.
+    Creating a mesh does not communicate. Groups are created by :meth:`build`, all at once, or by the first :meth:`group`
+    call that needs them. Both are collective over *all ranks of the job*, not only over the group's members: each rank
+    asks for the same axes in the same order. Asking again for an existing group costs nothing.
 
-    Several axes share what they can: where all other degrees are 1 an axis without a backend of its own is the
-    default group, and all axes of degree 1 are one group of this rank alone.
+    Axes share groups where they can: an axis without a backend of its own is the default group if all other
+    degrees are 1, and all axes of degree 1 share one group that holds only this rank.
 
-    Without a default group it is the mesh of one process: all groups are None, which the collectives of
-    this package take for "nobody else".
+    Without a default group, this is the mesh of one process: all groups are None, and the collectives of this package
+    return their argument.
 
     Args:
-        layout: degrees that make up the job; -1 is resolved.
-        backends: of an axis, where it is not the default group's: ``{"dp": "gloo"}``. Joined axes have that of the
-            first axis named that has one; ``ep`` and ``edp`` have that of ``dp`` unless they have their own.
-        device_type: for :meth:`device_mesh`. Default: what the default group's backend works on.
+        layout: the degrees of parallelism. Any -1 is resolved.
+        backends: backends by axis, where they differ from the default group's: ``{"dp": "gloo"}``. Joined axes use the
+            backend of the first named axis that has one. ``ep`` and ``edp`` use that of ``dp`` unless they have their own.
+        device_type: for :meth:`device_mesh`. Default: the device type of the default group's backend.
         generation: shown in the groups' descriptions. Default: ``RALLY_GENERATION``, else 0.
-        timeout: in seconds, of the collectives of these groups. Default: as the default group's.
+        timeout: time limit of the groups' collectives, in seconds. Default: the default group's.
 
     Raises:
-        ConfigError: the layout does not fit the number of ranks; an axis that is none; a backend without a name.
+        ConfigError: the layout does not fit the number of ranks; an unknown axis or backend; or an argument of a wrong type.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ParallelMesh:
             named: object = name
             if not isinstance(named, str) or not named.strip():
                 raise ConfigError(f"backends[{axis!r}]", name, "expected the name of a backend")
-            # As torch names it: "gloo", or one per device, "cpu:gloo,cuda:nccl".
+            # "gloo", or one backend per device: "cpu:gloo,cuda:nccl".
             parts = [part.rpartition(":")[2] for part in name.split(",")]
             if self._world is not None and not all(map(dist.is_backend_available, parts)):
                 known = ", ".join(filter(dist.is_backend_available, dist.Backend.backend_list))
@@ -104,20 +104,44 @@ class ParallelMesh:
 
     @property
     def coordinates(self) -> Mapping[str, int]:
-        """Where this rank stands, along each axis; also its rank in the group of that axis."""
+        """This rank's index along each axis, which is also its rank in that axis's group."""
         return MappingProxyType(dict(self.layout.coordinates(self.rank)))
 
     def degree(self, *axes: str) -> int:
-        """Number of ranks along ``axes``: one, or several joined."""
+        """Number of ranks along one axis, or along several joined. No communication.
+
+        Args:
+            axes: names such as ``"tp"``.
+        Returns:
+            The product of the axes' degrees.
+        Raises:
+            ConfigError: an unknown axis, or one named twice.
+        """
         return self.layout.degree(*axes)
 
     def peers(self, *axes: str) -> tuple[int, ...]:
-        """The ranks of ``group(*axes)``, this one included, in its order: no communication."""
+        """The members of ``group(*axes)``. No communication.
+
+        Args:
+            axes: names such as ``"tp"``.
+        Returns:
+            Global ranks in group-rank order, this one included.
+        Raises:
+            ConfigError: an unknown axis, or one named twice.
+        """
         return self.layout.peers(self.rank, *axes)
 
     def backend_of(self, *axes: str) -> str | None:
-        """What was chosen for these axes; None: the default group's backend."""
-        self.layout.degree(*axes)  # are there such axes
+        """The backend chosen for these axes. No communication.
+
+        Args:
+            axes: names such as ``"tp"``.
+        Returns:
+            The backend's name. None: the default group's backend.
+        Raises:
+            ConfigError: an unknown axis, or one named twice.
+        """
+        self.layout.degree(*axes)  # raises for unknown axes
         for axis in axes:
             for name in (axis, "dp") if axis in {"ep", "edp"} else (axis,):
                 if name in self._backends:
@@ -125,15 +149,16 @@ class ParallelMesh:
         return None
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The group of this rank and those that differ from it along these axes only.
+        """The process group of this rank and the ranks that differ from it along these axes only.
 
-        Collective: over all ranks of the job, if these axes have no group yet (the class says more). Else none.
+        Collective: over all ranks of the job if these axes have no group yet (see the class); else no communication.
+        Blocks: if it creates the group, until its members have connected.
         Args:
-            axes: one, or several to be joined: ``group("dp", "cp")`` is what gradients are averaged over.
+            axes: one axis, or several to join: gradients are averaged over ``group("dp", "cp")``.
         Returns:
-            The group, whose ranks are in the order of :meth:`peers`; None where there is no default group.
+            The group, with ranks in the order of :meth:`peers`. None without a default group.
         Raises:
-            ConfigError: no such axes, or one twice; the mesh or its default group has been destroyed.
+            ConfigError: an unknown axis, or one named twice; or the mesh or its default group was destroyed.
         """
         along = self._moving(axes)
         self._check_alive()
@@ -148,34 +173,36 @@ class ParallelMesh:
         return found
 
     def build(self, *joined: tuple[str, ...] | str) -> Self:
-        """Make the groups of every axis and of ``("dp", "cp")``, or only of these.
+        """Create the groups of every axis and of ``("dp", "cp")``, or only the given ones.
 
-        Collective: every rank of the job calls it, with the same arguments.   Blocks: until members have found each other.
+        Collective: every rank of the job calls it, with the same arguments.   Blocks: until members have connected.
         Args:
-            joined: axes (``"tp"``), and axes to be joined (``("cp", "tp")``). Default: :data:`STANDARD`.
+            joined: axes (``"tp"``), or tuples of axes to join (``("cp", "tp")``). Default: :data:`STANDARD`.
         Returns:
             This mesh.
         Raises:
-            ConfigError: an axis is none.
+            ConfigError: an unknown axis, or the mesh or its default group was destroyed.
         """
         for axes in joined or STANDARD:
             given: object = axes
             if not isinstance(given, str | Sequence):
                 raise ConfigError(
-                    "axes", given, "expected an axis or a tuple of them", "as in 'tp', ('dp', 'cp')"
+                    "axes", given, "expected an axis or a tuple of axes", "as in 'tp', ('dp', 'cp')"
                 )
             self.group(*((axes,) if isinstance(axes, str) else axes))
         return self
 
     def device_mesh(self, *axes: str, names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """These axes as torch's ``DeviceMesh``, for FSDP2, DTensor and DDP; over the same groups.
+        """A torch ``DeviceMesh`` over the groups of these axes, for FSDP2, DTensor and DDP.
 
-        Collective: as :meth:`group`, for each of the axes.
+        Collective: as :meth:`group`, for each axis.
         Args:
-            axes: in the order of the mesh's dimensions. ``("edp", "ep")`` are the two halves of ``dp``.
-            names: what the dimensions are called there. Default: as the axes.
+            axes: one axis per mesh dimension, in order. ``("edp", "ep")`` splits ``dp`` in two.
+            names: names of the dimensions. Default: the axes' names.
+        Returns:
+            The mesh. Equal arguments return the same object.
         Raises:
-            ConfigError: as :meth:`group`; there is no default group; as many names as axes were expected.
+            ConfigError: as :meth:`group`; or there is no default group; or ``names`` and ``axes`` differ in length.
         """
         names = axes if names is None else names
         given: object = names
@@ -196,10 +223,10 @@ class ParallelMesh:
                     "device_mesh",
                     axes,
                     "there is no default group",
-                    "call torch.distributed.init_process_group() before the mesh is made",
+                    "call torch.distributed.init_process_group() before creating the mesh",
                 )
             groups.append(group)
-        # Peers come in the order of the grid, whatever the order of the axes here.
+        # peers() uses the order of the grid, whatever the order of the axes here.
         order = sorted(range(len(axes)), key=lambda i: _place(axes[i]))
         grid = ranks.view([self.degree(axes[i]) for i in order])
         grid = grid.permute([order.index(i) for i in range(len(axes))]).contiguous()
@@ -212,11 +239,11 @@ class ParallelMesh:
         return found
 
     def destroy(self) -> None:
-        """Destroy the groups that were made; the default group stays. Once is enough, twice does no harm.
+        """Destroy the mesh's groups. The default group stays. A second call does nothing.
 
-        To build anew, make another mesh: of the next generation, over the same default group or another.
+        To continue, create a new mesh, over the same default group or another.
 
-        Collective: every rank of the job calls it, with no collective of these groups under way.
+        Collective: every rank of the job calls it, with no collective of these groups in progress.
         """
         groups, self._groups = list(self._groups.values()), {}
         self._device_meshes.clear()
@@ -242,7 +269,7 @@ class ParallelMesh:
 
     @property
     def stands(self) -> bool:
-        """Whether it can be used: neither it nor the default group under it has been destroyed."""
+        """Whether the mesh is usable: neither it nor its default group has been destroyed."""
         return not self._destroyed and self._is_current()
 
     def _is_current(self) -> bool:
@@ -250,15 +277,18 @@ class ParallelMesh:
 
     def _check_alive(self) -> None:
         if self._destroyed:
-            raise ConfigError("mesh", self, "it has been destroyed", "make another one")
+            raise ConfigError("mesh", self, "it has been destroyed", "create a new one")
         if not self._is_current():
             raise ConfigError(
-                "mesh", self, "the default group is not the one it was made over", "make another"
+                "mesh",
+                self,
+                "its default group was replaced or destroyed",
+                "create a new mesh over the current one",
             )
 
     def _moving(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes of the grid among these along which there is more than one rank."""
-        self.layout.degree(*axes)  # are there such axes
+        """Those of the axes, as axes of the grid, that have more than one rank."""
+        self.layout.degree(*axes)  # raises for unknown axes
         parts = {part for axis in axes for part in (("edp", "ep") if axis == "dp" else (axis,))}
         return tuple(axis for axis in GRID if axis in parts and self.degree(axis) > 1)
 
@@ -276,8 +306,8 @@ class ParallelMesh:
             if self.rank in ranks:
                 own = made
         assert own is not None, "every rank is in exactly one group"
-        # A rank that is connected could go on and destroy the group while another one still connects to it,
-        # which then fails. (NCCL connects when a group is first used.)
+        # Without this, a connected rank could destroy the group while another is still connecting to it, which would
+        # then fail. (NCCL connects when a group is first used.)
         if own.size() > 1 and members.device_of(own).type == "cpu":
             dist.barrier(own)
         return own
@@ -292,6 +322,6 @@ def _generation() -> int:
 
 
 def _timeout_of_default() -> float | None:
-    """torch gives new groups its own default, half an hour, whatever the default group was given."""
+    """The default group's time limit, in seconds: torch would give new groups its own default of half an hour."""
     world = dist.group.WORLD
     return None if world is None else torch_private.timeout_of(world, members.device_of(None))

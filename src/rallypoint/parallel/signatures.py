@@ -1,8 +1,7 @@
-"""What each rank is about to do in a collective, and where that does not match: pure.
+"""What each rank is about to do in a collective, and where the ranks' calls do not match: pure.
 
-A signature is one rank's call: which collective, over a tensor of which shape and type, with which splits. As
-a list of numbers its length depends only on the size of the group, so that ranks can exchange it whatever
-it says.
+A signature describes one rank's call: the collective, the tensor's shape and dtype, the splits. Encoded as a list of
+numbers, its length depends only on the size of the group, so ranks can exchange it whatever they are about to do.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
-# Dimensions that travel; of more only their number does.
+# How many dimensions are encoded; of a tensor with more, only their number is.
 _DIMS = 8
 _NO_DIM = 2**31
-# A text travels as so many numbers of so many bytes, which fit into a signed 64-bit integer.
+# A string is encoded as this many numbers of this many bytes; 7 bytes fit into a signed 64-bit integer.
 _WORDS, _BYTES = 5, 7
 
-# Collectives in which ranks may come with different numbers of rows.
+# Collectives in which ranks may have different numbers of rows.
 ALL_TO_ALL = "all_to_all"
 ALL_TO_ALL_DYNAMIC = "all_to_all_dynamic"
 
@@ -28,16 +27,16 @@ class Signature:
 
     Args:
         operation: the function's name.
-        settings: what else must be equal on all ranks, as text (``sum``).
-        dim: the dimension that is gathered or divided; None: there is none.
+        settings: anything else that must be equal on all ranks, as text (``sum``).
+        dim: the dimension to gather or divide. None: the collective has none.
         divided: whether each rank gets an equal part of ``dim``.
-        src: the rank of the group that sends, where only one does.
-        dtype: of the tensor, as text.
-        device: the type of its device.
-        shape: of the tensor.
-        needs_grad: whether this rank's backward pass will take part.
-        send_splits: rows for each rank of the group; None where there are no splits.
-        recv_splits: rows from each rank; None where there are no splits, or they are not known yet.
+        src: the sender's rank in the group, for collectives with one sender.
+        dtype: the tensor's dtype, as text.
+        device: the type of the tensor's device.
+        shape: the tensor's shape.
+        needs_grad: whether this rank's backward pass takes part.
+        send_splits: rows to each rank of the group. None: no splits.
+        recv_splits: rows from each rank. None: no splits, or not known yet.
     """
 
     operation: str
@@ -53,7 +52,7 @@ class Signature:
     recv_splits: tuple[int, ...] | None = None
 
     def encode(self, size: int) -> list[int]:
-        """As numbers; equally many for each call in a group of ``size`` ranks."""
+        """Encode as numbers; equally many for every call in a group of ``size`` ranks."""
         dim = _NO_DIM if self.dim is None else self.dim
         found = [int(self.needs_grad), int(self.divided), dim, self.src]
         found += [len(self.shape), *_padded(self.shape, _DIMS)]
@@ -65,7 +64,7 @@ class Signature:
 
     @classmethod
     def decode(cls, numbers: Sequence[int], size: int) -> Signature:
-        """What :meth:`encode` made numbers of; a shape or splits that are too long come back cut."""
+        """Reverse :meth:`encode`. Dimensions and splits beyond the limit come back as zeros."""
         rest = list(numbers)
 
         def take(count: int) -> list[int]:
@@ -80,7 +79,7 @@ class Signature:
         for _ in range(2):
             (length,) = take(1)
             values = take(size)
-            # One that is too long is told by its length, not by its values.
+            # Of splits that are too long, only the length is encoded.
             padded = values + [0] * (length - size)
             splits.append(None if length < 0 else tuple(padded[:length]))
         return cls(
@@ -99,13 +98,13 @@ class Signature:
 
 
 def find_problem(signatures: Sequence[Signature], ranks: Sequence[int]) -> str | None:
-    """Why these calls, in the order of the group, cannot be one collective; None if they can.
+    """Why these calls do not form one collective; None if they do.
 
-    The same answer on every rank, since it depends on nothing else.
+    Returns the same text on every rank, since it depends on nothing but the signatures.
 
     Args:
-        signatures: one for each rank of the group.
-        ranks: what the ranks are called.
+        signatures: one for each rank, in group-rank order.
+        ranks: the global ranks, for the message.
     """
 
     def differing(what: str, of: Callable[[Signature], object]) -> str | None:
@@ -115,7 +114,7 @@ def find_problem(signatures: Sequence[Signature], ranks: Sequence[int]) -> str |
         if len(found) == 1:
             return None
         parts = [f"{value} on {_named(where)}" for value, where in found.items()]
-        return f"{what} is not the same everywhere: {'; '.join(parts)}"
+        return f"{what} differs between ranks: {'; '.join(parts)}"
 
     problem = differing("the collective", lambda s: s.operation)
     if problem:
@@ -146,7 +145,7 @@ def find_problem(signatures: Sequence[Signature], ranks: Sequence[int]) -> str |
 
 
 def own_problem(signature: Signature, size: int) -> str | None:
-    """What is wrong with one rank's call by itself, in a group of ``size`` ranks."""
+    """What is wrong with one rank's call, taken alone, in a group of ``size`` ranks; None if nothing is."""
     shape, dim = signature.shape, signature.dim
     if dim is not None and not -len(shape) <= dim < len(shape):
         return f"x of shape {list(shape)} has no dimension {dim}"
@@ -157,7 +156,7 @@ def own_problem(signature: Signature, size: int) -> str | None:
     if (signature.operation == ALL_TO_ALL) and (
         (signature.send_splits is None) != (signature.recv_splits is None)
     ):
-        return "expected send_splits and recv_splits, or neither; all_to_all_dynamic finds out the second"
+        return "expected send_splits and recv_splits, or neither; all_to_all_dynamic needs send_splits only"
     for name, splits in (
         ("send_splits", signature.send_splits),
         ("recv_splits", signature.recv_splits),
@@ -167,10 +166,12 @@ def own_problem(signature: Signature, size: int) -> str | None:
         if len(splits) != size:
             return f"{name} has {len(splits)} entries, expected one for each of {size} ranks"
         if min(splits) < 0:
-            return f"{name} {list(splits)}: expected 0 or more each"
+            return f"{name} {list(splits)}: expected numbers of 0 or more"
     if signature.send_splits is not None and sum(signature.send_splits) != shape[0]:
         sent = sum(signature.send_splits)
-        return f"send_splits {list(signature.send_splits)} make {sent} rows, and x has {shape[0]}"
+        return (
+            f"send_splits {list(signature.send_splits)} add up to {sent} rows, but x has {shape[0]}"
+        )
     return None
 
 

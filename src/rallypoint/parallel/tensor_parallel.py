@@ -1,12 +1,12 @@
-"""Conjugate pairs: what stands before and behind a layer that is divided among ranks.
+"""Conjugate pairs of operations, placed before and after a layer that is divided among ranks.
 
-[Note: Replicated] Between such layers every rank of the group holds the same tensor and, in the end, computes the
-same loss, which counts *once*. So these gradients are not those of ``all_reduce`` and ``all_gather`` ([Note:
-Gradients]): a gradient that is the same on all ranks is not added up again, and one of which each rank
-knows a part is. The two of a pair are each other's backward pass:
+[Note: Replicated] Between such layers, every rank of the group holds the same tensor, and in the end computes the
+same loss, which counts *once*. So the gradients differ from those of ``all_reduce`` and ``all_gather`` ([Note:
+Gradients]): a gradient that is equal on all ranks is not summed again, and one of which each rank has a part is
+summed. The two operations of a pair are each other's backward pass:
 
-    copy_to      forward: nothing               backward: sum over ranks
-    reduce_from  forward: sum over ranks        backward: nothing
+    copy_to      forward: identity              backward: sum over ranks
+    reduce_from  forward: sum over ranks        backward: identity
 
     scatter_to   forward: own part              backward: gather
     gather_from  forward: gather                backward: own part
@@ -14,9 +14,9 @@ knows a part is. The two of a pair are each other's backward pass:
     gather_sequence          forward: gather            backward: reduce-scatter
     reduce_scatter_sequence  forward: reduce-scatter    backward: gather
 
-A layer divided by columns begins with ``copy_to`` (each rank computes some of the outputs, ``gather_from`` joins
-them); one divided by rows ends with ``reduce_from`` (each rank's sum is a part of the sum). With sequence
-parallelism the tensor between layers is divided along the sequence, and the last pair takes the place of the first.
+A layer divided by columns starts with ``copy_to``: each rank computes some of the outputs, and ``gather_from`` joins
+them. A layer divided by rows ends with ``reduce_from``: each rank computes a partial sum. With sequence parallelism,
+the tensor between layers is divided along the sequence, and the last pair replaces the first.
 
 Source: Megatron-LM (arXiv 1909.08053, where the first pair is called f and g), and with sequence
 parallelism arXiv 2205.05198 (there g and g with a bar).
@@ -34,18 +34,18 @@ from .bare import Group
 
 
 def copy_to(x: Tensor, group: Group = None, *, checks: bool = False) -> Tensor:
-    """``x`` as it is; its gradient is summed over ``group``. Before a layer divided by columns.
+    """Return ``x``, and sum its gradient over ``group``. Use before a layer divided by columns.
 
-    Collective: only its backward pass is, which every rank of ``group`` runs; with ``checks`` the call too.
+    Collective: only the backward pass, which every rank of ``group`` runs; with ``checks``, the call, too.
     Args:
-        x: the same on all ranks, any shape.
-        group: default: the default group; without any, and in a group of one, nothing is summed.
-        checks: first ask all ranks whether their calls go together. Costs one small all-gather.
+        x: equal on all ranks, any shape.
+        group: default: the default group. In a group of one, or without a default group, nothing is summed.
+        checks: first compare the calls of all ranks. Costs one small all-gather.
     Returns:
-        ``x``; it shares its memory.
+        A view of ``x``.
     Raises:
-        ConfigError: with ``checks``: ranks differ.
-    Gradient: all-reduce (sum) of the output's gradients: that of one loss by an ``x`` that all ranks share.
+        ConfigError: ``x`` or ``group`` has a wrong type; with ``checks``, also: the ranks' calls differ.
+    Gradient: all-reduce (sum) of the output's gradients: the gradient of one loss with respect to the shared ``x``.
     """
     checking.check_types(x, group)
     checking.check_call("copy_to", x, group, dim=None, everywhere=checks)
@@ -55,19 +55,19 @@ def copy_to(x: Tensor, group: Group = None, *, checks: bool = False) -> Tensor:
 
 
 def reduce_from(x: Tensor, group: Group = None, *, checks: bool = False) -> Tensor:
-    """The sum of ``x`` over ``group``; its gradient is passed on as it is. Behind a layer divided by rows.
+    """Sum ``x`` over ``group``, and pass its gradient on unchanged. Use after a layer divided by rows.
 
-    Collective: every rank of ``group`` calls it, in the same order; its backward pass is not.   Blocks: until peers have sent
-    (NCCL: the stream does).
+    Collective: every rank of ``group`` calls it, in the same order; the backward pass is not collective.   Blocks: until peers have sent
+    (NCCL: only the stream blocks).
     Args:
-        x: each rank's part of the sum; of one shape and dtype on all ranks.
+        x: this rank's partial sum; equal in shape and dtype on all ranks.
         group, checks: as in :func:`copy_to`.
     Returns:
-        As ``x``, the same on all ranks.
+        A tensor like ``x``, equal on all ranks.
     Raises:
-        ConfigError: with ``checks``: ranks differ.
-        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
-    Gradient: the output's own: that of one loss, which all ranks compute alike from the sum.
+        ConfigError: ``x`` or ``group`` has a wrong type; with ``checks``, also: the ranks' calls differ.
+        RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
+    Gradient: the output's gradient: that of one loss, which all ranks compute alike from the sum.
     """
     checking.check_types(x, group)
     checking.check_call("reduce_from", x, group, dim=None, everywhere=checks)
@@ -77,18 +77,18 @@ def reduce_from(x: Tensor, group: Group = None, *, checks: bool = False) -> Tens
 
 
 def scatter_to(x: Tensor, group: Group = None, *, dim: int = -1, checks: bool = False) -> Tensor:
-    """This rank's part of ``x`` along ``dim``. Before a layer divided by rows.
+    """Take this rank's part of ``x`` along ``dim``. Use before a layer divided by rows.
 
-    Collective: only its backward pass is, which every rank of ``group`` runs; with ``checks`` the call too.
+    Collective: only the backward pass, which every rank of ``group`` runs; with ``checks``, the call, too.
     Args:
-        x: the same on all ranks; ``dim`` is a multiple of their number.
+        x: equal on all ranks. ``dim`` must be a multiple of the number of ranks.
         group, checks: as in :func:`copy_to`.
-        dim: what is divided.
+        dim: the dimension to divide.
     Returns:
-        As ``x``, with ``dim`` divided by the number of ranks; a copy.
+        A copy, like ``x`` with ``dim`` divided by the number of ranks.
     Raises:
-        ConfigError: ``dim`` does not divide; with ``checks`` also that ranks differ, and then on all of them.
-    Gradient: all-gather of the parts' gradients: that of one loss by an ``x`` that all ranks share.
+        ConfigError: ``dim`` is not divisible; with ``checks`` also: the ranks' calls differ; then raised on all ranks.
+    Gradient: all-gather of the parts' gradients: the gradient of one loss with respect to the shared ``x``.
     """
     checking.check_types(x, group, dim)
     checking.check_call("scatter_to", x, group, dim=dim, divided=True, everywhere=checks)
@@ -98,20 +98,20 @@ def scatter_to(x: Tensor, group: Group = None, *, dim: int = -1, checks: bool = 
 
 
 def gather_from(x: Tensor, group: Group = None, *, dim: int = -1, checks: bool = False) -> Tensor:
-    """The ranks' parts joined along ``dim``. Behind a layer divided by columns.
+    """Concatenate the ranks' parts along ``dim``. Use after a layer divided by columns.
 
-    Collective: every rank of ``group`` calls it, in the same order; its backward pass is not.   Blocks: until peers have sent
-    (NCCL: the stream does).
+    Collective: every rank of ``group`` calls it, in the same order; the backward pass is not collective.   Blocks: until peers have sent
+    (NCCL: only the stream blocks).
     Args:
-        x: of one shape and dtype on all ranks.
+        x: this rank's part; equal in shape and dtype on all ranks.
         group, checks: as in :func:`copy_to`.
-        dim: where they are joined.
+        dim: the dimension to concatenate along.
     Returns:
-        As ``x``, with ``dim`` as many times as long as there are ranks; the same on all of them.
+        Like ``x``, with ``dim`` times the number of ranks; equal on all ranks.
     Raises:
-        ConfigError: ``x`` has no such dimension; with ``checks`` also that ranks differ, and then on all of them.
-        RuntimeError: from the backend: a peer died, or did not come within the group's time-out.
-    Gradient: this rank's part of the output's: that of one loss, which all ranks compute alike from the whole.
+        ConfigError: ``x`` has no dimension ``dim``; with ``checks`` also: the ranks' calls differ; then raised on all ranks.
+        RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
+    Gradient: this rank's part of the output's gradient: that of one loss, which all ranks compute alike from the whole.
     """
     checking.check_types(x, group, dim)
     checking.check_call("gather_from", x, group, dim=dim, everywhere=checks)
@@ -123,17 +123,17 @@ def gather_from(x: Tensor, group: Group = None, *, dim: int = -1, checks: bool =
 def gather_sequence(
     x: Tensor, group: Group = None, *, dim: int = 1, checks: bool = False
 ) -> Tensor:
-    """The whole sequence from the ranks' parts. Before a layer divided by columns.
+    """Concatenate the ranks' parts of a sequence. Use before a layer divided by columns.
 
-    :func:`all_gather` by another name and with another default: what follows is divided, so each rank knows
-    a part of the gradient, and the parts are summed.
+    This is :func:`all_gather` with another default for ``dim``. The layer that follows is divided, so each rank has a
+    part of the gradient, and the parts are summed.
 
     Collective: every rank of ``group`` calls it.   Blocks: as :func:`all_gather`.
     Args:
-        x: this rank's part, ``[batch, sequence, ...]``; parts have one shape.
+        x: this rank's part, ``[batch, sequence, ...]``; equal in shape on all ranks.
         group: default: the default group.
-        dim: where the sequence is.
-        checks: first ask all ranks whether their calls go together.
+        dim: the sequence dimension.
+        checks: first compare the calls of all ranks.
     Returns:
         ``[batch, sequence * ranks, ...]``, in the order of ranks.
     Raises:
@@ -146,16 +146,16 @@ def gather_sequence(
 def reduce_scatter_sequence(
     x: Tensor, group: Group = None, *, dim: int = 1, checks: bool = False
 ) -> Tensor:
-    """The sum of the ranks' tensors, divided along the sequence. Behind a layer divided by rows.
+    """Sum the ranks' tensors, and give each rank its part of the sequence. Use after a layer divided by rows.
 
-    :func:`reduce_scatter` by another name and with another default.
+    This is :func:`reduce_scatter` with another default for ``dim``.
 
     Collective: every rank of ``group`` calls it.   Blocks: as :func:`reduce_scatter`.
     Args:
-        x: ``[batch, sequence, ...]``, of one shape on all ranks; the sequence divides by their number.
+        x: ``[batch, sequence, ...]``, equal in shape on all ranks. The sequence must be a multiple of the number of ranks.
         group: default: the default group.
-        dim: where the sequence is.
-        checks: first ask all ranks whether their calls go together.
+        dim: the sequence dimension.
+        checks: first compare the calls of all ranks.
     Returns:
         This rank's part of the sum, ``[batch, sequence / ranks, ...]``.
     Raises:

@@ -32,14 +32,13 @@ NEVER = -2
 class DdpMember(Member):
     """Matches DDP's forward (buffers) and backward (buckets of gradients).
 
-    torch's own hook throws away the reduced gradients. This one puts them where they belong, so that what steps
-    after it (an optimizer, sharded or not) keeps this rank's state the same as the others'. When all ranks are
-    through, a rank that had run out takes its gradients from one that had not: only a loop that ran to the end
-    knows whether it left them, cleared them, or changed them.
+    torch's own hook discards the reduced gradients. This one stores them in the parameters, so that an optimizer that
+    steps after it, sharded or not, keeps this rank's state equal to the others'. At the end of the block, a rank that
+    ran out takes the gradients of one that did not: only a loop that ran to the end knows whether it kept, cleared
+    or changed them.
 
-    Gradients that stand before a backward (nobody cleared them) are part of what DDP averages. They are the same
-    on every rank, but a rank that has run out cannot know that they still stand; so those that have inputs
-    contribute its share.
+    Gradients not cleared before a backward pass are part of what DDP averages. They are equal on all ranks, but a
+    rank that has run out cannot know that they were kept; so the ranks with inputs contribute its share.
 
     Args:
         ddp: the module.
@@ -93,7 +92,7 @@ class DdpMember(Member):
             return "its SyncBatchNorm exchanges statistics in forward and backward"
         someone_has_none = schedule is not None and schedule.least == 0 < schedule.total
         if someone_has_none and self._has_to_learn:
-            return "static_graph is learnt in each rank's own first backward, and a rank has no inputs for it"
+            return "static_graph learns from each rank's own first backward, and some rank has no inputs"
         return ""
 
     @property
@@ -102,7 +101,7 @@ class DdpMember(Member):
         return ddp.static_graph and not torch_private.has_learned_static_graph(ddp)
 
     def _tell_sync(self, is_joined_rank: bool) -> bool | None:
-        """As DDP's own; but what comes of it is kept: how many ranks exchange gradients."""
+        """Like DDP's own, but keeps the result: how many ranks exchange gradients."""
         exchanges = not is_joined_rank and self.ddp.require_backward_grad_sync
         count = torch.full((1,), float(exchanges), device=self.ddp.device)
         work = dist.all_reduce(count, group=self.group, async_op=True)
@@ -110,7 +109,7 @@ class DdpMember(Member):
             assert self._run is not None
             self._run.told = (work, count)
             if not torch_private.is_first_joinable(self.ddp):
-                # torch tells how many ranks to divide by to the first joinable alone.
+                # torch passes the number to divide by to the first joinable only.
                 initial = torch_private.divides_by_world_size(self.ddp)
                 torch_private.divide_by_count(self.ddp, work, initial=initial)
             return None
@@ -133,7 +132,7 @@ class DdpMember(Member):
         elif outputs:
             register_multi_grad_hook(outputs, self._before_backward, mode="any")
         else:
-            passes.note(step, index, forward=False)  # it cannot be seen
+            passes.note(step, index, forward=False)  # its backward cannot be observed
 
     def _before_backward(self, _: torch.Tensor) -> None:
         run = self._run
@@ -142,21 +141,21 @@ class DdpMember(Member):
         run.passes.note(run.step, self._index, forward=False)
         exchanged, self._exchanged = self._exchanged, bool(self.ddp.require_backward_grad_sync)
         if run.replays:
-            return  # every rank contributes its own
+            return  # every rank contributes its own gradients
         if run.schedule is not None:
             start = run.accumulation_at(run.step)
             if start != self._accumulation:
                 self._accumulation = start
                 self._raise_standing(lambda: run.sharing(run.step))
         elif exchanged and self._exchanged and run.told is not None:
-            # Else torch's protocol tells nothing of it.
+            # Otherwise torch's protocol does not count the ranks.
             work, count = run.told
             initial = torch_private.divides_by_world_size(self.ddp)
             if initial or torch_private.has_comm_hook(self.ddp):
                 self._raise_standing(lambda: int(count.item()) if work.wait() else 0)
 
     def _raise_standing(self, sharing: Callable[[], int]) -> None:
-        """Gradients that stand already count for the ranks that do not contribute theirs, too."""
+        """Scale gradients kept from before, on behalf of the ranks that do not contribute theirs."""
         standing = [p.grad for p in self._parameters if p.grad is not None]
         if not standing or not 0 < (number := sharing()) < self.world_size:
             return
@@ -183,23 +182,27 @@ class DdpMember(Member):
                 self.match(forward=each.forward)
 
     def match(self, *, forward: bool) -> None:
-        """Match what the others do in one pass.
+        """Match the collectives of one pass of the other ranks.
+
+        Args:
+            forward: a forward pass; False: a backward pass.
 
         Raises:
-            Deserted: there are no others.
+            Deserted: all ranks have left their loops.
+            JoinError: ``static_graph`` has not learned its graph on this rank.
         """
         ddp, run = self.ddp, self._run
         assert run is not None
         if self._has_to_learn:
             raise JoinError(
-                "a DistributedDataParallel with static_graph has had no inputs on this rank: its graph is learnt in"
-                " its own first backward; iterate over join.batches(loader)"
+                "DistributedDataParallel with static_graph learns its graph from the rank's first backward pass, and this"
+                " rank had no inputs; iterate over join.batches(loader)"
             )
         if forward:
             torch_private.rebuild_buckets(ddp)
             torch_private.sync_buffers(ddp)
             self._syncs = torch_private.asks_for_sync(ddp)
-            # As after a forward under no_sync(): the next one does not exchange buffers either.
+            # As DDP does: a forward pass after a step under no_sync() does not exchange buffers.
             ddp.require_forward_param_sync = self._syncs
             return
         run.exchanged = self._syncs
@@ -220,12 +223,12 @@ class DdpMember(Member):
         torch_private.share_parameter_order(ddp)
 
     def _bring(self, bucket: Any) -> None:
-        """What this rank has accumulated and not yet exchanged counts, too."""
+        """Add gradients that this rank has accumulated but not yet exchanged."""
         run = self._run
         assert run is not None
         if not run.pending:
             return
-        # DDP divides before its own all-reduce; a communication hook of the user divides by itself.
+        # DDP divides before its own all-reduce; a user's communication hook divides by itself.
         divisor = 1 if torch_private.has_comm_hook(self.ddp) else run.world_size
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if parameter.grad is not None:
@@ -241,10 +244,10 @@ class DdpMember(Member):
             elif self._clears_by_zeros():
                 parameter.grad = torch.zeros_like(parameter)
             else:
-                parameter.grad = None  # an optimizer passes over it
+                parameter.grad = None  # optimizers skip it
 
     def _clears_by_zeros(self) -> bool:
-        """As far as can be seen from the gradients that this rank's loop left."""
+        """Whether this rank's loop clears gradients by zeroing them, judging by the gradients it left."""
         if self._zeros is None:
             left = [p.grad for p in self._parameters if p.grad is not None]
             self._zeros = bool(left) and not any(bool(each.count_nonzero()) for each in left)
@@ -253,13 +256,13 @@ class DdpMember(Member):
     def _used_anywhere(self) -> set[int]:
         ddp = self.ddp
         counts = torch_private.usage_counts(ddp)
-        counts.zero_()  # here nothing was used
+        counts.zero_()  # this rank used none
         ddp.process_group.allreduce(counts).wait()
         found = counts.tolist()
         counts.zero_()
         return {id(p) for p, count in zip(self._parameters, found, strict=True) if count}
 
-    # -- all ranks are through ------------------------------------------------------------------
+    # -- all ranks have finished ------------------------------------------------------------------
 
     def parts(self) -> Sequence[Part]:
         assert self._run is not None
@@ -271,12 +274,12 @@ class DdpMember(Member):
             for tensors in (torch_private.ddp_parameters(ddp), buffers)
             if tensors
         ]
-        if not self._run.replays:  # there each rank has been in the last exchange
+        if not self._run.replays:  # in a replay, each rank takes part in the last exchange
             parts.append(Part(self.name, self._gradients, self._share_gradients))
         return parts
 
     def _send(self, tensors: Sequence[torch.Tensor], source: int, keep: bool) -> None:
-        # Also those of other ranks that had inputs to the end: as torch's hook does it.
+        # Ranks that had inputs to the end receive them, too, as with torch's hook.
         self._broadcast([each.detach() for each in tensors], source)
 
     def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
@@ -289,7 +292,7 @@ class DdpMember(Member):
         return [None if g is None or g.is_sparse else g for g in gradients]
 
     def _share_gradients(self, source: int, is_last_joiner: bool) -> None:
-        """Those of the rank ``source``, unless its last backward passes exchanged nothing."""
+        """Take the gradients of rank ``source``, unless its last backward passes exchanged nothing."""
         parameters = self._parameters
         there = [p.grad is not None and not p.grad.is_sparse for p in parameters]
         told = torch.tensor([self._exchanged, *there], dtype=torch.uint8, device=self.ddp.device)
@@ -319,7 +322,7 @@ class DdpMember(Member):
             parameter.grad = gradient
 
     def _is_spent(self) -> bool:
-        """Whether the others have had all that stands in this rank's gradients, and hold it for the next exchange."""
+        """Whether the other ranks already hold everything in this rank's gradients."""
         run = self._run
         assert run is not None
         return self._shadowed if run.schedule is None else not run.pending
@@ -328,7 +331,7 @@ class DdpMember(Member):
 def _lower_unused(
     before: list[tuple[torch.Tensor, torch.Tensor]], raised: list[torch.Tensor]
 ) -> None:
-    """DDP leaves the gradients of parameters alone that no rank has used: these must not stay raised."""
+    """Undo the scaling for parameters that no rank used: DDP does not touch their gradients."""
     with torch.no_grad():
         for (gradient, old), untouched in zip(before, raised, strict=True):
             if torch.equal(gradient, untouched):
@@ -336,7 +339,7 @@ def _lower_unused(
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors that a module gives, also in dataclasses."""
+    """The tensors in a module's output, including those in dataclasses."""
     found = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
@@ -347,6 +350,6 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _tensor(result: Any) -> torch.Tensor:
-    """What a communication hook's future holds: one tensor, or a list of one."""
+    """The tensor in a communication hook's result, which is a tensor or a list of one."""
     tensor: torch.Tensor = result[0] if isinstance(result, list | tuple) else result
     return tensor

@@ -25,22 +25,23 @@ if TYPE_CHECKING:
 
 def is_local_sgd(joined: object) -> bool:
     """Whether it is a PostLocalSGDOptimizer."""
-    # To import torch's distributed optimizers costs a deprecation warning; who has one has done it already.
+    # Importing torch's distributed optimizers emits a deprecation warning. A program that has such an optimizer has
+    # imported them already.
     optim = sys.modules.get("torch.distributed.optim")
     return optim is not None and isinstance(joined, optim.PostLocalSGDOptimizer)
 
 
 class LocalSgdMember(Member):
-    """Post-local SGD (arXiv:1808.07217): a model that stands still does not hold the average back.
+    """Post-local SGD (arXiv:1808.07217), without averaging in models of ranks that have run out.
 
-    Its averager takes the mean over all ranks of a group. So each model is multiplied before by the
-    number of ranks in it over that of those that have inputs, and by 0 where there are none.
+    The averager takes the mean over all ranks of a group. So each model is first multiplied by the number of
+    ranks in the group divided by the number of those with inputs, and by 0 on ranks without.
 
     Args:
         optimizer: with torch's periodic or hierarchical averager.
 
     Raises:
-        ConfigError: another averager: nobody knows when it averages, and over whom.
+        ConfigError: another averager, whose schedule and groups are unknown.
     """
 
     needs_plan = True
@@ -78,7 +79,7 @@ class LocalSgdMember(Member):
         stack.callback(self._averager.__dict__.pop, "average_parameters", None)
 
     def _group_now(self) -> dist.ProcessGroup | None:
-        """Over whom this step's call will average; None: it will only count."""
+        """The group that this step's call averages over. None: the call only counts."""
         averager = self._averager
         since = averager.step - averager.warmup_steps
         if since < 0:
@@ -99,7 +100,7 @@ class LocalSgdMember(Member):
         ranks = [dist.get_group_rank(world, each) for each in dist.get_process_group_ranks(group)]
         active = sum(schedule.is_active(rank, run.step - run.base) for rank in ranks)
         if not active:
-            return 1.0  # all of them stand still: they stay where they are
+            return 1.0  # no rank of the group has inputs: their models stay as they are
         return len(ranks) / active if run.active else 0.0
 
     def _weigh(self, params: list[Any], weight: float) -> None:
@@ -118,6 +119,6 @@ class LocalSgdMember(Member):
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None and parameter.requires_grad:
-                    # torch's averagers pass over parameters without one, and this rank's must be there.
+                    # torch's averagers skip parameters without a gradient, and the other ranks average these.
                     parameter.grad = torch.zeros_like(parameter)
         self._optimizer.step()

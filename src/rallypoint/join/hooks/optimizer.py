@@ -1,4 +1,4 @@
-"""Optimizers, schedulers of learning rates and gradient scalers in a Join: a rank that has run out steps with the others."""
+"""Optimizers, learning-rate schedulers and gradient scalers in a Join: they step on ranks that have run out, too."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rallypoint.join.state import Part, digest, share
 
 
 class StepMember(Member):
-    """Whatever has a ``step()`` that the loop calls whenever gradients were exchanged.
+    """An optimizer or scheduler whose ``step()`` the loop calls after each exchange of gradients.
 
-    A rank that has run out steps, too: what is sharded, or hangs on the number of steps, keeps up. It does so with the
-    gradients as they were reduced. If the others clip them, or skip a step, its state differs at the end; then it
-    takes theirs. A ZeroRedundancyOptimizer cannot wait for that, since each rank updates its shard for all of
-    them: there the gradients are compared before each step, and sent where they differ.
+    A rank that has run out steps as well, so that sharded state and state that depends on the number of steps stay up to
+    date. It steps with the reduced gradients. If the other ranks clip them, or skip a step, its state differs at the
+    end, and it takes theirs. A ZeroRedundancyOptimizer cannot wait until then, since each rank updates its shard for
+    all ranks: it compares gradients before each step, and sends them where they differ.
 
     Args:
-        stepped: an optimizer or a scheduler.
+        stepped: the optimizer or scheduler.
     """
 
     def __init__(self, stepped: Optimizer | LRScheduler) -> None:
@@ -39,7 +39,7 @@ class StepMember(Member):
         if self._sharded:
             zero: Any = stepped
             self.group, self.device = zero.join_process_group, zero.join_device
-        # A closure, or a metric: nobody has them here.
+        # A closure or a metric, which a rank that has run out does not have.
         _, *arguments = inspect.signature(type(self.stepped).step).parameters.values()
         self._needs_arguments = any(
             each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
@@ -70,7 +70,7 @@ class StepMember(Member):
     # -- sharded --------------------------------------------------------------------------------
 
     def _before_sharded_step(self, zero: Any, _: Any, __: Any) -> None:
-        """The owners of shards that have run out get the gradients that the others are about to use."""
+        """Send the gradients that the other ranks are about to use to shard owners that have run out."""
         run = self._run
         assert run is not None
         if not run.someone_is_out:
@@ -89,7 +89,7 @@ class StepMember(Member):
             if run.is_out:
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
-    # -- all ranks are through ------------------------------------------------------------------
+    # -- all ranks have finished ------------------------------------------------------------------
 
     def parts(self) -> Sequence[Part]:
         assert self._run is not None
@@ -99,7 +99,7 @@ class StepMember(Member):
             return [Part(self.name, lambda: _options(self.stepped), self._take_options)]
         if any(id(p) in self._run.averaged for p in _parameters(self.stepped)):
             return [Part(self.name, self._optimizer, self._take_optimizer)]
-        return []  # whatever these parameters are, nobody has said that they are the same on all ranks
+        return []  # these parameters need not be equal on all ranks
 
     def _shared(self, values: Any, source: int) -> Any:
         run = self._run
@@ -123,7 +123,7 @@ class StepMember(Member):
             _set_options(self.stepped, options)
 
     def _optimizer(self) -> Any:
-        """By position, not by parameter: the same on all ranks."""
+        """The state by position instead of by parameter, which makes it equal on all ranks."""
         state = self.stepped.state
         return [
             [dict(state[p]) if p in state else None for p in self._averaged()],
@@ -150,10 +150,10 @@ class StepMember(Member):
 
 
 class ScalerMember(Member):
-    """A GradScaler: optimizers in the same Join step through it.
+    """A GradScaler that optimizers in the same Join step through.
 
     Args:
-        scaler: it is updated after they have stepped.
+        scaler: updated after the optimizers have stepped.
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -189,7 +189,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Learning rates and the like, of each group of parameters."""
+    """The options of each parameter group: learning rates and the like."""
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -203,7 +203,7 @@ def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
 
 
 def _put(before: Any, value: Any, device: torch.device | None) -> Any:
-    """The value; where it fits, in the tensor that is there: somebody may hold it."""
+    """The value, copied into the existing tensor if it fits: other code may hold a reference to that tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     if (

@@ -1,4 +1,4 @@
-"""Models whose collectives only they themselves can match: the loop's body runs again, and leaves no trace."""
+"""Modules whose collectives only they themselves can match: the loop's body runs again, without side effects."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .sync_batch_norm import exchanges_statistics, silence
 
 
 class ModuleMember(Member):
-    """A module that is no Joinable: sharded by ``fully_shard``, tensor-parallel, or with collectives of its own.
+    """A module that is not a Joinable: sharded by ``fully_shard``, tensor-parallel, or with collectives of its own.
 
     Args:
-        module: it.
+        module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,18 +49,18 @@ class ModuleMember(Member):
     def unmatched(self, schedule: Schedule | None) -> str:
         assert self.module is not None
         if has_fsdp(self.module):
-            return "its parameters are sharded: they are gathered in forward and backward"
-        return "only its own forward and backward can match its collectives"
+            return "its parameters are sharded, and its forward and backward passes gather them"
+        return "only its own forward and backward passes can match its collectives"
 
 
 class Standstill:
-    """This rank has run out: from now on its modules' buffers and its random state are not to move.
+    """Preserves the modules' buffers and the random state of a rank that has run out.
 
-    What is computed meanwhile may change them; :meth:`end` puts them back. The statistics of a SyncBatchNorm
-    are all ranks' and do move; this rank adds nothing to them.
+    Replayed steps may change them; :meth:`end` restores them. The statistics of a SyncBatchNorm are shared by all
+    ranks and keep changing; this rank adds nothing to them.
 
     Args:
-        modules: whose buffers.
+        modules: the modules whose buffers to preserve.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -79,18 +79,18 @@ class Standstill:
             self._stack.callback(_put_back, part, name, buffer, buffer.detach().clone())
 
     def end(self) -> None:
-        """Put everything back. A second call does nothing."""
+        """Restore everything. A second call does nothing."""
         self._stack.close()
 
 
 def _put_back(part: nn.Module, name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
     with torch.no_grad():
         buffer.copy_(value)
-    setattr(part, name, buffer)  # the module may have put another tensor there
+    setattr(part, name, buffer)  # the module may have replaced the tensor
 
 
 def _random_states() -> list[Callable[[], Any]]:
-    """How to put back each random state that a training loop may use."""
+    """Functions that restore each random state a training loop may use."""
     cpu, python = torch.get_rng_state(), random.getstate()
     found: list[Callable[[], Any]] = [
         lambda: torch.set_rng_state(cpu),
@@ -100,7 +100,7 @@ def _random_states() -> list[Callable[[], Any]]:
         cuda = torch.cuda.get_rng_state()
         found.append(lambda: torch.cuda.set_rng_state(cuda))
     if (numpy := sys.modules.get("numpy")) is not None:
-        # Any: numpy is none of our dependencies.
+        # Any: NumPy is not a dependency.
         legacy: Any = numpy.random
         state = legacy.get_state()
         found.append(lambda: legacy.set_state(state))

@@ -1,0 +1,165 @@
+"""The arguments of ``Join``: checked, and turned into what the block works with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rallypoint._core.whole_numbers import is_whole
+from rallypoint.errors import ConfigError
+
+from . import torch_private
+from .hooks.ddp import DdpMember
+from .hooks.local_sgd import LocalSgdMember, is_local_sgd
+from .hooks.optimizer import ScalerMember, StepMember
+from .hooks.replay import ModuleMember
+from .members import HookMember, Member
+from .schedule import WEIGHTINGS, Weighting
+
+
+def member_of(joined: Any) -> Member:
+    """The member that handles one joined object.
+
+    Raises:
+        ConfigError: Join cannot handle this type.
+    """
+    if isinstance(joined, DistributedDataParallel):
+        return DdpMember(joined)
+    if is_local_sgd(joined):
+        return LocalSgdMember(joined)
+    if isinstance(joined, Optimizer | LRScheduler):
+        return StepMember(joined)
+    if isinstance(joined, GradScaler):
+        return ScalerMember(joined)
+    if isinstance(joined, Joinable):
+        check_constructed(joined)
+        return HookMember(joined)
+    if isinstance(joined, nn.Module):
+        return ModuleMember(joined)
+    raise ConfigError(
+        "joinables",
+        type(joined).__name__,
+        "expected a Joinable, a module, an optimizer, a learning-rate scheduler, or a GradScaler",
+    )
+
+
+def in_order(joinables: Iterable[Any]) -> list[Any]:
+    """Modules, then optimizers, then schedulers, then scalers: the order in which a training loop runs them.
+
+    With a Joinable of the user's own in the list, the list's order is kept: it may come anywhere in a step.
+    """
+
+    def place(joined: Any) -> int:
+        if isinstance(joined, Optimizer) or is_local_sgd(joined):
+            return 1
+        return 2 if isinstance(joined, LRScheduler) else 3 if isinstance(joined, GradScaler) else 0
+
+    found = list(joinables)
+    known = (nn.Module, Optimizer, LRScheduler, GradScaler)
+    return sorted(found, key=place) if all(isinstance(each, known) for each in found) else found
+
+
+def check_types(
+    lookahead: object,
+    accumulation: object,
+    enable: object,
+    throw_on_early_termination: object,
+    replay: object,
+    samples: object,
+) -> None:
+    for name, value in (("lookahead", lookahead), ("accumulation", accumulation)):
+        if value is None and name == "lookahead":
+            continue
+        if not is_whole(value) or value < 1:  # type: ignore[operator]  # it is a number
+            raise ConfigError(name, value, "expected a number of steps, 1 or more")
+    if not isinstance(enable, bool | int):
+        # A likely slip: Join(model, optimizer), without the list.
+        hint = "as in Join([model, optimizer])" if isinstance(enable, nn.Module | Optimizer) else ""
+        raise ConfigError("enable", type(enable).__name__, "expected True or False", hint)
+    for name, value in (
+        ("throw_on_early_termination", throw_on_early_termination),
+        ("replay", replay),
+    ):
+        if not isinstance(value, bool | int) and (value is not None or name != "replay"):
+            raise ConfigError(name, value, "expected True or False")
+    if not callable(samples):
+        raise ConfigError(
+            "samples", samples, "expected a function that returns the number of samples in a batch"
+        )
+
+
+# The keyword of torch's own hooks, and all names that a typo may have been meant for.
+TORCH_KWARG = "divide_by_initial_world_size"
+ARGUMENTS = (
+    *(TORCH_KWARG, "enable", "throw_on_early_termination", "steps", "lookahead", "weighting"),
+    *("accumulation", "samples", "example", "replay", "process_group"),
+)
+
+
+def check_kwargs(kwargs: dict[str, Any], *, own_hooks: bool) -> None:
+    """Other keyword arguments go to the hooks of the user's Joinables; without such a Joinable they are mistakes."""
+    for name, value in kwargs.items():
+        near = get_close_matches(name, ARGUMENTS, 1, 0.8)
+        if name != TORCH_KWARG and (near or not own_hooks):
+            hint = f"did you mean {near[0]}?" if near else f"Join takes {', '.join(ARGUMENTS)}"
+            raise ConfigError(
+                name, value, "Join has no such argument, and no joinable of your own takes it", hint
+            )
+
+
+def check_constructed(joinable: Any) -> None:
+    if not torch_private.has_join_config(joinable):
+        raise ConfigError(
+            "joinables",
+            type(joinable).__name__,
+            "its constructor did not call Joinable's",
+            "add super().__init__()",
+        )
+
+
+def weighting_of(weighting: Weighting | None, kwargs: dict[str, Any]) -> Weighting:
+    if weighting is None:
+        return "initial" if kwargs.get("divide_by_initial_world_size", True) else "ranks"
+    if weighting not in WEIGHTINGS:
+        raise ConfigError(
+            "weighting", weighting, f"expected one of {', '.join(map(repr, WEIGHTINGS))}"
+        )
+    if "divide_by_initial_world_size" in kwargs:
+        wanted = "initial" if kwargs["divide_by_initial_world_size"] else "ranks"
+        if wanted != weighting:
+            raise ConfigError(
+                "weighting",
+                weighting,
+                f"contradicts divide_by_initial_world_size, which means {wanted!r}",
+                "pass only one of the two",
+            )
+    # DDP needs it, too, for the steps in which it divides by itself.
+    kwargs["divide_by_initial_world_size"] = weighting != "ranks"
+    return weighting
+
+
+def common_group(
+    members: Sequence[Member], given: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    common = given
+    for member in members:
+        if member.group is None:
+            continue
+        if common is not None and member.group != common:
+            raise ConfigError(
+                "joinables",
+                member.name,
+                "uses another process group than the objects before it in the list",
+                "use one Join per group",
+            )
+        common = member.group
+    return common
