@@ -43,7 +43,7 @@ class Method:
         return "faulty" if self.group.endswith("faulty") else "tensorpipe"
 
 
-_AUTOGRAD = "not in this step: distributed autograd is not part of rallypoint.rpc yet"
+_AUTOGRAD = "not supported yet: rallypoint.rpc has no distributed autograd"
 _SCRIPT = (
     "not applicable: TorchScript code calls RPC from inside the interpreter,"
     " which only torch's C++ agents can serve"
@@ -65,7 +65,7 @@ GROUPS: Final[Mapping[str, Group]] = {
     "optimizer": Group(title="DistributedOptimizer", left_out=_AUTOGRAD),
     "remote-module": Group(
         title="RemoteModule",
-        left_out="not in this step: RemoteModule is not part of rallypoint.rpc yet",
+        left_out="not run yet: rallypoint.rpc supports only forward passes of RemoteModule",
     ),
     "ddp": Group(
         title="DDP below distributed autograd",
@@ -75,9 +75,9 @@ GROUPS: Final[Mapping[str, Group]] = {
     "torchscript-faulty": Group(title="RPC from TorchScript, messages lost", left_out=_SCRIPT),
     "profiler": Group(
         title="remote events in the profiler",
-        left_out="not applicable: only torch's legacy profiler, deprecated, takes remote events",
+        left_out="not applicable: only torch's deprecated legacy profiler supports remote events",
     ),
-    "cuda": Group(title="CUDA", left_out="not in this step: needs CUDA devices, mostly two"),
+    "cuda": Group(title="CUDA", left_out="not run: needs CUDA devices, mostly two"),
 }
 """In the order of reports."""
 
@@ -99,8 +99,8 @@ FILES: Final = (
 
 NOT_APPLICABLE: Final[Mapping[str, str]] = {
     "RpcTest.test_custom_exception_throw_during_reconstruction": (
-        "asserts that an exception whose constructor takes more than its text arrives as a RuntimeError; here it"
-        " arrives as what it was, with its attributes"
+        "expects an exception with additional constructor arguments to arrive as a RuntimeError; here it"
+        " keeps its type and attributes"
     ),
 }
 """Tests of compared groups that cannot apply to Rallypoint, by key, each with its reason."""
