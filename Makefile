@@ -21,20 +21,20 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[examples,etcd,tls]'
 	touch $@
 
-demo: $(STAMP)   ## train a real model on two processes, with plots, in under a minute
+demo: $(STAMP)   ## train a model on two processes, with plots, in under a minute
 	$(BIN)/rally run --nproc-per-node 2 examples/digits_ddp.py --output demo-output
 
 AT_A_TIME = --dist loadfile --no-loadscope-reorder
 test: test-beside test-clocks ## the whole test suite
 
-test-beside: $(STAMP) ## its first part: four files at a time
+test-beside: $(STAMP) ## its first part: four files in parallel
 	$(BIN)/python -m pytest -q -n 4 $(AT_A_TIME) -m "not long and not alone and not wild"
 
-test-clocks: $(STAMP) ## its second part: the tests that look at clocks
+test-clocks: $(STAMP) ## its second part: timing-sensitive tests
 	$(BIN)/python -m pytest -q -n 3 $(AT_A_TIME) -m "not long and alone and not wild" \
 	    $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
-test-long: $(STAMP) ## the tests that take their time: slow lines, long silences
+test-long: $(STAMP) ## long tests: slow connections, long silences
 	$(BIN)/python -m pytest -q -m long
 
 # A virtual environment of its own that sees what is in .venv: torch is not installed twice.
@@ -43,62 +43,62 @@ $(WILD)/bin/python: $(STAMP)
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	    > $$($(WILD)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 
-wild: $(WILD)/bin/python ## frameworks (Trainer, accelerate, Lightning, ignite, Hydra …) on tiny models, beside torchrun
+wild: $(WILD)/bin/python ## frameworks (Trainer, accelerate, Lightning, ignite, Hydra …) on tiny models, compared with torchrun
 	$(WILD)/bin/python -m pip install --quiet --constraint constraints.txt --requirement requirements-wild.txt
 	$(WILD)/bin/python -m pytest -q -o faulthandler_timeout=0 -m wild tests/wild
 
-wild-sample: $(WILD)/bin/python ## two of them, in half a minute
+wild-sample: $(WILD)/bin/python ## two of the frameworks, in half a minute
 	$(WILD)/bin/python -m pip install --quiet --constraint constraints.txt --constraint requirements-wild.txt \
 	    hydra-core accelerate
 	$(WILD)/bin/python -m pytest -q -o faulthandler_timeout=0 -m sample tests/wild
 
-check: $(STAMP)  ## ruff, mypy (strict) and the layering rule
+check: $(STAMP)  ## ruff, mypy (strict) and the import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-docs: $(STAMP)   ## the site, with the reference of every public name, in docs/_build; every remark is an error
+docs: $(STAMP)   ## build the site, with the API reference, in docs/_build; warnings are errors
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 
-format: $(STAMP) ## put the code into the house format
+format: $(STAMP) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## launch speed and memory beside torchrun; writes bench/results/launch.json
+bench: $(STAMP)  ## launch speed and memory, compared with torchrun; writes bench/results/launch.json
 	$(BIN)/python bench/launch.py --output bench/results/launch.json
 
-bench-rendezvous: $(STAMP) ## 16 to 4096 nodes meet, beside torch's rendezvous; writes bench/results/rendezvous.json
+bench-rendezvous: $(STAMP) ## a rendezvous of 16 to 4096 nodes, compared with torch's; writes bench/results/rendezvous.json
 	$(BIN)/python bench/rendezvous.py --output bench/results/rendezvous.json --plot bench/results/rendezvous.png
 
-bench-elastic: $(STAMP) ## an elastic job of four hosts loses workers, supervisors, hosts (root); writes bench/results/elastic.json
+bench-elastic: $(STAMP) ## an elastic job of four hosts that loses workers, supervisors and hosts (root); writes bench/results/elastic.json
 	$(BIN)/python bench/elastic.py --output bench/results/elastic.json
 
-bench-join: $(STAMP) ## what joining uneven inputs costs per step, beside torch's Join; writes bench/results/join.json
+bench-join: $(STAMP) ## the cost of Join per step, compared with torch's; writes bench/results/join.json
 	$(BIN)/python bench/join.py --output bench/results/join.json
 
-bench-collectives: $(STAMP) ## collectives with gradients beside torch's and bare ones; writes bench/results/collectives.json
+bench-collectives: $(STAMP) ## differentiable collectives, compared with torch's and bare ones; writes bench/results/collectives.json
 	$(BIN)/python bench/collectives.py --output bench/results/collectives.json
 
-bench-rpc: $(STAMP) ## calls between processes beside TensorPipe; writes bench/results/rpc.json
+bench-rpc: $(STAMP) ## calls between processes, compared with TensorPipe; writes bench/results/rpc.json
 	$(BIN)/python bench/rpc.py --output bench/results/rpc.json --plot bench/results/rpc.png
 
-fuzz-rpc: $(STAMP) ## a million bad frames at an agent and its parser; writes bench/results/fuzz_rpc.json
+fuzz-rpc: $(STAMP) ## a million invalid frames for an agent and its parser; writes bench/results/fuzz_rpc.json
 	$(BIN)/python bench/fuzz_rpc.py --frames 1000000 --output bench/results/fuzz_rpc.json
 
-parity: $(STAMP) ## torch's own RPC tests, from the installed wheel, against rallypoint.rpc; writes docs/rpc_parity.md
+parity: $(STAMP) ## torch's own RPC tests, from the wheel, on rallypoint.rpc; writes docs/rpc_parity.md
 	$(BIN)/python tests/parity/rpc_suite.py --against rallypoint --output bench/results/rpc_parity.json --markdown docs/rpc_parity.md
 
-parity-live: $(STAMP) ## torchrun itself beside rally run, each case; writes tests/parity/recorded
+parity-live: $(STAMP) ## torchrun and rally run, case by case; writes tests/parity/recorded
 	PARITY_LIVE=1 $(BIN)/python -m pytest -q tests/parity/test_torchrun.py
 
-parity-join: $(STAMP) ## torch's own tests of uneven inputs, from the wheel, against our Join; writes docs/join_parity.md
+parity-join: $(STAMP) ## torch's own tests of uneven inputs, from the wheel, on our Join; writes docs/join_parity.md
 	$(BIN)/python tests/parity/join_suite.py --output bench/results/join_parity.json --markdown docs/join_parity.md
 
-soak: $(STAMP)   ## 50 random kills and 20 restarts: nothing may be left behind; writes bench/results/soak.json
+soak: $(STAMP)   ## 50 random kills and 20 restarts: no process may be left; writes bench/results/soak.json
 	$(BIN)/python bench/soak.py --output bench/results/soak.json
 
-root-cause: $(STAMP) ## 100 random faults: does the report name the worker and its error; writes bench/results/root_cause.json
+root-cause: $(STAMP) ## 100 random faults: the report must name the worker and its error; writes bench/results/root_cause.json
 	$(BIN)/python bench/root_cause.py --faults 100 --output bench/results/root_cause.json
 
 soak-elastic: $(STAMP) ## 200 random faults on one elastic job of four hosts (root); writes bench/results/soak_elastic.json
@@ -107,8 +107,8 @@ soak-elastic: $(STAMP) ## 200 random faults on one elastic job of four hosts (ro
 soak-rpc: $(STAMP) ## 10,000 random faults on eight processes that call each other; writes bench/results/soak_rpc.json
 	$(BIN)/python bench/soak_rpc.py --faults 10000 --output bench/results/soak_rpc.json
 
-memory-rpc: $(STAMP) ## five million calls and 20,000 tensors: memory stays flat; writes bench/results/memory_rpc.json
+memory-rpc: $(STAMP) ## five million calls and 20,000 tensors: memory must not grow; writes bench/results/memory_rpc.json
 	$(BIN)/python bench/memory_rpc.py --output bench/results/memory_rpc.json
 
-clean:           ## remove the virtual environment and what the tools cached
+clean:           ## remove the virtual environments and caches
 	rm -rf $(VENV) $(WILD) docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
