@@ -1,4 +1,4 @@
-"""How the site is built: `make docs`."""
+"""Configuration of the site: `make docs`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 napoleon_use_rtype = False
-# Shown with their first line, as dataclasses' fields are.
+# As in dataclasses: the fields with their first line.
 napoleon_use_ivar = True
 suppress_warnings = [
-    # Names that a package re-exports are described once under it and once where they are made.
+    # Names that a package re-exports are documented twice: there and where they are defined.
     "ref.python",
 ]
 
-# Pages link to files beside docs/ the way a repository's browser wants it; the site has copies.
+# Pages link to files outside docs/ by relative paths, as a repository browser expects. The site contains copies.
 _OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 _linked: set[str] = set()
 
@@ -67,7 +67,7 @@ def _copy_linked(app: Sphinx, failed: Exception | None) -> None:
             shutil.copy(REPOSITORY / path, target)
 
 
-# Docstrings say these in a line of their own; between them and the sections no line is left blank there.
+# Docstrings have these on separate lines, without blank lines between them and the sections.
 _SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes):$")
 _REMARK = re.compile(r"(Collective|Blocks|Threads|Signals|Effects|Gradient|Source):")
 

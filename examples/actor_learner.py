@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# -- what is learned ------------------------------------------------------------------------------
+# -- the task -------------------------------------------------------------------------------------
 
 
 class Poles:

@@ -128,11 +128,26 @@ def test_programs_in_pages_are_python(page: Path) -> None:
         compile(text, page.name, "exec", flags=0x2000)  # await outside of functions is shown, too
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as a repository browser and the site make them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
 @pytest.mark.parametrize(
     "page",
-    [*sorted(DOCS.glob("*.md")), *(REPOSITORY / each for each in ("README.md", "CONTRIBUTING.md"))],
-    ids=lambda path: path.name,
+    [
+        *sorted(DOCS.glob("**/*.md")),
+        *sorted(REPOSITORY.glob("*.md")),
+        *(REPOSITORY / each / "README.md" for each in ("bench", "examples")),
+    ],
+    ids=lambda path: str(path.relative_to(REPOSITORY)),
 )
-def test_links_to_files_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for file, anchor in re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", prose):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        if anchor:
+            assert anchor in anchors(target), f"{file}#{anchor}"
