@@ -41,9 +41,9 @@ from jobs import Progress, children, machine, publish
 from rallypoint import rpc
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ProtocolError
-from rallypoint.rpc.agent_in_use import current_agent
 from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.connections.messages import FLAG_FOREIGN, FLAG_REFS, Kind
+from rallypoint.rpc.current_agent import current_agent
 from rallypoint.rpc.references.ids import ForkId, RRefId
 from rallypoint.wire import auth, tcp, uds
 from rallypoint.wire.auth import MAX_HANDSHAKE, NONCE_BYTES, Accepting, Connecting
@@ -98,7 +98,7 @@ def state(asked: int) -> dict[str, Any]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "processes": len(children(os.getpid())),
-        "strangers": len(agent.entrance.strangers),
+        "strangers": len(agent.acceptor.strangers),
         "connections": len(incoming),
         "being_served": sum(len(each.active) for each in incoming),
         "shared_memory_pools": len(agent.lines.budget.pools),
@@ -111,7 +111,7 @@ def state(asked: int) -> dict[str, Any]:
 def count_unpickling() -> None:
     """Every way to unpickle is counted, whoever takes it."""
     from rallypoint.rpc.agent import serving
-    from rallypoint.rpc.content import payload
+    from rallypoint.rpc.serialization import payload
 
     loads, plain = payload.loads, pickle.loads
 

@@ -190,7 +190,7 @@ def resident() -> int:
 def own_descriptors(agent: Any) -> Counter[str]:
     """Of a member without connections: the poller's, the listeners', two connections to the store."""
     found = Counter({"anon_inode:[eventpoll]": 1, "anon_inode:[eventfd]": 1, "socket": 2})
-    for listener in agent.entrance.listeners:
+    for listener in agent.acceptor.listeners:
         found["anon_inode:[eventfd]" if listener.kind == "memory" else "socket"] += 1
     return found
 
@@ -249,10 +249,10 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
             unrest.append(f"{len(values)} values")
         if agent.rrefs._waiting:
             unrest.append(f"{len(agent.rrefs._waiting)} wait for confirmations")
-        if agent.entrance.strangers:
-            unrest.append(f"{len(agent.entrance.strangers)} strangers")
+        if agent.acceptor.strangers:
+            unrest.append(f"{len(agent.acceptor.strangers)} strangers")
         # But for the one that looks after unused memory, and those that ask somebody again who stood still: after 30 s, perhaps.
-        timers = [each for each in agent.errands.timers if not is_expected(each[2])]
+        timers = [each for each in agent.tasks.timers if not is_expected(each[2])]
         if timers:
             names = [getattr(each[2], "__qualname__", repr(each[2])) for each in timers[:5]]
             unrest.append(f"{len(timers)} timers: {names}")

@@ -29,7 +29,7 @@ from hosts import Network, address, available
 from jobs import Progress, machine, publish, spread
 
 from rallypoint import rpc
-from rallypoint.rpc.agent_in_use import current_agent
+from rallypoint.rpc.current_agent import current_agent
 
 
 SECRET = "known to the members alone"
@@ -54,13 +54,13 @@ def be_called(host: str, ways: list[str]) -> None:
     rpc.init_rpc("callee", rank=0, rpc_backend_options=options)
     agent = current_agent()
     assert agent is not None
-    addresses = {each.kind: each.address for each in agent.entrance.listeners}
+    addresses = {each.kind: each.address for each in agent.acceptor.listeners}
     say(uds=addresses.get("uds"))
     for line in sys.stdin:
         if line.strip() == "end":
             break
         used = resource.getrusage(resource.RUSAGE_SELF)
-        say(strangers=len(agent.entrance.strangers), cpu=used.ru_utime + used.ru_stime)
+        say(strangers=len(agent.acceptor.strangers), cpu=used.ru_utime + used.ru_stime)
     rpc.shutdown(graceful=False)
 
 

@@ -37,12 +37,12 @@ LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
 }
 # Within rpc, when a module is loaded: folder -> folders of rpc it may import.
 RPC_MAY_IMPORT: dict[str, set[str]] = {
-    "crew": set(),
+    "threads": set(),
     "groups": set(),
-    "content": {"groups"},
-    "references": {"connections", "content", "crew"},
-    "connections": {"crew", "groups", "references"},
-    "agent": {"connections", "content", "crew", "groups", "references"},
+    "serialization": {"groups"},
+    "references": {"connections", "serialization", "threads"},
+    "connections": {"groups", "references", "threads"},
+    "agent": {"connections", "groups", "references", "serialization", "threads"},
 }
 # torch may be imported here, and only inside functions: `rally --help` must not pay for it.
 TORCH_INSIDE_FUNCTIONS = {
@@ -84,7 +84,7 @@ SANS_IO = {
     "join/schedule.py",
     "wire/auth.py",
     "wire/frames.py",
-    "rpc/content/reach.py",
+    "rpc/serialization/unsafe_methods.py",
     "rpc/device_map.py",
     "rpc/groups/membership.py",
     "rpc/references/commands.py",

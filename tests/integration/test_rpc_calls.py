@@ -631,7 +631,7 @@ def test_a_caller_whose_time_is_up_has_cancelled(trio):
     def case():
         for _ in range(2):
             with pytest.raises(rpc.RpcTimeout):
-                rpc.rpc_sync("w1", watch_cancelled, (5,), timeout=0.05)
+                rpc.rpc_sync("w1", watch_cancelled, (5,), timeout=0.5)
             eventually(lambda: rpc.rpc_sync("w1", seen) == ["begun", ("cancelled", True)])
             rpc.rpc_sync("w1", forget)
 

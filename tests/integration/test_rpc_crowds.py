@@ -21,10 +21,10 @@ from rallypoint._core.clock import Deadline
 from rallypoint._core.half_open import HalfOpen
 from rallypoint.errors import PeerLost, RpcTimeout
 from rallypoint.rpc.agent.agent import Agent
-from rallypoint.rpc.agent_in_use import current_agent
-from rallypoint.rpc.connections import entrance
+from rallypoint.rpc.connections import acceptor
 from rallypoint.rpc.connections.dialer import is_late
 from rallypoint.rpc.connections.handshake import introduce
+from rallypoint.rpc.current_agent import current_agent
 from rallypoint.rpc.groups.member import Member
 from rallypoint.wire import auth, tcp, uds
 
@@ -58,7 +58,7 @@ def _no_descriptor_is_left(agent: Agent) -> Iterator[None]:
     rpc.rpc_sync("w0", torch.add, (torch.ones(2), 1))
     before = len(os.listdir("/proc/self/fd"))
     yield
-    until(lambda: not agent.entrance.strangers, "strangers are left over")
+    until(lambda: not agent.acceptor.strangers, "strangers are left over")
     until(lambda: len(os.listdir("/proc/self/fd")) == before, "descriptors are left over")
 
 
@@ -71,7 +71,7 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 
 def knock(agent: Agent, kind: str) -> socket.socket:
     """Connect, and say nothing."""
-    (address,) = (each.address for each in agent.entrance.listeners if each.kind == kind)
+    (address,) = (each.address for each in agent.acceptor.listeners if each.kind == kind)
     if kind == "uds":
         return uds.connect(address, Deadline(PATIENCE))
     return tcp.connect(("127.0.0.1", address[1]), Deadline(PATIENCE), 5.0)
@@ -80,7 +80,7 @@ def knock(agent: Agent, kind: str) -> socket.socket:
 def join(agent: Agent, kind: str) -> None:
     """Come in as a member does, and leave."""
     me = {**agent.roster.introduction(), "name": "late", "id": 77, "incarnation": "ab" * 8}
-    (address,) = (each.address for each in agent.entrance.listeners if each.kind == kind)
+    (address,) = (each.address for each in agent.acceptor.listeners if each.kind == kind)
     way: Any = {"channel": tcp.channel(address), "seals": auth.SEALS()} if kind == "tcp" else {}
     with knock(agent, kind) as sock:
         peer, _, _, _ = introduce(sock, SECRET, me, Deadline(PATIENCE), side=False, **way)
@@ -92,10 +92,10 @@ def test_members_get_in_however_many_strangers_hold_connections(
     agent: Agent, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(agent.entrance, "_warn_in", 0.05)
-    monkeypatch.setattr(entrance, "_NEXT_WARNING", 0.05)
-    (listener,) = (each for each in agent.entrance.listeners if each.kind == kind)
-    monkeypatch.setitem(agent.entrance._half_open, listener, HalfOpen(ROOM))
+    monkeypatch.setattr(agent.acceptor, "_warn_in", 0.05)
+    monkeypatch.setattr(acceptor, "_NEXT_WARNING", 0.05)
+    (listener,) = (each for each in agent.acceptor.listeners if each.kind == kind)
+    monkeypatch.setitem(agent.acceptor._half_open, listener, HalfOpen(ROOM))
     with contextlib.ExitStack() as held:
         for number in range(5 * ROOM):
             held.enter_context(knock(agent, kind))
@@ -103,7 +103,7 @@ def test_members_get_in_however_many_strangers_hold_connections(
                 join(agent, kind)
         join(agent, kind)
         held.enter_context(knock(agent, kind))
-        until(lambda: len(agent.entrance.strangers) == ROOM, "the oldest were not closed")
+        until(lambda: len(agent.acceptor.strangers) == ROOM, "the oldest were not closed")
         # The other ways have room of their own.
         join(agent, "tcp" if kind == "uds" else "uds")
     whose = "user " if kind == "uds" else "this host"
@@ -113,24 +113,24 @@ def test_members_get_in_however_many_strangers_hold_connections(
 
 def test_a_burst_does_not_hold_up_calls_that_are_under_way(agent: Agent) -> None:
     """As many as wait are not all accepted before anybody else is heard."""
-    (listener,) = (each for each in agent.entrance.listeners if each.kind == "uds")
+    (listener,) = (each for each in agent.acceptor.listeners if each.kind == "uds")
     rounds: list[int] = []
-    accept = agent.entrance._admit
+    accept = agent.acceptor._admit
 
     def count(*args: Any) -> None:
         rounds[-1] += 1
         accept(*args)
 
-    agent._poller.change(listener.fileno(), off=entrance.READ)
+    agent._poller.change(listener.fileno(), off=acceptor.READ)
     ends = [knock(agent, "uds") for _ in range(100)]
-    agent.entrance._admit = count  # type: ignore[method-assign]
+    agent.acceptor._admit = count  # type: ignore[method-assign]
     try:
         while not rounds or rounds[-1]:
             rounds.append(0)
-            agent.entrance.admit(listener)
+            agent.acceptor.admit(listener)
     finally:
-        del agent.entrance._admit  # type: ignore[method-assign]
-        agent._poller.change(listener.fileno(), on=entrance.READ)
+        del agent.acceptor._admit  # type: ignore[method-assign]
+        agent._poller.change(listener.fileno(), on=acceptor.READ)
         for end in ends:
             end.close()
     assert sum(rounds) == 100

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rpc_workers
 from rallypoint import rpc
-from rallypoint.rpc.content import cuda_ipc
+from rallypoint.rpc.serialization import cuda_ipc
 from rpc_workers import Workers
 
 

@@ -306,7 +306,7 @@ def test_strangers_are_refused_before_anything_they_send_is_looked_at(transport)
 
 
 def strangers() -> int:
-    return len(rpc.api._get_current_rpc_agent().entrance.strangers)
+    return len(rpc.api._get_current_rpc_agent().acceptor.strangers)
 
 
 def _connect(transport: str, where: Any) -> socket.socket:

@@ -23,10 +23,10 @@ from rallypoint.rpc.agent.item_source import ItemSource
 from rallypoint.rpc.agent.serving import Request
 from rallypoint.rpc.backends import _init
 from rallypoint.rpc.connections.messages import Kind
-from rallypoint.rpc.content import payload
-from rallypoint.rpc.content.tensors import TensorWriter
 from rallypoint.rpc.current_call import CurrentCall
 from rallypoint.rpc.references.rref import _take_back, call_remote
+from rallypoint.rpc.serialization import payload
+from rallypoint.rpc.serialization.tensors import TensorWriter
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 
@@ -116,7 +116,7 @@ def dies(agent: Agent) -> None:
 def never_answers(place: Place, name: str, *transports: str) -> Agent:
     """A member that is there, and whose process does nothing, as if it were stopped."""
     agent = place.join(name, *transports)
-    for listener in agent.entrance.listeners:
+    for listener in agent.acceptor.listeners:
         agent._poller.remove(listener.fileno())
     return agent
 
@@ -181,16 +181,16 @@ def test_a_peer_that_does_not_read_costs_no_more_than_the_time_out(
 
 def test_a_job_that_had_to_wait_in_line_is_answered(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
-    b._crew._limit = 1
+    b._pool._limit = 1
     assert [each.wait() for each in [call_async(a, "b", nap, each) for each in (0.2, 0.01)]]
 
 
 def test_a_request_that_nobody_waits_for_gives_its_memory_back(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
-    b._crew._limit = 1
+    b._pool._limit = 1
     GATE.clear()
     busy = call_async(a, "b", wait_at_gate)
-    eventually(lambda: b._crew._working)
+    eventually(lambda: b._pool._working)
     waiting = [call_async(a, "b", len, torch.zeros(1 << 20)) for _ in range(4)]
     timed_out = [call_async(a, "b", len, torch.zeros(1 << 20), timeout=0.2) for _ in range(4)]
     sharing = a.route("b").sharing
@@ -327,7 +327,7 @@ def test_a_connection_lost_while_its_agent_closes_is_closed(place: Place) -> Non
     a, b = place.join("a"), place.join("b")
     assert call(a, "b", add, 1, 2) == 3
     (incoming,) = b.connections.incoming
-    b._crew.submit = lambda _: None  # type: ignore[method-assign]  # it is closing: nobody takes jobs
+    b._pool.submit = lambda _: None  # type: ignore[method-assign]  # it is closing: nobody takes jobs
     incoming.end("as if it had broken")
     b.close()
     assert incoming.line._sock.fileno() == -1
@@ -424,7 +424,7 @@ def test_references_in_messages_that_a_broken_connection_lost_are_let_go(place: 
     came, lost = (a.rrefs.fork_owned(rref_id, b.me.id, "") for _ in range(2))
     b.rrefs.receive(came)
     outgoing = a.route("b")
-    outgoing.passed.add([came, lost], a.rrefs.unsettled)
+    outgoing.sent_references.add([came, lost], a.rrefs.unsettled)
     assert a.rrefs.diagnostics()["forks"] == 2
     outgoing.line._sock.shutdown(socket.SHUT_RDWR)
     eventually(lambda: a.rrefs.diagnostics()["forks"] == 1)
@@ -458,7 +458,7 @@ def test_who_waits_for_an_own_value_that_never_comes_waits_no_longer_than_the_ca
     CURRENT[:] = [b]
     with pytest.raises(RpcTimeout):
         call(a, "b", wait_for_own, fork, timeout=0.2)
-    eventually(lambda: b.is_idle() and not b._crew._working)
+    eventually(lambda: b.is_idle() and not b._pool._working)
     eventually(lambda: gc.collect() >= 0 and rref_id not in b.rrefs._values)
 
 

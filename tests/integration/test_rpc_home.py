@@ -12,8 +12,8 @@ import torch
 
 import rpc_workers
 from rallypoint import rpc
-from rallypoint.rpc.agent_in_use import current_agent
-from rallypoint.rpc.content.tensors import memory_of_one
+from rallypoint.rpc.current_agent import current_agent
+from rallypoint.rpc.serialization.tensors import memory_of_one
 from rpc_workers import Workers
 
 

@@ -11,7 +11,7 @@ import torch
 
 import rpc_workers
 from rallypoint import rpc
-from rallypoint.rpc.agent_in_use import current_agent
+from rallypoint.rpc.current_agent import current_agent
 from rallypoint.wire import frames
 from rpc_workers import Workers
 

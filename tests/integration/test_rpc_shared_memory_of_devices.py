@@ -15,10 +15,10 @@ from torch import Tensor
 
 import rpc_workers
 from rallypoint import rpc
-from rallypoint.rpc.content import cuda_ipc, payload
-from rallypoint.rpc.content.cuda_ipc import Block
-from rallypoint.rpc.content.tensors import SMALL, TensorWriter
 from rallypoint.rpc.device_map import Device
+from rallypoint.rpc.serialization import cuda_ipc, payload
+from rallypoint.rpc.serialization.cuda_ipc import Block
+from rallypoint.rpc.serialization.tensors import SMALL, TensorWriter
 from rpc_workers import Workers, eventually
 
 

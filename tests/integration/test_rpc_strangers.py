@@ -21,12 +21,12 @@ import torch
 from rallypoint import rpc
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc.agent.agent import Agent
-from rallypoint.rpc.agent_in_use import current_agent
 from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.connections.messages import Kind
-from rallypoint.rpc.crew.poller import WRITE
+from rallypoint.rpc.current_agent import current_agent
 from rallypoint.rpc.references.ids import ForkId, RRefId
+from rallypoint.rpc.threads.poller import WRITE
 from rallypoint.wire import auth, tcp, uds
 from rallypoint.wire.auth import Connecting
 from rallypoint.wire.frames import DESCRIPTOR, INLINE, FrameParser, Shared, encode, header
@@ -83,7 +83,7 @@ def _only_the_stranger_pays(agent: Agent) -> Iterator[None]:
     yield
     serves()
     until(lambda: descriptors() == before, "descriptors are left over")
-    # Threads of the crew stay for a while; there are never more than may work, and a few that wait.
+    # Threads of the pool stay for a while; there are never more than may work, and a few that wait.
     most = agent.options.num_worker_threads + 6
     until(lambda: threading.active_count() <= most, "threads are left over")
     until(lambda: all(each["name"] == "w0" for each in agent.peers()), "a stranger is left over")
@@ -99,7 +99,7 @@ class Stranger:
     """One that knows the secret."""
 
     def __init__(self, agent: Agent, kind: str = "uds", **said: Any) -> None:
-        (address,) = (each.address for each in agent.entrance.listeners if each.kind == kind)
+        (address,) = (each.address for each in agent.acceptor.listeners if each.kind == kind)
         deadline = Deadline(5.0)
         self.sock: Any
         if kind == "uds":
@@ -161,7 +161,7 @@ def answer(stranger: Stranger) -> bytes:
 def test_a_peer_that_dies_right_after_it_has_proved_itself(agent: Agent) -> None:
     # Its end of the side socket is gone when our control page is to be sent there.
     for _ in range(30):
-        sock = uds.connect(agent.entrance.listeners[1].address, Deadline(5.0))
+        sock = uds.connect(agent.acceptor.listeners[1].address, Deadline(5.0))
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here.close()
         talk = Connecting(SECRET, {**agent.roster.introduction(), "id": 77}, os.urandom(32))
@@ -186,7 +186,7 @@ def test_a_peer_that_says_it_is_nobody(agent: Agent, said: object) -> None:
 def test_a_peer_whose_side_socket_is_of_another_kind(agent: Agent) -> None:
     for family, kind in ((socket.AF_UNIX, socket.SOCK_DGRAM), (socket.AF_UNIX, socket.SOCK_STREAM)):
         with socket.socket(family, kind) as side:
-            sock = uds.connect(agent.entrance.listeners[1].address, Deadline(5.0))
+            sock = uds.connect(agent.acceptor.listeners[1].address, Deadline(5.0))
             talk = Connecting(SECRET, {**agent.roster.introduction(), "id": 77}, os.urandom(32))
             socket.send_fds(sock, [talk.start()], [side.fileno()])
             sock.settimeout(5.0)
@@ -260,9 +260,9 @@ def test_shared_memory_over_a_way_that_has_none(
 
 def test_a_cancel_right_behind_the_handshake_is_no_request(agent: Agent) -> None:
     # Both in one piece: what the handshake leaves over goes the way of all that comes.
-    sock = tcp.connect(("127.0.0.1", agent.entrance.listeners[2].address[1]), Deadline(5.0), 5.0)
+    sock = tcp.connect(("127.0.0.1", agent.acceptor.listeners[2].address[1]), Deadline(5.0), 5.0)
     me = {**agent.roster.introduction(), "id": 77}
-    channel = tcp.channel(agent.entrance.listeners[2].address)
+    channel = tcp.channel(agent.acceptor.listeners[2].address)
     talk = Connecting(SECRET, me, os.urandom(32), channel, auth.SEALS())
     sock.sendall(talk.start())
     proof = talk.receive(sock.recv(9000))

@@ -146,7 +146,7 @@ def test_garbage_costs_nobody_else_anything(pair: Workers) -> None:
     for each in silent:
         each.close()
     eventually(
-        lambda: not pair.on(1, lambda: len(rpc.api._get_current_rpc_agent().entrance.strangers))
+        lambda: not pair.on(1, lambda: len(rpc.api._get_current_rpc_agent().acceptor.strangers))
     )
     told = pair.on(1, lambda: rpc_workers.logged)
     assert any("does not use TLS and this worker requires it" in each for each in told)

@@ -11,8 +11,8 @@ from os import getpid  # or this, which is none of this module's own
 import pytest
 import torch
 
-from rallypoint.rpc.content import payload
-from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization import payload
+from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
 
 
 HERE = __name__
@@ -73,12 +73,12 @@ def saved(what):
         ("builtins", "getattr", (Outer, "__subclasses__")),
         ("builtins", "getattr", (Outer(), "_private")),
         ("builtins", "getattr", ({}, "get")),
-        ("rallypoint.rpc.content.payload", "loads", (pickle.dumps(Exploit()),)),
-        ("rallypoint.rpc.content.payload", "pickle.loads", (pickle.dumps(Exploit()),)),
-        ("rallypoint.rpc.content.tensors", "rebuild_saved", (saved(Exploit()),)),
-        ("rallypoint.rpc.content.tensors", "torch.load", ("x",)),
-        ("rallypoint.rpc.content.script", "load_script_function", ("os", "getpid")),
-        ("rallypoint.rpc.content.script", "importlib.import_module", ("os",)),
+        ("rallypoint.rpc.serialization.payload", "loads", (pickle.dumps(Exploit()),)),
+        ("rallypoint.rpc.serialization.payload", "pickle.loads", (pickle.dumps(Exploit()),)),
+        ("rallypoint.rpc.serialization.tensors", "rebuild_saved", (saved(Exploit()),)),
+        ("rallypoint.rpc.serialization.tensors", "torch.load", ("x",)),
+        ("rallypoint.rpc.serialization.script", "load_script_function", ("os", "getpid")),
+        ("rallypoint.rpc.serialization.script", "importlib.import_module", ("os",)),
     ],
 )
 def test_no_way_leads_past_the_list(module, name, args):

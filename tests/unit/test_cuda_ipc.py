@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rallypoint.errors import RpcError
-from rallypoint.rpc.content import cuda_ipc
-from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
-from rallypoint.rpc.content.cuda_ipc import LEAST, Block, Way, decide, visible_names, way_to
-from rallypoint.rpc.content.payload import dumps, loads, unsent
-from rallypoint.rpc.content.tensors import Devices, TensorWriter
 from rallypoint.rpc.device_map import Device, NodeDevices
 from rallypoint.rpc.groups.member import Member
+from rallypoint.rpc.serialization import cuda_ipc
+from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization.cuda_ipc import LEAST, Block, Way, decide, visible_names, way_to
+from rallypoint.rpc.serialization.payload import dumps, loads, unsent
+from rallypoint.rpc.serialization.tensors import Devices, TensorWriter
 
 
 # -- which way --------------------------------------------------------------------------------------

@@ -77,13 +77,13 @@ def test_a_server_that_speaks_first_is_named():
 
 
 def test_a_server_that_waits_for_its_own_kind_of_question_is_named():
-    class Quiet(BaseHTTPRequestHandler):
+    class IdleCondition(BaseHTTPRequestHandler):
         server_version, sys_version = "Teapot/1", ""
 
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Quiet) as server:
+    with HTTPServer(("127.0.0.1", 0), IdleCondition) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         port = server.server_address[1]

@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rallypoint.rpc import export
-from rallypoint.rpc.content import payload
-from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
-from rallypoint.rpc.content.tensors import rebuild_coo
 from rallypoint.rpc.rref_proxy import call_method
+from rallypoint.rpc.serialization import payload
+from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization.tensors import rebuild_coo
 
 
 HERE = __name__
@@ -160,7 +160,7 @@ POINT = name(HERE, "Point") + b")\x81"
 TENSOR = payload.dumps(torch.ones(2))[0][2:-1]
 if TENSOR[:1] == b"\x95":
     TENSOR = TENSOR[9:]
-OURS = "rallypoint.rpc.content.tensors"
+OURS = "rallypoint.rpc.serialization.tensors"
 
 REFUSED: dict[str, bytes] = {
     "reduce": name(HERE, "canary") + value((1,)) + b"R",
@@ -227,7 +227,9 @@ REFUSED: dict[str, bytes] = {
     ),
     "a file by the back door": name("torch", "PyTorchFileWriter") + value((CANARY,)) + b"R",
     "an operator that opens a file": (
-        name("rallypoint.rpc.content.script", "load_torch_function") + value(("from_file",)) + b"R"
+        name("rallypoint.rpc.serialization.script", "load_torch_function")
+        + value(("from_file",))
+        + b"R"
     ),
 }
 
@@ -268,7 +270,7 @@ def test_what_is_listed_arrives_as_python_would_read_it(made: Any) -> None:
 
 
 def test_our_own_functions_are_nothing_that_can_be_called_or_passed_on() -> None:
-    for full in ("content.tensors.rebuild_small", "rref_proxy.call_method"):
+    for full in ("serialization.tensors.rebuild_small", "rref_proxy.call_method"):
         module, _, what = f"rallypoint.rpc.{full}".rpartition(".")
         found = payload.loads(program(b"(", name(module, what), b"t"), allowed=WIDE)
         assert not callable(found[0])
@@ -350,7 +352,9 @@ def test_a_partial_is_what_it_holds() -> None:
 @pytest.mark.parametrize("torchs", [["torch"], ["torch.Tensor"]])
 def test_operators_that_open_files_are_listed_by_their_name(torchs: list[str]) -> None:
     loader = (
-        name("rallypoint.rpc.content.script", "load_torch_function") + value(("from_file",)) + b"R"
+        name("rallypoint.rpc.serialization.script", "load_torch_function")
+        + value(("from_file",))
+        + b"R"
     )
     with pytest.raises(NotAllowed, match="from_file"):
         payload.loads(program(loader), allowed=AllowList(torchs))
@@ -448,9 +452,9 @@ NAMES = [
     (OURS, "rebuild_saved"),
     ("rallypoint.rpc.rref_proxy", "call_method"),
     ("rallypoint.rpc.references.ids", "Fork"),
-    ("rallypoint.rpc.content.script", "load_torch_function"),
-    ("rallypoint.rpc.content.allowlist", "Rebuilder"),
-    ("rallypoint.rpc.content.payload", "loads"),
+    ("rallypoint.rpc.serialization.script", "load_torch_function"),
+    ("rallypoint.rpc.serialization.allowlist", "Rebuilder"),
+    ("rallypoint.rpc.serialization.payload", "loads"),
 ]
 instructions = st.one_of(
     st.sampled_from(NAMES).map(lambda each: name(*each)),

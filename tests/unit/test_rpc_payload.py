@@ -13,9 +13,9 @@ from hypothesis import given, strategies as st
 
 from rallypoint.errors import MessageTooLarge
 from rallypoint.rpc.agent.serving import translated
-from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
-from rallypoint.rpc.content.payload import dumps, dumps_call, loads, loads_call, packed_call
-from rallypoint.rpc.content.tensors import _DTYPES, TensorWriter
+from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization.payload import dumps, dumps_call, loads, loads_call, packed_call
+from rallypoint.rpc.serialization.tensors import _DTYPES, TensorWriter
 from rallypoint.wire import frames
 
 
@@ -524,12 +524,12 @@ def calling(module: str, name: str, args: tuple[Any, ...]) -> bytes:
         (MINE, "threading.Lock", ()),
         (MINE, "dumps.__globals__.get", ("pickle",)),
         (MINE, "Thing.__init__.__globals__.get", ("os",)),
-        ("rallypoint.rpc.content.payload", "pickle.loads", ("N.",)),
-        ("rallypoint.rpc.content.payload", "io.open", ("/dev/null",)),
-        ("rallypoint.rpc.content.tensors", "rebuild_saved", ("",)),
-        ("rallypoint.rpc.content.tensors", "torch.load", ("/dev/null",)),
-        ("rallypoint.rpc.content.script", "importlib.import_module", ("os",)),
-        ("rallypoint.rpc.content.script", "load_script_function", ("os", "system")),
+        ("rallypoint.rpc.serialization.payload", "pickle.loads", ("N.",)),
+        ("rallypoint.rpc.serialization.payload", "io.open", ("/dev/null",)),
+        ("rallypoint.rpc.serialization.tensors", "rebuild_saved", ("",)),
+        ("rallypoint.rpc.serialization.tensors", "torch.load", ("/dev/null",)),
+        ("rallypoint.rpc.serialization.script", "importlib.import_module", ("os",)),
+        ("rallypoint.rpc.serialization.script", "load_script_function", ("os", "system")),
         ("rallypoint.rpc.api", "shutdown", ()),
         ("collections", "_sys.exit", ()),
     ],

@@ -13,7 +13,7 @@ from rallypoint.errors import FrameChanged
 from rallypoint.wire import bulk
 from rallypoint.wire.frames import READ_SIZE, Frame, FrameParser, encode
 from rallypoint.wire.seal import LENGTH, MOST, OVERHEAD, SHORT, Keys, SealedParser, Sealer
-from rallypoint.wire.sealing import SealedLine, SealedSocket
+from rallypoint.wire.sealed_line import SealedLine, SealedSocket
 
 
 SECRET = b"known to both ends alone"

@@ -33,7 +33,7 @@ from rallypoint.rpc import (
     workers,
 )
 from rallypoint.rpc.agent.agent import Agent
-from rallypoint.rpc.agent_in_use import member_agent, required_agent
+from rallypoint.rpc.current_agent import member_agent, required_agent
 from rallypoint.rpc.references import rref
 
 from . import torch_private

@@ -15,7 +15,7 @@ from rallypoint.errors import ConfigError
 from . import constants, trust as trusts
 from .agent.agent import Agent
 from .agent.devices import node_devices
-from .connections.entrance import Site
+from .connections.acceptor import Site
 from .faulty import FaultyAgent, FaultyRpcBackendOptions
 from .groups.dynamic_group import DynamicGroup
 from .groups.group_store import innermost

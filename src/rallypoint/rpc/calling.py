@@ -11,11 +11,11 @@ import torch
 from torch.futures import Future
 
 from . import constants
-from .agent_in_use import required_agent
 from .collect import wait_all
 from .connections.messages import FLAG_FOREIGN, Kind
-from .content.script import check_arguments, is_builtin
+from .current_agent import required_agent
 from .internal import PythonUDF, _internal_rpc_pickler
+from .serialization.script import check_arguments, is_builtin
 from .stream import WINDOW, RpcStream
 from .worker_info import WorkerInfo
 

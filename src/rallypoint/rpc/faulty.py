@@ -15,9 +15,9 @@ from .agent.caller import Caller
 from .connections.calls import Call
 from .connections.messages import TORCH_NAMES, Kind
 from .connections.outgoing import Outgoing
-from .content import payload as payloads
-from .content.tensors import TensorWriter
 from .options import NativeRpcBackendOptions
+from .serialization import payload as payloads
+from .serialization.tensors import TensorWriter
 
 
 _BY_NAME = {
@@ -128,7 +128,7 @@ class FaultyCaller(Caller):
                 outgoing.cancel(sent.number, CallCancelled(f"{sent.describe()} was given up"))
             outgoing.attend()
 
-        self._errands.later(seconds, send)
+        self._tasks.later(seconds, send)
 
 
 class FaultyAgent(Agent):

@@ -11,7 +11,7 @@ from rallypoint.errors import DeadlineExceeded, RpcError
 
 from . import constants, gather
 from .agent.agent import Agent
-from .agent_in_use import leave_group, required_agent, set_current_agent
+from .current_agent import leave_group, required_agent, set_current_agent
 from .current_call import SERVING
 from .gather import GatherTimeout, _all_gather
 from .groups.dynamic_group import DynamicGroup

@@ -16,11 +16,11 @@ from torch.futures import Future
 from rallypoint._core import forks
 from rallypoint.errors import CallCancelled, RallyError, RemoteError, RpcError
 
-from .agent_in_use import ELSEWHERE
 from .connections.calls import Call
-from .content.payload import refuse_future, register_reducer
-from .crew.crew import Crew, waiting
+from .current_agent import ELSEWHERE
 from .interruptions import Lent, Rest
+from .serialization.payload import refuse_future, register_reducer
+from .threads.thread_pool import ThreadPool, waiting
 
 
 logger = logging.getLogger(__name__)
@@ -125,11 +125,11 @@ class RpcFuture(Future[T]):
         call = self.call
         if call is not None and not call.done:
             outgoing = call.outgoing
-            crew = Crew.current()
-            if crew is None:
+            pool = ThreadPool.current()
+            if pool is None:
                 outgoing.wait(call)
             else:
-                with crew.waiting():
+                with pool.waiting():
                     outgoing.wait(call)
         if not _done(self):
             self._sleep()

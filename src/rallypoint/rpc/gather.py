@@ -11,8 +11,8 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError
 
 from . import constants
-from .agent_in_use import required_agent
 from .calling import rpc_async, rpc_sync
+from .current_agent import required_agent
 
 
 class AllGatherStates:

@@ -13,7 +13,7 @@ from rallypoint.errors import ConfigError, RpcError
 
 from . import gather
 from .agent.agent import Agent
-from .agent_in_use import member_agent, required_agent, set_current_agent
+from .current_agent import member_agent, required_agent, set_current_agent
 from .finalization import finalize
 from .groups import stores
 from .options import NativeRpcBackendOptions, RpcBackendOptions

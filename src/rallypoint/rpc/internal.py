@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .content.payload import _REDUCERS, Writer, register_reducer
+from .serialization.payload import _REDUCERS, Writer, register_reducer
 
 
 class RPCExecMode(Enum):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from . import constants
-from .agent_in_use import current_agent
+from .current_agent import current_agent
 from .worker_info import WorkerInfo
 
 

@@ -14,12 +14,12 @@ from rallypoint._core import forks
 from rallypoint.errors import RpcError, RpcTimeout
 from rallypoint.wire.frames import Frame
 
-from .agent_in_use import ELSEWHERE
 from .connections.calls import Call
 from .connections.messages import Kind
 from .connections.outgoing import Outgoing
-from .crew.crew import Crew
+from .current_agent import ELSEWHERE
 from .interruptions import DUE, run_due
+from .threads.thread_pool import ThreadPool
 
 
 T = TypeVar("T")
@@ -77,11 +77,11 @@ class ItemChannel(Generic[T]):
     def __next__(self) -> T:
         frame = self._take_now()
         if frame is None:
-            crew = Crew.current()
-            if crew is None:
+            pool = ThreadPool.current()
+            if pool is None:
                 frame = self._wait()
             else:
-                with crew.waiting():
+                with pool.waiting():
                     frame = self._wait()
         return self._accept(frame)
 

@@ -8,7 +8,7 @@ from typing import Any
 from rallypoint.errors import RpcError
 
 from .agent.agent import Agent
-from .agent_in_use import required_agent
+from .current_agent import required_agent
 from .groups.dynamic_group import DynamicGroup
 from .groups.member import Member
 from .worker_info import WorkerInfo

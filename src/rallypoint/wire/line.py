@@ -22,9 +22,9 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded
 
 from .buffers import address_of
+from .busy_wait import SPIN, BusyWait
 from .frames import Frame, FrameParser
 from .silence import INFO_SIZE, Silence, TcpState
-from .spinning import SPIN, Spinning
 
 
 # How long a receiver that waits sleeps in the kernel before it looks at its deadline.
@@ -118,7 +118,7 @@ class Line:
         # What lies in the outbox is somebody's memory: a tensor that must not be freed before it is sent.
         self._held: list[object] = []
         self._closed = False
-        self._spinning = Spinning()
+        self._busy_wait = BusyWait()
         # Small frames that go out together.
         self._kept: list[bytes] = []
         self._kept_bytes = 0
@@ -305,7 +305,7 @@ class Line:
         began = perf_counter()
         rest: Rest | None = None
         try:
-            count = self._spin(began) if self._spinning.is_worth_it() else -1
+            count = self._spin(began) if self._busy_wait.is_worth_it() else -1
             if count < 0:
                 if sleeper is not None:
                     rest = sleeper.rest()
@@ -316,7 +316,7 @@ class Line:
                     count = self._sock.recv_into(self._parser.space())
                 else:
                     count = rest.call(self._sock.recv_into, self._parser.space())
-                self._spinning.slept(perf_counter() - began)
+                self._busy_wait.slept(perf_counter() - began)
         except OSError as error:
             if rest is not None and rest.is_lent:
                 # Not the socket's: a signal handler has raised it.
@@ -337,10 +337,10 @@ class Line:
                 count = recv_into(space, 0, _DONT_WAIT)
             except BlockingIOError:
                 if perf_counter() > until:
-                    self._spinning.tried(False)
+                    self._busy_wait.tried(False)
                     return -1
             else:
-                self._spinning.tried(True)
+                self._busy_wait.tried(True)
                 return count
 
     def parse(self, data: bytes) -> list[Frame]:

@@ -46,7 +46,7 @@ from rallypoint.errors import AuthenticationError, ProtocolError
 
 from .frames import Frame, FrameParser
 from .line import MOST_AT_ONCE, PATIENCE, Closed, Line, Piece, Sleeper
-from .sealing import drop
+from .sealed_line import drop
 from .silence import Silence
 from .tcp import TcpListener
 from .transport import HungUp

@@ -1,7 +1,7 @@
 """One worker's end of a group: what it is made of, and how it comes and goes.
 
 Who does what: the :class:`Caller` makes calls over the :class:`Connections` that the :class:`Dialer` opens; the
-:class:`Entrance` lets others in, whose requests the :class:`Service` has done by the :class:`Crew`;
+:class:`Acceptor` lets others in, whose requests the :class:`Service` has done by the :class:`ThreadPool`;
 :class:`PeerMonitor` tells all when a peer is gone. The agent brings them together.
 
 Each part names what it needs of the others (``ports``, and the parts' own arguments); none knows the agent.
@@ -20,35 +20,34 @@ from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc import interruptions
 from rallypoint.rpc.certificates import identity_of
+from rallypoint.rpc.connections.acceptor import Acceptor, Site
 from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.dialer import Dialer
-from rallypoint.rpc.connections.entrance import Entrance, Site
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.lines import Lines
 from rallypoint.rpc.connections.outgoing import Outgoing
-from rallypoint.rpc.content.allowlist import AllowList
-from rallypoint.rpc.crew.crew import Crew, Job, waiting
-from rallypoint.rpc.crew.errands import Errands
-from rallypoint.rpc.crew.poller import Poller
 from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.roster import Group, Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.references.rref import call_remote
 from rallypoint.rpc.references.rref_table import RRefTable
+from rallypoint.rpc.serialization.allowlist import AllowList
+from rallypoint.rpc.threads.poller import Poller
+from rallypoint.rpc.threads.task_queue import TaskQueue
+from rallypoint.rpc.threads.thread_pool import Job, ThreadPool, waiting
 from rallypoint.rpc.trust import Trust
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import tcp, tls
 from rallypoint.wire.transport import Address
 
 from .caller import Caller
-from .counters import Counters
+from .counters import Counters, Tally
 from .devices import PeerDevices, PeerPickler
 from .diagnostics import Diagnostics
 from .peer_monitor import PeerMonitor
 from .replies import Replies
 from .service import Service
-from .tally import Tally
 
 
 logger = logging.getLogger(__name__)
@@ -113,16 +112,16 @@ class Agent:
         )
 
         self._poller = Poller(self._on_wake)
-        self._crew = crew = Crew(
+        self._pool = pool = ThreadPool(
             f"rpc-{name}", options.num_worker_threads, self._poller, self._due, self._tick
         )
-        self.errands = Errands(crew, self._poller)
+        self.tasks = TaskQueue(pool, self._poller)
         self.roster = roster = Roster(name, trust.job)
-        self.lines = Lines(options.shared_memory_bytes, options.heartbeat, self.errands.later)
+        self.lines = Lines(options.shared_memory_bytes, options.heartbeat, self.tasks.later)
         devices = PeerDevices(options, roster)
         self.service = service = Service(
             roster.me,
-            crew,
+            pool,
             PeerPickler(options, devices),
             self.allowed,
             self.counters,
@@ -136,36 +135,36 @@ class Agent:
             self.dialer,
             roster,
             self._poller,
-            crew,
+            pool,
             most_unread=options.in_flight_bytes,
             heartbeat=options.heartbeat,
             job=service.new_job,
             read=replies.read,
             suspect=self._suspect,
         )
-        self.entrance = Entrance(
+        self.acceptor = Acceptor(
             connections,
             self._poller,
-            crew,
+            pool,
             roster,
             self.lines,
             trust.secret,
             trust.seals,
             transports,
             identity,
-            self.errands.later,
+            self.tasks.later,
         )
-        self.monitor = PeerMonitor(roster, connections, self.dialer, self.errands)
+        self.monitor = PeerMonitor(roster, connections, self.dialer, self.tasks)
         self.caller = caller = self.caller_type(
-            options, connections, replies, devices, crew, self.errands, self.counters, self.made
+            options, connections, replies, devices, pool, self.tasks, self.counters, self.made
         )
         self.diagnostics = diagnostics = Diagnostics(
-            connections, crew, service.loop, options.num_worker_threads
+            connections, pool, service.loop, options.num_worker_threads
         )
 
         self.me = roster.me
         self.incarnation = roster.incarnation
-        self.skipped = self.entrance.skipped
+        self.skipped = self.acceptor.skipped
         self.long_ones = service.long_ones
         # What the rest of the package asks of an agent. As its parts' own methods: a method around each of them would
         # be one more call in every call.
@@ -202,7 +201,7 @@ class Agent:
         Raises:
             RpcError: none of the transports can be used; says why.
         """
-        return self.entrance.open(self.options, site)
+        return self.acceptor.open(self.options, site)
 
     def enter(self, group: Group) -> None:
         """This worker is a member of ``group`` from here on."""
@@ -214,7 +213,7 @@ class Agent:
             calls=self.caller,
             peers=self.roster,
             links=self.connections,
-            tasks=self.errands,
+            tasks=self.tasks,
         )
         self.caller.rrefs = self.monitor.rrefs = rrefs
         self.service.enter(self.me, rrefs)
@@ -223,8 +222,8 @@ class Agent:
         """Serve. What others have sent meanwhile is done now."""
         _settle_torch()
         interruptions.begin()
-        self.entrance.start()
-        self._crew.start()
+        self.acceptor.start()
+        self._pool.start()
         if isinstance(self.group, DynamicGroup):
             self.group.on_leave(self.monitor.left)
 
@@ -238,19 +237,19 @@ class Agent:
         if left is None:
             return
         outgoing, incoming = left
-        self.connections.quiet.close()
+        self.connections.idle.close()
         self.dialer.stop()
-        strangers = self.entrance.close()
+        strangers = self.acceptor.close()
         for each in outgoing:
             each.fail("this worker has left the group")
         # Answers of what has just been done go out first.
-        self._crew.close(min(_LAST_WORDS, timeout))
+        self._pool.close(min(_LAST_WORDS, timeout))
         connections.be_alone()
         last_words = Deadline(min(_LAST_WORDS, timeout))
         for peer in incoming:
             peer.finish(last_words)
         self.service.loop.close(timeout)
-        ended = self._crew.close(timeout)
+        ended = self._pool.close(timeout)
         connections.complete_left()
         for stranger in strangers:
             stranger.close("this worker has left the group")
@@ -262,7 +261,7 @@ class Agent:
         if self.group is not None:
             self.group.close()
             self.rrefs.close()
-        self.errands.close()
+        self.tasks.close()
         self.lines.close()
         interruptions.end()
         if ended:
@@ -279,7 +278,7 @@ class Agent:
         self.is_inherited = True
         interruptions.abandon()
         self._poller.abandon()
-        self._crew.abandon()
+        self._pool.abandon()
         self.connections.abandon()
         if self.group is not None:
             self.group.abandon()
@@ -293,10 +292,10 @@ class Agent:
     def _suspect(self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None) -> None:
         self.monitor.suspect(info, reason, ended)
 
-    # -- asked by the crew --------------------------------------------------------------------------
+    # -- asked by the pool --------------------------------------------------------------------------
 
     def _on_wake(self, jobs: deque[Job]) -> None:
-        self.errands.take(jobs)
+        self.tasks.take(jobs)
 
     def _tick(self) -> None:
         self.connections.tick()
@@ -304,10 +303,10 @@ class Agent:
     def _due(self, now: float) -> float | None:
         """Do what is due, and fail what has run out of time; returns when to look again."""
         found = (
-            self.errands.due(now),
+            self.tasks.due(now),
             self.connections.expire(now),
             self.connections.look_at_hosts(now),
-            self.entrance.expire(now),
+            self.acceptor.expire(now),
         )
         return min((each for each in found if each is not None), default=None)
 

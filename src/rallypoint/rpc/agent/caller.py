@@ -25,23 +25,22 @@ from rallypoint.rpc.connections.messages import (
     Kind,
 )
 from rallypoint.rpc.connections.outgoing import Outgoing
-from rallypoint.rpc.content import payload as payloads
-from rallypoint.rpc.content.tensors import TensorWriter
-from rallypoint.rpc.crew.crew import Crew
-from rallypoint.rpc.crew.errands import Errands
 from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.interruptions import DUE, run_due
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.references.rref_table import RRefTable
+from rallypoint.rpc.serialization import payload as payloads
+from rallypoint.rpc.serialization.tensors import TensorWriter
 from rallypoint.rpc.stream import WINDOW, WINDOW_NAME, ItemChannel, RpcStream
+from rallypoint.rpc.threads.task_queue import TaskQueue
+from rallypoint.rpc.threads.thread_pool import ThreadPool
 from rallypoint.wire.remote_error import RemoteTraceback
 from rallypoint.wire.sharing import Sharing
 
-from .counters import Counters, is_own
+from .counters import Counters, Tally, is_own
 from .devices import PeerDevices
 from .replies import Replies
-from .tally import Tally
 
 
 # What connecting may take at least for a call of ``remote``, however short its own time-out is.
@@ -59,8 +58,8 @@ class Caller:
         connections: the ways to others.
         replies: reads the answers.
         devices: of the others.
-        crew: looks at the calls when their time is up.
-        errands: what is done later.
+        pool: looks at the calls when their time is up.
+        tasks: what is done later.
         counters: of all calls.
         made: counts the program's own.
     """
@@ -74,13 +73,13 @@ class Caller:
         connections: Connections,
         replies: Replies,
         devices: PeerDevices,
-        crew: Crew,
-        errands: Errands,
+        pool: ThreadPool,
+        tasks: TaskQueue,
         counters: Counters,
         made: Tally,
     ) -> None:
-        self._crew = crew
-        self._errands = errands
+        self._pool = pool
+        self._tasks = tasks
         self.options = options
         self.default_timeout = options.rpc_timeout
         self._counters = counters
@@ -110,11 +109,11 @@ class Caller:
         call = Call(what, deadline, seconds)
         payload, tensors, flags = self._pickle(kind, content, outgoing, flags, call)
         self._dispatch(outgoing, kind, call, payload, tensors, flags)
-        crew = Crew.current()
-        if crew is None:
+        pool = ThreadPool.current()
+        if pool is None:
             outgoing.wait(call)
         else:
-            with crew.waiting():
+            with pool.waiting():
                 outgoing.wait(call)
         try:
             return self.decode(call, outgoing)
@@ -173,7 +172,7 @@ class Caller:
         made.call = call
         try:
             self._dispatch(
-                outgoing, kind, call, payload, tensors, flags, block=Crew.current() is None
+                outgoing, kind, call, payload, tensors, flags, block=ThreadPool.current() is None
             )
         except RpcError as error:
             call.error = error
@@ -244,7 +243,7 @@ class Caller:
         if deadline is not None:
             self.expect(deadline)
         outgoing.attend()
-        return RpcStream(stream, self._errands.soon)
+        return RpcStream(stream, self._tasks.soon)
 
     # -- requests -----------------------------------------------------------------------------------
 
@@ -343,7 +342,7 @@ class Caller:
             flags |= FLAG_REFS
         if tensors.forks:
             flags |= FLAG_REFS
-            outgoing.passed.add(tensors.forks, self.rrefs.unsettled)
+            outgoing.sent_references.add(tensors.forks, self.rrefs.unsettled)
         if not tensors.buffers:
             outgoing.begin(kind, call, payload, flags=flags, block=block)
             return
@@ -396,6 +395,6 @@ class Caller:
 
     def expect(self, deadline: float) -> None:
         """Have the overseer look at the calls at this time."""
-        due_at = self._crew.due_at
+        due_at = self._pool.due_at
         if due_at is None or deadline < due_at:
-            self._crew.wake_at(deadline)
+            self._pool.wake_at(deadline)

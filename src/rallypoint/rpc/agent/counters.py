@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,3 +51,28 @@ class Counters:
             if seen >= part * total:
                 return BOUNDS[min(index, len(BOUNDS) - 1)]
         return BOUNDS[-1]
+
+
+class Tally:
+    """A count that is exact without a lock: a shutdown goes by how many calls were made and served.
+
+    Any number of threads add to it. An addition is one call of C code, so that none is lost.
+
+    Attributes:
+        add: adds one.
+    """
+
+    __slots__ = ("_lock", "_looks", "add")
+
+    def __init__(self) -> None:
+        self.add = itertools.count().__next__
+        self._lock = threading.Lock()
+        # Each look takes a number as well.
+        self._looks = 0
+
+    def value(self) -> int:
+        """How often something was added so far."""
+        with self._lock:
+            found = self.add() - self._looks
+            self._looks += 1
+            return found

@@ -9,12 +9,12 @@ import torch
 
 from rallypoint._core import env
 from rallypoint.errors import RpcError
-from rallypoint.rpc.content import payload as payloads
-from rallypoint.rpc.content.cuda_ipc import Way, visible_names, way_to
-from rallypoint.rpc.content.tensors import Devices, TensorWriter
 from rallypoint.rpc.device_map import Device
 from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
+from rallypoint.rpc.serialization import payload as payloads
+from rallypoint.rpc.serialization.cuda_ipc import Way, visible_names, way_to
+from rallypoint.rpc.serialization.tensors import Devices, TensorWriter
 from rallypoint.rpc.worker_info import WorkerInfo
 
 

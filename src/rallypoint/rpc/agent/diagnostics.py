@@ -8,7 +8,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.outgoing import Outgoing
-from rallypoint.rpc.crew.crew import Crew
+from rallypoint.rpc.threads.thread_pool import ThreadPool
 
 from .coroutine_loop import CoroutineLoop
 
@@ -21,10 +21,10 @@ class Diagnostics:
     """
 
     def __init__(
-        self, connections: Connections, crew: Crew, loop: CoroutineLoop, num_threads: int
+        self, connections: Connections, pool: ThreadPool, loop: CoroutineLoop, num_threads: int
     ) -> None:
         self._connections = connections
-        self._crew = crew
+        self._pool = pool
         self._loop = loop
         self._num_threads = num_threads
 
@@ -36,7 +36,7 @@ class Diagnostics:
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no call is under way here; False if the time was up before."""
-        return self.is_idle() or self._connections.quiet.wait(self.is_idle, deadline)
+        return self.is_idle() or self._connections.idle.wait(self.is_idle, deadline)
 
     def work(self) -> str:
         """The calls that are under way, for an error."""
@@ -60,7 +60,7 @@ class Diagnostics:
 
     def debug_info(self) -> dict[str, str]:
         """Under torch's names."""
-        idle, _ = self._crew.counts()
+        idle, _ = self._pool.counts()
         return {
             "agent.thread_pool_size": str(self._num_threads),
             "agent.num_idle_threads": str(idle),
@@ -82,7 +82,7 @@ class Diagnostics:
 
     def queue(self) -> int:
         """Calls that wait for a thread."""
-        return self._crew.counts()[1]
+        return self._pool.counts()[1]
 
 
 def _outgoing_state(outgoing: Outgoing) -> dict[str, Any]:

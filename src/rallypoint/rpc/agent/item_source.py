@@ -8,9 +8,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from rallypoint.rpc.crew.crew import Crew
 from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.ports import Streaming
+from rallypoint.rpc.threads.thread_pool import ThreadPool
 
 
 class ItemSource:
@@ -71,12 +71,12 @@ class ItemSource:
         """Wait until one more item may be sent; False if the caller has given up."""
         with self._ready:
             if not self._credit and not self._stopped:
-                crew = Crew.current()
+                pool = ThreadPool.current()
                 left = self._request.call.time_left()
-                if crew is None:
+                if pool is None:
                     self._ready.wait_for(lambda: self._credit or self._stopped, left)
                 else:
-                    with crew.waiting():
+                    with pool.waiting():
                         self._ready.wait_for(lambda: self._credit or self._stopped, left)
             if self._stopped or not self._credit:
                 return False

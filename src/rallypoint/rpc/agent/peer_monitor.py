@@ -12,11 +12,11 @@ from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.dialer import Dialer, is_late
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.outgoing import Outgoing
-from rallypoint.rpc.crew.errands import Errands
 from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.member import Member
 from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.references.rref_table import RRefTable
+from rallypoint.rpc.threads.task_queue import TaskQueue
 from rallypoint.rpc.worker_info import WorkerInfo
 
 
@@ -34,7 +34,7 @@ class PeerMonitor:
     Args:
         roster: who is in the group, and who is gone.
         dialer: asks a peer whether it is still there.
-        errands: probes take time, and may have to wait.
+        tasks: probes take time, and may have to wait.
 
     Attributes:
         on_lost: called with the name of a worker that is gone, and why.
@@ -44,26 +44,26 @@ class PeerMonitor:
     rrefs: RRefTable
 
     def __init__(
-        self, roster: Roster, connections: Connections, dialer: Dialer, errands: Errands
+        self, roster: Roster, connections: Connections, dialer: Dialer, tasks: TaskQueue
     ) -> None:
         self._roster = roster
         self._connections = connections
         self._dialer = dialer
-        self._errands = errands
+        self._tasks = tasks
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
 
     def suspect(self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None) -> None:
         """A connection has ended, or nobody listens there: have it looked into. Does not wait."""
-        self._errands.now(lambda: self._investigate(info, reason, ended))
+        self._tasks.now(lambda: self._investigate(info, reason, ended))
 
     def left(self, member: Member, reason: str) -> None:
         """The group says that a member has left, or was lost: another one, or this worker itself."""
         group = self._roster.group
         if member.incarnation == self._roster.incarnation:
             if isinstance(group, DynamicGroup) and group.expelled is not None:
-                self._errands.now(lambda: self._expelled(reason))
+                self._tasks.now(lambda: self._expelled(reason))
             return
-        self._errands.now(lambda: self._bury(WorkerInfo(member.name, member.id), member, reason))
+        self._tasks.now(lambda: self._bury(WorkerInfo(member.name, member.id), member, reason))
 
     def _expelled(self, reason: str) -> None:
         """The group goes on without this worker: nobody is called any more."""
@@ -104,10 +104,10 @@ class PeerMonitor:
                 self._bury(info, member, reason)
                 return
             following = min(2 * pause, _MOST_PAUSE)
-            self._errands.later(pause, lambda: self._investigate(info, reason, ended, following))
+            self._tasks.later(pause, lambda: self._investigate(info, reason, ended, following))
         else:
-            if ended is not None and ended.passed:
-                self.rrefs.inquire(info.id, ended.passed.all())
+            if ended is not None and ended.sent_references:
+                self.rrefs.inquire(info.id, ended.sent_references.all())
 
     def _bury(self, info: WorkerInfo, member: Member | None, reason: str) -> None:
         """A peer is gone: nobody waits for it any more."""

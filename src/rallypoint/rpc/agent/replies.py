@@ -8,8 +8,8 @@ from rallypoint.errors import PeerLost, ProtocolError, RemoteError
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.messages import FAILURE, FLAG_PACKED, NOTHING
 from rallypoint.rpc.connections.outgoing import Outgoing
-from rallypoint.rpc.content import payload as payloads
-from rallypoint.rpc.content.allowlist import AllowList
+from rallypoint.rpc.serialization import payload as payloads
+from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.remote_error import rebuild
 

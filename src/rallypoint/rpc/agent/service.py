@@ -7,20 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from rallypoint.rpc.connections.incoming import Incoming
-from rallypoint.rpc.content.allowlist import AllowList
-from rallypoint.rpc.crew.crew import TICK, Crew, Job
-from rallypoint.rpc.crew.errands import Errand
 from rallypoint.rpc.references.rref_table import RRefTable
+from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.rpc.stream import WINDOW, WINDOW_NAME
+from rallypoint.rpc.threads.task_queue import Task
+from rallypoint.rpc.threads.thread_pool import TICK, Job, ThreadPool
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 
 from .coroutine_loop import CoroutineLoop
-from .counters import Counters
+from .counters import Counters, Tally
 from .devices import PeerPickler
 from .item_source import ItemSource
 from .serving import Request
-from .tally import Tally
 
 
 # A function that was long is tried by the leader again after it was short so many times.
@@ -28,11 +27,11 @@ _SHORT_AGAIN = 8
 
 
 class Service:
-    """Where requests find threads: the crew's, the event loop's, or one of a stream's own; and what they count.
+    """Where requests find threads: the pool's, the event loop's, or one of a stream's own; and what they count.
 
     Args:
         me: this worker.
-        crew: its threads.
+        pool: its threads.
         pickler: writes the answers.
         allowed: what requests may name; None: anything.
         counters: of all calls.
@@ -45,7 +44,7 @@ class Service:
     def __init__(
         self,
         me: WorkerInfo,
-        crew: Crew,
+        pool: ThreadPool,
         pickler: PeerPickler,
         allowed: AllowList | None,
         counters: Counters,
@@ -53,15 +52,15 @@ class Service:
     ) -> None:
         self.me = me
         self.allowed = allowed
-        self._crew = crew
+        self._pool = pool
         self._counters = counters
         self._count_done = done.add
         self.loop = CoroutineLoop(f"rpc-{me.name}")
         self.long_ones: dict[Any, int] = {}
         # As the other parts' own methods: a method around each of them would be one more call in every request.
         self.dumps = pickler.dumps
-        self.submit = crew.submit
-        self.leads = crew.leads
+        self.submit = pool.submit
+        self.leads = pool.leads
         self.run_coroutine = self.loop.run
 
     def enter(self, me: WorkerInfo, rrefs: RRefTable) -> None:
@@ -97,9 +96,9 @@ class Service:
 
     def hand_over(self, job: Job) -> bool:
         """Have a job done by a worker, if this is the leader's thread."""
-        if not self._crew.leads():
+        if not self._pool.leads():
             return False
-        self._crew.submit(job)
+        self._pool.submit(job)
         return True
 
     def stream(
@@ -112,7 +111,7 @@ class Service:
         """Run a generator on a thread of its own: it waits for its consumer."""
         kwargs = dict(kwargs or {})
         source = ItemSource(request, int(kwargs.pop(WINDOW_NAME, WINDOW)))
-        self._crew.submit(Errand(lambda: source.run(func, args, kwargs)))
+        self._pool.submit(Task(lambda: source.run(func, args, kwargs)))
 
     # -- what it comes to ---------------------------------------------------------------------------
 

@@ -35,9 +35,12 @@ from rallypoint.rpc.connections.messages import (
     SCRIPT_FETCH,
     STREAM,
 )
-from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
-from rallypoint.rpc.content.arrays import is_array, memory_of_array
-from rallypoint.rpc.content.payload import (
+from rallypoint.rpc.current_call import SERVING, CurrentCall
+from rallypoint.rpc.references.rref_table import RRefTable, check_ids
+from rallypoint.rpc.rref_proxy import AnswerLater
+from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization.arrays import is_array, memory_of_array
+from rallypoint.rpc.serialization.payload import (
     dumps_whole,
     loads,
     loads_call,
@@ -45,11 +48,8 @@ from rallypoint.rpc.content.payload import (
     unpacked,
     unsent,
 )
-from rallypoint.rpc.content.tensors import TensorWriter, memory_of_one
-from rallypoint.rpc.crew.crew import TICK, Job
-from rallypoint.rpc.current_call import SERVING, CurrentCall
-from rallypoint.rpc.references.rref_table import RRefTable, check_ids
-from rallypoint.rpc.rref_proxy import AnswerLater
+from rallypoint.rpc.serialization.tensors import TensorWriter, memory_of_one
+from rallypoint.rpc.threads.thread_pool import TICK, Job
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.remote_error import RemoteTraceback, describe
@@ -148,7 +148,7 @@ class Request:
         self._began = 0.0
         incoming.active[frame.call] = self
 
-    # -- by the crew ------------------------------------------------------------------------------
+    # -- by the pool ------------------------------------------------------------------------------
 
     def run(self) -> None:
         if self._incoming.is_deaf and self._incoming.park(self):
@@ -439,7 +439,7 @@ class Request:
     ) -> None:
         incoming, forks = self._incoming, tensors.forks
         if forks:
-            incoming.passed.add(forks, self._worker.rrefs.unsettled)
+            incoming.sent_references.add(forks, self._worker.rrefs.unsettled)
         sent = incoming.reply(
             kind,
             self._frame.call,

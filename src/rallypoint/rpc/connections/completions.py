@@ -1,4 +1,4 @@
-"""Calls whose replies have come while nobody waits for them: what hangs on them is done by the crew."""
+"""Calls whose replies have come while nobody waits for them: what hangs on them is done by the pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rallypoint.rpc.crew.crew import Job
+from rallypoint.rpc.threads.thread_pool import Job
 
 from .calls import Call
 from .outgoing import Outgoing
@@ -60,7 +60,7 @@ class Completions:
 
 
 class Completion:
-    """A call whose reply has come: what hangs on it is done by the crew."""
+    """A call whose reply has come: what hangs on it is done by the pool."""
 
     __slots__ = ("_call",)
 

@@ -1,6 +1,6 @@
 """The connections of one worker, those on which it calls and those on which it is called: which there are, who reads.
 
-How one is made stands in ``dialer``, how one is let in in ``entrance``; what its end means in ``losses``.
+How one is made stands in ``dialer``, how one is let in in ``acceptor``; what its end means in ``losses``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import Expelled, PeerLost, RpcTimeout
-from rallypoint.rpc.crew.crew import Crew, Job, waiting
-from rallypoint.rpc.crew.errands import Errand
-from rallypoint.rpc.crew.poller import READ, WRITE, Poller
 from rallypoint.rpc.groups.member import Member
 from rallypoint.rpc.groups.roster import Roster
+from rallypoint.rpc.threads.poller import READ, WRITE, Poller
+from rallypoint.rpc.threads.task_queue import Task
+from rallypoint.rpc.threads.thread_pool import Job, ThreadPool, waiting
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.line import Line
@@ -30,9 +30,9 @@ from rallypoint.wire.silence import LOOKS
 from .calls import Call
 from .completions import Completion, Completions, complete_soon
 from .dialer import Dialer, is_late
+from .idle import IdleCondition
 from .incoming import Incoming
 from .outgoing import Outgoing
-from .quiet import Quiet
 
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Connections:
         roster: who can be called.
         most_unread: bytes of answers that a peer may leave unread.
         heartbeat: seconds after which a silent host is lost.
-        job: makes what the crew does out of a request.
+        job: makes what the pool does out of a request.
         read: takes the content of a reply.
         suspect: called with a peer and a reason when its connection has ended (which is to be closed by
             :meth:`close_ended`), or when nobody listens there any more.
@@ -62,7 +62,7 @@ class Connections:
         dialer: Dialer,
         roster: Roster,
         poller: Poller,
-        crew: Crew,
+        pool: ThreadPool,
         *,
         most_unread: int,
         heartbeat: float,
@@ -73,7 +73,7 @@ class Connections:
         self._dialer = dialer
         self._roster = roster
         self._poller = poller
-        self._crew = crew
+        self._pool = pool
         self._most_unread = most_unread
         self._heartbeat = heartbeat
         # When hosts are looked at next; None: nothing goes to another host.
@@ -92,9 +92,9 @@ class Connections:
         # Those that have ended and are not closed yet.
         self._ended: set[Outgoing | Incoming] = set()
         self.is_closed = False
-        # Whether the crew has ended.
+        # Whether the pool has ended.
         self._is_alone = False
-        self.quiet = Quiet()
+        self.idle = IdleCondition()
 
     def all_outgoing(self) -> list[Outgoing]:
         return list(self.outgoing.values())
@@ -235,8 +235,8 @@ class Connections:
             hold_back=self._poller.hold_back,
             most_unread=self._most_unread,
             listen=self._listen_to,
-            submit=self._crew.submit,
-            quiet=self.quiet,
+            submit=self._pool.submit,
+            idle=self.idle,
         )
         self._finish_writing(line)
         with self._lock:
@@ -267,7 +267,7 @@ class Connections:
             self.incoming.discard(incoming)
             self._ended.add(incoming)
             closed = self.is_closed
-        self.quiet.note()
+        self.idle.note()
         if not closed:
             self._suspect(incoming.peer, reason, incoming)
 
@@ -294,7 +294,7 @@ class Connections:
 
     def kept(self, outgoing: Outgoing) -> None:
         self._kept.append(outgoing)
-        self._crew.attend()
+        self._pool.attend()
 
     def full(self, outgoing: Outgoing) -> None:
         self._poller.change(outgoing.line.fileno(), on=WRITE)
@@ -305,7 +305,7 @@ class Connections:
                 del self.outgoing[outgoing.info.id]
             for key in [key for key, each in self._routes.items() if each is outgoing]:
                 del self._routes[key]
-        self.quiet.note()
+        self.idle.note()
 
     def lost(self, outgoing: Outgoing, reason: str) -> None:
         self._poller.remove(outgoing.line.fileno())
@@ -316,15 +316,15 @@ class Connections:
             self._suspect(outgoing.info, reason, outgoing)
 
     def wake_at(self, when: float) -> None:
-        self._crew.wake_at(when)
+        self._pool.wake_at(when)
 
     def unwanted(self, outgoing: Outgoing, frame: Frame) -> None:
         """An answer that nobody waits for any more carries references: they are taken, and dropped."""
-        self._crew.submit(Errand(lambda: self._read(frame, outgoing)))
+        self._pool.submit(Task(lambda: self._read(frame, outgoing)))
 
     def defer(self, calls: list[Call]) -> None:
         for call in calls:
-            self._crew.submit(Completion(call))
+            self._pool.submit(Completion(call))
         if self._is_alone:
             self.complete_left()
 
@@ -369,7 +369,7 @@ class Connections:
         """There is a new line."""
         if line.silence is not None and self._look_at is None:
             self._look_at = look_at = time.monotonic() + self._heartbeat / LOOKS
-            self._crew.wake_at(look_at)
+            self._pool.wake_at(look_at)
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -413,20 +413,20 @@ class Connections:
         """In a forked child."""
         self._lock = threading.Lock()
         self.is_closed = True
-        self.quiet.abandon()
+        self.idle.abandon()
         for each in (*self.outgoing.values(), *self.incoming, *self._ended):
             each.abandon()
         for table in (self._routes, self.outgoing, self.incoming, self._ended, self._kept):
             table.clear()
 
     def be_alone(self) -> None:
-        """The crew ends: nobody else tells those who wait for an answer that there is none."""
+        """The pool ends: nobody else tells those who wait for an answer that there is none."""
         self._is_alone = True
         self.complete_left()
 
     def complete_left(self) -> None:
-        """The crew has ended: complete the calls that it has not."""
-        for job in self._crew.take_left():
+        """The pool has ended: complete the calls that it has not."""
+        for job in self._pool.take_left():
             if isinstance(job, (Completion, Completions)):
                 job.run()
 

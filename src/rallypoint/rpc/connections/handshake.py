@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, ProtocolError
-from rallypoint.rpc.crew.crew import Job
+from rallypoint.rpc.threads.thread_pool import Job
 from rallypoint.wire.auth import NONCE_BYTES, Accepting, Connecting
 from rallypoint.wire.seal import Keys
 from rallypoint.wire.tls import Connection, Identity, TlsSocket

@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, ProtocolError
-from rallypoint.rpc.crew.crew import Job
-from rallypoint.rpc.crew.poller import WRITE
-from rallypoint.rpc.references.passed import Passed
+from rallypoint.rpc.references.sent import SentReferences
+from rallypoint.rpc.threads.poller import WRITE
+from rallypoint.rpc.threads.thread_pool import Job
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame, Shared, encode
 from rallypoint.wire.line import Closed, Line
 from rallypoint.wire.sharing import Sharing
 
+from .idle import IdleCondition
 from .messages import CANCEL, CREDIT, REPLY
-from .quiet import Quiet
 
 
 class Served(Protocol):
@@ -42,13 +42,13 @@ class Incoming:
         line: connected.
         peer: who.
         sharing: the way of large buffers, or None.
-        job: makes what the crew does out of a request.
+        job: makes what the pool does out of a request.
         lost: called once when the connection ends, with the reason.
         hold_back: has :meth:`flush` called when the leader has no more jobs at hand.
         most_unread: bytes of answers that the peer may leave unread; beyond that no further requests of it are taken.
         listen: told whether there are to be any, when that changes.
         submit: has a request done that was read, and waited.
-        quiet: told when a request is answered.
+        idle: told when a request is answered.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Incoming:
         most_unread: int,
         listen: Callable[[Incoming, bool], None],
         submit: Callable[[Job], None],
-        quiet: Quiet,
+        idle: IdleCondition,
     ) -> None:
         self.line = line
         self.peer = peer
         self.sharing = sharing
         self.active: dict[int, Served] = {}
-        self.passed = Passed()
+        self.sent_references = SentReferences()
         # Taken out of the others, and not handed to the kernel yet.
         self._answering: set[int] = set()
         self._job = job
@@ -85,7 +85,7 @@ class Incoming:
         self._held: deque[bytes] = deque()
         self._is_marked = False
         self._lock = threading.Lock()
-        self._quiet = quiet
+        self._idle = idle
         self._ended = False
 
     # -- requests: called by the leader -------------------------------------------------------------
@@ -138,8 +138,8 @@ class Incoming:
     def answered(self, number: int) -> None:
         """The answer is on its way."""
         self._answering.discard(number)
-        if self._quiet.is_wanted:
-            self._quiet.note()
+        if self._idle.is_wanted:
+            self._idle.note()
 
     @property
     def is_idle(self) -> bool:
@@ -223,8 +223,8 @@ class Incoming:
                 with contextlib.suppress(Closed):
                     if not self.line.send([b"".join(pieces) if len(pieces) > 1 else pieces[0]]):
                         self._hear()
-        if self._quiet.is_wanted:
-            self._quiet.note()
+        if self._idle.is_wanted:
+            self._idle.note()
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from rallypoint.wire.frames import FrameParser
 from rallypoint.wire.line import Line
 from rallypoint.wire.recycler import Recycler
 from rallypoint.wire.seal import Keys, SealedParser
-from rallypoint.wire.sealing import SealedLine, SealedSocket
+from rallypoint.wire.sealed_line import SealedLine, SealedSocket
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
 from rallypoint.wire.silence import Silence

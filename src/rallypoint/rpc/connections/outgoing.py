@@ -1,7 +1,7 @@
 """The connection on which this process calls one peer: requests go out, replies come in.
 
 Who reads the replies: a thread that waits for one reads itself, since every hand-over to another thread costs more
-than the call. The *role* of the reader goes from thread to thread; while nobody who waits has it, the crew's leader
+than the call. The *role* of the reader goes from thread to thread; while nobody who waits has it, the pool's leader
 reads (the connection is *armed*). What a reader finds for others it completes for them.
 """
 
@@ -17,17 +17,17 @@ from typing import Any, Protocol
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcError, RpcTimeout
-from rallypoint.rpc.agent_in_use import ELSEWHERE
+from rallypoint.rpc.current_agent import ELSEWHERE
 from rallypoint.rpc.interruptions import DUE, Lent, Rest
-from rallypoint.rpc.references.passed import Passed
+from rallypoint.rpc.references.sent import SentReferences
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame, Shared, encode
 from rallypoint.wire.line import PATIENCE, Closed, Line
 from rallypoint.wire.sharing import Sharing
 
 from .calls import Call, CallTable
+from .idle import IdleCondition
 from .messages import CANCEL, FLAG_REFS, GIVEN_UP, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
-from .quiet import Quiet
 
 
 # Bytes of small requests that go out in one write.
@@ -35,9 +35,9 @@ _MOST_KEPT = 16 * 1024
 
 
 class Watch(Protocol):
-    """Has the crew's leader look at a connection."""
+    """Has the pool's leader look at a connection."""
 
-    quiet: Quiet
+    idle: IdleCondition
 
     def arm(self, outgoing: Outgoing) -> None: ...
 
@@ -61,7 +61,7 @@ class Watch(Protocol):
         """An answer came too late that must not simply be dropped."""
 
     def defer(self, calls: list[Call]) -> None:
-        """Complete these calls on a thread of the crew: user code hangs on them."""
+        """Complete these calls on a thread of the pool: user code hangs on them."""
 
 
 class Outgoing:
@@ -92,11 +92,11 @@ class Outgoing:
         self.is_armed = False
         self.lost_reason: str | None = None
         self.in_flight = 0
-        self.passed = Passed()
+        self.sent_references = SentReferences()
         # Calls that were given up and whose answers are still to come: they hold memory until somebody reads them.
         self._owed: set[int] = set()
         self._watch = watch
-        self._quiet = watch.quiet
+        self._idle = watch.idle
         self._numbers = itertools.count(1)
         self._role = threading.Lock()
         # Whose thread has the role, if it has not given it away to run a handler.
@@ -226,8 +226,8 @@ class Outgoing:
             with self._room:
                 self.in_flight -= call.size
                 call.size = 0
-            if self._quiet.is_wanted:
-                self._quiet.note()
+            if self._idle.is_wanted:
+                self._idle.note()
             raise PeerLost(self.peer, self.lost_reason or "the connection has ended")
 
     def tell(self, kind: int, number: int, payload: bytes = b"") -> None:
@@ -367,8 +367,8 @@ class Outgoing:
             _release(waiter)
         if call.on_done is not None:
             theirs.append(call)
-        if self._quiet.is_wanted:
-            self._quiet.note()
+        if self._idle.is_wanted:
+            self._idle.note()
 
     def _complete(self, calls: list[Call]) -> None:
         deferred = []

@@ -13,17 +13,22 @@ from torch.futures import Future
 
 from rallypoint.errors import PeerLost, RpcError, RpcTimeout
 from rallypoint.rpc import constants
-from rallypoint.rpc.agent_in_use import current_agent, required_agent, without_agent
 from rallypoint.rpc.calling import prepare, rpc_async, rpc_sync
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.connections.outgoing import Outgoing
-from rallypoint.rpc.content.payload import Writer, current_forks, register_reducer, when_unsent
-from rallypoint.rpc.content.script import is_builtin
-from rallypoint.rpc.crew.crew import waiting
+from rallypoint.rpc.current_agent import current_agent, required_agent, without_agent
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.ports import Calls, Peers
 from rallypoint.rpc.rref_proxy import RRefProxy, rref_type
+from rallypoint.rpc.serialization.payload import (
+    Writer,
+    current_forks,
+    register_reducer,
+    when_unsent,
+)
+from rallypoint.rpc.serialization.script import is_builtin
+from rallypoint.rpc.threads.thread_pool import waiting
 from rallypoint.rpc.worker_info import WorkerInfo
 
 from .ids import Fork, ForkId, RRefId

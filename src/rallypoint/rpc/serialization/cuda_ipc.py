@@ -51,7 +51,7 @@ from rallypoint.rpc.groups.member import Member
 from rallypoint.wire.shm import SMALLEST
 from rallypoint.wire.transport import choose
 
-from .apart import has_table, load
+from .out_of_band import has_table, load
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from .ids import Fork
 _FEW = 64
 
 
-class Passed:
+class SentReferences:
     """References in the order in which they were sent. Thread-safe."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from rallypoint.wire.shm import SMALLEST
 
 from . import cuda_ipc
-from .apart import LEAST_OUT_OF_BAND, MOST_BUFFERS
+from .out_of_band import LEAST_OUT_OF_BAND, MOST_BUFFERS
 
 
 # Bytes of tensors that are pickled like anything else: a buffer of its own costs more than the copy.

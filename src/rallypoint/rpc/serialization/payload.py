@@ -22,9 +22,9 @@ import torch
 from rallypoint.wire.frames import check
 
 from .allowlist import AllowList
-from .apart import LEAST_CUT, has_table, load, put_together, reduce_view
-from .careful import CarefulUnpickler
 from .cuda_ipc import salvage
+from .out_of_band import LEAST_CUT, assemble, has_table, load, reduce_view
+from .restricted_unpickler import RestrictedUnpickler
 from .script import check_with, load_script_function, load_torch_function
 from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
 
@@ -122,7 +122,7 @@ def dumps(
     try:
         writer.dump(obj)
         buffers = writer.tensors.buffers
-        payload = put_together(file, writer.tensors.out_of_band, buffers)
+        payload = assemble(file, writer.tensors.out_of_band, buffers)
         if len(payload) > _CHECKED or (
             buffers and (len(buffers) > 1 or buffers[0].nbytes > _CHECKED)
         ):
@@ -434,11 +434,11 @@ def loads(
             try:
                 if has_table(payload):
 
-                    def careful(file: Any, *, buffers: Sequence[Any]) -> CarefulUnpickler:
-                        return CarefulUnpickler(file, allowed, buffers)
+                    def careful(file: Any, *, buffers: Sequence[Any]) -> RestrictedUnpickler:
+                        return RestrictedUnpickler(file, allowed, buffers)
 
                     return load(payload, buffers, careful)
-                return CarefulUnpickler(io.BytesIO(payload), allowed).load()
+                return RestrictedUnpickler(io.BytesIO(payload), allowed).load()
             finally:
                 current.allowed = outer
         if has_table(payload):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rpc.crew.crew import TICK, Crew, Job
+from rallypoint.rpc.threads.thread_pool import TICK, Job, ThreadPool
 
 
 class Act:
@@ -71,8 +71,8 @@ def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
 class Place:
     def __init__(self, limit: int, due: Callable[[float], float | None] = never_due) -> None:
         self.inbox = Inbox()
-        self.crew = Crew("test", limit, self.inbox, due)
-        self.crew.start()
+        self.pool = ThreadPool("test", limit, self.inbox, due)
+        self.pool.start()
         self.done: list[Any] = []
         self.gates: list[threading.Event] = []
 
@@ -91,7 +91,7 @@ class Place:
     def close(self) -> None:
         for each in self.gates:
             each.set()
-        assert self.crew.close(5)
+        assert self.pool.close(5)
 
 
 @pytest.fixture
@@ -133,10 +133,10 @@ def test_a_job_that_turns_out_long_loses_the_lead_and_is_still_done(make):
     gate = place.gate()
 
     def long_job() -> None:
-        assert place.crew.leads()
+        assert place.pool.leads()
         place.done.append("begun")
         gate.wait(10)
-        assert not place.crew.leads()
+        assert not place.pool.leads()
         place.done.append("long")
 
     place.inbox.put(long_job)
@@ -162,10 +162,10 @@ def test_one_that_waits_gives_the_lead_up_at_once(make):
     times = []
 
     def waits() -> None:
-        crew = Crew.current()
-        assert crew is place.crew
+        pool = ThreadPool.current()
+        assert pool is place.pool
         times.append(time.monotonic())
-        with crew.waiting(), crew.waiting():  # twice is once
+        with pool.waiting(), pool.waiting():  # twice is once
             gate.wait(10)
         place.done.append("waited")
 
@@ -191,32 +191,32 @@ def test_no_more_work_at_once_than_the_limit_and_those_that_wait_do_not_count(ma
         place.done.append("worked")
 
     def waits() -> None:
-        with place.crew.waiting():
+        with place.pool.waiting():
             waits_over.wait(10)
         place.done.append("waited")
 
     for _ in range(10):
         place.inbox.put(waits)
-    eventually(lambda: place.crew._working == 0)
+    eventually(lambda: place.pool._working == 0)
     for _ in range(6):
         place.inbox.put(works)
     eventually(lambda: working[0] == 2)
     time.sleep(10 * TICK)
     assert working == [2, 2]
-    _, in_line = place.crew.counts()
+    _, in_line = place.pool.counts()
     assert in_line == 4
     gate.set()
     eventually(lambda: place.done.count("worked") == 6)
     waits_over.set()
     eventually(lambda: place.done.count("waited") == 10)
-    eventually(lambda: place.crew._working == 0)
+    eventually(lambda: place.pool._working == 0)
 
 
 def test_jobs_of_other_threads_are_done_by_workers_never_by_the_leader(make):
     place = make()
     led = []
     for _ in range(50):
-        place.crew.submit(Act(lambda: led.append(place.crew.leads())))
+        place.pool.submit(Act(lambda: led.append(place.pool.leads())))
     eventually(lambda: len(led) == 50)
     assert not any(led)
 
@@ -226,8 +226,8 @@ def test_a_job_hands_itself_to_a_worker(make):
     gate = place.gate()
 
     def hands_over() -> None:
-        assert place.crew.leads()
-        place.crew.submit(Act(lambda: gate.wait(10)))
+        assert place.pool.leads()
+        place.pool.submit(Act(lambda: gate.wait(10)))
 
     place.inbox.put(hands_over, place.note("next"))
     place.noted("next")
@@ -242,11 +242,11 @@ def test_a_job_that_fails_ends_no_thread(make, error, caplog):
 
     for _ in range(10):
         place.inbox.put(fails)
-        place.crew.submit(Act(fails))
+        place.pool.submit(Act(fails))
     place.inbox.put(place.note("after"))
-    place.crew.submit(Act(place.note("after")))
+    place.pool.submit(Act(place.note("after")))
     place.noted("after", "after")
-    eventually(lambda: place.crew._working == 0)
+    eventually(lambda: place.pool._working == 0)
     assert "please report it" in caplog.text
 
 
@@ -258,7 +258,7 @@ def test_what_a_job_held_goes_when_it_is_done(make):
             return
 
     place = make()
-    for put in (lambda job: place.inbox.put(job.run), place.crew.submit):
+    for put in (lambda job: place.inbox.put(job.run), place.pool.submit):
         job = Large()
         gone = weakref.ref(job)
         put(job)
@@ -292,14 +292,14 @@ def test_the_overseer_calls_when_something_is_due_and_not_long_before(make):
     place = make(due=due)
     began = time.monotonic()
     following.append(began + 0.1)
-    place.crew.wake_at(began + 0.05)
-    place.crew.wake_at(began + 30)
+    place.pool.wake_at(began + 0.05)
+    place.pool.wake_at(began + 30)
     eventually(lambda: len(calls) == 2)
     assert 0.05 <= calls[0] - began < 0.5
     assert 0.1 <= calls[1] - began < 0.8
     # After a long quiet time the overseer sleeps: it is woken.
     time.sleep(40 * TICK)
-    place.crew.wake_at(time.monotonic() + 0.02)
+    place.pool.wake_at(time.monotonic() + 0.02)
     eventually(lambda: len(calls) == 3)
 
 
@@ -318,35 +318,35 @@ def test_close_ends_all_threads_but_those_in_the_middle_of_a_job(make):
     gate = place.gate()
     place.inbox.put(lambda: gate.wait(10))
     eventually(lambda: place.inbox.polling)
-    place.crew.submit(Act(lambda: gate.wait(10)))
-    eventually(lambda: place.crew._working == 2)
+    place.pool.submit(Act(lambda: gate.wait(10)))
+    eventually(lambda: place.pool._working == 2)
     began = time.monotonic()
-    assert not place.crew.close(0.1)
+    assert not place.pool.close(0.1)
     assert time.monotonic() - began < 1
     left = [each.name for each in threading.enumerate() if each.name.startswith("test")]
     assert len(left) == 2
     gate.set()
-    assert place.crew.close(5)
+    assert place.pool.close(5)
 
 
 def test_what_was_in_line_when_it_closed_is_handed_back(make):
     place = make(limit=1)
     gate = place.gate()
-    place.crew.submit(Act(lambda: gate.wait(10)))
-    eventually(lambda: place.crew._working == 1)
+    place.pool.submit(Act(lambda: gate.wait(10)))
+    eventually(lambda: place.pool._working == 1)
     left = [Act(place.note(number)) for number in range(3)]
     for each in left:
-        place.crew.submit(each)
-    assert not place.crew.close(0.1)
-    assert place.crew.take_left() == left
-    assert place.crew.take_left() == []
+        place.pool.submit(each)
+    assert not place.pool.close(0.1)
+    assert place.pool.take_left() == left
+    assert place.pool.take_left() == []
     gate.set()
 
 
 def test_a_job_may_close_its_own_crew(make):
     place = make()
     result = []
-    place.inbox.put(lambda: result.append(place.crew.close(5)))
+    place.inbox.put(lambda: result.append(place.pool.close(5)))
     eventually(lambda: result == [True])
 
 
@@ -357,7 +357,7 @@ def test_under_load_from_everywhere_every_job_is_done_once(make):
     def job(number: int) -> Callable[[], None]:
         def act() -> None:
             if number % 7 == 0:
-                with place.crew.waiting():
+                with place.pool.waiting():
                     time.sleep(0.001)
             elif number % 31 == 0:
                 time.sleep(2 * TICK)
@@ -370,7 +370,7 @@ def test_under_load_from_everywhere_every_job_is_done_once(make):
             if number % 2:
                 place.inbox.put(job(number))
             else:
-                place.crew.submit(Act(job(number)))
+                place.pool.submit(Act(job(number)))
 
     threads = [threading.Thread(target=feed, args=(first,)) for first in range(3)]
     for each in threads:
@@ -379,5 +379,5 @@ def test_under_load_from_everywhere_every_job_is_done_once(make):
         each.join()
     eventually(lambda: len(done) == 900, 20)
     assert sorted(done) == list(range(900))
-    eventually(lambda: place.crew._working == 0)
-    assert place.crew.counts()[1] == 0
+    eventually(lambda: place.pool._working == 0)
+    assert place.pool.counts()[1] == 0

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from rallypoint._core.half_open import HalfOpen, room
 from rallypoint.errors import RpcError
-from rallypoint.rpc.crew.crew import Crew, Job
-from rallypoint.rpc.crew.poller import READ, Poller
 from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.options import TRANSPORTS, NativeRpcBackendOptions
+from rallypoint.rpc.threads.poller import READ, Poller
+from rallypoint.rpc.threads.thread_pool import Job, ThreadPool
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire import memory, tcp, tls, uds
 from rallypoint.wire.transport import Address, Listener
@@ -53,7 +53,7 @@ class Site:
     only_unix: bool = False
 
 
-class Entrance:
+class Acceptor:
     """Lets others in.
 
     Args:
@@ -66,7 +66,7 @@ class Entrance:
         self,
         connections: Connections,
         poller: Poller,
-        crew: Crew,
+        pool: ThreadPool,
         roster: Roster,
         lines: Lines,
         secret: bytes,
@@ -78,7 +78,7 @@ class Entrance:
         self._later = later
         self._connections = connections
         self._poller = poller
-        self._crew = crew
+        self._pool = pool
         self._roster = roster
         self._lines = lines
         self._secret = secret
@@ -189,7 +189,7 @@ class Entrance:
         if crowded is not None:
             self._crowd_out(listener, *crowded)
         self._poller.add(sock.fileno(), stranger)
-        self._crew.wake_at(stranger.until)
+        self._pool.wake_at(stranger.until)
 
     def _crowd_out(self, listener: Listener, victim: Welcome, source: str) -> None:
         """There is no room for all: this one has had its time."""
@@ -304,10 +304,10 @@ def _listener(kind: str, options: NativeRpcBackendOptions, site: Site) -> Listen
 class _Door:
     """A listener in the poller."""
 
-    def __init__(self, entrance: Entrance, listener: Listener) -> None:
-        self._entrance = entrance
+    def __init__(self, acceptor: Acceptor, listener: Listener) -> None:
+        self._acceptor = acceptor
         self._listener = listener
 
     def on_ready(self, mask: int, jobs: deque[Job]) -> None:
         del mask, jobs
-        self._entrance.admit(self._listener)
+        self._acceptor.admit(self._listener)

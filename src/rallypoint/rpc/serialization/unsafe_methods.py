@@ -51,7 +51,7 @@ _ARRAY = frozenset(
         "setflags",
     }
 )
-_BEYOND: dict[str, frozenset[str]] = {
+_UNSAFE: dict[str, frozenset[str]] = {
     "torch.Tensor": _TENSOR,
     "torch._C.TensorBase": _TENSOR,
     "torch._C._TensorBase": _TENSOR,
@@ -63,7 +63,7 @@ _BEYOND: dict[str, frozenset[str]] = {
     "numpy.generic": _ARRAY,
 }
 # Modules have methods that load, compile and call.
-_BEYOND["torch.nn.modules.module.Module"] = frozenset(
+_UNSAFE["torch.nn.modules.module.Module"] = frozenset(
     {
         "apply",
         "compile",
@@ -87,19 +87,19 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def reaches_beyond(kind: type, method: str) -> bool:
+def is_unsafe_method(kind: type, method: str) -> bool:
     """Whether a class has this method from one of those above."""
-    return any(method in _BEYOND.get(name_of(each), ()) for each in kind.__mro__)
+    return any(method in _UNSAFE.get(name_of(each), ()) for each in kind.__mro__)
 
 
 def makes_from_memory(kind: type) -> bool:
     """Whether a class is made by a constructor that takes addresses, or memory of any shape."""
     for each in kind.__mro__:
         if "__new__" in vars(each):
-            return name_of(each) in _BEYOND
+            return name_of(each) in _UNSAFE
     return False
 
 
-def operator_reaches_beyond(name: str) -> bool:
+def is_unsafe_operator(name: str) -> bool:
     """The same of one of torch's operators (``add``)."""
     return name in _OPERATORS

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rallypoint._core.clock import Deadline
 
 
-class Quiet:
+class IdleCondition:
     """Whoever ends a call says so, if somebody wants to know.
 
     Attributes:

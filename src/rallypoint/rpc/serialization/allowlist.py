@@ -34,9 +34,9 @@ import torch
 from rallypoint import errors
 from rallypoint.rpc.functions import is_exported
 
-from .reach import makes_from_memory, name_of, operator_reaches_beyond, reaches_beyond
 from .script import builtin_name
 from .tensors import rebuild_weights
+from .unsafe_methods import is_unsafe_method, is_unsafe_operator, makes_from_memory, name_of
 
 
 class NotAllowed(pickle.UnpicklingError):
@@ -47,30 +47,30 @@ class NotAllowed(pickle.UnpicklingError):
 _REBUILDERS = frozenset(
     f"rallypoint.rpc.{name}"
     for name in (
-        "content.apart.rebuild_view",
-        "content.cuda_ipc.arrive_handed",
-        "content.cuda_ipc.arrive_shared",
-        "content.cuda_ipc.arrive_staged",
+        "serialization.out_of_band.rebuild_view",
+        "serialization.cuda_ipc.arrive_handed",
+        "serialization.cuda_ipc.arrive_shared",
+        "serialization.cuda_ipc.arrive_staged",
         "references.rref.rebuild_rref",
         # These two look at the list themselves.
-        "content.script.load_script_function",
-        "content.script.load_torch_function",
-        "content.tensors.rebuild_compressed",
-        "content.tensors.rebuild_coo",
-        "content.tensors.rebuild_empty",
-        "content.tensors.rebuild_empty_there",
-        "content.tensors.rebuild_grad",
-        "content.tensors.rebuild_meta",
-        "content.tensors.rebuild_mkldnn",
-        "content.tensors.rebuild_on_device",
-        "content.tensors.rebuild_parameter",
-        "content.tensors.rebuild_small",
-        "content.tensors.rebuild_small_view",
-        "content.tensors.rebuild_spread",
-        "content.tensors.rebuild_spread_there",
-        "content.tensors.rebuild_strided",
-        "content.tensors.rebuild_tensor",
-        "content.tensors.rebuild_there",
+        "serialization.script.load_script_function",
+        "serialization.script.load_torch_function",
+        "serialization.tensors.rebuild_compressed",
+        "serialization.tensors.rebuild_coo",
+        "serialization.tensors.rebuild_empty",
+        "serialization.tensors.rebuild_empty_there",
+        "serialization.tensors.rebuild_grad",
+        "serialization.tensors.rebuild_meta",
+        "serialization.tensors.rebuild_mkldnn",
+        "serialization.tensors.rebuild_on_device",
+        "serialization.tensors.rebuild_parameter",
+        "serialization.tensors.rebuild_small",
+        "serialization.tensors.rebuild_small_view",
+        "serialization.tensors.rebuild_spread",
+        "serialization.tensors.rebuild_spread_there",
+        "serialization.tensors.rebuild_strided",
+        "serialization.tensors.rebuild_tensor",
+        "serialization.tensors.rebuild_there",
     )
 ) | {
     f"numpy.{core}.{name}"
@@ -108,7 +108,7 @@ _ERRORS = frozenset(
     | {
         "_pickle.PicklingError",
         "_pickle.UnpicklingError",
-        "rallypoint.rpc.content.allowlist.NotAllowed",
+        "rallypoint.rpc.serialization.allowlist.NotAllowed",
     }
 )
 _CLASSES = _HARMLESS | _ERRORS
@@ -180,7 +180,7 @@ class AllowList:
         self._whose = f"worker {worker!r}" if worker else "this worker"
         self._instead: dict[tuple[str, str], Callable[..., Any]] = {
             ("builtins", "getattr"): self.method,
-            ("rallypoint.rpc.content.tensors", "rebuild_saved"): rebuild_weights,
+            ("rallypoint.rpc.serialization.tensors", "rebuild_saved"): rebuild_weights,
         }
         # What was found under a name, and what a message got of it.
         self._known: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -263,7 +263,7 @@ class AllowList:
         if self._may_call_operator(name, getattr(torch, name, None)):
             return
         full = f"torch.{name}"
-        if operator_reaches_beyond(name):
+        if is_unsafe_operator(name):
             raise NotAllowed(
                 f"a peer has named {full}, which reads or writes files: list it by its name ({self._options()})"
             )
@@ -415,14 +415,14 @@ class AllowList:
         full = f"torch.{name}"
         if full in self._called or (self._exported and is_exported(found)):
             return True
-        return self._called.has_module("torch") and not operator_reaches_beyond(name)
+        return self._called.has_module("torch") and not is_unsafe_operator(name)
 
     def _may_call_method(self, kind: type, name: str) -> bool:
         if name.startswith("_") and name != "__call__":
             return False
         if any(f"{name_of(each)}.{name}" in self._called for each in kind.__mro__):
             return True
-        if reaches_beyond(kind, name):
+        if is_unsafe_method(kind, name):
             return False
         if self._called.has(kind):
             return True

@@ -1,21 +1,23 @@
-"""The threads that read what comes and do what is asked: one leads, the others work or wait.
+"""A thread pool in which one thread leads and the others follow: the leader reads, and runs what it reads itself.
 
 Theory of operation
 -------------------
-Handing a call from a thread that reads to a thread that works costs more than most calls take. So one thread,
-the *leader*, does both: it waits for input, and does each job on the spot. That is right while jobs are short. A job
-that turns out long loses its thread the lead: another one takes over the reading, and the first goes on with its
-job as a plain worker. Nobody has to know beforehand how long a job takes.
+Handing a request from the thread that reads it to a thread that runs it costs more than most calls take. In the
+leader/followers pattern (Schmidt, O'Ryan, Kircher, Pyarali and Buschmann, "Leader/Followers", PLoP 2000) one thread,
+the *leader*, waits for input and runs each job itself. The pattern promotes a follower before each job. Here the
+leader keeps the lead as long as its jobs are short, so that a short job costs no hand-over at all. A job that turns
+out long loses its thread the lead: a follower takes over the reading, and the thread goes on with its job as a plain
+worker. No job has to say beforehand how long it takes.
 
-- A job that is about to wait for another process says so (:meth:`Crew.waiting`) and gives the lead up at once.
-- Any other one is noticed by the *overseer*, a thread that wakes every :data:`TICK` while there is work at all.
-- A job that is known to be long hands itself to a worker (:meth:`Crew.submit`) in the first place.
+- A job that is about to wait for another process says so (:meth:`ThreadPool.waiting`) and gives up the lead at once.
+- Any other long job is noticed by the *overseer*, a thread that wakes every :data:`TICK` while there is work at all.
+- A job that is known to be long hands itself to a follower (:meth:`ThreadPool.submit`) in the first place.
 
-At most ``limit`` threads work at once; jobs beyond that wait in line. Threads that wait for other processes do not
-count: nested calls cannot use the pool up. There is always a leader, whatever the others do.
+At most ``limit`` threads run jobs at once; further jobs wait in line. Threads that wait for other processes do not
+count, so nested calls cannot use the pool up. There is always a leader, whatever the other threads do.
 
-Who leads is decided by a token: the leader puts it into a dict when it begins a job, under the job's number, and
-takes it back when the job is done. The overseer takes it, too. Whoever gets it has the lead; a dict's pop is atomic.
+A token decides who leads. The leader puts it into a dict when it begins a job, under the job's number, and takes it
+back when the job is done. The overseer takes it, too. Whoever gets it has the lead: a dict's pop is atomic.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Job(Protocol):
     """Something to do."""
 
     def run(self) -> None:
-        """Do it, or have it done (:meth:`Crew.submit`) if it is known to take long. Raises nothing."""
+        """Do it, or have it done (:meth:`ThreadPool.submit`) if it is known to take long. Raises nothing."""
 
 
 class Source(Protocol):
@@ -75,7 +77,7 @@ class _Parked:
 
 
 class _Mine(threading.local):
-    crew: Crew | None = None
+    pool: ThreadPool | None = None
     waits: int = 0
 
 
@@ -84,12 +86,12 @@ _mine = _Mine()
 
 def waiting() -> AbstractContextManager[None]:
     """Around waiting, in a function that is being served: others are served meanwhile."""
-    crew = _mine.crew
-    return nullcontext() if crew is None else crew.waiting()
+    pool = _mine.pool
+    return nullcontext() if pool is None else pool.waiting()
 
 
-class Crew:
-    """The threads of one agent.
+class ThreadPool:
+    """The threads of one agent: a leader/followers pool.
 
     Args:
         name: for the threads' names.
@@ -145,13 +147,13 @@ class Crew:
     # -- for jobs and for other threads ----------------------------------------------------------
 
     @staticmethod
-    def current() -> Crew | None:
-        """The crew that the calling thread belongs to."""
-        return _mine.crew
+    def current() -> ThreadPool | None:
+        """The pool that the calling thread belongs to."""
+        return _mine.pool
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around waiting for another process, on a thread of the crew: somebody else leads and works meanwhile."""
+        """Around waiting for another process, on a thread of the pool: somebody else leads and works meanwhile."""
         if _mine.waits:
             yield
             return
@@ -235,7 +237,7 @@ class Crew:
         self._closed = True
         for each in (self._token, self._parked, self._jobs, self._line, self._threads):
             each.clear()
-        _mine.crew = None
+        _mine.pool = None
         _mine.waits = 0
 
     # -- threads ---------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ class Crew:
             self._spawn()
 
     def _main(self) -> None:
-        _mine.crew = self
+        _mine.pool = self
         me = threading.get_ident()
         comes = True
         try:
@@ -377,7 +379,7 @@ class Crew:
     # -- the overseer ----------------------------------------------------------------------------
 
     def _oversee(self) -> None:
-        _mine.crew = self
+        _mine.pool = self
         quiet = 0
         try:
             while not self._closed:

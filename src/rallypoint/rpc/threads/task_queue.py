@@ -1,4 +1,4 @@
-"""What an agent has done by its crew beside calls: at once, soon, or later."""
+"""What an agent has done by its pool beside calls: at once, soon, or later."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from .crew import Crew, Job
 from .poller import Poller
+from .thread_pool import Job, ThreadPool
 
 
 logger = logging.getLogger(__name__)
 
 
-class Errand:
+class Task:
     """A function as a job."""
 
     __slots__ = ("_act",)
@@ -32,16 +32,16 @@ class Errand:
             logger.exception("a task of the agent failed")
 
 
-class Errands:
+class TaskQueue:
     """Those of one agent.
 
     Args:
-        crew: does them.
-        poller: wakes the crew's leader, who takes what is to be done soon (:meth:`take`).
+        pool: does them.
+        poller: wakes the pool's leader, who takes what is to be done soon (:meth:`take`).
     """
 
-    def __init__(self, crew: Crew, poller: Poller) -> None:
-        self._crew = crew
+    def __init__(self, pool: ThreadPool, poller: Poller) -> None:
+        self._pool = pool
         self._poller = poller
         self._soon: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class Errands:
 
     def now(self, act: Callable[[], None]) -> None:
         """Have something done by a worker."""
-        self._crew.submit(Errand(act))
+        self._pool.submit(Task(act))
 
     def soon(self, act: Callable[[], None]) -> None:
         """The same. Safe in finalizers: takes no lock."""
@@ -63,18 +63,18 @@ class Errands:
         when = time.monotonic() + seconds
         with self._lock:
             heapq.heappush(self.timers, (when, next(self._numbers), act))
-        self._crew.wake_at(when)
+        self._pool.wake_at(when)
 
     def take(self, jobs: deque[Job]) -> None:
         """By the leader, when it was woken."""
         while self._soon:
-            jobs.append(Errand(self._soon.popleft()))
+            jobs.append(Task(self._soon.popleft()))
 
     def due(self, now: float) -> float | None:
         """Have done what is due; returns when the next one is."""
         with self._lock:
             while self.timers and self.timers[0][0] <= now:
-                self._crew.submit(Errand(heapq.heappop(self.timers)[2]))
+                self._pool.submit(Task(heapq.heappop(self.timers)[2]))
             return self.timers[0][0] if self.timers else None
 
     def close(self) -> None:

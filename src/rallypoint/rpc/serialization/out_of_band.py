@@ -37,9 +37,7 @@ _CUT = struct.Struct("<QI")
 Payload = bytes | bytearray | memoryview
 
 
-def put_together(
-    pieces: Sequence[Any], out_of_band: Sequence[int], buffers: list[memoryview]
-) -> bytes:
+def assemble(pieces: Sequence[Any], out_of_band: Sequence[int], buffers: list[memoryview]) -> bytes:
     """A payload from what a pickler has written.
 
     Args:
@@ -72,7 +70,7 @@ def load(
     buffers: Sequence[Any],
     unpickler: Callable[..., Any] = pickle.Unpickler,
 ) -> Any:
-    """What a payload of :func:`put_together` says.
+    """What a payload of :func:`assemble` says.
 
     Args:
         unpickler: makes one from a file, and ``buffers`` that are out of band.

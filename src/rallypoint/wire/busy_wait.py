@@ -17,7 +17,7 @@ _CAN = len(os.sched_getaffinity(0)) > 1
 _MOST_SKIPPED = 255
 
 
-class Spinning:
+class BusyWait:
     """For one thread at a time that waits for one thing. Pure but for the number of cores.
 
     Args:

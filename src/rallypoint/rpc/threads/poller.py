@@ -1,4 +1,4 @@
-"""What the crew's leader waits for: sockets that can be read from or written to, in one epoll."""
+"""What the pool's leader waits for: sockets that can be read from or written to, in one epoll."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
-from rallypoint.wire.spinning import SPIN, Spinning
+from rallypoint.wire.busy_wait import SPIN, BusyWait
 
-from .crew import Job
+from .thread_pool import Job
 
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Poller:
         self._masks: dict[int, int] = {}
         self._dirty: deque[Dirty] = deque()
         self._closed = False
-        self._spinning = Spinning()
+        self._busy_wait = BusyWait()
 
     def add(self, fd: int, handler: Handler, mask: int = READ) -> None:
         """Watch a descriptor."""
@@ -76,15 +76,15 @@ class Poller:
                 with contextlib.suppress(OSError):
                     self._epoll.unregister(fd)
 
-    # -- the crew's source ------------------------------------------------------------------------
+    # -- the pool's source ------------------------------------------------------------------------
 
     def poll(self, jobs: deque[Job]) -> None:
         try:
-            ready = self._spin() if self._spinning.is_worth_it() else []
+            ready = self._spin() if self._busy_wait.is_worth_it() else []
             if not ready:
                 began = perf_counter()
                 ready = self._epoll.poll()
-                self._spinning.slept(perf_counter() - began)
+                self._busy_wait.slept(perf_counter() - began)
         except ValueError:
             # Closed meanwhile.
             return
@@ -109,7 +109,7 @@ class Poller:
         poll, until = self._epoll.poll, perf_counter() + SPIN
         while not (ready := poll(0)) and perf_counter() < until:
             pass
-        self._spinning.tried(bool(ready))
+        self._busy_wait.tried(bool(ready))
         return ready
 
     def wake(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import lists, sampled_from
 
-from rallypoint.rpc.agent.tally import Tally
+from rallypoint.rpc.agent.counters import Tally
 
 
 @pytest.fixture

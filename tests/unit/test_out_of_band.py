@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rallypoint.rpc.content import apart
-from rallypoint.rpc.content.allowlist import AllowList, NotAllowed
-from rallypoint.rpc.content.payload import TooSlow, dumps, dumps_call, loads, loads_call
+from rallypoint.rpc.serialization import out_of_band
+from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization.payload import TooSlow, dumps, dumps_call, loads, loads_call
 
 
-LARGE = apart.LEAST_CUT
+LARGE = out_of_band.LEAST_CUT
 
 
 class Tagged(np.ndarray):
@@ -172,9 +172,9 @@ def test_classes_with_buffers_of_their_own() -> None:
 
 
 def test_thousands_of_arrays_go_in_one_message() -> None:
-    made = [np.full(2_100, number) for number in range(apart.MOST_BUFFERS + 100)]
+    made = [np.full(2_100, number) for number in range(out_of_band.MOST_BUFFERS + 100)]
     found, buffers, _ = there(made)
-    assert buffers <= apart.MOST_BUFFERS
+    assert buffers <= out_of_band.MOST_BUFFERS
     assert all(np.array_equal(a, b) for a, b in zip(made, found, strict=True))
 
 
@@ -197,7 +197,7 @@ def test_an_allow_list_holds() -> None:
 @given(st.binary(max_size=60))
 def test_a_damaged_table_is_an_error_and_nothing_else(damage: bytes) -> None:
     with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError)):
-        apart.load(b"\x01" + damage + b"\x00", [bytearray(8)])
+        out_of_band.load(b"\x01" + damage + b"\x00", [bytearray(8)])
 
 
 def test_a_message_that_is_not_pickled_in_time_is_given_up() -> None:

@@ -25,7 +25,7 @@ _Unpickler: Any = pickle._Unpickler  # noqa: SLF001
 _CONTAINERS = (list, dict, set)
 
 
-class CarefulUnpickler(_Unpickler):  # type: ignore[misc]  # it has no types
+class RestrictedUnpickler(_Unpickler):  # type: ignore[misc]  # it has no types
     """One message.
 
     Args:
@@ -100,18 +100,18 @@ def _filling(name: str, depth: int = 0) -> Callable[[Any], None]:
     """An instruction that fills a container, which lies so deep in the stack; 0: below the last mark."""
     fill: Callable[[Any], None] = getattr(_Unpickler, name)
 
-    def checked(reader: CarefulUnpickler) -> None:
+    def checked(reader: RestrictedUnpickler) -> None:
         reader.check_container(reader.stack[depth] if depth else reader.metastack[-1][-1])
         fill(reader)
 
     return checked
 
 
-_instructions = CarefulUnpickler.dispatch
-_instructions[pickle.REDUCE[0]] = CarefulUnpickler.reduce
-_instructions[pickle.NEWOBJ[0]] = CarefulUnpickler.new
-_instructions[pickle.NEWOBJ_EX[0]] = CarefulUnpickler.new_ex
-_instructions[pickle.BUILD[0]] = CarefulUnpickler.build
+_instructions = RestrictedUnpickler.dispatch
+_instructions[pickle.REDUCE[0]] = RestrictedUnpickler.reduce
+_instructions[pickle.NEWOBJ[0]] = RestrictedUnpickler.new
+_instructions[pickle.NEWOBJ_EX[0]] = RestrictedUnpickler.new_ex
+_instructions[pickle.BUILD[0]] = RestrictedUnpickler.build
 _instructions[pickle.APPEND[0]] = _filling("load_append", -2)
 _instructions[pickle.APPENDS[0]] = _filling("load_appends")
 _instructions[pickle.SETITEM[0]] = _filling("load_setitem", -3)

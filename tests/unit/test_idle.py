@@ -1,58 +1,58 @@
-"""Waiting for quiet: whatever the order in which calls end and people begin to wait, nobody waits in vain."""
+"""Waiting for idle: whatever the order in which calls end and people begin to wait, nobody waits in vain."""
 
 import threading
 import time
 
 from rallypoint._core.clock import Deadline
-from rallypoint.rpc.connections.quiet import Quiet
+from rallypoint.rpc.connections.idle import IdleCondition
 
 
 def test_who_waits_is_woken_by_the_last_call_and_not_before():
-    quiet, calls = Quiet(), {1, 2}
+    idle, calls = IdleCondition(), {1, 2}
     found = []
     waiting = threading.Thread(
-        target=lambda: found.append(quiet.wait(lambda: not calls, Deadline(10.0)))
+        target=lambda: found.append(idle.wait(lambda: not calls, Deadline(10.0)))
     )
     waiting.start()
-    while not quiet.is_wanted:
+    while not idle.is_wanted:
         time.sleep(0.001)
     calls.discard(1)
-    quiet.note()
+    idle.note()
     waiting.join(0.05)
     assert waiting.is_alive()
     calls.discard(2)
-    quiet.note()
+    idle.note()
     waiting.join(5.0)
     assert found == [True]
-    assert not quiet.is_wanted
+    assert not idle.is_wanted
 
 
 def test_the_time_is_kept():
-    quiet = Quiet()
+    idle = IdleCondition()
     began = time.monotonic()
-    assert not quiet.wait(lambda: False, Deadline(0.05))
+    assert not idle.wait(lambda: False, Deadline(0.05))
     assert 0.05 <= time.monotonic() - began < 5.0
-    assert not quiet.wait(lambda: False, Deadline(0.0))
-    assert quiet.wait(lambda: True, Deadline(0.0))
+    assert not idle.wait(lambda: False, Deadline(0.0))
+    assert idle.wait(lambda: True, Deadline(0.0))
 
 
 def test_a_close_ends_the_wait():
-    quiet = Quiet()
+    idle = IdleCondition()
     found = []
     waiting = threading.Thread(
-        target=lambda: found.append(quiet.wait(lambda: False, Deadline(None)))
+        target=lambda: found.append(idle.wait(lambda: False, Deadline(None)))
     )
     waiting.start()
-    while not quiet.is_wanted:
+    while not idle.is_wanted:
         time.sleep(0.001)
-    quiet.close()
+    idle.close()
     waiting.join(5.0)
     assert found == [True]
-    assert quiet.wait(lambda: False, Deadline(None))
+    assert idle.wait(lambda: False, Deadline(None))
 
 
 def test_nobody_waits_in_vain():
-    quiet, rounds, waiters = Quiet(), 300, 3
+    idle, rounds, waiters = IdleCondition(), 300, 3
     under_way = [0]
     start = threading.Barrier(waiters + 1)
     found = []
@@ -60,7 +60,7 @@ def test_nobody_waits_in_vain():
     def wait():
         for _ in range(rounds):
             start.wait()
-            found.append(quiet.wait(lambda: not under_way[0], Deadline(20.0)))
+            found.append(idle.wait(lambda: not under_way[0], Deadline(20.0)))
 
     threads = [threading.Thread(target=wait) for _ in range(waiters)]
     for each in threads:
@@ -70,8 +70,8 @@ def test_nobody_waits_in_vain():
         start.wait()
         for _ in range(3):
             under_way[0] -= 1
-            if quiet.is_wanted:
-                quiet.note()
+            if idle.is_wanted:
+                idle.note()
         while len(found) < (number + 1) * waiters:
             time.sleep(0)
     for each in threads:
