@@ -3,13 +3,14 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 WILD   := .venv-wild
+WHEEL  := .venv-wheel
 STAMP  := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Set in many container images. Without bytecode every launch of a test compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: wheel public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,10 +29,10 @@ AT_A_TIME = --dist loadfile --no-loadscope-reorder
 test: test-beside test-clocks ## the whole test suite
 
 test-beside: $(STAMP) ## its first part: four files in parallel
-	$(BIN)/python -m pytest -q -n 4 $(AT_A_TIME) -m "not long and not alone and not wild"
+	$(BIN)/python -m pytest -q -n 4 $(AT_A_TIME) -m "not long and not alone and not wild and not wheel"
 
 test-clocks: $(STAMP) ## its second part: timing-sensitive tests
-	$(BIN)/python -m pytest -q -n 3 $(AT_A_TIME) -m "not long and alone and not wild" \
+	$(BIN)/python -m pytest -q -n 3 $(AT_A_TIME) -m "not long and alone and not wild and not wheel" \
 	    $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 test-long: $(STAMP) ## long tests: slow connections, long silences
@@ -51,6 +52,20 @@ wild-sample: $(WILD)/bin/python ## two of the frameworks, in half a minute
 	$(WILD)/bin/python -m pip install --quiet --constraint constraints.txt --constraint requirements-wild.txt \
 	    hydra-core accelerate
 	$(WILD)/bin/python -m pytest -q -o faulthandler_timeout=0 -m sample tests/wild
+
+# A line in a .pth file shows it the packages of .venv, torch among them, but not this working tree.
+wheel: $(STAMP)  ## build the wheel, and test it in an environment of its own
+	rm -rf $(WHEEL) dist
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv --without-pip $(WHEEL)
+	$(BIN)/python -m pip --python $(WHEEL)/bin/python install --quiet basedpyright==1.40.2
+	$(BIN)/python -m pip --python $(WHEEL)/bin/python install --quiet --no-deps dist/*.whl
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    > $$($(WHEEL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(BIN)/python -m pytest -q -m wheel tests/wheel
+
+public-names: $(STAMP) ## write tests/public_names.txt: every public name with its signature
+	PYTHONPATH=tests $(BIN)/python tests/test_public_names.py
 
 check: $(STAMP)  ## ruff, mypy (strict) and the import rules
 	$(BIN)/ruff check .
@@ -111,4 +126,4 @@ memory-rpc: $(STAMP) ## five million calls and 20,000 tensors: memory must not g
 	$(BIN)/python bench/memory_rpc.py --output bench/results/memory_rpc.json
 
 clean:           ## remove the virtual environments and caches
-	rm -rf $(VENV) $(WILD) docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
+	rm -rf $(VENV) $(WILD) $(WHEEL) dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
