@@ -511,6 +511,18 @@ def eventually(condition: Callable[[], object], seconds: float = 60.0) -> Any:
 
 
 @contextlib.contextmanager
+def lone_agent(folder: Path, secret: bytes) -> Iterator[Any]:
+    """The agent of this process in a group of its own, over all transports; what a test connects to."""
+    from rallypoint import rpc
+    from rallypoint.rpc.current_agent import current_agent
+
+    options = rpc.NativeRpcBackendOptions(init_method=f"file://{folder / 'store'}", secret=secret)
+    rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
+    yield current_agent()
+    rpc.shutdown()
+
+
+@contextlib.contextmanager
 def timed(at_most: float, at_least: float = 0.0) -> Iterator[None]:
     """Hold a block to its time; ``at_most`` is for a machine that is quick."""
     at_most *= pace()

@@ -24,9 +24,9 @@ from rallypoint.rpc.agent.agent import Agent
 from rallypoint.rpc.connections import acceptor
 from rallypoint.rpc.connections.dialer import is_late
 from rallypoint.rpc.connections.handshake import introduce
-from rallypoint.rpc.current_agent import current_agent
 from rallypoint.rpc.groups.member import Member
 from rallypoint.wire import auth, tcp, uds
+from rpc_workers import lone_agent
 
 
 SECRET = b"known to all the members"
@@ -38,19 +38,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    store = tmp_path_factory.mktemp("group") / "store"
-    rpc.init_rpc(
-        "w0",
-        rank=0,
-        world_size=1,
-        rpc_backend_options=rpc.NativeRpcBackendOptions(
-            init_method=f"file://{store}", secret=SECRET
-        ),
-    )
-    made = current_agent()
-    assert made is not None
-    yield made
-    rpc.shutdown()
+    with lone_agent(tmp_path_factory.mktemp("group"), SECRET) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

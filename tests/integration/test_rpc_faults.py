@@ -26,7 +26,7 @@ from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.current_call import CurrentCall
 from rallypoint.rpc.references.rref import _take_back, call_remote
 from rallypoint.rpc.serialization import payload
-from rallypoint.rpc.serialization.tensors import TensorWriter
+from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 

@@ -13,7 +13,7 @@ import torch
 import rpc_workers
 from rallypoint import rpc
 from rallypoint.rpc.current_agent import current_agent
-from rallypoint.rpc.serialization.tensors import memory_of_one
+from rallypoint.rpc.serialization.sole_reference import memory_of_one
 from rpc_workers import Workers
 
 

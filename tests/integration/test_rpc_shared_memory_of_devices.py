@@ -18,7 +18,7 @@ from rallypoint import rpc
 from rallypoint.rpc.device_map import Device
 from rallypoint.rpc.serialization import cuda_ipc, payload
 from rallypoint.rpc.serialization.cuda_ipc import Block
-from rallypoint.rpc.serialization.tensors import SMALL, TensorWriter
+from rallypoint.rpc.serialization.tensor_writer import SMALL, TensorWriter
 from rpc_workers import Workers, eventually
 
 

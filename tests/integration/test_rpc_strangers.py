@@ -24,7 +24,6 @@ from rallypoint.rpc.agent.agent import Agent
 from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.connections.messages import Kind
-from rallypoint.rpc.current_agent import current_agent
 from rallypoint.rpc.references.ids import ForkId, RRefId
 from rallypoint.rpc.threads.poller import WRITE
 from rallypoint.wire import auth, tcp, uds
@@ -34,6 +33,7 @@ from rallypoint.wire.line import Line
 from rallypoint.wire.seal import Sealer
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
+from rpc_workers import lone_agent
 from sealed_end import SealedEnd, records
 
 
@@ -44,20 +44,9 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    store = tmp_path_factory.mktemp("group") / "store"
-    rpc.init_rpc(
-        "w0",
-        rank=0,
-        world_size=1,
-        rpc_backend_options=rpc.NativeRpcBackendOptions(
-            init_method=f"file://{store}", secret=SECRET
-        ),
-    )
-    made = current_agent()
-    assert made is not None
-    serves()
-    yield made
-    rpc.shutdown()
+    with lone_agent(tmp_path_factory.mktemp("group"), SECRET) as made:
+        serves()
+        yield made
 
 
 def serves() -> None:

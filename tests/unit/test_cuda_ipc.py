@@ -20,7 +20,7 @@ from rallypoint.rpc.serialization import cuda_ipc
 from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
 from rallypoint.rpc.serialization.cuda_ipc import LEAST, Block, Way, decide, visible_names, way_to
 from rallypoint.rpc.serialization.payload import dumps, loads, unsent
-from rallypoint.rpc.serialization.tensors import Devices, TensorWriter
+from rallypoint.rpc.serialization.tensor_writer import Devices, TensorWriter
 
 
 # -- which way --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rallypoint.rpc import export
 from rallypoint.rpc.rref_proxy import call_method
 from rallypoint.rpc.serialization import payload
 from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
-from rallypoint.rpc.serialization.tensors import rebuild_coo
+from rallypoint.rpc.serialization.tensor_reader import rebuild_coo
 
 
 HERE = __name__
@@ -160,7 +160,7 @@ POINT = name(HERE, "Point") + b")\x81"
 TENSOR = payload.dumps(torch.ones(2))[0][2:-1]
 if TENSOR[:1] == b"\x95":
     TENSOR = TENSOR[9:]
-OURS = "rallypoint.rpc.serialization.tensors"
+OURS = "rallypoint.rpc.serialization.tensor_reader"
 
 REFUSED: dict[str, bytes] = {
     "reduce": name(HERE, "canary") + value((1,)) + b"R",
@@ -270,7 +270,7 @@ def test_what_is_listed_arrives_as_python_would_read_it(made: Any) -> None:
 
 
 def test_our_own_functions_are_nothing_that_can_be_called_or_passed_on() -> None:
-    for full in ("serialization.tensors.rebuild_small", "rref_proxy.call_method"):
+    for full in ("serialization.tensor_reader.rebuild_small", "rref_proxy.call_method"):
         module, _, what = f"rallypoint.rpc.{full}".rpartition(".")
         found = payload.loads(program(b"(", name(module, what), b"t"), allowed=WIDE)
         assert not callable(found[0])

@@ -15,7 +15,8 @@ from rallypoint.errors import MessageTooLarge
 from rallypoint.rpc.agent.serving import translated
 from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
 from rallypoint.rpc.serialization.payload import dumps, dumps_call, loads, loads_call, packed_call
-from rallypoint.rpc.serialization.tensors import _DTYPES, TensorWriter
+from rallypoint.rpc.serialization.tensor_reader import DTYPES
+from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.wire import frames
 
 
@@ -55,7 +56,7 @@ def random_bytes(count: int, dtype: torch.dtype) -> torch.Tensor:
 # -- tensors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(), (1,), (0,), (7,), (3, 5), (2, 0, 3), (200, 30)])
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 def test_every_type_arrives_at_every_size(dtype, size):
@@ -70,7 +71,7 @@ def test_every_type_arrives_at_every_size(dtype, size):
 
 
 def test_types_that_come_with_later_versions_of_torch_arrive_too():
-    known = set(_DTYPES)
+    known = set(DTYPES)
     for name in dir(torch):
         dtype = getattr(torch, name)
         if isinstance(dtype, torch.dtype) and dtype not in known:
@@ -526,8 +527,8 @@ def calling(module: str, name: str, args: tuple[Any, ...]) -> bytes:
         (MINE, "Thing.__init__.__globals__.get", ("os",)),
         ("rallypoint.rpc.serialization.payload", "pickle.loads", ("N.",)),
         ("rallypoint.rpc.serialization.payload", "io.open", ("/dev/null",)),
-        ("rallypoint.rpc.serialization.tensors", "rebuild_saved", ("",)),
-        ("rallypoint.rpc.serialization.tensors", "torch.load", ("/dev/null",)),
+        ("rallypoint.rpc.serialization.tensor_reader", "rebuild_saved", ("",)),
+        ("rallypoint.rpc.serialization.tensor_reader", "torch.load", ("/dev/null",)),
         ("rallypoint.rpc.serialization.script", "importlib.import_module", ("os",)),
         ("rallypoint.rpc.serialization.script", "load_script_function", ("os", "system")),
         ("rallypoint.rpc.api", "shutdown", ()),

@@ -17,7 +17,7 @@ from .connections.messages import TORCH_NAMES, Kind
 from .connections.outgoing import Outgoing
 from .options import NativeRpcBackendOptions
 from .serialization import payload as payloads
-from .serialization.tensors import TensorWriter
+from .serialization.tensor_writer import TensorWriter
 
 
 _BY_NAME = {

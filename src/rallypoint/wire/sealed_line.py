@@ -14,13 +14,14 @@ from .frames import Frame
 from .line import MOST_AT_ONCE, Closed, Line, Piece, Sleeper
 from .seal import MOST, SHORT, Keys, SealedParser, Sealer
 from .silence import Silence
+from .wrapped_socket import WrappedSocket, drop
 
 
 # A piece of so many bytes begins a record of its own: it can be received straight into its memory.
 _LARGE: Final = 64 * 1024
 
 
-class SealedSocket:
+class SealedSocket(WrappedSocket):
     """A socket with those methods that a line uses. One thread at a time receives, and one at a time sends.
 
     Once a record is made, it must go out, once and in order. So bytes count as sent when the kernel has all of their record, and
@@ -33,7 +34,7 @@ class SealedSocket:
     """
 
     def __init__(self, sock: socket.socket, keys: Keys) -> None:
-        self._sock = sock
+        super().__init__(sock)
         self._sealer = Sealer(keys)
         # Of a record that the kernel has not taken yet, and how many bytes of the caller's it stands for.
         self._pending = memoryview(b"")
@@ -90,21 +91,6 @@ class SealedSocket:
             if not sent:
                 raise
             return sent
-
-    def settimeout(self, seconds: float | None) -> None:
-        self._sock.settimeout(seconds)
-
-    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
-        self._sock.setsockopt(level, option, value)
-
-    def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        return self._sock.getsockopt(level, option, size)
-
-    def shutdown(self, how: int) -> None:
-        self._sock.shutdown(how)
-
-    def close(self) -> None:
-        self._sock.close()
 
 
 class SealedLine(Line):
@@ -178,13 +164,3 @@ def _first(left: deque[memoryview]) -> list[memoryview]:
         parts.append(each[:room])
         room -= len(each)
     return parts
-
-
-def drop(left: deque[memoryview], count: int) -> None:
-    """Take the first ``count`` bytes away."""
-    while count:
-        first = left.popleft()
-        if count < len(first):
-            left.appendleft(first[count:])
-            return
-        count -= len(first)

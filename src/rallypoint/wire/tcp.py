@@ -16,7 +16,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint._core.half_open import source_of
 from rallypoint.errors import ConfigError
 
-from .transport import EXHAUSTED, Address
+from .transport import Address, accepted
 
 
 KIND = "tcp"
@@ -100,16 +100,7 @@ class TcpListener:
         return self._sock.fileno()
 
     def accept(self) -> socket.socket | None:
-        try:
-            with forks.opening():
-                sock = forks.close_in_child(self._sock.accept()[0])
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            if error.errno in EXHAUSTED:
-                raise
-            return None
-        return sock
+        return accepted(self._sock)
 
     def source(self, sock: socket.socket) -> str:
         try:

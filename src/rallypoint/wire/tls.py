@@ -46,10 +46,10 @@ from rallypoint.errors import AuthenticationError, ProtocolError
 
 from .frames import Frame, FrameParser
 from .line import MOST_AT_ONCE, PATIENCE, Closed, Line, Piece, Sleeper
-from .sealed_line import drop
 from .silence import Silence
 from .tcp import TcpListener
 from .transport import HungUp
+from .wrapped_socket import WrappedSocket, drop
 
 
 KIND = "tcp+tls"
@@ -106,7 +106,7 @@ def new_context(*, accepts: bool) -> ssl.SSLContext:
     return context
 
 
-class TlsSocket:
+class TlsSocket(WrappedSocket):
     """A connected socket behind TLS, with those methods of a socket that a handshake and a line use.
 
     One thread at a time receives, and one at a time sends.
@@ -117,7 +117,7 @@ class TlsSocket:
     """
 
     def __init__(self, sock: socket.socket, identity: Identity, *, accepts: bool) -> None:
-        self._sock = sock
+        super().__init__(sock)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = identity.accepting if accepts else identity.connecting
         self._lock = threading.Lock()
@@ -334,23 +334,8 @@ class TlsSocket:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def settimeout(self, seconds: float | None) -> None:
-        self._sock.settimeout(seconds)
-
     def setblocking(self, flag: bool) -> None:
         self._sock.setblocking(flag)
-
-    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
-        self._sock.setsockopt(level, option, value)
-
-    def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        return self._sock.getsockopt(level, option, size)
-
-    def shutdown(self, how: int) -> None:
-        self._sock.shutdown(how)
-
-    def close(self) -> None:
-        self._sock.close()
 
 
 Connection: TypeAlias = socket.socket | TlsSocket

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from rallypoint._core import forks
 from rallypoint.errors import ProtocolError
 
 
@@ -50,6 +51,19 @@ class Listener(Protocol):
         """Whose connection this is, as far as the kernel knows: strangers of one source share what room there is."""
 
     def close(self) -> None: ...
+
+
+def accepted(listening: socket.socket) -> socket.socket | None:
+    """The next connection of a listening socket, as :meth:`Listener.accept` returns it."""
+    try:
+        with forks.opening():
+            return forks.close_in_child(listening.accept()[0])
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise
+        return None
 
 
 class Choice(NamedTuple):

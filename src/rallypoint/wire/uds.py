@@ -14,7 +14,7 @@ import struct
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 
-from .transport import EXHAUSTED, Address
+from .transport import Address, accepted
 
 
 KIND = "uds"
@@ -53,14 +53,8 @@ class UnixListener:
         return self._sock.fileno()
 
     def accept(self) -> socket.socket | None:
-        try:
-            with forks.opening():
-                sock = forks.close_in_child(self._sock.accept()[0])
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            if error.errno in EXHAUSTED:
-                raise
+        sock = accepted(self._sock)
+        if sock is None:
             return None
         if peer_uid(sock) not in (os.geteuid(), 0):
             sock.close()

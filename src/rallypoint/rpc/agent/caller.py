@@ -31,7 +31,7 @@ from rallypoint.rpc.interruptions import DUE, run_due
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.references.rref_table import RRefTable
 from rallypoint.rpc.serialization import payload as payloads
-from rallypoint.rpc.serialization.tensors import TensorWriter
+from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.rpc.stream import WINDOW, WINDOW_NAME, ItemChannel, RpcStream
 from rallypoint.rpc.threads.task_queue import TaskQueue
 from rallypoint.rpc.threads.thread_pool import ThreadPool

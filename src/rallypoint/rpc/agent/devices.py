@@ -14,7 +14,7 @@ from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.serialization import payload as payloads
 from rallypoint.rpc.serialization.cuda_ipc import Way, visible_names, way_to
-from rallypoint.rpc.serialization.tensors import Devices, TensorWriter
+from rallypoint.rpc.serialization.tensor_writer import Devices, TensorWriter
 from rallypoint.rpc.worker_info import WorkerInfo
 
 

@@ -48,7 +48,8 @@ from rallypoint.rpc.serialization.payload import (
     unpacked,
     unsent,
 )
-from rallypoint.rpc.serialization.tensors import TensorWriter, memory_of_one
+from rallypoint.rpc.serialization.sole_reference import memory_of_one
+from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.rpc.threads.thread_pool import TICK, Job
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame

@@ -35,7 +35,7 @@ from rallypoint import errors
 from rallypoint.rpc.functions import is_exported
 
 from .script import builtin_name
-from .tensors import rebuild_weights
+from .tensor_reader import rebuild_weights
 from .unsafe_methods import is_unsafe_method, is_unsafe_operator, makes_from_memory, name_of
 
 
@@ -55,22 +55,22 @@ _REBUILDERS = frozenset(
         # These two look at the list themselves.
         "serialization.script.load_script_function",
         "serialization.script.load_torch_function",
-        "serialization.tensors.rebuild_compressed",
-        "serialization.tensors.rebuild_coo",
-        "serialization.tensors.rebuild_empty",
-        "serialization.tensors.rebuild_empty_there",
-        "serialization.tensors.rebuild_grad",
-        "serialization.tensors.rebuild_meta",
-        "serialization.tensors.rebuild_mkldnn",
-        "serialization.tensors.rebuild_on_device",
-        "serialization.tensors.rebuild_parameter",
-        "serialization.tensors.rebuild_small",
-        "serialization.tensors.rebuild_small_view",
-        "serialization.tensors.rebuild_spread",
-        "serialization.tensors.rebuild_spread_there",
-        "serialization.tensors.rebuild_strided",
-        "serialization.tensors.rebuild_tensor",
-        "serialization.tensors.rebuild_there",
+        "serialization.tensor_reader.rebuild_compressed",
+        "serialization.tensor_reader.rebuild_coo",
+        "serialization.tensor_reader.rebuild_empty",
+        "serialization.tensor_reader.rebuild_empty_there",
+        "serialization.tensor_reader.rebuild_grad",
+        "serialization.tensor_reader.rebuild_meta",
+        "serialization.tensor_reader.rebuild_mkldnn",
+        "serialization.tensor_reader.rebuild_on_device",
+        "serialization.tensor_reader.rebuild_parameter",
+        "serialization.tensor_reader.rebuild_small",
+        "serialization.tensor_reader.rebuild_small_view",
+        "serialization.tensor_reader.rebuild_spread",
+        "serialization.tensor_reader.rebuild_spread_there",
+        "serialization.tensor_reader.rebuild_strided",
+        "serialization.tensor_reader.rebuild_tensor",
+        "serialization.tensor_reader.rebuild_there",
     )
 ) | {
     f"numpy.{core}.{name}"
@@ -180,7 +180,7 @@ class AllowList:
         self._whose = f"worker {worker!r}" if worker else "this worker"
         self._instead: dict[tuple[str, str], Callable[..., Any]] = {
             ("builtins", "getattr"): self.method,
-            ("rallypoint.rpc.serialization.tensors", "rebuild_saved"): rebuild_weights,
+            ("rallypoint.rpc.serialization.tensor_reader", "rebuild_saved"): rebuild_weights,
         }
         # What was found under a name, and what a message got of it.
         self._known: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -299,10 +299,7 @@ class AllowList:
         """
         if isinstance(kind, type) and self._rebuilds(kind) and not self._is_raw(kind):
             return kind
-        raise NotAllowed(
-            f"a peer has made a value of {_told(kind)}: no class on the list of what {self._whose} lets messages"
-            " rebuild (option allowed_modules)"
-        )
+        raise self._no_listed_class(f"made a value of {_told(kind)}")
 
     def class_to_fill(self, made: Any) -> type:
         """The class of an object whose attributes or items a message sets.
@@ -313,11 +310,14 @@ class AllowList:
         kind = type(made)
         if not isinstance(
             made, (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-        ) and (self._rebuilds(kind)):
+        ) and self._rebuilds(kind):
             return kind
-        raise NotAllowed(
-            f"a peer has set attributes or items of a value of {name_of(kind)}: no class on the list of what"
-            f" {self._whose} lets messages rebuild (option allowed_modules)"
+        raise self._no_listed_class(f"set attributes or items of a value of {name_of(kind)}")
+
+    def _no_listed_class(self, what: str) -> NotAllowed:
+        return NotAllowed(
+            f"a peer has {what}: no class on the list of what {self._whose} lets messages rebuild"
+            " (option allowed_modules)"
         )
 
     def _rebuilds(self, kind: type) -> bool:

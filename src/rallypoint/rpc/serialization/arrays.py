@@ -22,7 +22,7 @@ def memory_of_array(array: Any) -> int:
     """Where a large array's memory begins, if nothing in this process refers to the array but one variable of the caller,
     and nothing but the array to its memory, which came with a message; else 0.
 
-    To be called as ``memory_of_array(variable)``, as :func:`.tensors.memory_of_one` is.
+    To be called as ``memory_of_array(variable)``, as :func:`.sole_reference.memory_of_one` is.
     """
     if array.nbytes < SMALLEST or not array.flags.c_contiguous or not array.flags.writeable:
         return 0

@@ -26,7 +26,8 @@ from .cuda_ipc import salvage
 from .out_of_band import LEAST_CUT, assemble, has_table, load, reduce_view
 from .restricted_unpickler import RestrictedUnpickler
 from .script import check_with, load_script_function, load_torch_function
-from .tensors import Devices, TensorReader, TensorWriter, pack, read_with, unpack
+from .tensor_reader import TensorReader, read_with, unpack
+from .tensor_writer import Devices, TensorWriter, pack
 
 
 # What a pickler of ours does with objects of a type: (pickler, object) -> what __reduce__ returns.

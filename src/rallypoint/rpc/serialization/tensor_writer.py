@@ -1,4 +1,4 @@
-"""Tensors as buffers beside a pickle, and back: strides, views and sparse layouts are kept.
+"""Tensors as buffers beside a pickle: strides, views and sparse layouts are kept.
 
 A tensor's bytes are never pickled. The pickle holds which buffer, the type and the strides; the buffer travels on its
 own, and on the other side the tensor is made over the memory that it has arrived in. Two tensors of one
@@ -8,21 +8,37 @@ message that share memory share it there, too, where they show most of it.
 from __future__ import annotations
 
 import ctypes
-import itertools
-import operator
-import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rallypoint.wire.shm import SMALLEST
-
 from . import cuda_ipc
 from .out_of_band import LEAST_OUT_OF_BAND, MOST_BUFFERS
+from .tensor_reader import (
+    CODES,
+    Packed,
+    rebuild_compressed,
+    rebuild_coo,
+    rebuild_empty,
+    rebuild_empty_there,
+    rebuild_grad,
+    rebuild_meta,
+    rebuild_mkldnn,
+    rebuild_nested,
+    rebuild_on_device,
+    rebuild_parameter,
+    rebuild_saved,
+    rebuild_small,
+    rebuild_small_view,
+    rebuild_spread,
+    rebuild_spread_there,
+    rebuild_strided,
+    rebuild_tensor,
+    rebuild_there,
+)
 
 
 # Bytes of tensors that are pickled like anything else: a buffer of its own costs more than the copy.
@@ -34,35 +50,6 @@ _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_memory.restype = ctypes.py_object
 _READ = 0x100
-
-# Positions are part of the format between two versions of this package: append only.
-_DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.complex32,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-# torch.frombuffer does not take these; their bytes are read as the integer of equal size.
-_AS_BYTES = {dtype for dtype in _DTYPES if dtype.itemsize == 1 and dtype.is_floating_point} | {
-    torch.complex32
-}
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -152,7 +139,7 @@ class TensorWriter:
             return self._reduce_sparse(tensor)
         if tensor.device.type != "cpu":
             return self._reduce_elsewhere(tensor)
-        code = _CODES.get(tensor.dtype)
+        code = CODES.get(tensor.dtype)
         if code is None or tensor.is_neg() or tensor.is_conj():
             return self._reduce_odd(tensor, code)
         size = tuple(tensor.shape)
@@ -273,14 +260,14 @@ class TensorWriter:
         if tensor.device.type == "meta":
             # It has no memory, so no device map is needed.
             size, stride = tuple(tensor.shape), tensor.stride()
-            return rebuild_meta, (size, stride, _CODES[tensor.dtype], tensor.requires_grad)
+            return rebuild_meta, (size, stride, CODES[tensor.dtype], tensor.requires_grad)
         if self._devices is None:
             raise ValueError(
                 f"a tensor on {tensor.device} was to be sent to a worker that no device map says anything"
                 " about: set one with options.set_device_map, or send tensor.cpu()"
             )
         target = self._devices.target(tensor.device)
-        code = _CODES.get(tensor.dtype)
+        code = CODES.get(tensor.dtype)
         grad = tensor.requires_grad
         plain = tensor.detach()
         if code is None or tensor.device.type not in cuda_ipc.memory.kinds:
@@ -338,50 +325,6 @@ def _bytes_of(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def memory_of_one(tensor: Tensor) -> int:
-    """Where a large tensor's memory begins, if nothing in this process refers to the tensor but one variable of the
-    caller, and nothing but the tensor to its memory; else 0.
-
-    To be called as ``memory_of_one(variable)``: that variable, and this function's own, are expected.
-    """
-    if tensor.layout is not _STRIDED or tensor.nbytes < SMALLEST or tensor.device != _CPU:
-        return 0
-    if tensor.requires_grad or weakref.getweakrefcount(tensor) or _references(tensor) != _ALONE:
-        return 0
-    return int(tensor.untyped_storage().data_ptr())
-
-
-def _references(tensor: Tensor) -> tuple[int, int, int, int]:
-    """To a tensor from Python and from C++, and to its memory: whoever else has either makes one of them larger."""
-    storage = tensor.untyped_storage()
-    return (
-        sys.getrefcount(tensor),
-        tensor._use_count(),  # type: ignore[attr-defined]  # it has no stub
-        sys.getrefcount(storage),
-        torch._C._storage_Use_Count(storage._cdata),
-    )
-
-
-def _references_of_one() -> tuple[int, int, int, int] | None:
-    """What :func:`memory_of_one` finds where there is no other, in this Python and this torch.
-
-    None from Python 3.14 on, which does not count all references of running functions: nobody is taken to be alone.
-    """
-
-    def found(tensor: Tensor) -> tuple[int, int, int, int]:
-        return _references(tensor)
-
-    if sys.version_info >= (3, 14):
-        return None
-    tensor = torch.empty(1)
-    return found(tensor)
-
-
-_ALONE = _references_of_one()
-
-
-# Its bytes, or the number of the buffer that they are; type, shape, and whether autograd looks at it.
-Packed = tuple[bytearray | int, int, tuple[int, ...], bool]
 _STRIDED = torch.strided
 _CPU = torch.device("cpu")
 
@@ -398,7 +341,7 @@ def pack(tensor: Tensor, large: list[torch.UntypedStorage]) -> Packed | None:
     # One without an address only stands for others.
     if not shown or tensor.is_nested or not tensor.is_contiguous() or not _address(tensor):
         return None
-    code = _CODES.get(tensor.dtype)
+    code = CODES.get(tensor.dtype)
     storage = tensor.untyped_storage()
     if code is None or storage.nbytes() != shown:
         return None
@@ -430,219 +373,3 @@ def _stand_in(tensor: Tensor) -> str | None:
     if torch._is_functional_tensor(tensor):
         return "a functional tensor (torch.func.functionalize, torch.compile)"
     return None
-
-
-def unpack(packed: Packed, buffers: Sequence[Any]) -> Tensor:
-    """The reverse of :func:`pack`."""
-    data, code, size, grad = packed
-    if type(data) is not int:
-        return rebuild_small(*packed)  # type: ignore[arg-type]  # it is a bytearray
-    return _shaped(TensorReader(buffers).flat(data, code), size, grad)
-
-
-class TensorReader:
-    """The buffers of a message that has come, while it is unpickled."""
-
-    __slots__ = ("_buffers",)
-
-    def __init__(self, buffers: Sequence[Any]) -> None:
-        self._buffers = buffers
-
-    def flat(self, index: int, code: int) -> Tensor:
-        """All of a buffer as a tensor of one dim, without a copy."""
-        dtype = _DTYPES[code]
-        if dtype in _AS_BYTES:
-            return torch.frombuffer(self._buffers[index], dtype=torch.uint8).view(dtype)
-        buffer = self._buffers[index]
-        # Of memory that was made as bytes, some may be left over behind the last element.
-        count = memoryview(buffer).nbytes // dtype.itemsize
-        return torch.frombuffer(buffer, dtype=dtype, count=count)
-
-
-# -- what a pickle names; ``_reading`` is the message that is being unpickled by this thread -------
-
-_reading: Callable[[], TensorReader]
-
-
-# Whether it may lie: then indices are checked, which would lead beyond a tensor's memory.
-_doubts: Callable[[], bool]
-
-
-def read_with(reading: Callable[[], TensorReader], doubts: Callable[[], bool]) -> None:
-    """Say who knows the message that is being unpickled, and whether its sender is trusted."""
-    global _reading, _doubts  # set once, by the module that unpickles
-    _reading, _doubts = reading, doubts
-
-
-def _shaped(flat: Tensor, size: tuple[int, ...], grad: bool) -> Tensor:
-    made = flat if len(size) == 1 else flat.view(size)
-    return made.requires_grad_() if grad else made
-
-
-def rebuild_tensor(index: int, code: int, size: tuple[int, ...], grad: bool) -> Tensor:
-    return _shaped(_reading().flat(index, code), size, grad)
-
-
-def rebuild_small(data: bytearray, code: int, size: tuple[int, ...], grad: bool) -> Tensor:
-    dtype = _DTYPES[code]
-    if dtype in _AS_BYTES:
-        return _shaped(torch.frombuffer(data, dtype=torch.uint8).view(dtype), size, grad)
-    return _shaped(torch.frombuffer(data, dtype=dtype), size, grad)
-
-
-def rebuild_small_view(
-    data: bytearray,
-    code: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int,
-    grad: bool,
-) -> Tensor:
-    flat = TensorReader((data,)).flat(0, code)
-    return rebuild_grad(flat.as_strided(size, stride, offset), grad)
-
-
-def rebuild_strided(
-    index: int,
-    code: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int,
-    grad: bool,
-) -> Tensor:
-    flat = _reading().flat(index, code)
-    return rebuild_grad(flat.as_strided(size, stride, offset), grad)
-
-
-def rebuild_spread(
-    index: int, code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
-) -> Tensor:
-    packed = _reading().flat(index, code)
-    made = torch.empty_strided(size, stride, dtype=_DTYPES[code])
-    if 0 in stride or not _is_free_of_overlaps(size, stride):
-        # Elements that lie in the same place: copy_ refuses them, an index does not, and they are equal.
-        flat = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
-        places = torch.arange(flat.numel()).as_strided(size, stride).reshape(-1)
-        flat.view(_BYTES[flat.element_size()])[places] = packed.view(_BYTES[flat.element_size()])
-    else:
-        made.copy_(packed.view(size))
-    return made.requires_grad_() if grad else made
-
-
-# Indexing takes these; what the bits mean does not matter to it.
-_BYTES = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
-
-
-def _is_free_of_overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether each step leaves room for all smaller ones; False where that does not tell."""
-    reach = 1
-    for step, count in sorted(zip(stride, size, strict=True)):
-        if count > 1:
-            if step < reach:
-                return False
-            reach = step * (count - 1) + reach
-    return True
-
-
-def rebuild_empty(code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=_DTYPES[code], requires_grad=grad)
-
-
-def rebuild_meta(
-    size: tuple[int, ...], stride: tuple[int, ...], code: int, grad: bool = False
-) -> Tensor:
-    made = torch.empty_strided(size, stride, dtype=_DTYPES[code], device="meta")
-    return rebuild_grad(made, grad)
-
-
-def rebuild_mkldnn(dense: Tensor, grad: bool) -> Tensor:
-    return rebuild_grad(dense.to_mkldnn(), grad)
-
-
-def rebuild_nested(parts: list[Tensor], dtype: torch.dtype, grad: bool) -> Tensor:
-    return torch.nested.nested_tensor(parts, dtype=dtype, requires_grad=grad)
-
-
-def rebuild_grad(tensor: Tensor, grad: bool) -> Tensor:
-    return tensor.requires_grad_() if grad else tensor
-
-
-def rebuild_parameter(data: Tensor, grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(data, requires_grad=grad)
-
-
-def rebuild_on_device(staged: Tensor, target: str, grad: bool) -> Tensor:
-    return rebuild_grad(staged.to(target), grad)
-
-
-def rebuild_there(
-    flat: Tensor,
-    code: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int,
-    grad: bool,
-) -> Tensor:
-    """The same for memory of an accelerator."""
-    return rebuild_grad(cuda_ipc.view(flat, _DTYPES[code], size, stride, offset), grad)
-
-
-def rebuild_spread_there(
-    flat: Tensor, code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
-) -> Tensor:
-    dtype = _DTYPES[code]
-    steps = tuple(itertools.accumulate(size[:0:-1], operator.mul, initial=1))[::-1]
-    packed = cuda_ipc.view(flat, dtype, size, steps if size else (), 0)
-    if _is_free_of_overlaps(size, stride):
-        made = torch.empty_strided(size, stride, dtype=dtype, device=flat.device)
-        packed = made.copy_(packed)
-    return rebuild_grad(packed, grad)
-
-
-def rebuild_empty_there(
-    target: str, code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
-) -> Tensor:
-    made = torch.empty_strided(size, stride, dtype=_DTYPES[code], device=target)
-    return rebuild_grad(made, grad)
-
-
-def rebuild_saved(data: bytes) -> Any:
-    import io
-
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
-def rebuild_weights(data: bytes) -> Any:
-    """The same for messages that may not name everything."""
-    import io
-
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
-def rebuild_coo(
-    indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool, grad: bool
-) -> Tensor:
-    made = torch.sparse_coo_tensor(
-        indices, values, size, is_coalesced=coalesced, check_invariants=_doubts()
-    )
-    return made.requires_grad_() if grad else made
-
-
-def rebuild_compressed(
-    layout: str,
-    outer: Tensor,
-    inner: Tensor,
-    values: Tensor,
-    size: tuple[int, ...],
-    grad: bool,
-) -> Tensor:
-    made = torch.sparse_compressed_tensor(
-        outer, inner, values, size, layout=getattr(torch, layout), check_invariants=_doubts()
-    )
-    return made.requires_grad_() if grad else made
