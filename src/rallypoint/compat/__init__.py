@@ -1,10 +1,12 @@
-"""Run code that imports ``torch.distributed.rpc`` on Rallypoint, unmodified::
+"""Run code that imports ``torch.distributed.rpc`` on Rallypoint, unmodified.
 
-import rallypoint.compat
+Install it before anything imports functions from ``torch.distributed.rpc``::
 
-rallypoint.compat.install()  # before any import of functions from torch.distributed.rpc
-...
-rallypoint.compat.uninstall()
+    import rallypoint.compat
+
+    rallypoint.compat.install()
+    ...
+    rallypoint.compat.uninstall()
 """
 
 from .modules import install, installed, is_installed, uninstall
