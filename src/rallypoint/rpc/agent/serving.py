@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import os
-import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch.futures import Future
 
-from rallypoint.errors import CallCancelled, RemoteError, RpcError
+from rallypoint.errors import CallCancelled, RpcError
 from rallypoint.rpc.calling import read_foreign
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.messages import (
@@ -53,16 +50,15 @@ from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.rpc.threads.thread_pool import TICK, Job
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
-from rallypoint.wire.remote_error import RemoteTraceback, describe
+from rallypoint.wire.remote_error import describe
 
+from .call_errors import as_value, translated, without_our_frames, wrong_return_type
 from .counters import is_own
 
 
 logger = logging.getLogger(__name__)
 
 _FETCHES = (FETCH, SCRIPT_FETCH)
-_MISSING_NAME = re.compile(r"Can't get attribute '([^']*)'")
-_OURS = os.path.join(os.path.dirname(__file__), "")
 
 
 class Threads(Protocol):
@@ -398,16 +394,16 @@ class Request:
         made = self._made
         if made is not None:
             self._made = None
-            error.__traceback__ = _without_us(error.__traceback__)
+            error.__traceback__ = without_our_frames(error.__traceback__)
             if printed:
                 self._print(error)
             if not made.done():
-                made.set_exception(_kept(translated(error), self._worker.me.name))
+                made.set_exception(as_value(translated(error), self._worker.me.name))
             self.answer(None)
             return
         if not self._incoming.claim(self._frame.call):
             return
-        error.__traceback__ = _without_us(error.__traceback__)
+        error.__traceback__ = without_our_frames(error.__traceback__)
         if printed and not isinstance(error, (CallCancelled, asyncio.CancelledError)):
             self._print(error)
         payload = dumps_whole(describe(translated(error)))
@@ -484,64 +480,3 @@ class Request:
     def flow(self, source: Any) -> None:
         """Who is told about credit for this stream."""
         self._flow = source
-
-
-def _without_us(frames: TracebackType | None) -> TracebackType | None:
-    """A stack without its first frames, which are how the function was called here."""
-    while (
-        frames is not None
-        and frames.tb_next is not None
-        and frames.tb_frame.f_code.co_filename.startswith(_OURS)
-    ):
-        frames = frames.tb_next
-    return frames
-
-
-def translated(error: BaseException) -> BaseException:
-    """In torch's words, where it has some."""
-    if isinstance(error, torch.jit.Error):
-        scripted: BaseException = RuntimeError(str(error))
-        return scripted.with_traceback(error.__traceback__)
-    if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
-        made: BaseException = RuntimeError(
-            f"{error}. The {_kind_of(error)} is not there on the callee: the RPC pickler does not serialize function"
-            " code, only its name; both sides must have it (or set the option pickle_by_value)."
-            " RPC pickler does not serialize function code."
-        )
-        return made.with_traceback(error.__traceback__)
-    return error
-
-
-def _kind_of(error: AttributeError) -> str:
-    """What was looked up in vain. There is nothing but its name, so this goes by how names are written."""
-    found = _MISSING_NAME.search(str(error))
-    *outer, name = found[1].split(".") if found else [""]
-    if _is_class_name(name):
-        return "class"
-    return "method" if outer and _is_class_name(outer[-1]) else "function"
-
-
-def _is_class_name(name: str) -> bool:
-    bare = name.lstrip("_")
-    return bare[:1].isupper() and (len(bare) == 1 or not bare.isupper() or "_" not in bare)
-
-
-def _kept(error: BaseException, worker: str) -> Exception:
-    """An error as a reference's value: nothing that ends a program, and the traceback as text.
-
-    As frames it would hold what was called and with what, and never let go of it (``future.again``).
-    """
-    told = describe(error)
-    if not isinstance(error, Exception):
-        return RemoteError(told["type"], told["message"], told["traceback"], worker)
-    error.__cause__ = RemoteTraceback(told["traceback"], worker)
-    error.__context__ = None
-    error.__traceback__ = None
-    return error
-
-
-def wrong_return_type(result: Any) -> RuntimeError:
-    return RuntimeError(
-        "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
-        f" but got {type(result).__name__}"
-    )

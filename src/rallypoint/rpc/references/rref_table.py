@@ -1,12 +1,12 @@
 """Remote references of one worker: the values that live here, and what the reference counting asks for.
 
-``refcount.py`` decides; this sends its messages, keeps the values and has functions wait for what they need.
+``refcount.py`` decides; this carries it out: it keeps the values, has its messages sent, and has functions wait for what they
+need.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,16 +16,13 @@ from typing import Any, TypeVar
 from torch.futures import Future
 
 from rallypoint.errors import PeerLost, ProtocolError, RpcError
-from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.messages import Kind
-from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.ports import Answerable, ControlCalls, Links, Peers, Tasks
 
 from .commands import (
     Command,
     Confirmed,
-    Kind as Control,
     Lost,
     Orphaned,
     Received,
@@ -33,22 +30,11 @@ from .commands import (
     Release,
     Send,
 )
+from .control_sender import ControlSender
 from .ids import Fork, ForkId, RRefId
 from .refcount import References
 
 
-logger = logging.getLogger(__name__)
-
-_KINDS = {
-    Control.FORK_REQUEST: Kind.FORK_REQUEST,
-    Control.CHILD_ACCEPT: Kind.CHILD_ACCEPT,
-    Control.USER_DELETE: Kind.USER_DELETE,
-}
-# A message that was not acknowledged is sent again after so many seconds, then after twice that, and so on.
-_RETRY_SECONDS = 0.05
-_MOST_RETRIES = 10
-# What an acknowledgement may take, whatever the user's time-out is.
-_PATIENCE = 60.0
 _LEFT = "this worker has left the group"
 
 
@@ -84,14 +70,20 @@ class RRefTable:
     def __init__(
         self, me: int, *, calls: ControlCalls, peers: Peers, links: Links, tasks: Tasks
     ) -> None:
-        self._calls = calls
         self._peers = peers
-        self._links = links
         self._tasks = tasks
+        self._control = ControlSender(
+            calls,
+            peers,
+            links,
+            tasks,
+            confirmed=self.confirmed,
+            failed=self.failed,
+            settled=self._notify,
+        )
         self._lock = threading.RLock()
         self._core = References(me)
         self._values: dict[RRefId, Future[Any]] = {}
-        self._types: dict[RRefId, str] = {}
         # Who waits for a user reference to be confirmed.
         self._waiting: dict[ForkId, list[Callable[[str], None]]] = {}
         # Written by finalizers, which may run anywhere: one append, nothing else.
@@ -99,7 +91,6 @@ class RRefTable:
         self._asked = False
         self._settled = threading.Condition(self._lock)
         self._deleted = False
-        self._unacknowledged: set[Send] = set()
         self._not_made: dict[RRefId, str] = {}
         self._closed = False
 
@@ -180,36 +171,9 @@ class RRefTable:
         with self._lock:
             return self._core.unsettled(forks)
 
-    def inquire(self, to: int, forks: Iterable[Fork], attempt: int = 0) -> None:
+    def inquire(self, to: int, forks: Iterable[Fork]) -> None:
         """The connection on which these were sent to a worker has ended: find out which have come."""
-        unsettled = self.unsettled(forks)
-        if (
-            not unsettled
-            or self._links.is_closed
-            or self._peers.is_gone(to)
-            or attempt > _MOST_RETRIES
-        ):
-            return
-
-        def finish(call: Call, outgoing: Outgoing) -> None:
-            try:
-                missing = set(self._calls.decode(call, outgoing))
-            except RpcError as error:
-                again(error)
-            else:
-                self.unsent([each for each in unsettled if each.fork_id in missing])
-
-        def again(error: BaseException) -> None:
-            logger.debug("worker %d has not said which references have come: %s", to, error)
-            self._tasks.later(
-                _RETRY_SECONDS * 2**attempt, lambda: self.inquire(to, unsettled, attempt + 1)
-            )
-
-        try:
-            fork_ids = [each.fork_id for each in unsettled]
-            self._calls.call_control(to, Kind.INQUIRY, (fork_ids,), _PATIENCE, finish)
-        except RpcError as error:
-            again(error)
+        self._control.inquire(to, forks, unsettled=self.unsettled, missing=self.unsent)
 
     def receive(self, fork: Fork) -> Received:
         """A reference has come in a message."""
@@ -291,7 +255,7 @@ class RRefTable:
         for command in commands:
             match command:
                 case Send():
-                    self._send(command, 0)
+                    self._control.send(command)
                 case Confirmed(fork_id):
                     acts += self._wake(fork_id, "")
                 case Lost(fork_id, reason):
@@ -313,69 +277,16 @@ class RRefTable:
                     continue
         for act in acts:
             act()
-        with self._settled:
-            self._settled.notify_all()
+        self._notify()
 
     def _wake(self, fork_id: ForkId, reason: str) -> list[Callable[[], None]]:
         with self._lock:
             waiting = self._waiting.pop(fork_id, [])
         return [partial(act, reason) for act in waiting]
 
-    def _send(self, command: Send, attempt: int) -> None:
-        """Send a control message until it is acknowledged."""
-        with self._lock:
-            self._unacknowledged.add(command)
-
-        def finish(call: Call, outgoing: Outgoing) -> None:
-            try:
-                self._calls.decode(call, outgoing)
-            except RpcError as error:
-                again(error)
-                return
-            except Exception as error:  # noqa: BLE001  # the owner's answer to FORK_REQUEST: no
-                if command.kind == Control.FORK_REQUEST:
-                    self.failed(command.fork_id, str(error))
-            else:
-                if command.kind == Control.FORK_REQUEST:
-                    self.confirmed(command.fork_id)
-            over()
-
-        def over() -> None:
-            with self._settled:
-                self._unacknowledged.discard(command)
-                self._settled.notify_all()
-
-        def again(error: BaseException) -> None:
-            if self._links.is_closed:
-                over()
-                return
-            if attempt < _MOST_RETRIES and not self._peers.is_gone(command.to):
-                self._tasks.later(
-                    _RETRY_SECONDS * 2**attempt, lambda: self._send(command, attempt + 1)
-                )
-            elif command.kind == Control.FORK_REQUEST:
-                self.failed(command.fork_id, f"its owner does not answer: {error}")
-                over()
-            else:
-                over()
-
-        def send() -> None:
-            try:
-                self._calls.call_control(
-                    command.to,
-                    _KINDS[command.kind],
-                    (command.rref_id, command.fork_id),
-                    _PATIENCE,
-                    finish,
-                )
-            except (PeerLost, RpcError) as error:
-                again(error)
-
-        if self._links.is_connected_to(command.to):
-            send()
-        else:
-            # Connecting takes time, and this may be the leader's thread.
-            self._tasks.soon(send)
+    def _notify(self) -> None:
+        with self._settled:
+            self._settled.notify_all()
 
     # -- messages of other workers ------------------------------------------------------------------
 
@@ -493,7 +404,7 @@ class RRefTable:
         self._carry_out(commands)
         with self._settled:
             return self._settled.wait_for(
-                lambda: not self._unacknowledged and not self._core.counts().num_users, timeout
+                lambda: self._control.is_settled and not self._core.counts().num_users, timeout
             )
 
     @property

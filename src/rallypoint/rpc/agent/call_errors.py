@@ -1,0 +1,78 @@
+"""Errors of served functions on their way to the caller: without our frames, in torch's words, or kept as values."""
+
+from __future__ import annotations
+
+import os
+import re
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from rallypoint.errors import RemoteError
+from rallypoint.wire.remote_error import RemoteTraceback, describe
+
+
+_MISSING_NAME = re.compile(r"Can't get attribute '([^']*)'")
+_OURS = os.path.join(os.path.dirname(__file__), "")
+
+
+def without_our_frames(frames: TracebackType | None) -> TracebackType | None:
+    """A stack without its first frames, which are how the function was called here."""
+    while (
+        frames is not None
+        and frames.tb_next is not None
+        and frames.tb_frame.f_code.co_filename.startswith(_OURS)
+    ):
+        frames = frames.tb_next
+    return frames
+
+
+def translated(error: BaseException) -> BaseException:
+    """In torch's words, where it has some."""
+    if isinstance(error, torch.jit.Error):
+        scripted: BaseException = RuntimeError(str(error))
+        return scripted.with_traceback(error.__traceback__)
+    if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
+        made: BaseException = RuntimeError(
+            f"{error}. The {_kind_of(error)} is not there on the callee: the RPC pickler does not serialize function"
+            " code, only its name; both sides must have it (or set the option pickle_by_value)."
+            " RPC pickler does not serialize function code."
+        )
+        return made.with_traceback(error.__traceback__)
+    return error
+
+
+def _kind_of(error: AttributeError) -> str:
+    """What was looked up in vain. There is nothing but its name, so this goes by how names are written."""
+    found = _MISSING_NAME.search(str(error))
+    *outer, name = found[1].split(".") if found else [""]
+    if _is_class_name(name):
+        return "class"
+    return "method" if outer and _is_class_name(outer[-1]) else "function"
+
+
+def _is_class_name(name: str) -> bool:
+    bare = name.lstrip("_")
+    return bare[:1].isupper() and (len(bare) == 1 or not bare.isupper() or "_" not in bare)
+
+
+def as_value(error: BaseException, worker: str) -> Exception:
+    """An error as a reference's value: nothing that ends a program, and the traceback as text.
+
+    As frames it would hold what was called and with what, and never let go of it (``future.again``).
+    """
+    told = describe(error)
+    if not isinstance(error, Exception):
+        return RemoteError(told["type"], told["message"], told["traceback"], worker)
+    error.__cause__ = RemoteTraceback(told["traceback"], worker)
+    error.__context__ = None
+    error.__traceback__ = None
+    return error
+
+
+def wrong_return_type(result: Any) -> RuntimeError:
+    return RuntimeError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
+        f" but got {type(result).__name__}"
+    )
