@@ -1,4 +1,4 @@
-"""Every error Rallypoint raises on purpose.
+"""Every error Rallypoint raises on purpose::
 
     RallyError
     ├── ConfigError (also ValueError)      a setting cannot work: names field, value and what is allowed

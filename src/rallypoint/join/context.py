@@ -53,11 +53,12 @@ from .leaving import Deserted, Stay, steps_of_all
 from .members import HookMember
 from .notes import Notes
 from .overlooked import Overlooked
-from .passes import Pass, Passes
+from .passes import Passes
 from .run import Run
 from .samples import CountSamples, counting, first_dim, inputs_of
 from .schedule import Schedule, Weighting
 from .settlement import Settlement
+from .shadow import Shadow
 from .weights import GradientScale
 
 
@@ -160,6 +161,7 @@ class Join:
             raise ConfigError("joinables", type(twice[0]).__name__, "the list has it twice")
         self._members = [member_of(each) for each in self._joinables]
         self._settlement = Settlement(self._members)
+        self._shadow = Shadow(self._members)
         check_group("process_group", process_group)
         self._group = common_group(self._members, process_group)
         self._own = None if steps is None else inputs_of(steps)
@@ -326,12 +328,12 @@ class Join:
 
     def _shadow_classic(self, run: Run) -> None:
         shadowed, run.shadows = 0, True
-        while self._others_have_inputs(run):
+        while self._shadow.others_have_inputs(run):
             run.step += 1
             if self._throw:
                 dist.all_reduce(torch.ones(1, device=run.device), group=run.group)
                 raise _exhausted(run.rank, (run.rank,))
-            self._main_hooks(run)
+            self._shadow.match(run)
             shadowed += 1
             if shadowed == MUCH_SKEW + 1:
                 _log.warning(
@@ -346,23 +348,6 @@ class Join:
         )
         self._settlement.share_order(run, max(rank for rank, had in enumerate(to_the_end) if had))
 
-    def _others_have_inputs(self, run: Run) -> bool:
-        count = torch.zeros(1, device=run.device)
-        dist.all_reduce(count, group=run.group)
-        return bool(count.item())
-
-    def _main_hooks(self, run: Run) -> None:
-        models, passes = self._models, run.passes.missing(run.step)
-        if _in_turn(passes):
-            for member in self._members:
-                member.main_hook()
-            return
-        for each in passes:
-            models[each.module].match(forward=each.forward)
-        for member in self._members:
-            if not isinstance(member, DdpMember):
-                member.main_hook()
-
     # -- planned: the schedule tells ------------------------------------------------------------
 
     def _shadow_planned(self, run: Run, schedule: Schedule) -> None:
@@ -370,49 +355,18 @@ class Join:
         if not run.counted:
             # Nothing counted the steps: trust the announced number.
             run.step = run.base + announced - 1
-        next_step = self._next_exchange(run)
+        next_step = self._shadow.next_exchange(run)
         done = next_step - run.base
         run.counted = True
         self._check_throw(run, schedule, done)
         if schedule.total - done > MUCH_SKEW:
             _warn_of_skew(run.rank, schedule.total - done)
         left = done < announced
-        self._keep_company(run, next_step, iter(range(next_step, run.base + schedule.total)), left)
-        self._put_right(run, *self._tell_stays(run, Stay(done, left)))
-
-    def _next_exchange(self, run: Run) -> int:
-        """The first step in which this rank has not issued all collectives."""
-        begun = run.step < 0 or all(member.begun_in(run.step) for member in self._members)
-        return run.step + 1 if begun else run.step
-
-    def _keep_company(self, run: Run, next_step: int, steps: Iterator[int], left: bool) -> None:
-        """Match the other ranks' steps until the last one, or until all of them have left, too."""
         self._scale_by(1.0)
-        run.shadows = True
-        if left:
-            assert run.notes is not None
-            run.notes.write(next_step)
-        told = not left
-        try:
-            for run.step in steps:
-                self._main_hooks(run)
-                if not told and run.exchanged:
-                    told = True
-                    _log.warning(
-                        "rank %d left its loop before step %d, and other ranks did not. It matches their remaining"
-                        " steps; then all ranks raise JoinError",
-                        run.rank,
-                        next_step - run.first,
-                    )
-        except Deserted:
-            return
-        except RuntimeError as error:
-            if not left:
-                raise
-            raise JoinError(
-                f"rank {run.rank} left its loop after {next_step - run.first} steps, and other ranks did not; break"
-                " out of the loop in the same step on all ranks, or on none"
-            ) from error
+        self._shadow.match_all(
+            run, next_step, iter(range(next_step, run.base + schedule.total)), left
+        )
+        self._put_right(run, *self._tell_stays(run, Stay(done, left)))
 
     def _tell_stays(self, run: Run, stay: Stay) -> tuple[list[Stay], list[list[int]]]:
         """How every rank's loop ended, and every rank's digests.   Collective: one all-gather."""
@@ -589,7 +543,7 @@ class Join:
         assert run.schedule is not None
         self._check_throw(run, run.schedule, run.step - run.base)
         self._scale_by(1.0)
-        self._main_hooks(run)
+        self._shadow.match(run)
 
     def _end_loop(self, run: Run) -> None:
         """Finish the loop over :meth:`batches` on this rank.
@@ -603,7 +557,7 @@ class Join:
             return
         schedule = run.schedule
         assert schedule is not None
-        next_step = self._next_exchange(run)
+        next_step = self._shadow.next_exchange(run)
         if stayed is None and run.ends and next_step >= run.base + schedule.total:
             stayed = schedule.total + run.base - run.first  # it broke out in the last step
         left = stayed is None
@@ -615,7 +569,8 @@ class Join:
             if left:
                 again = [run.step] if next_step == run.step else []
                 rest = (run.step for _ in batches.rest())
-                self._keep_company(run, next_step, chain(again, rest), left)
+                self._scale_by(1.0)
+                self._shadow.match_all(run, next_step, chain(again, rest), left)
             stays, digests = self._tell_stays(run, Stay(stayed, left))
         elif left:
             self._end_standstill()
@@ -689,12 +644,6 @@ class Join:
         check_constructed(joinable)
         work: dist.Work | None = TorchJoin.notify_join_context(joinable)
         return work
-
-
-def _in_turn(passes: Sequence[Pass]) -> bool:
-    """Whether each module finishes its passes before the next one in the list begins."""
-    modules = [each.module for each in passes]
-    return modules == sorted(modules)
 
 
 def _exhausted(rank: int, out: tuple[int, ...]) -> InputsExhausted:

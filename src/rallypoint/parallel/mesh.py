@@ -29,7 +29,7 @@ STANDARD: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), ("dp", "cp
 
 
 class ParallelMesh:
-    """A layout's process groups, as this rank sees them.
+    """A layout's process groups, as this rank sees them::
 
         mesh = ParallelMesh(ParallelLayout(tp=2))
         mesh.build()
