@@ -47,6 +47,8 @@ from rallypoint.rpc.agent.agent import Agent
 from rallypoint.rpc.agent.serving import Request
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.connections.unused_memory import UnusedMemory
+from rallypoint.rpc.crew.poller import Poller
+from rallypoint.wire.memory import MemoryListener
 from rallypoint.wire.shm import SMALLEST, Mapped, Pool
 
 
@@ -515,8 +517,29 @@ def _check_end(before: tuple[Counter[str], Counter[str]]) -> None:
         time.sleep(0.05)
     if left:
         LEDGER.problem(
-            "leak", operation="shutdown", error="; ".join(left), stacks=stacks(), held=holders()
+            "leak",
+            operation="shutdown",
+            error="; ".join(left),
+            stacks=stacks(),
+            held=[*anonymous(), *holders()],
         )
+
+
+def anonymous() -> list[str]:
+    """Whose the epolls and eventfds are that are open here; without an owner among our objects, they are torch's."""
+    owners: dict[int, str] = {}
+    for each in gc.get_objects():
+        if isinstance(each, Poller) and not each._closed:
+            owners[each._wake] = owners[each._epoll.fileno()] = f"a poller, {each!r}"
+        elif isinstance(each, MemoryListener):
+            owners[each._event] = f"a listener, {each.address}"
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("anon_inode:"):
+                found.append(f"{name} {target}: {owners.get(int(name), 'of nobody here')}")
+    return found
 
 
 def holders() -> list[str]:
