@@ -397,7 +397,7 @@ def _live(name: str, control: socket.socket, settings: dict[str, Any]) -> int:
         id=me.id,
         incarnation=agent.incarnation,
         addresses=dict(agent.group.me.addresses),
-        job=agent._job,
+        job=agent.roster.introduction()["job"],
         secret=agent._secret.hex(),
     )
     LEDGER.running.set()
