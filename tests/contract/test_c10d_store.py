@@ -15,19 +15,13 @@ import torch.distributed as dist
 from rallypoint.errors import RendezvousError
 from rallypoint.rendezvous.backends.etcd import EtcdStore
 from rallypoint.rendezvous.backends.memory import MemoryStore
-from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.c10d import c10d_store
-from rallypoint.rendezvous.store import Store
 from servers.etcd_server import EtcdCluster
+from tcp_stores import ServedStore
 
 
 # What every backend has.
 METHODS = ("set", "get", "get_many", "add", "put_new", "exists", "delete", "clone", "close")
-
-
-def our_tcp_store() -> Store:
-    listener = socket.create_server(("127.0.0.1", 0))
-    return TcpStore("127.0.0.1", listener.getsockname()[1], listener)
 
 
 @pytest.fixture(params=["torch", "memory", "tcpstore", "etcd"])
@@ -37,7 +31,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[dist.Store]:
         return
     inner = {
         "memory": MemoryStore,
-        "tcpstore": our_tcp_store,
+        "tcpstore": ServedStore,
         "etcd": lambda: request.getfixturevalue("etcd_store").clone(),
     }[request.param]()
     made = c10d_store(inner)

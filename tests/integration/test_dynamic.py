@@ -39,6 +39,7 @@ from rallypoint.rendezvous.record_store import RecordStore
 from rallypoint.rendezvous.records import Codec
 from rallypoint.rendezvous.store import Store
 from servers.etcd_server import EtcdCluster, require_etcd
+from tcp_stores import ServedStore
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -409,7 +410,7 @@ def test_a_store_the_job_has_left_leads_to_the_newer_one_and_never_back(order: i
     stores = []
     for moves, port in enumerate(ports):
         listener = addresses.bind_store(None, port, "port")
-        records = RecordStore(TcpStore("localhost", port, listener, LEASE), codec)
+        records = RecordStore(ServedStore(LEASE, listener), codec)
         records.write("head", {"generation": 3})
         records.write("store", {"name": "za"[moves], "moves": moves})
         stores.append(records)

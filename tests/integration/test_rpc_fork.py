@@ -24,6 +24,7 @@ from rallypoint.errors import PeerLost, RendezvousConnectionError, RpcError
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.liveness import WatchPost
 from rpc_workers import Workers, eventually
+from tcp_stores import ServedStore
 
 
 pytestmark = pytest.mark.integration
@@ -501,10 +502,8 @@ def test_a_child_does_not_keep_its_parent_alive_for_those_who_watch_it():
 
 
 def test_a_child_that_closes_its_parents_store_does_not_end_it():
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    server = TcpStore("127.0.0.1", port, listener)
-    client = TcpStore("127.0.0.1", port, silence=LIMIT)
+    server = ServedStore()
+    client = TcpStore("127.0.0.1", server.port, silence=LIMIT)
 
     def use_and_close() -> str:
         with pytest.raises(RendezvousConnectionError) as caught:

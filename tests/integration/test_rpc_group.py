@@ -420,9 +420,7 @@ class Slowed:
 
 def test_many_reports_of_one_death_are_one_entry(tcp: Place) -> None:
     clock = Slowed()
-    groups = [
-        DynamicGroup.join(tcp.open(), member(f"w{i}"), i, 5.0, clock=clock) for i in range(6)
-    ]
+    groups = [DynamicGroup.join(tcp.open(), member(f"w{i}"), i, 5.0, clock=clock) for i in range(6)]
     with closing(*groups):
         for group in groups:
             group.find("w5")  # it knows whom it is to report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends import tcpstore
+from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.record_store import RecordStore
 from rallypoint.rendezvous.records import Codec
 from rallypoint.rendezvous.store import StoreSilent
@@ -25,11 +27,9 @@ pytestmark = pytest.mark.alone
 
 SERVER = """
 import socket, sys
-from rallypoint.rendezvous.backends.tcpstore import TcpStore
-listener = socket.create_server(("127.0.0.1", 0))
-port = listener.getsockname()[1]
-store = TcpStore("localhost", port, listener)
-print(port, flush=True)
+from rallypoint.rendezvous.backends.native_store import StoreServer
+server = StoreServer(socket.create_server(("127.0.0.1", 0)))
+print(server.port, flush=True)
 sys.stdin.read()
 """
 
@@ -48,7 +48,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 def test_a_server_that_stands_still_ends_every_call_once(server) -> None:
     process, port = server
-    records = RecordStore(tcpstore.connect("127.0.0.1", port, silence=1.0), Codec("job", None))
+    records = RecordStore(TcpStore("127.0.0.1", port, silence=1.0), Codec("job", None))
     assert records.increment("n") == 1
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # until then a thread of it may still answer
@@ -57,13 +57,13 @@ def test_a_server_that_stands_still_ends_every_call_once(server) -> None:
         records.increment("n")  # and does not try again over another connection
     assert 0.8 < time.monotonic() - before < 3.0
     os.kill(process.pid, signal.SIGCONT)
-    again = tcpstore.connect("127.0.0.1", port, silence=1.0)
+    again = TcpStore("127.0.0.1", port, silence=1.0)
     assert again.get("x" if again.exists("x") else records.full("n"), 1.0)
 
 
 def test_closing_ends_a_call_of_another_thread(server) -> None:
     _, port = server
-    store = tcpstore.connect("127.0.0.1", port, silence=30.0)
+    store = TcpStore("127.0.0.1", port, silence=30.0)
     threading.Timer(0.3, store.close).start()
     before = time.monotonic()
     with pytest.raises(StoreSilent):
@@ -80,21 +80,58 @@ def test_who_accepts_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPat
     with socket.create_server(("127.0.0.1", 0)) as mute:
         before = time.monotonic()
         with pytest.raises(RendezvousConnectionError):
-            tcpstore.connect("127.0.0.1", mute.getsockname()[1], silence=1.0, timeout=1.0)
+            TcpStore("127.0.0.1", mute.getsockname()[1], silence=1.0, timeout=1.0)
         assert time.monotonic() - before < 10.0
 
 
-def test_a_watchdog_that_was_kept_from_running_grants_as_much() -> None:
-    dog = tcpstore._Watchdog()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.setblocking(False)
-        dog.expect(lambda: ours.shutdown(socket.SHUT_RDWR), 0.6)
-        time.sleep(0.1)
-        with dog._changed:  # as if the process had stood still
-            time.sleep(1.5)
-        time.sleep(0.1)
-        with pytest.raises(BlockingIOError):  # the connection is whole
-            theirs.recv(1)
-        theirs.settimeout(10.0)
-        assert theirs.recv(1) == b"", "and is broken when no answer comes after that either"
+def test_who_was_stopped_itself_grants_the_other_side_as_much(server) -> None:
+    """As many turns have to go by as the answer may take, not as much time."""
+    turns = tcpstore._Turns(1.0)
+    for _ in range(3):
+        turns.another()
+    with pytest.raises(TimeoutError):
+        turns.another()
+    _, port = server
+    asking = os.fork()
+    if asking == 0:
+        store = TcpStore("127.0.0.1", port, silence=0.5)
+        while store.add("n", 1) < 100_000:
+            pass
+        os._exit(0 if store.exists("n") else 1)
+    with contextlib.closing(TcpStore("127.0.0.1", port)) as watching:
+        watching.get("n", 30.0)
+        for _ in range(3):
+            os.kill(asking, signal.SIGSTOP)
+            os.waitpid(asking, os.WUNTRACED)
+            time.sleep(1.0)  # twice what an answer may take
+            os.kill(asking, signal.SIGCONT)
+        watching.add("n", 100_000)
+    assert os.waitpid(asking, 0)[1] == 0
+
+
+@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGALRM])
+def test_a_call_that_a_signal_has_interrupted_leaves_no_answer_for_the_next(
+    server, interrupt: signal.Signals
+) -> None:
+    _, port = server
+    store = TcpStore("127.0.0.1", port, silence=30.0)
+
+    def raise_it(*_: object) -> None:
+        raise InterruptedError("by a signal")
+
+    before = signal.signal(interrupt, raise_it)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), interrupt))
+    try:
+        timer.start()
+        with pytest.raises((InterruptedError, RendezvousConnectionError)):
+            store.get("never", 30.0)
+    finally:
+        timer.join()
+        signal.signal(interrupt, before)
+    with pytest.raises(RendezvousConnectionError):
+        store.set("k", b"v")  # its connection is out of step
+    again = store.clone()
+    again.set("k", b"v")
+    assert again.get("k", 1.0) == b"v"
+    again.close()
+    store.close()

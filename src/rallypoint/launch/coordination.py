@@ -8,6 +8,7 @@ comes of them is an event, and a descriptor becomes readable when there are even
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,7 +84,22 @@ class CoordinationFailed:
     error: Exception
 
 
-CoordinationEvent = RoundReady | PeerEvent | NotNeeded | CoordinationFailed
+@dataclass(frozen=True, slots=True)
+class ServeStore:
+    """This node is to serve the job's store: a process is wanted for it (see :mod:`.server.job_store`).
+
+    Whoever takes this has to close both.
+
+    Args:
+        listener: the bound socket.
+        line: the process's end of its line to this one.
+    """
+
+    listener: socket.socket
+    line: socket.socket
+
+
+CoordinationEvent = RoundReady | PeerEvent | NotNeeded | CoordinationFailed | ServeStore
 
 
 class Coordination(Protocol):

@@ -10,6 +10,7 @@ from rallypoint._core import addresses
 from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
 from rallypoint.rendezvous.endpoint import Endpoint, HostPort
+from rallypoint.rendezvous.home import Prepare
 from rallypoint.rendezvous.plugged import PluggedRendezvous
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
@@ -19,9 +20,13 @@ from .config import DEFAULT_RUN_ID, LaunchConfig
 
 
 def rendezvous_for(
-    config: LaunchConfig, say: Callable[[str], None], listener: Listener
+    config: LaunchConfig, say: Callable[[str], None], listener: Listener, prepare: Prepare
 ) -> DynamicRendezvous:
     """This node's way into the job's rounds. Nothing is connected to yet.
+
+    Args:
+        listener: told what happens between rounds.
+        prepare: who serves the job's store, where this node is to.
 
     Raises:
         ConfigError: an option cannot be, a folder cannot be used, or a library is missing.
@@ -64,6 +69,7 @@ def rendezvous_for(
         # Who gives no name uses the same one for every job.
         mark_end=meeting.run_id != DEFAULT_RUN_ID,
         say=say,
+        prepare=prepare,
     )
     return DynamicRendezvous(
         home,

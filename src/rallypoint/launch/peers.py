@@ -45,6 +45,7 @@ from .coordination import (
     NotNeeded,
     PeerEvent,
     RoundReady,
+    ServeStore,
 )
 from .journal import Journal
 from .journal_reader import NO_ROUND, JournalReader, Round
@@ -55,6 +56,7 @@ from .output.failure import (
     failures_to_json,
     in_order_of_blame,
 )
+from .server.job_store import hosting
 
 
 # How long leaving may take: for the node that serves the store, until the others have read the last entries.
@@ -122,7 +124,8 @@ class PeerNodes:
                 on_waiting=self._heed_waiting,
             )
             # A port that is in use must be known at once.
-            self._rendezvous = rendezvous_for(self._config, self._say, listener)
+            prepare = hosting(lambda *both: self._post(ServeStore(*both)))
+            self._rendezvous = rendezvous_for(self._config, self._say, listener, prepare)
             self._worker.start()
         self._joining = True
         self._requests.put(lambda: self._meet(facts))

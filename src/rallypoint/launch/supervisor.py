@@ -29,6 +29,7 @@ from .coordination import (
     NotNeeded,
     PeerEvent,
     RoundReady,
+    ServeStore,
 )
 from .generation import Generation, Worker
 from .output.failure import FailureReport, WorkerFailure, in_order_of_blame
@@ -303,6 +304,8 @@ class Supervisor:
             self._tell_what_is_left(self._server.end(SERVER_PATIENCE if answers else 0.0))
         done = self._state.phase is Phase.ENDED and self._state.aim is Aim.SUCCEED
         self._coordination.close(self._why_it_ends(), if_last=ENDED_WELL if done else "")
+        if hasattr(self, "_server"):
+            self._server.reap_kept()
         if self._store_socket is not None:
             self._store_socket.close()
         if self._probe_fd is not None:
@@ -386,6 +389,8 @@ class Supervisor:
                     else f"cannot import {message['module']}: {message['error']}"
                     f" (in {sys.executable})"
                 )
+            case "spawned" if message["lasts"]:
+                self._server.keep(message["pid"])
             case "spawned":
                 self._spawned[message["name"]] = message["pid"]
                 worker = self._workers.named(message["name"])
@@ -555,6 +560,12 @@ class Supervisor:
         if news:
             self._say(f"processes {news} do not die (stuck in the kernel, or frozen?): left behind")
 
+    def _serve_job_store(self, event: ServeStore) -> None:
+        """Have the fork server make a process for it. If it cannot be asked any more, the line ends."""
+        with event.listener as listener, event.line as line:
+            message = {"do": "store", "name": "job's store", "port": listener.getsockname()[1]}
+            self._server.channel.send(message, [listener.fileno(), line.fileno()])
+
     def _hear_peers(self) -> None:
         for event in self._coordination.take():
             match event:
@@ -568,6 +579,8 @@ class Supervisor:
                             event.serves,
                         )
                     )
+                case ServeStore():
+                    self._serve_job_store(event)
                 case PeerEvent("all_done"):
                     self._decide(policy.PeersDone())
                 case PeerEvent("stopped", node_rank):

@@ -32,7 +32,7 @@ from .backends.memory import MemoryStore
 from .dynamic import DynamicRendezvous, Listener, Say
 from .end_mark import ENDED_FOR, EndMark
 from .endpoint import Endpoint, HostPort, parse_endpoint
-from .home import FixedHome, Home
+from .home import FixedHome, Home, Prepare
 from .notes import Moved, age, is_news, to_lead_to, written
 from .parameters import RendezvousParameters
 from .protocol import Timing
@@ -206,6 +206,7 @@ def home_for(
     mark_end: bool = False,
     say: Say = _log.info,
     bind: str | None = None,
+    prepare: Prepare | None = None,
 ) -> Home:
     """The home of a job's store at an endpoint. Nothing is connected to yet.
 
@@ -219,6 +220,7 @@ def home_for(
         mark_end: a store that outlives the job keeps a mark that it has ended well, for a while.
         say: prints a line for the person at the terminal.
         bind: address to listen on where this node serves the store; ``*``: all; None: the endpoint's.
+        prepare: who serves it, where this node is to; None: this process.
 
     Raises:
         ConfigError: an option cannot work, a file or folder cannot be used, or a library is missing.
@@ -257,7 +259,7 @@ def home_for(
                 store = _memory_stores.setdefault(endpoint.path, MemoryStore())
             return FixedHome(lambda: store)
         case _:
-            return _tcp_home(endpoint.hosts, run_id, lease, secret, is_host, say, bind)
+            return _tcp_home(endpoint.hosts, run_id, lease, secret, is_host, say, bind, prepare)
 
 
 def _tcp_home(
@@ -268,8 +270,9 @@ def _tcp_home(
     is_host: bool | None,
     say: Say,
     bind: str | None,
+    prepare: Prepare | None,
 ) -> Home:
-    from .backends.tcp_home import TcpHome
+    from .backends.tcp_home import TcpHome, serve_here
 
     home = TcpHome(
         [(each.host, each.port) for each in hosts],
@@ -277,6 +280,7 @@ def _tcp_home(
         is_host=is_host,
         say=say,
         bind=bind,
+        prepare=prepare or serve_here,
     )
     codec = Codec(run_id, secret)
 

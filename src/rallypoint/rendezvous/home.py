@@ -6,6 +6,7 @@ Stores that others keep alive (etcd, a shared folder) stay where they are: :clas
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,16 @@ class Recovery:
     dead: frozenset[str] = frozenset()
 
 
+class Server(Protocol):
+    """A ``TCPStore`` that this node serves."""
+
+    def close(self) -> None: ...
+
+
+# Gets all ready to serve a store on a bound socket, which may block for seconds; what it returns begins at once.
+Prepare = Callable[[socket.socket], Callable[[], Server]]
+
+
 class Home(Protocol):
     """Calls block until ``deadline``, or until ``stop`` is set; both end in ``RendezvousConnectionError``."""
 
@@ -60,7 +71,7 @@ class Home(Protocol):
 
     @property
     def serves(self) -> bool:
-        """Whether the store lives in this process: it ends with it."""
+        """Whether this node serves the store: it ends with it."""
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
         """The first connection. Time that a node needs to start is no time to wait: it moves the deadline."""

@@ -22,7 +22,7 @@ from rallypoint.errors import (
 )
 
 from .api import RendezvousHandler, RendezvousInfo
-from .backends.tcpstore import load
+from .backends.native_store import load
 from .dynamic import DynamicRendezvous
 from .home import LastRound, Recovery
 from .store import Store

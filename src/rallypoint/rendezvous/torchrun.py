@@ -119,7 +119,7 @@ class Rounds:
 
     def next_round(self) -> tuple[RendezvousInfo, str, int]:
         """The next round, and the address of its workers' store. Errors are those of our handler."""
-        from .backends.tcpstore import TcpStore
+        from .backends.native_store import StoreServer
 
         listener = addresses.bind_store(self.handler.listens_on, 0)
         try:
@@ -133,7 +133,7 @@ class Rounds:
         previous, self._server = self._server, None
         self._rank, self._size = round_.rank, round_.world_size
         if round_.rank == 0:
-            self._server = TcpStore("localhost", port, listener)
+            self._server = StoreServer(listener)
         else:
             listener.close()
         if previous is not None:

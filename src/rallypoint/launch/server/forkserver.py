@@ -11,7 +11,8 @@ Rules:
 
 1. One thread. A fork of a process with threads inherits locks that nobody will release.
 2. Every process of the job is below this one. It is a *subreaper*: daemons and double forks come
-   back to it as orphans. So "everything below me" is the whole job, whatever user code does.
+   back to it as orphans. So "everything below me" is the whole job, whatever user code does. (The process that serves the
+   job's store, where this node does, is below it too, but only the supervisor ends it: see ``job_store``.)
 3. If the supervisor goes (end of the line), everything below is killed, then this process ends. If
    this process goes, the supervisor, a subreaper too, inherits everything and does the same; and
    each worker asked the kernel to die with its parent. One of the three is enough.
@@ -101,6 +102,7 @@ class ForkServer:
         self._names: dict[int, str] = {}  # pid -> name the supervisor gave; workers and stores
         self._pids: dict[str, int] = {}
         self._stores: set[int] = set()
+        self._lasting: set[int] = set()  # the job's stores: they end when the supervisor says so
         self._sweep_kill_at: float | None = None  # set while a sweep waits for its grace to end
         self._sweep_give_up_at: float | None = None
         self._wakeup_read, self._wakeup_write = -1, -1
@@ -255,21 +257,25 @@ class ForkServer:
         bootstrap.run_forked(job, worker, call=self._call)
 
     def _start_store(self, message: Message, fds: list[int]) -> None:
-        """Serve a store: ``name``, ``port``; descriptor: the listening socket."""
-        listen_fd, port = fds[0], message["port"]
+        """Serve a store: ``name``, ``port``; descriptors: the socket, and for the job's store the line that it ends with."""
+        serves_job = len(fds) > 1
+        call, title = ("serve_job", "the job's store") if serves_job else ("serve", "store")
+        args = fds[0], message["port"], *fds[1:]
 
         def become_store() -> None:
-            os.set_inheritable(listen_fd, True)
-            code = (
-                f"from rallypoint.launch.server.store_host import serve; serve({listen_fd}, {port})"
-            )
+            if serves_job:
+                process.live_without_parent()
             if self._start_method is StartMethod.EXEC:
+                for fd in fds:
+                    os.set_inheritable(fd, True)
+                code = f"from rallypoint.launch.server.store_host import {call}; {call}{args}"
                 with environment.overlay({"OMP_NUM_THREADS": "1"}):
                     os.execv(sys.executable, [sys.executable, "-c", code])
-            process.set_title("rally: store")
-            store_host.serve(listen_fd, port)
+            process.set_title(f"rally: {title}")
+            getattr(store_host, call)(*args)
 
-        self._stores.add(self._fork(message["name"], become_store, fds, deaf=True))
+        stores = self._lasting if serves_job else self._stores
+        stores.add(self._fork(message["name"], become_store, fds, deaf=True, lasts=serves_job))
 
     def _probe(self, reply_fd: int) -> None:
         """Count accelerators in a fork: asking CUDA here would spoil every later fork."""
@@ -329,9 +335,20 @@ class ForkServer:
     # -- children -----------------------------------------------------------------------------
 
     def _fork(
-        self, name: str, become: Callable[[], None], fds: list[int], *, deaf: bool = False
+        self,
+        name: str,
+        become: Callable[[], None],
+        fds: list[int],
+        *,
+        deaf: bool = False,
+        lasts: bool = False,
     ) -> int:
-        """Fork a process of the job. With ``deaf`` it is one of ours: what is meant for workers does not end it."""
+        """Fork a process of the job.
+
+        Args:
+            deaf: it is one of ours: what is meant for workers does not end it.
+            lasts: it is not ours to end.
+        """
         server = os.getpid()
         # What is sent to the new process before it is what it is to be must find it so: it waits.
         mask = signals.block()
@@ -362,11 +379,12 @@ class ForkServer:
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        self._started[pid] = clock.MONOTONIC.now()
+        if not lasts:
+            self._started[pid] = clock.MONOTONIC.now()
+            self._names[pid] = name
+            self._pids[name] = pid
         signals.restore(mask)
-        self._names[pid] = name
-        self._pids[name] = pid
-        self._report({"is": "spawned", "name": name, "pid": pid})
+        self._report({"is": "spawned", "name": name, "pid": pid, "lasts": lasts})
         return pid
 
     def _reap(self) -> None:
@@ -380,6 +398,7 @@ class ForkServer:
             name = self._names.pop(pid, None)
             self._started.pop(pid, None)
             self._stores.discard(pid)
+            self._lasting.discard(pid)
             if name is not None:  # else an orphan we had adopted
                 del self._pids[name]
                 self._report(
@@ -401,7 +420,7 @@ class ForkServer:
         self._sweep_give_up_at = now + grace + KILL_PATIENCE
 
     def _left(self) -> list[int]:
-        return process.descendants(os.getpid(), keep=self._stores)
+        return process.descendants(os.getpid(), keep=self._stores | self._lasting)
 
     def _continue_sweep(self) -> None:
         if self._sweep_give_up_at is None:
@@ -425,9 +444,9 @@ class ForkServer:
         poller = select.poll()
         poller.register(self._wakeup_read, select.POLLIN)
         while not deadline.expired():
-            process.send(process.descendants(os.getpid()), signal.SIGKILL)
+            process.send(process.descendants(os.getpid(), keep=self._lasting), signal.SIGKILL)
             self._reap()
-            if not process.children(os.getpid()):
+            if self._lasting.issuperset(process.children(os.getpid())):
                 break
             poller.poll(50)  # each death wakes us; the limit is for forks we have not seen
             self._drain_wakeups()
@@ -467,7 +486,7 @@ def main(fd: int) -> None:
     first: list[tuple[Message, list[int]]] = []
     while not first:
         poller.poll()
-        first = channel.receive()
+        first = channel.receive(1)  # what else has come is for the loop
         if channel.closed_by_peer:
             os._exit(0)
     hello, fds = first[0]

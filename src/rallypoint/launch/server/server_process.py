@@ -62,6 +62,7 @@ class ServerProcess:
         self._marker = marker.encode()
         self._strangers = strangers
         self._forked = forked
+        self._lasting: set[int] = set()
         self._reaped: int | None = None
         self._numbers = itertools.count()
         self._unconfirmed: dict[int, tuple[float, Message]] = {}
@@ -170,6 +171,14 @@ class ServerProcess:
         left = self.kill() if not self.wait(patience) else self.kill_orphans()
         os.close(self.pidfd)
         return left
+
+    def keep(self, pid: int) -> None:
+        """This process of the job is not to be ended with the rest: it serves the job's store."""
+        self._lasting.add(pid)
+
+    def reap_kept(self, patience: float = KILL_PATIENCE) -> None:
+        """Their lines are closed: wait for their ends. They have become our children, now that the server is gone."""
+        process.reap(self._lasting, patience)
 
     # -- requests it must confirm ---------------------------------------------------------------
 
@@ -300,7 +309,7 @@ class ServerProcess:
             found |= set(process.descendants(os.getpid(), keep=self._strangers))
         if self._reaped is None and process.is_running(self.pid):
             found |= {self.pid, *process.descendants(self.pid)}
-        return sorted(found)
+        return sorted(found - self._lasting)
 
 
 def _send_with_secret(channel: Channel, hello: Message, secret: bytes | None) -> None:

@@ -2,8 +2,8 @@
 
 Which node serves at first is decided by binding: the endpoint's address can be bound on one machine only, so
 no name is compared with another. Of several nodes on that machine the first one wins the port. It binds
-before it imports torch, and a *doorman* (:mod:`.door`) tells those who come meanwhile that the store is starting: they wait,
-and that time is not counted against them.
+before torch, whose server it is, has been imported, and a *doorman* (:mod:`.door`) tells those who come meanwhile that the
+store is starting: they wait, and that time is not counted against them.
 
 When the store is lost, the members of the last round ask the old place and each *standby* of the plan, and
 :mod:`.places` chooses. A standby has bound its port beforehand and does not listen there before it serves, so
@@ -20,22 +20,24 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import ConfigError, RendezvousConnectionError
-from rallypoint.rendezvous.home import LastRound, Recovery
+from rallypoint.rendezvous.home import LastRound, Prepare, Recovery, Server
 from rallypoint.rendezvous.store import Store
 
 from . import door
 from .door import Doorman
 from .greeting import SILENT, Door, Reply
 from .places import Answer, Place, Search
-from .tcpstore import FIRST_PATIENCE, TcpStore, connect, load
+from .tcpstore import REPLY_TIMEOUT, TcpStore
 
 
 _log = logging.getLogger(__name__)
+
 
 Say = Callable[[str], None]
 LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int] | None], None]
@@ -54,6 +56,27 @@ FIRST_ANSWER, LONGEST_START = 3.0, 600.0
 FORWARD_EVERY, FORWARD_AGAIN = 0.5, 2.0
 
 
+def serve_here(listener: socket.socket) -> Callable[[], Server]:
+    """A store served by this process itself."""
+    from .native_store import StoreServer, load
+
+    load()
+    return partial(StoreServer, listener)
+
+
+class _Served:
+    """A store that this node serves, and the way to it."""
+
+    def __init__(self, server: Server, host: str, port: int, silence: float) -> None:
+        self._server, self._host, self.port, self._silence = server, host, port, silence
+
+    def connect(self) -> TcpStore:
+        return TcpStore(self._host, self.port, silence=self._silence)
+
+    def close(self) -> None:
+        self._server.close()
+
+
 class TcpHome:
     """Implements :class:`~rallypoint.rendezvous.home.Home` for c10d's ``TCPStore``.
 
@@ -63,6 +86,7 @@ class TcpHome:
         is_host: whether this node serves; None: if the first of ``hosts`` is this machine.
         say: prints a line for the person at the terminal.
         bind: address to listen on where this node serves; ``*``: all; None: the one that the others come to.
+        prepare: who serves the store where this node is to: this process, or another one of the node.
     """
 
     def __init__(
@@ -73,18 +97,21 @@ class TcpHome:
         is_host: bool | None = None,
         say: Say,
         bind: str | None = None,
+        prepare: Prepare = serve_here,
     ) -> None:
         self._hosts = tuple(hosts)
+        self._prepare = prepare
         self._bind = bind
         self._silence = silence
         self._is_host = is_host
         self._say = say
-        self._server: TcpStore | None = None
-        self._left: list[TcpStore] = []  # served here, and empty but for a note of where the job is
+        self._server: _Served | None = None
+        self._left: list[_Served] = []  # served here, and empty but for a note of where the job is
         self._standby: socket.socket | None = None
         self._doorman: Doorman | None = None
         self._current: Place = Place(*self._hosts[0])
         self._outside: Place | None = None  # the same for others, once it has moved
+        self._may_serve = True  # what served the store here has not been lost
         self._told = False  # that the endpoint is no address of ours
         self._forward: LeaveNote | None = None
         self._forwarder: threading.Thread | None = None
@@ -131,8 +158,7 @@ class TcpHome:
                     store = self._client(Place(host, port))
                     self._current = Place(host, port)
                     return store
-            return self._serve_when_loaded(listener, deadline)
-        _load(deadline)
+            return self._serve_when_ready(listener, deadline)
         return self._wait_for_host(deadline, stop)
 
     def _listener_if_host(self) -> socket.socket | None:
@@ -220,28 +246,27 @@ class TcpHome:
             # Who had the port and did not serve there (any connection may be given it) may be gone.
             listener = self._listener_if_host()
             if listener is not None:
-                return self._serve_when_loaded(listener, deadline)
+                return self._serve_when_ready(listener, deadline)
 
-    def _serve_when_loaded(self, listener: socket.socket, deadline: Deadline) -> Store:
+    def _serve_when_ready(self, listener: socket.socket, deadline: Deadline) -> Store:
         self._doorman = Doorman(listener)
+        began = MONOTONIC.now()
         try:
-            _load(deadline)
+            serve = self._prepare(listener)
         finally:
+            deadline.extend(MONOTONIC.now() - began)  # that is time of our own
             doorman, self._doorman = self._doorman, None
             doorman.hand_on()
-        return self._serve(listener, self._hosts[0][1])
+        return self._begin(serve, listener)
 
-    def _serve(self, listener: socket.socket, port: int) -> Store:
-        port = listener.getsockname()[1] or port
-        host = addresses.reached_at(listener)
-        self._server = TcpStore(host, port, listener, self._silence)
+    def _begin(self, serve: Callable[[], Server], listener: socket.socket) -> Store:
+        host, port = addresses.reached_at(listener), int(listener.getsockname()[1])
+        self._server = _Served(serve(), host, port, self._silence)
         self._current = Place(host, port)
-        return self._server.clone()
+        return self._server.connect()
 
-    def _client(self, place: Place, patience: float = FIRST_PATIENCE) -> TcpStore:
-        return connect(
-            place.addr, place.port, silence=self._silence, probe=False, patience=patience
-        )
+    def _client(self, place: Place, timeout: float = REPLY_TIMEOUT) -> TcpStore:
+        return TcpStore(place.addr, place.port, silence=self._silence, timeout=timeout)
 
     # -- when it is lost ------------------------------------------------------------------------
 
@@ -267,8 +292,13 @@ class TcpHome:
         stop: threading.Event,
     ) -> Recovery:
         if self._server is not None:
-            # Served by this very process: only the connection broke.
-            return Recovery(self._server.clone(), moved=False)
+            with contextlib.suppress(RendezvousConnectionError):
+                # Served by this very node: only the connection broke.
+                return Recovery(self._server.connect(), moved=False)
+            # The process that served it here is gone. The others do not count on this node any more: it follows them.
+            self._server.close()
+            self._server = None
+            self._may_serve = False
         search = self._search(last)
         pause = FIRST_PAUSE
         answers: dict[Place, Answer] = {}
@@ -303,7 +333,11 @@ class TcpHome:
         own = "" if last is None else last.node_id
         host_id = "" if last is None else str(last.plan.get("store", ""))
         # The node that has served until now answers at the old place, or not at all.
-        others = [p for p in _standbys(last) if p.node_id == own or p.node_id != host_id]
+        others = [
+            place
+            for place in _standbys(last)
+            if place.node_id != host_id or (place.node_id == own and self._may_serve)
+        ]
         if own not in [each.node_id for each in others]:
             # We can serve in nobody's place: whoever starts over does it where all began.
             known = {(each.addr, each.port) for each in (old, *others)}
@@ -324,7 +358,7 @@ class TcpHome:
             return self._take_over(place, search)
         if (left := self._left_at(place)) is not None:
             # All that served after us have ended: it is the job's once more.
-            again = left.clone()
+            again = left.connect()
             self._left.remove(left)
             self._server, self._current, self._outside = left, place, place
             return Recovery(again, True, frozenset(search.dead))
@@ -354,11 +388,11 @@ class TcpHome:
         if listener is None:
             return None
         self._say(f"all nodes that served the job's store have ended; serving it here, port {port}")
-        store = self._serve(listener, port)
+        store = self._begin(self._prepare(listener), listener)
         self._outside = Place(host, port)
         return store
 
-    def _left_at(self, place: Place) -> TcpStore | None:
+    def _left_at(self, place: Place) -> _Served | None:
         """The store at a place, if this very node serves it, and the job had moved on from there."""
         for left in self._left:
             if left.port == place.port and addresses.is_this_host(place.addr):
@@ -382,7 +416,7 @@ class TcpHome:
             f"the job's store at {old.addr}:{old.port} is lost; serving it here, port {place.port}"
         )
         others = search.places
-        store = self._serve(listener, place.port)
+        store = self._begin(self._prepare(listener), listener)
         self._outside = place
         if self._forward is not None:
             # Another part of a broken network may have met at any of the places it knew.
@@ -397,7 +431,7 @@ class TcpHome:
         return Recovery(store, True, frozenset(search.dead))
 
     def _keep_forwarding(
-        self, server: TcpStore, here: Place, places: Sequence[tuple[str, int]]
+        self, server: _Served, here: Place, places: Sequence[tuple[str, int]]
     ) -> None:
         """Lead those who go to where the store was, or might have been, to where the job is now."""
         assert self._forward is not None
@@ -413,7 +447,7 @@ class TcpHome:
                     continue
                 with (
                     contextlib.suppress(RendezvousConnectionError, TimeoutError),
-                    contextlib.closing(server.clone()) as own,
+                    contextlib.closing(server.connect()) as own,
                     contextlib.closing(self._client(Place(host, port))) as there,
                 ):
                     self._forward(own, there, (here.addr, here.port), (host, port))
@@ -444,7 +478,7 @@ class TcpHome:
         for left in tuple(self._left):
             with (
                 contextlib.suppress(RendezvousConnectionError, TimeoutError),
-                contextlib.closing(left.clone()) as there,
+                contextlib.closing(left.connect()) as there,
             ):
                 self._forward(store, there, (self._outside.addr, self._outside.port), None)
 
@@ -488,13 +522,6 @@ def _probe(host: str, port: int) -> Answer:
     except OSError:
         return Answer.SILENT
     return Answer.SERVES
-
-
-def _load(deadline: Deadline) -> None:
-    """Import torch, in time of our own."""
-    began = MONOTONIC.now()
-    load()
-    deadline.extend(MONOTONIC.now() - began)
 
 
 def _who_is_at(host: str, port: int) -> Reply:

@@ -1,0 +1,129 @@
+"""torch's own side of its ``TCPStore``: the server, and clients for those who need c10d's. The one module here that imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+from rallypoint._core import addresses, env as environment, forks, resolver
+from rallypoint.errors import RendezvousConnectionError
+
+from .tcpstore import REPLY_TIMEOUT, break_on_silence
+
+
+# Two threads that each put a variable back would leave one of them changed.
+_loading = forks.Lock()
+# One connection is made at a time, so that its descriptor can be told apart.
+_connecting = forks.Lock()
+
+
+class StoreServer:
+    """A server in this process, until :meth:`close`.
+
+    Args:
+        listener: bound; the server takes it over.
+
+    Raises:
+        RendezvousConnectionError: it could not be served.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.port: int = listener.getsockname()[1]
+        host = addresses.reached_at(listener)
+        self._store: Any = _connected(host, self.port, REPLY_TIMEOUT, listener)
+        forks.abandon_in_child(self)
+
+    def close(self) -> None:
+        self._store = None  # it ends with the last reference
+
+    def abandon(self) -> None:
+        """In a forked child, which lacks the server's thread."""
+        self._store = None
+
+
+def client(host: str, port: int, *, timeout: float, silence: float | None) -> Any:
+    """c10d's client of a store. Blocks until it is connected.
+
+    Args:
+        timeout: seconds that its ``get`` and ``wait`` wait for a key.
+        silence: seconds after which the kernel breaks the connection if the other host says nothing; None: never.
+
+    Raises:
+        RendezvousConnectionError: the store is gone.
+    """
+    load()
+    with _connecting:
+        before = _descriptors()
+        store = _connected(resolver.numeric(host, port), port, REPLY_TIMEOUT, None)
+        if silence is not None:
+            for fd, _ in _descriptors() - before:
+                _watch(fd, port, silence)
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def load() -> None:
+    """Import torch, so that no deadline has to pay for it."""
+    _tcp_store()
+
+
+def _tcp_store() -> Any:
+    # c10d warns in C++ of each wait that ends without its key, and prints its stack where a connection
+    # fails; we say what is the matter ourselves.
+    level = environment.get("TORCH_CPP_LOG_LEVEL", "FATAL")
+    # It reads the variable once, when it is loaded: that must be here.
+    with _loading, environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
+    return TCPStore
+
+
+def _connected(host: str, port: int, timeout: float, listener: socket.socket | None) -> Any:
+    make = _tcp_store()
+    try:
+        # A server is a client of itself, too. c10d asks for the name of every address, only to print it.
+        with resolver.without_name_servers():
+            return make(
+                host,
+                port,
+                None,
+                is_master=listener is not None,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
+                use_libuv=True,  # our client counts on how it answers
+            )
+    except RuntimeError as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RendezvousConnectionError(
+            f"the job's store at {host}:{port} is gone: {why[:200]}"
+        ) from None
+
+
+# c10d offers no way to set options of its sockets; but they are this process's own, and found among the descriptors that are new.
+
+
+def _descriptors() -> set[tuple[int, int]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this very listing
+            found.add((int(name), os.fstat(int(name)).st_ino))
+    return found
+
+
+def _watch(fd: int, port: int, silence: float) -> None:
+    """If this is the connection to that port, have the kernel watch it."""
+    own = -1
+    try:
+        own = os.dup(fd)
+        with socket.socket(fileno=own) as sock:
+            own = -1
+            # Other threads open sockets of other kinds, whose peers are no pair of host and port.
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
+                break_on_silence(sock, silence)
+    except OSError:
+        # It was another thread's and is closed again, is no socket, or listens.
+        if own >= 0:
+            os.close(own)
