@@ -168,12 +168,12 @@ def test_a_store_that_is_still_starting_is_waited_for_beyond_the_time_to_join(
     """The host's import of torch takes as long as the test likes; the guest's time to join is short."""
     slow = cluster.folder / "slow"
     slow.mkdir()
-    # Before `import torch` in the host's supervisor, not in its fork server.
+    # Before `import torch` in the process that serves the host's store.
     (slow / "sitecustomize.py").write_text(
         "import os, sys, time\n"
         "class Slow:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'torch' and 'run' in sys.argv:\n"
+        "        if name == 'torch' and 'serve_job' in ' '.join(sys.orig_argv):\n"
         "            while not os.path.exists(os.environ['ELASTIC_FOLDER'] + '/go'):\n"
         "                time.sleep(0.05)\n"
         "sys.meta_path.insert(0, Slow())\n"

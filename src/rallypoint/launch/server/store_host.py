@@ -52,6 +52,7 @@ def serve_job(listen_fd: int, port: int, line_fd: int) -> None:
 
     It begins when it is told to: until then, somebody else may answer at that socket.
     """
+    import torch.distributed  # noqa: F401  it takes its time: before it says that it is ready
 
     line = socket.socket(fileno=line_fd)
     line.send(READY)

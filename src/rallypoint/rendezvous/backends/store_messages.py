@@ -6,7 +6,7 @@ that yields how many bytes it needs next, is sent these, and returns the result.
 The protocol (``torch/csrc/distributed/c10d/TCPStoreBackend.hpp``; not documented, unchanged since torch 2.0 but for additions):
 a request is one byte that says what is wanted, then its fields; the server answers each in order, `set` excepted. Numbers are
 in the byte order of the host, as c10d has them, so all hosts of a job must share one. ``tests/contract/test_store_messages.py`` holds
-this file to the torch that is installed, as a client of its server.
+this file to the torch that is installed.
 """
 
 from __future__ import annotations
@@ -198,11 +198,8 @@ def _come_or_cancelled() -> Reading[bool]:
     (answer,) = yield 1
     if answer == _CANCELLED:
         return False
-    yield from _cancelled()
-    return True
-
-
-def _cancelled() -> Reading[None]:
-    (answer,) = yield 1
+    if answer == _COME:
+        (answer,) = yield 1  # that of the wait was on its way
     if answer != _CANCELLED:
         raise ProtocolError(f"answer {answer} to the end of a wait, expected {_CANCELLED}")
+    return True
