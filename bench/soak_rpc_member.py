@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rallypoint.rpc.crew.poller import Poller
 from soak_rpc_calls import (
     CALLERS,
     COROUTINES,
@@ -47,7 +48,6 @@ from rallypoint.rpc.agent.agent import Agent
 from rallypoint.rpc.agent.serving import Request
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.connections.unused_memory import UnusedMemory
-from rallypoint.rpc.crew.poller import Poller
 from rallypoint.wire.memory import MemoryListener
 from rallypoint.wire.shm import SMALLEST, Mapped, Pool
 

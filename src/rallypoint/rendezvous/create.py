@@ -362,13 +362,14 @@ class GenerationStores:
         """The store of a round, over a connection of its own; the one before is given back."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # re-exported by *
 
+        from .backends import native_store
         from .backends.tcpstore import TcpStore
         from .c10d import c10d_store
 
         self.close()
         store = records.store
         if isinstance(store, TcpStore):
-            client = store.native(self._timeout)
+            client = native_store.client(store, self._timeout)
         else:
             client = self._held = c10d_store(store.clone(), self._timeout)
         return PrefixStore(records.full(f"{generation}/user"), client)

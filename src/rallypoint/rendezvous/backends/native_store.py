@@ -11,7 +11,7 @@ from typing import Any
 from rallypoint._core import addresses, env as environment, forks, resolver
 from rallypoint.errors import RendezvousConnectionError
 
-from .tcpstore import REPLY_TIMEOUT, break_on_silence
+from .tcpstore import REPLY_TIMEOUT, TcpStore, break_on_silence
 
 
 # Two threads that each put a variable back would leave one of them changed.
@@ -44,25 +44,27 @@ class StoreServer:
         self._store = None
 
 
-def client(host: str, port: int, *, timeout: float, silence: float | None) -> Any:
-    """c10d's client of a store. Blocks until it is connected.
+def client(store: TcpStore, timeout: float) -> Any:
+    """c10d's own client of the same store, over a connection of its own. Blocks until it is connected.
+
+    The kernel breaks it when the other host falls silent; nothing looks after a process that stands still.
 
     Args:
         timeout: seconds that its ``get`` and ``wait`` wait for a key.
-        silence: seconds after which the kernel breaks the connection if the other host says nothing; None: never.
 
     Raises:
         RendezvousConnectionError: the store is gone.
     """
     load()
+    address = resolver.numeric(store.host, store.port)
     with _connecting:
         before = _descriptors()
-        store = _connected(resolver.numeric(host, port), port, REPLY_TIMEOUT, None)
-        if silence is not None:
+        made = _connected(address, store.port, REPLY_TIMEOUT, None)
+        if store.silence is not None:
             for fd, _ in _descriptors() - before:
-                _watch(fd, port, silence)
-    store.set_timeout(timedelta(seconds=timeout))
-    return store
+                _watch(fd, store.port, store.silence)
+    made.set_timeout(timedelta(seconds=timeout))
+    return made
 
 
 def load() -> None:

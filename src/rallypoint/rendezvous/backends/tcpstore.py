@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
@@ -91,12 +91,16 @@ class TcpStore:
             raise
 
     @property
+    def host(self) -> str:
+        return self._host
+
+    @property
     def port(self) -> int:
         return self._port
 
     @property
-    def address(self) -> tuple[str, int]:
-        return self._host, self._port
+    def silence(self) -> float | None:
+        return self._silence
 
     def set(self, key: str, value: bytes) -> None:
         self._ask(store_messages.set_value(key, value))
@@ -153,23 +157,6 @@ class TcpStore:
             raise self._is_closed()
         patience = REPLY_TIMEOUT if self._silence is None else max(self._silence, GREETING)
         return TcpStore(self._host, self._port, silence=self._silence, timeout=patience)
-
-    def native(self, timeout: float) -> Any:
-        """c10d's own client over a connection of its own, for c10d's own users.
-
-        The kernel breaks it when the other host falls silent; nothing looks after a process that stands still.
-
-        Args:
-            timeout: seconds that its ``get`` and ``wait`` wait for a key.
-
-        Raises:
-            RendezvousConnectionError: the store is gone.
-        """
-        from .native_store import client
-
-        if self._closed:
-            raise self._is_closed()
-        return client(self._host, self._port, timeout=timeout, silence=self._silence)
 
     def close(self) -> None:
         """Give the connection back. A call of another thread that is blocked in it fails at once."""
