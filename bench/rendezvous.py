@@ -104,6 +104,20 @@ def _size(value: Any) -> int:
             return 8 if isinstance(value, int) else 0
 
 
+class CountedC10d:
+    """c10d's store: every call is one request to the server, and is counted."""
+
+    def __init__(self, store: Any, tally: Tally) -> None:
+        self._store, self._tally = store, tally
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)  # asks nobody
+
+    def __getattr__(self, name: str) -> Any:
+        call, note = getattr(self._store, name), self._tally.note
+        return lambda *arguments: note(call(*arguments), *arguments)
+
+
 @dataclass
 class Tallies:
     """The connection of rounds, and that of the pulse."""
@@ -132,7 +146,7 @@ def _counted(store: TcpStore, tally: Tally, of_clones: Tally) -> TcpStore:
         tally.sent_and_read += len(each.request)
         return tally.note(exchange(each, patience))
 
-    inner._exchange = noted
+    inner._exchange = noted  # noqa: SLF001
     inner.clone = lambda: _counted(clone(), of_clones, of_clones)
     return store
 
