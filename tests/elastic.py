@@ -350,8 +350,10 @@ class Cluster:
         for each in self.notes("generation"):
             key = (each["generation"], each["rank"])
             assert pids.setdefault(key, each["pid"]) == each["pid"], f"{key} is there twice"
-            facts = (each["world"], each["restarts"], each["resumed"], each["master"])
-            assert agreed.setdefault(each["generation"], facts) == facts
+            master = each["master"].replace("localhost", "127.0.0.1")
+            facts = (each["world"], each["restarts"], each["resumed"], master)
+            before = agreed.setdefault(each["generation"], facts)
+            assert before == facts, f"generation {each['generation']}: {before} and {facts}"
         last: dict[str, Any] | None = None
         for each in self.notes("step"):
             if last is not None and each["generation"] == last["generation"]:

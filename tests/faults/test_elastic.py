@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elastic import PORT, Cluster, Hosts, Node, free_port, make_hosts, wait_until
@@ -373,16 +375,20 @@ def start_local(local: Cluster, count: int, *flags: str) -> str:
 
 
 def test_the_stores_host_follows_those_who_lost_it_for_a_while(local: Cluster) -> None:
-    # Its supervisor stands still and wakes up; its own workers notice nothing, and nor does it.
+    # It stands still and wakes up; its own workers notice nothing, and nor does it.
     flags = words("3:3", "--max-restarts", "3")
     endpoint = f"127.0.0.1:{free_port()}"
     for index in range(3):
         apart = {"ELASTIC_APART": "1"}
         local.start(f"n{index}", *flags, "--rdzv-endpoint", endpoint, env=apart)
     first = local.formed(3)
-    server = next(node for node in local.nodes if listens(node, endpoint))
+    server, store = next(
+        (node, pid) for node in local.nodes if (pid := process_of_store(node, endpoint))
+    )
+    os.kill(store, signal.SIGSTOP)
     server.signal(signal.SIGSTOP)
     time.sleep(LEASE + 0.6)
+    os.kill(store, signal.SIGCONT)
     at = server.signal(signal.SIGCONT)
     second = local.formed(3, after=first.generation)
     assert second.restarts == 0
@@ -512,7 +518,7 @@ def test_who_is_done_early_leaves_but_the_stores_host_stays_for_the_others(local
         local.start(f"n{index}", *flags, "--rdzv-endpoint", endpoint, env={"ELASTIC_APART": "1"})
     first = local.formed(4)
     n0, n1, n2, n3 = (local.node(f"n{index}") for index in range(4))
-    server = next(node for node in local.nodes if listens(node, endpoint))
+    server = next(node for node in local.nodes if process_of_store(node, endpoint))
     others = [node for node in (n0, n1, n2, n3) if node is not server]
 
     at = local.order(f"finish-{others[0].name}")
@@ -547,7 +553,7 @@ def test_the_stores_host_does_not_stay_for_the_dead(local: Cluster) -> None:
     for index in range(2):
         local.start(f"n{index}", *flags, "--rdzv-endpoint", endpoint, env={"ELASTIC_APART": "1"})
     local.formed(2)
-    server = next(node for node in local.nodes if listens(node, endpoint))
+    server = next(node for node in local.nodes if process_of_store(node, endpoint))
     other = next(node for node in local.nodes if node is not server)
     local.order(f"finish-{server.name}")
     wait_until(lambda: local.notes("finished"), "the store's host is done")
@@ -557,13 +563,15 @@ def test_the_stores_host_does_not_stay_for_the_dead(local: Cluster) -> None:
     assert server.wait() == 0, local
 
 
-def listens(node: Node, endpoint: str) -> bool:
-    """Whether that process holds the endpoint's listening socket."""
-    import psutil
-
+def process_of_store(node: Node, endpoint: str) -> int | None:
+    """The pid of the node's process that listens at the endpoint."""
     port = int(endpoint.rpartition(":")[2])
-    found = psutil.Process(node.pid).net_connections()
-    return any(c.laddr and c.laddr.port == port and c.status == "LISTEN" for c in found)
+    for each in psutil.Process(node.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found = each.net_connections()
+            if any(c.laddr and c.laddr.port == port and c.status == "LISTEN" for c in found):
+                return each.pid
+    return None
 
 
 def test_a_spare_steps_in_and_ends_with_the_job(local: Cluster) -> None:
@@ -574,7 +582,7 @@ def test_a_spare_steps_in_and_ends_with_the_job(local: Cluster) -> None:
     spare = local.start("spare", *flags, "--rdzv-endpoint", endpoint)
     spare.wait_said("the job is running with 2 nodes; waiting as a spare until one is lost")
     assert not [e for e in local.notes("generation") if e["generation"] > first.generation]
-    server = next(node for node in local.nodes if listens(node, endpoint))
+    server = next(node for node in local.nodes if process_of_store(node, endpoint))
     victim = next(node for node in local.nodes[:2] if node is not server)
     at = victim.signal(signal.SIGKILL)
     second = local.formed(2, after=first.generation)
@@ -618,7 +626,7 @@ def test_too_few_wait_for_a_replacement_and_say_who_is_there(local: Cluster) -> 
     first = local.formed(2)
     local.goes_on(first)
     victim = local.node(first.names[1])
-    if listens(victim, endpoint):
+    if process_of_store(victim, endpoint):
         victim = local.node(first.names[0])
     survivor = next(node for node in local.nodes if node is not victim)
     victim.signal(signal.SIGKILL)
@@ -765,4 +773,66 @@ def test_who_does_not_know_the_secret_is_no_member_and_does_no_harm(local: Clust
     local.start("third", *flags, *knows, "--rdzv-endpoint", endpoint)
     second = local.formed(3, after=first.generation)
     assert second.restarts == 0
+    finish(local, *second.names)
+
+
+# -- the process of the job's store ---------------------------------------------------------------
+
+
+def test_a_supervisor_stays_small_and_the_stores_process_outlives_its_fork_server(
+    local: Cluster,
+) -> None:
+    """Others read in the store why this node has ended; and nobody but the fork server has torch."""
+    flags = words("2:2", "--max-restarts", "0")
+    endpoint = f"127.0.0.1:{free_port()}"
+    # Interpreters of their own: what they have in memory is theirs.
+    apart = {"PYTHONHASHSEED": "0"}
+    for index in range(2):
+        local.start(f"n{index}", *flags, "--rdzv-endpoint", endpoint, env=apart)
+    first = local.formed(2)
+    local.goes_on(first)
+    for node in local.nodes:
+        assert "libtorch" not in Path(f"/proc/{node.pid}/maps").read_text()
+        (resident,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{node.pid}/status").read_text())
+        assert int(resident) < 40_000, f"{node.name} takes {resident} kB"
+    server, store = next(
+        (node, pid) for node in local.nodes if (pid := process_of_store(node, endpoint))
+    )
+    other = next(node for node in local.nodes if node is not server)
+    fork_server = psutil.Process(store).ppid()
+    os.kill(fork_server, signal.SIGKILL)
+    assert server.wait() == 1
+    assert f"its fork server (pid {fork_server}) was killed by SIGKILL" in server.says()
+    assert other.wait() != 0, local
+    assert "is lost" not in other.says(), "it has been told"
+    assert not process.is_running(store)
+
+
+def test_the_stores_process_ends_with_a_killed_supervisor(local: Cluster) -> None:
+    flags = words("1:2")
+    endpoint = start_local(local, 2, *flags)
+    first = local.formed(2)
+    local.goes_on(first)
+    server, store = next(
+        (node, pid) for node in local.nodes if (pid := process_of_store(node, endpoint))
+    )
+    server.signal(signal.SIGKILL)
+    wait_until(lambda: not process.is_running(store), "the store's process has ended")
+    second = local.formed(1, after=first.generation)
+    local.goes_on(second)
+    finish(local, *second.names)
+
+
+def test_a_job_goes_on_when_only_the_stores_process_is_killed(local: Cluster) -> None:
+    flags = words("1:3")
+    endpoint = start_local(local, 3, *flags)
+    first = local.formed(3)
+    local.goes_on(first)
+    _, store = next(
+        (node, pid) for node in local.nodes if (pid := process_of_store(node, endpoint))
+    )
+    os.kill(store, signal.SIGKILL)
+    second = local.formed(3, after=first.generation)
+    assert second.restarts == 0
+    local.goes_on(second)
     finish(local, *second.names)

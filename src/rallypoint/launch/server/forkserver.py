@@ -263,8 +263,6 @@ class ForkServer:
         args = fds[0], message["port"], *fds[1:]
 
         def become_store() -> None:
-            if serves_job:
-                process.live_without_parent()
             if self._start_method is StartMethod.EXEC:
                 for fd in fds:
                     os.set_inheritable(fd, True)

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
+from rallypoint._core import process
 from rallypoint._core.addresses import reached_at
 from rallypoint._core.resolver import without_name_servers
 
@@ -54,11 +55,12 @@ def serve_job(listen_fd: int, port: int, line_fd: int) -> None:
     """
     import torch.distributed  # noqa: F401  it takes its time: before it says that it is ready
 
+    process.live_without_parent()  # whoever ends the fork server does not end the job's store
     line = socket.socket(fileno=line_fd)
-    line.send(READY)
-    if line.recv(len(GO)) == GO:
-        _store = _serve(listen_fd, port, "job's store")
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the supervisor has ended
+        line.send(READY)
+        if line.recv(len(GO)) == GO:
+            _store = _serve(listen_fd, port, "job's store")
             line.recv(1)
     os._exit(0)
 

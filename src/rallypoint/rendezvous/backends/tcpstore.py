@@ -117,18 +117,24 @@ class TcpStore:
                 return value
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        found: list[bytes | None] = []
+        found: dict[str, bytes | None] = {}
         for start in range(0, len(keys), CHUNK):
-            chunk = keys[start : start + CHUNK]
-            values = self._ask(store_messages.get_many(chunk))
-            # For a key that is not there the server answers with nothing, as for one that holds nothing.
-            empty = [key for key, value in zip(chunk, values, strict=True) if not value]
-            answers = self._ask(store_messages.check_each(empty)) if empty else []
-            there = dict(zip(empty, answers, strict=True))
-            found += [
-                value if there.get(key, True) else None
-                for key, value in zip(chunk, values, strict=True)
-            ]
+            found.update(self._get_chunk(keys[start : start + CHUNK]))
+        return [found[key] for key in keys]
+
+    def _get_chunk(self, keys: Sequence[str]) -> dict[str, bytes | None]:
+        values = self._ask(store_messages.get_many(keys))
+        found: dict[str, bytes | None] = dict(zip(keys, values, strict=True))
+        # For a key that is not there the server answers with nothing, as for one that holds nothing.
+        empty = [key for key in keys if not found[key]]
+        if empty:
+            answers = self._ask(store_messages.check_each(empty))
+            found.update(dict.fromkeys(empty))
+            # One that is there now may have come in between: what it holds is read after that.
+            late = [key for key, is_there in zip(empty, answers, strict=True) if is_there]
+            if late:
+                values = self._ask(store_messages.get_many(late))
+                found.update(zip(late, values, strict=True))
         return found
 
     def peek(self, key: str) -> bytes | None:
