@@ -804,7 +804,8 @@ def test_a_supervisor_stays_small_and_the_stores_process_outlives_its_fork_serve
     assert server.wait() == 1
     assert f"its fork server (pid {fork_server}) was killed by SIGKILL" in server.says()
     assert other.wait() != 0, local
-    assert "is lost" not in other.says(), "it has been told"
+    why = f"failed: its fork server (pid {fork_server}) was killed by SIGKILL"
+    assert why in other.says(), "it has been told"
     assert not process.is_running(store)
 
 

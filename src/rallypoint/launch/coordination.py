@@ -122,8 +122,14 @@ class Coordination(Protocol):
         ``generation`` is the one expected; where members come and go the round tells which it is.
         """
 
-    def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
-        """``failed``, ``stopped``, ``leaving``, ``done`` or ``report`` (all failures of a generation)."""
+    def tell(
+        self, what: str, generation: int, failures: tuple[WorkerFailure, ...], reason: str = ""
+    ) -> None:
+        """``failed``, ``stopped``, ``leaving``, ``done`` or ``report`` (all failures of a generation).
+
+        Args:
+            reason: why this node has failed, if none of its workers is the cause.
+        """
 
     def reports(self) -> tuple[WorkerFailure, ...]:
         """The failures that nodes have reported (``report``), the root cause first."""
@@ -167,7 +173,9 @@ class LoneNode:
         )
         os.write(self._write, b"x")
 
-    def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
+    def tell(
+        self, what: str, generation: int, failures: tuple[WorkerFailure, ...], reason: str = ""
+    ) -> None:
         pass
 
     def reports(self) -> tuple[WorkerFailure, ...]:

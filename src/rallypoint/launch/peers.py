@@ -63,6 +63,8 @@ from .server.job_store import hosting
 LEAVE_PATIENCE = 5.0
 # Failures in one entry are cut to this many: a root cause is not the hundredth.
 MAX_FAILURES_TOLD = 64
+# Characters of the reason that another node gives for its failure.
+MAX_REASON = 300
 # How long the store stays for spare nodes to read that they are not needed.
 SPARES_PATIENCE = 2.0
 
@@ -130,7 +132,9 @@ class PeerNodes:
         self._joining = True
         self._requests.put(lambda: self._meet(facts))
 
-    def tell(self, what: str, generation: int, failures: tuple[WorkerFailure, ...]) -> None:
+    def tell(
+        self, what: str, generation: int, failures: tuple[WorkerFailure, ...], reason: str = ""
+    ) -> None:
         told = failures_to_json(failures[:MAX_FAILURES_TOLD])
         match what:
             case "done":
@@ -140,7 +144,8 @@ class PeerNodes:
             case "leaving":
                 self._requests.put(lambda: self._say_farewell(generation))
             case _:
-                self._requests.put(lambda: self._append(what, generation, failures=told))
+                more = {"failures": told} | ({"reason": reason} if reason else {})
+                self._requests.put(lambda: self._append(what, generation, **more))
 
     def reports(self) -> tuple[WorkerFailure, ...]:
         with self._lock:
@@ -511,7 +516,8 @@ class PeerNodes:
                 self._post(PeerEvent("leaving", node, generation))
             case "failed" | "stopped" if not own:
                 failures = failures_from_json(str(entry.get("failures", "[]")))
-                self._post(PeerEvent(what, node, generation, failures))
+                reason = str(entry.get("reason", ""))[:MAX_REASON]
+                self._post(PeerEvent(what, node, generation, failures, reason))
 
     def _heed_lost(self, current: Round, entry: Mapping[str, Any]) -> None:
         assert self._rendezvous is not None

@@ -137,6 +137,7 @@ class Supervisor:
         self._store_failure = ""
         self._failures: tuple[WorkerFailure, ...] = ()
         self._lost = ""  # a node or the fork server that is gone, in words
+        self._broken = ""  # why it is this node that cannot go on
         self._peer_failures: tuple[WorkerFailure, ...] = ()
         self._results: tuple[bytes, ...] = ()
         self._gather_until: float | None = None
@@ -514,7 +515,7 @@ class Supervisor:
         # Those that died with it have become our children.
         process.reap(self._spawned.values(), DRAIN_PATIENCE)
         self._end_generation(left)
-        self._lost = self._lost or reason
+        self._lost, self._broken = self._lost or reason, reason
         self._decide(policy.Broken(reason))
 
     # -- a fork server that does not answer ----------------------------------------------------
@@ -607,6 +608,8 @@ class Supervisor:
                     )
                     if not (echo and self._peer_failures):
                         self._peer_failures = failures
+                    if event.reason:
+                        self._lost = self._lost or f"node {node_rank} failed: {event.reason}"
                     self._decide(policy.PeerFailed(node_rank, generation, echo))
                 case NotNeeded():
                     self._say(f"{ENDED_WELL}: this node was not needed")
@@ -656,7 +659,8 @@ class Supervisor:
                         self._end_generation([])
                         self._decide(policy.Swept())
                 case policy.TellPeers(what):
-                    self._coordination.tell(what, self._state.generation, self._workers.failures())
+                    failures, reason = self._workers.failures(), self._store_failure or self._broken
+                    self._coordination.tell(what, self._state.generation, failures, reason)
                 case policy.ReportRestart():
                     self._report_restart()
                 case policy.Finish(aim):
@@ -719,7 +723,7 @@ class Supervisor:
         config, ready = self._config, self._round
         assert ready is not None
         self._start_is_due = self._peers_stop = False
-        self._store_failure = self._lost = ""
+        self._store_failure = self._lost = self._broken = ""
         self._peer_failures = ()
         if ready.node_rank == 0 and self._store_socket is not None:
             name = f"store {ready.generation}"
