@@ -779,16 +779,18 @@ def test_who_does_not_know_the_secret_is_no_member_and_does_no_harm(local: Clust
 # -- the process of the job's store ---------------------------------------------------------------
 
 
-def test_a_supervisor_stays_small_and_the_stores_process_outlives_its_fork_server(
-    local: Cluster,
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+def test_a_fork_server_that_is_killed_costs_its_node_and_is_told_to_the_others(
+    local: Cluster, elastic: bool
 ) -> None:
-    """Others read in the store why this node has ended; and nobody but the fork server has torch."""
-    flags = words("2:2", "--max-restarts", "0")
+    """It was on the node with the job's store, whose process lives on until all is said. And only fork servers have torch."""
+    nodes = words("1:2") if elastic else ("--nnodes", "2", "--shutdown-timeout", "2")
     endpoint = f"127.0.0.1:{free_port()}"
     # Interpreters of their own: what they have in memory is theirs.
     apart = {"PYTHONHASHSEED": "0"}
     for index in range(2):
-        local.start(f"n{index}", *flags, "--rdzv-endpoint", endpoint, env=apart)
+        rank = () if elastic else ("--node-rank", str(index))
+        local.start(f"n{index}", *nodes, *rank, "--rdzv-endpoint", endpoint, env=apart)
     first = local.formed(2)
     local.goes_on(first)
     for node in local.nodes:
@@ -801,11 +803,19 @@ def test_a_supervisor_stays_small_and_the_stores_process_outlives_its_fork_serve
     other = next(node for node in local.nodes if node is not server)
     fork_server = psutil.Process(store).ppid()
     os.kill(fork_server, signal.SIGKILL)
+    at = time.monotonic()
     assert server.wait() == 1
-    assert f"its fork server (pid {fork_server}) was killed by SIGKILL" in server.says()
-    assert other.wait() != 0, local
-    why = f"failed: its fork server (pid {fork_server}) was killed by SIGKILL"
-    assert why in other.says(), "it has been told"
+    why = f"its fork server (pid {fork_server}) was killed by SIGKILL"
+    assert why in server.says()
+    if elastic:
+        second = local.formed(1, after=first.generation)
+        assert second.restarts == 0
+        local.measure("fork server killed, next collective", second.at - at)
+        local.goes_on(second)
+        finish(local, other.name)
+    else:
+        assert other.wait() != 0, local
+    assert f"failed: {why}" in other.says()
     assert not process.is_running(store)
 
 

@@ -128,7 +128,7 @@ class Coordination(Protocol):
         """``failed``, ``stopped``, ``leaving``, ``done`` or ``report`` (all failures of a generation).
 
         Args:
-            reason: why this node has failed, if none of its workers is the cause.
+            reason: why this node fails or leaves, if no worker and no signal is the cause.
         """
 
     def reports(self) -> tuple[WorkerFailure, ...]:

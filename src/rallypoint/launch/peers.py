@@ -142,7 +142,7 @@ class PeerNodes:
             case "report":
                 self._ask(lambda: self._report(generation, told))
             case "leaving":
-                self._requests.put(lambda: self._say_farewell(generation))
+                self._requests.put(lambda: self._say_farewell(generation, reason))
             case _:
                 more = {"failures": told} | ({"reason": reason} if reason else {})
                 self._requests.put(lambda: self._append(what, generation, **more))
@@ -332,11 +332,12 @@ class PeerNodes:
         entry = {"what": what, "node": current.rank, **more}
         Journal(self._records(), generation).append(entry)
 
-    def _say_farewell(self, generation: int) -> None:
+    def _say_farewell(self, generation: int, reason: str) -> None:
         assert self._rendezvous is not None
         current = self._round
         if current.kept_for == generation:
-            self._append("leaving", generation, serves=self._rendezvous.serves)
+            serves = self._rendezvous.serves
+            self._append("leaving", generation, serves=serves, reason=reason)
             return
         # The others have gone on without us, but with our store.
         entry = {"what": "leaving", "node": -1, "serves": self._rendezvous.serves}
@@ -513,7 +514,8 @@ class PeerNodes:
                     # Its store goes with it: the next round meets at another place already.
                     current.store_lost = True
                     self._requests.put(self._rendezvous.abandon_store)
-                self._post(PeerEvent("leaving", node, generation))
+                reason = str(entry.get("reason", ""))[:MAX_REASON]
+                self._post(PeerEvent("leaving", node, generation, reason=reason))
             case "failed" | "stopped" if not own:
                 failures = failures_from_json(str(entry.get("failures", "[]")))
                 reason = str(entry.get("reason", ""))[:MAX_REASON]

@@ -198,7 +198,7 @@ class NotNeeded:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The job cannot go on here: fork server lost, rendezvous impossible."""
+    """This node cannot go on: it has lost its fork server."""
 
     reason: str
 
@@ -352,7 +352,9 @@ def decide(now: float, state: State, event: Event) -> Decision:
             return _swept(state)
         case Broken(reason):
             new = replace(state, phase=Phase.ENDED, aim=Aim.FAIL, running=frozenset())
-            tell: tuple[Command, ...] = (TellPeers("failed"),) if state.num_nodes > 1 else ()
+            # What has happened to this node alone costs an elastic job this node alone.
+            what = "leaving" if state.elastic else "failed"
+            tell: tuple[Command, ...] = (TellPeers(what),) if state.num_nodes > 1 else ()
             return Decision(new, (*tell, Finish(Aim.FAIL)), reason)
         case _:
             assert_never(event)

@@ -332,7 +332,7 @@ class Supervisor:
                 alone = state.elastic and not state.peers_done
                 return "" if alone else ENDED_WELL
             case Aim.FAIL:
-                return "the job has failed"
+                return "" if self._fails_alone else "the job has failed"
             case Aim.SIGNALLED if not (state.elastic and state.signal == signal.SIGTERM):
                 return "the job was told to stop"
             case _:
@@ -596,8 +596,9 @@ class Supervisor:
                     self._lost = self._lost or event.reason
                     self._decide(policy.PeerLost(node_rank))
                 case PeerEvent("leaving", node_rank):
-                    self._peers_stop = True
-                    self._lost = self._lost or f"node {node_rank} was told to leave"
+                    self._peers_stop = not event.reason
+                    why = f"failed: {event.reason}" if event.reason else "was told to leave"
+                    self._lost = self._lost or f"node {node_rank} {why}"
                     self._decide(policy.PeerLeaves(node_rank))
                 case PeerEvent("waiting"):
                     self._lost = self._lost or "a node wants to join"
@@ -899,11 +900,16 @@ class Supervisor:
 
     def _finish(self, aim: Aim) -> None:
         """The policy has ended; with several nodes, their failures are waited for a while."""
-        alone = self._config.num_nodes == 1 or self._coordination.broken
+        alone = self._config.num_nodes == 1 or self._coordination.broken or self._fails_alone
         if aim is Aim.FAIL and not alone:
             patience = self._config.shutdown_timeout + GATHER_PATIENCE
             self._gather_until = clock.MONOTONIC.now() + patience
             self._coordination.tell("report", self._state.generation, self._failures)
+
+    @property
+    def _fails_alone(self) -> bool:
+        """Whether only this node has come to its end, and the job goes on without it."""
+        return bool(self._broken) and self._state.elastic
 
     def _conclude(self) -> None:
         aim = self._state.aim
