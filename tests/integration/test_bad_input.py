@@ -336,6 +336,25 @@ def test_port_in_use(asker: Asker, flag: str):
     assert "choose another one, or 0 for any free port" in answer.line
 
 
+@pytest.mark.parametrize(
+    ("flags", "option"),
+    [
+        ("--node-rank 0 --master-addr 127.0.0.1 --master-port {port}", "--master-port"),
+        ("--rdzv-endpoint 127.0.0.1:{port} --rdzv-conf is_host=true", "--rdzv-endpoint"),
+    ],
+)
+def test_port_in_use_on_the_node_that_is_to_serve(asker: Asker, flags: str, option: str):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = str(sock.getsockname()[1])
+        words = ("--nnodes", "2", "--insecure", *flags.format(port=port).split())
+        answer = asker.ask("run", *words, "train.py")
+    assert answer.exit_code == MISTAKE
+    assert f"{option} '{port}': the port is in use" in answer.line
+    assert "choose another one, the same on all nodes" in answer.line
+
+
 def test_port_that_is_not_permitted(asker: Asker):
     first = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
     if first.exists() and int(first.read_text()) <= 81:

@@ -70,6 +70,7 @@ def rendezvous_for(
         mark_end=meeting.run_id != DEFAULT_RUN_ID,
         say=say,
         prepare=prepare,
+        option="--master-port" if meeting.endpoint is None else "--rdzv-endpoint",
     )
     return DynamicRendezvous(
         home,

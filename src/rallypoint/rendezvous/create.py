@@ -207,6 +207,7 @@ def home_for(
     say: Say = _log.info,
     bind: str | None = None,
     prepare: Prepare | None = None,
+    option: str = "--rdzv-endpoint",
 ) -> Home:
     """The home of a job's store at an endpoint. Nothing is connected to yet.
 
@@ -221,6 +222,7 @@ def home_for(
         say: prints a line for the person at the terminal.
         bind: address to listen on where this node serves the store; ``*``: all; None: the endpoint's.
         prepare: who serves it, where this node is to; None: this process.
+        option: what the endpoint was given by, for errors.
 
     Raises:
         ConfigError: an option cannot work, a file or folder cannot be used, or a library is missing.
@@ -259,30 +261,24 @@ def home_for(
                 store = _memory_stores.setdefault(endpoint.path, MemoryStore())
             return FixedHome(lambda: store)
         case _:
-            return _tcp_home(endpoint.hosts, run_id, lease, secret, is_host, say, bind, prepare)
+            served_by = {} if prepare is None else {"prepare": prepare}
+            return _tcp_home(
+                endpoint.hosts,
+                Codec(run_id, secret),
+                silence=lease,
+                is_host=is_host,
+                say=say,
+                bind=bind,
+                option=option,
+                **served_by,
+            )
 
 
-def _tcp_home(
-    hosts: tuple[HostPort, ...],
-    run_id: str,
-    lease: float,
-    secret: bytes | None,
-    is_host: bool | None,
-    say: Say,
-    bind: str | None,
-    prepare: Prepare | None,
-) -> Home:
-    from .backends.tcp_home import TcpHome, serve_here
+def _tcp_home(hosts: tuple[HostPort, ...], codec: Codec, **settings: Any) -> Home:
+    """A home whose stores lead to one another; ``settings`` as of :class:`.TcpHome`."""
+    from .backends.tcp_home import TcpHome
 
-    home = TcpHome(
-        [(each.host, each.port) for each in hosts],
-        silence=lease,
-        is_host=is_host,
-        say=say,
-        bind=bind,
-        prepare=prepare or serve_here,
-    )
-    codec = Codec(run_id, secret)
+    home = TcpHome([(each.host, each.port) for each in hosts], **settings)
 
     def leave_note(
         one: Store, other: Store, place: tuple[str, int], others: tuple[str, int] | None

@@ -501,7 +501,8 @@ def _lead(
                     enough_since = now
                 if not_yet.reason != said and now - started > SILENCE:
                     said = not_yet.reason
-                    yield Tell(f"{said}; waiting for up to {give_up - now:.0f} s")
+                    until = give_up if not_yet.look_at is None else min(give_up, not_yet.look_at)
+                    yield Tell(f"{said}; waiting for up to {until - now:.0f} s")
                 # A slot that was taken and not yet filled comes first; else the one that may decide.
                 hole = next((each for each in range(filled) if each not in records), None)
                 awaited = max(filled, not_yet.slots - 1) if hole is None else hole

@@ -87,6 +87,7 @@ class TcpHome:
         say: prints a line for the person at the terminal.
         bind: address to listen on where this node serves; ``*``: all; None: the one that the others come to.
         prepare: who serves the store where this node is to: this process, or another one of the node.
+        option: what the port was given by, for errors.
     """
 
     def __init__(
@@ -98,9 +99,11 @@ class TcpHome:
         say: Say,
         bind: str | None = None,
         prepare: Prepare = serve_here,
+        option: str = "--rdzv-endpoint",
     ) -> None:
         self._hosts = tuple(hosts)
         self._prepare = prepare
+        self._option = option
         self._bind = bind
         self._silence = silence
         self._is_host = is_host
@@ -175,7 +178,7 @@ class TcpHome:
             return None
         try:
             to = addresses.listening_address(self._bind, host)
-            listener = addresses.bind_store(to, port, "--rdzv-endpoint")
+            listener = addresses.bind_store(to, port, self._option)
         except ConfigError as error:
             if self._is_host is None:
                 return None  # another supervisor on this machine was first
@@ -185,7 +188,8 @@ class TcpHome:
             if reply.door in {Door.SERVES, Door.STARTING}:
                 return None  # whoever serves there can say who it is
             problem = f"{error.problem}: {reply.why}" if reply.why else error.problem
-            raise ConfigError(error.field, error.value, problem, error.hint) from None
+            hint = "choose another one, the same on all nodes"
+            raise ConfigError(error.field, error.value, problem, hint) from None
         if not here:
             # A name that has no address yet, or one that only a NAT's outside has: this node was told to serve.
             what = (
