@@ -80,7 +80,6 @@ SANS_IO = {
     "rendezvous/introduction.py",
     "rendezvous/quorum.py",
     "rendezvous/records.py",
-    "rendezvous/ordering.py",
     "parallel/layout.py",
     "join/schedule.py",
     "wire/auth.py",

@@ -1,41 +1,46 @@
 """Fixed membership over the memory store: every node gets the same plan, or is told why not."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rallypoint.errors import ConfigError, RendezvousError, RendezvousTimeout
-from rallypoint.rendezvous import RendezvousInfo, StaticRendezvous
+from rallypoint.errors import ConfigError, RendezvousTimeout
+from rallypoint.rendezvous import RendezvousInfo
 from rallypoint.rendezvous.backends.memory import MemoryStore
+from rallypoint.rendezvous.dynamic import DynamicRendezvous
+from rallypoint.rendezvous.home import FixedHome
 from rallypoint.rendezvous.lease import Leases
-from rallypoint.rendezvous.ordering import assign_node_ranks, natural_key
+from rallypoint.rendezvous.protocol import Timing
+from rallypoint.rendezvous.quorum import Settings, natural_key
 
 
 def node(
-    store: MemoryStore, name: str, *, rank: int | None, nodes: int, **more: Any
-) -> StaticRendezvous:
-    given = {
-        "leader": rank == 0,
-        "run_id": "job",
-        "host": name,
-        "node_id": name,
-        "join_timeout": 5.0,
-    }
-    return StaticRendezvous(
-        store, num_nodes=nodes, node_rank=rank, say=lambda _: None, **{**given, **more}
+    store: MemoryStore, name: str, *, rank: int | None, nodes: int, join: float = 20.0, **more: Any
+) -> DynamicRendezvous:
+    return DynamicRendezvous(
+        FixedHome(lambda: store),
+        backend="static",
+        run_id="job",
+        settings=Settings(min_nodes=nodes, max_nodes=nodes),
+        timing=Timing(join=join, lease=5.0),
+        host=name,
+        local_addr="127.0.0.1",
+        given_rank=rank,
+        say=lambda _: None,
+        **more,
     )
 
 
-def meet(nodes: list[StaticRendezvous], generation: int = 0) -> list[RendezvousInfo]:
-    def one(each: StaticRendezvous) -> RendezvousInfo:
-        each.bring(generation, {"from": each.get_run_id()})
-        return each.next_rendezvous()
-
+def meet(nodes: list[DynamicRendezvous]) -> list[RendezvousInfo]:
     with ThreadPoolExecutor(len(nodes)) as pool:
-        return list(pool.map(one, nodes))
+        return list(pool.map(lambda each: each.next_rendezvous(), nodes))
+
+
+def end(*nodes: DynamicRendezvous) -> None:
+    for each in nodes:
+        each.shutdown()
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 7])
@@ -48,75 +53,57 @@ def test_given_ranks_are_kept_whatever_the_order_of_arrival(num_nodes: int) -> N
         assert [member.host for member in info.members] == [f"host{r}" for r in range(num_nodes)]
         _store, _rank, world_size = info
         assert world_size == num_nodes
+    end(*nodes)
 
 
-def test_assigned_ranks_put_the_leader_first_then_hosts_in_natural_order() -> None:
+def test_ranks_that_were_not_given_follow_the_natural_order_of_names() -> None:
     store = MemoryStore()
     names = ["n10", "n2", "n1"]
-    nodes = [node(store, n, rank=None, nodes=3, leader=n == "n10") for n in names]
-    assert {name: info.rank for name, info in zip(names, meet(nodes), strict=True)} == {
-        "n10": 0,
-        "n1": 1,
-        "n2": 2,
-    }
+    nodes = [node(store, name, rank=None, nodes=3) for name in names]
+    found = {name: info.rank for name, info in zip(names, meet(nodes), strict=True)}
+    assert found == {"n1": 0, "n2": 1, "n10": 2}
+    end(*nodes)
 
 
-def test_the_next_generation_reads_nothing_of_the_one_before() -> None:
+def test_the_next_generation_waits_for_all_again() -> None:
     store = MemoryStore()
     nodes = [node(store, f"host{r}", rank=r, nodes=2) for r in range(2)]
-    assert [i.generation for i in meet(nodes, 0)] == [0, 0]
-    nodes[1].bring(1, {})
-    waiting = threading.Thread(target=nodes[1].next_rendezvous)
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()  # the plan of generation 0 is there, and is not taken for this one
-    nodes[0].bring(1, {})
-    assert nodes[0].next_rendezvous().generation == 1
-    waiting.join(5)
-    assert not waiting.is_alive()
+    assert [i.generation for i in meet(nodes)] == [0, 0]
+    with ThreadPoolExecutor(1) as pool:
+        one = pool.submit(nodes[1].next_rendezvous)
+        with pytest.raises(TimeoutError):
+            one.result(0.2)  # the plan of generation 0 is there, and is not taken for this one
+        assert nodes[0].next_rendezvous().generation == 1
+        assert one.result(20).generation == 1
+    end(*nodes)
 
 
 def test_a_time_out_names_who_came_and_who_is_missing() -> None:
-    store = MemoryStore()
-    lone = node(store, "hostA", rank=0, nodes=3, join_timeout=0.2)
-    lone.bring(0, {})
+    lone = node(MemoryStore(), "hostA", rank=0, nodes=3, join=0.2)
     with pytest.raises(RendezvousTimeout) as caught:
         lone.next_rendezvous()
     assert caught.value.missing == (1, 2)
-    assert "node 0 (hostA)" in str(caught.value) and "1 of 3" in str(caught.value)
+    assert "hostA" in str(caught.value) and "1 of 3" in str(caught.value)
+    end(lone)
 
 
 def test_two_nodes_with_one_rank_are_told_apart() -> None:
     store = MemoryStore()
-    first, second = (node(store, name, rank=1, nodes=2, join_timeout=0.2) for name in "ab")
-    first.bring(0, {})
-    with pytest.raises(RendezvousTimeout):
-        first.next_rendezvous()
-    second.bring(0, {})
-    with pytest.raises(ConfigError, match="host a has this rank"):
-        second.next_rendezvous()
+    first, second = (node(store, name, rank=1, nodes=2, join=0.5) for name in "ab")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.next_rendezvous)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        with pytest.raises(ConfigError, match="host a has this rank|a has this rank"):
+            second.next_rendezvous()
+        with pytest.raises(RendezvousTimeout):
+            waiting.result(20)
+    end(first, second)
 
 
-def test_one_node_too_many_is_refused() -> None:
-    store = MemoryStore()
-    nodes = [node(store, f"h{i}", rank=None, nodes=2, leader=i == 0) for i in range(2)]
-    meet(nodes)
-    late = node(store, "late", rank=None, nodes=2, leader=False)
-    late.bring(0, {})
-    with pytest.raises(RendezvousError, match="2 nodes already"):
-        late.next_rendezvous()
-
-
-@given(st.lists(st.sampled_from(["a1", "a2", "a10", "b"]), min_size=1, max_size=8), st.data())
-def test_ranks_are_a_permutation_with_the_leader_first(
-    hosts: list[str], data: st.DataObject
-) -> None:
-    leader = data.draw(st.integers(0, len(hosts) - 1))
-    order = assign_node_ranks(hosts, leader)
-    assert sorted(order) == list(range(len(hosts)))
-    assert order[0] == leader
-    rest = [natural_key(hosts[i]) for i in order[1:]]
-    assert rest == sorted(rest)
+@pytest.mark.parametrize(("earlier", "later"), [("a2", "a10"), ("a", "b"), ("n9-b1", "n9-b02")])
+def test_names_are_sorted_as_people_number_them(earlier: str, later: str) -> None:
+    assert natural_key(earlier) < natural_key(later)
 
 
 @settings(max_examples=200)

@@ -20,7 +20,6 @@ from .registry import (
     RendezvousHandlerRegistry,
     rendezvous_handler_registry,
 )
-from .static import StaticRendezvous
 from .store import Store
 
 
@@ -44,7 +43,6 @@ __all__ = [
     "RendezvousStoreInfo",
     "RendezvousTimeout",
     "RendezvousTimeoutError",
-    "StaticRendezvous",
     "Store",
     "parse_endpoint",
     "rendezvous_handler_registry",

@@ -14,20 +14,16 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import threading
-import uuid
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 from rallypoint._core import addresses, env as environment, forks, secret
-from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
 
-from .api import RendezvousHandler, RendezvousInfo
+from .api import RendezvousHandler
 from .backends.memory import MemoryStore
 from .dynamic import DynamicRendezvous, Listener, Say
 from .end_mark import ENDED_FOR, EndMark
@@ -39,7 +35,6 @@ from .protocol import Timing
 from .quorum import Settings
 from .record_store import RecordStore
 from .records import Codec
-from .static import StaticRendezvous
 from .store import Store
 
 
@@ -106,29 +101,8 @@ def static(params: RendezvousParameters) -> RendezvousHandler:
     if rank is not None and not -1 <= rank < params.max_nodes:
         raise ConfigError("--node-rank", rank, f"expected 0 to {params.max_nodes - 1}")
     rank = None if rank == -1 else rank  # torchrun's way to say "none given"
-    endpoint = parse_endpoint(params.endpoint, backend="static")
     is_host = params.get_as_bool("is_host") if rank is None else rank == 0
-    lease = _lease(params)
-    found = _secret(params)
-    home = home_for(
-        endpoint,
-        run_id=params.run_id,
-        lease=lease,
-        secret=found,
-        is_host=is_host,
-        bind=_bind(params),
-    )
-    join = params.get_as_seconds("join_timeout", JOIN_TIMEOUT)
-    return StaticHandler(
-        home,
-        run_id=params.run_id,
-        num_nodes=params.max_nodes,
-        node_rank=rank,
-        host=params.local_addr or addresses.hostname(),
-        join_timeout=join,
-        secret=found,
-        stores=GenerationStores(params.get_as_seconds("read_timeout", READ_TIMEOUT)),
-    )
+    return _handler(params, "static", given_rank=rank, is_host=is_host)
 
 
 def dynamic(
@@ -152,6 +126,20 @@ def dynamic(
         ConfigError: an option or the endpoint cannot work; says which.
     """
     params = _ours(params)
+    is_host = params.get_as_bool("is_host")
+    return _handler(params, backend, name=name, is_host=is_host, say=say, listener=listener)
+
+
+def _handler(
+    params: RendezvousParameters,
+    backend: str | None,
+    *,
+    is_host: bool | None,
+    name: str | None = None,
+    given_rank: int | None = None,
+    say: Say = _log.info,
+    listener: Listener | None = None,
+) -> DynamicRendezvous:
     text = params.endpoint
     if not text.strip() and params.max_nodes == 1 and backend in (None, "tcpstore"):
         text = "localhost:0"  # one node need not be found by anybody
@@ -163,7 +151,7 @@ def dynamic(
         run_id=params.run_id,
         lease=timing.lease,
         secret=found,
-        is_host=params.get_as_bool("is_host"),
+        is_host=is_host,
         options=params.config,
         say=say,
         bind=_bind(params),
@@ -171,7 +159,7 @@ def dynamic(
     guard = params.get_as_bool("split_brain_guard", True)
     return DynamicRendezvous(
         home,
-        backend=name or endpoint.backend,
+        backend=name or backend or endpoint.backend,
         run_id=params.run_id,
         settings=Settings(
             min_nodes=params.min_nodes,
@@ -185,6 +173,7 @@ def dynamic(
         local_addr=params.local_addr,
         secret=found,
         split_brain_guard=guard is not False,
+        given_rank=given_rank,
         say=say,
         listener=listener,
         bind=_bind(params),
@@ -375,94 +364,6 @@ class GenerationStores:
         held, self._held = self._held, None
         if held is not None:
             held.close()
-
-
-# -- fixed membership -----------------------------------------------------------------------------
-
-
-class StaticHandler(RendezvousHandler):
-    """:class:`StaticRendezvous` for users of the registry: it connects by itself, and counts the rounds.
-
-    Args:
-        home: where the store is.
-        run_id: the job's name.
-        num_nodes: how many nodes there are.
-        node_rank: this node's rank, or None to have one assigned.
-        host: this node's name, for people.
-        join_timeout: seconds to wait for the others, in each round.
-        stores: makes ``RendezvousInfo.store``.
-        secret: what all nodes of the job know.
-    """
-
-    def __init__(
-        self,
-        home: Home,
-        *,
-        run_id: str,
-        num_nodes: int,
-        node_rank: int | None,
-        host: str,
-        join_timeout: float,
-        stores: GenerationStores,
-        secret: bytes | None = None,
-    ) -> None:
-        self._home = home
-        self._secret = secret
-        self._run_id = run_id
-        self._num_nodes = num_nodes
-        self._node_rank = node_rank
-        self._host = host
-        self._join_timeout = join_timeout
-        self._stores = stores
-        self._generation = 0
-        self._stop = threading.Event()
-        self._store: Store | None = None
-        self._rounds: StaticRendezvous | None = None
-
-    def get_backend(self) -> str:
-        return "static"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None or self._rounds is None:
-            self._store = self._home.connect(Deadline(self._join_timeout), self._stop)
-            self._rounds = StaticRendezvous(
-                self._store,
-                leader=self._home.serves,
-                run_id=self._run_id,
-                num_nodes=self._num_nodes,
-                node_rank=self._node_rank,
-                host=self._host,
-                node_id=uuid.uuid4().hex,
-                join_timeout=self._join_timeout,
-                say=_log.info,
-                secret=self._secret,
-            )
-        self._rounds.bring(self._generation, {})
-        round_ = self._rounds.next_rendezvous()
-        self._generation += 1
-        records = RecordStore(self._store, Codec(self._run_id, self._secret))
-        return replace(round_, store=self._stores(records, round_.generation))
-
-    def is_closed(self) -> bool:
-        return self._rounds is not None and self._rounds.is_closed()
-
-    def set_closed(self) -> None:
-        if self._rounds is not None:
-            self._rounds.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        self._stop.set()
-        self._stores.close()
-        if self._store is not None:
-            self._store.close()
-        self._home.close()
-        return True
 
 
 # -- options --------------------------------------------------------------------------------------

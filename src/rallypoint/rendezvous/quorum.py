@@ -18,10 +18,9 @@ order of host names. With topology labels, nodes of one label stand together ins
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-from .ordering import natural_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +159,12 @@ def decide(now: float, settings: Settings, standing: Standing) -> Close | NotYet
         return _close(present, settings, f"{count} nodes are here and the last call is over")
     reason = f"{count} of {least} to {most} nodes are here; the last call is open"
     return NotYet(reason, since + settings.last_call, filled + most - count, enough=True)
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sorts ``node2`` before ``node10``."""
+    parts = re.findall(r"\d+|\D+", name)
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def _present(standing: Standing) -> list[Arrival]:
