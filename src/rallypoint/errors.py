@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from rallypoint.launch.output.failure import FailureReport
+    from rallypoint.launch.output.report import FailureReport
 
 
 class RallyError(Exception):

@@ -11,7 +11,6 @@ from hypothesis import given, settings, strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from rallypoint.launch.output.failure import (
-    FailureReport,
     Raised,
     WorkerFailure,
     failures_from_json,
@@ -20,6 +19,7 @@ from rallypoint.launch.output.failure import (
     parse_line_from_worker,
     torchelastic_record,
 )
+from rallypoint.launch.output.report import FailureReport
 from rallypoint.launch.output.symptoms import Says
 
 

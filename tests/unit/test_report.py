@@ -9,8 +9,8 @@ import unicodedata
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rallypoint.launch.output.failure import FailureReport, Raised, WorkerFailure
-from rallypoint.launch.output.report import _fitted, clean, columns, compact, render
+from rallypoint.launch.output.failure import Raised, WorkerFailure
+from rallypoint.launch.output.report import FailureReport, _fitted, clean, columns, compact, render
 
 
 STACK = "Traceback (most recent call last):\n" + "".join(

@@ -25,8 +25,8 @@ from . import multiprocess_config
 from .config import LaunchConfig, LogConfig, RendezvousConfig, StartMethod, Target, TargetKind
 from .coordination import LoneNode, NodeFacts
 from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
-from .output.failure import FailureReport
 from .output.logs import Console
+from .output.report import FailureReport
 from .policy import Aim
 from .supervisor import Outcome, Supervisor
 from .worker import payload, process_group

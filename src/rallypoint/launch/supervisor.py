@@ -32,9 +32,9 @@ from .coordination import (
     ServeStore,
 )
 from .generation import Generation, Worker
-from .output.failure import FailureReport, WorkerFailure, in_order_of_blame
+from .output.failure import WorkerFailure, in_order_of_blame
 from .output.logs import Console, Relay, RunFolder, StreamFactory
-from .output.report import clean
+from .output.report import FailureReport, clean
 from .output.reportfiles import write_error_files, write_report
 from .placement import worker_env
 from .placement.ranks import WorkerRanks, assign, in_words

@@ -1,4 +1,4 @@
-"""How a job failed: records of workers, which of them is the root cause, and the report.
+"""How workers failed, as records, and which of them is the root cause.
 
 Which failure came first is not the order in which processes were seen to die. A worker that raises
 spends a while in its exit handlers; a peer whose connection it closed may be dead before. So:
@@ -176,72 +176,6 @@ class WorkerFailure:
         if self.says() is Says.PRINTED:
             return "had printed a traceback when it was stopped"
         return f"exited with code {self.exit_code}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailureReport:
-    """Why a job (or one generation of it) failed.
-
-    Args:
-        failures: every worker that failed or was stopped, the root cause first.
-        world_size: number of workers of the job.
-        max_restarts: the job's budget; ``generation`` of the root cause tells what is used.
-        log_folder: where this generation's files are, or None.
-        report_file: where this report stands as JSON, or None.
-        reason: set if no worker is to blame (the fork server was killed, say).
-    """
-
-    failures: tuple[WorkerFailure, ...]
-    world_size: int
-    max_restarts: int = 0
-    log_folder: str | None = None
-    report_file: str | None = None
-    reason: str = ""
-
-    @property
-    def root_cause(self) -> WorkerFailure | None:
-        return self.failures[0] if self.failures and not self.reason else None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether some worker told the cause; else the root cause is only the first to notice."""
-        root = self.root_cause
-        return root is None or root.says() <= Says.MISSING
-
-    @property
-    def victims(self) -> tuple[WorkerFailure, ...]:
-        return self.failures[1:] if not self.reason else self.failures
-
-    @property
-    def exit_code(self) -> int:
-        root = self.root_cause
-        return 1 if root is None else root.command_exit_code
-
-    def to_json(self) -> dict[str, Any]:
-        root = self.root_cause
-        return {
-            "version": 1,
-            "reason": self.reason,
-            "exit_code": self.exit_code,
-            "world_size": self.world_size,
-            "max_restarts": self.max_restarts,
-            "cause_known": root is not None and self.is_known,
-            "root_cause": None if root is None else _as_json(root),
-            "victims": [_as_json(victim) for victim in self.victims],
-            "log_folder": self.log_folder,
-        }
-
-    def text(self, width: int = 100, *, colour: bool = False) -> str:
-        from .report import render  # the words are a file of their own
-
-        return render(self, width=width, colour=colour)
-
-    def __str__(self) -> str:
-        return self.text()
-
-
-def _as_json(failure: WorkerFailure) -> dict[str, Any]:
-    return {**asdict(failure), "signal_name": failure.signal_name, "headline": failure.headline()}
 
 
 def failures_from_json(data: str) -> tuple[WorkerFailure, ...]:

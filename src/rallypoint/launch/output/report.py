@@ -1,4 +1,4 @@
-"""The failure report as a person reads it: one short summary for a terminal of 100 columns.
+"""The failure report: as JSON, and as a person reads it, one short summary for a terminal of 100 columns.
 
 Everything in it that a worker said (messages, stacks, stderr, host names) is foreign text: it goes
 through :func:`clean`, so it can neither steer the terminal nor break the columns.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from .failure import FailureReport, WorkerFailure
+from .failure import WorkerFailure
 from .symptoms import Says, printed
 
 
@@ -26,6 +28,70 @@ _OURS = "rallypoint/launch/"
 _BEGINNING = "Traceback (most recent call last):"
 
 _RED, _BOLD, _DIM, _END = "\033[31m", "\033[1m", "\033[2m", "\033[0m"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureReport:
+    """Why a job (or one generation of it) failed.
+
+    Args:
+        failures: every worker that failed or was stopped, the root cause first.
+        world_size: number of workers of the job.
+        max_restarts: the job's budget; ``generation`` of the root cause tells what is used.
+        log_folder: where this generation's files are, or None.
+        report_file: where this report stands as JSON, or None.
+        reason: set if no worker is to blame (the fork server was killed, say).
+    """
+
+    failures: tuple[WorkerFailure, ...]
+    world_size: int
+    max_restarts: int = 0
+    log_folder: str | None = None
+    report_file: str | None = None
+    reason: str = ""
+
+    @property
+    def root_cause(self) -> WorkerFailure | None:
+        return self.failures[0] if self.failures and not self.reason else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether some worker told the cause; else the root cause is only the first to notice."""
+        root = self.root_cause
+        return root is None or root.says() <= Says.MISSING
+
+    @property
+    def victims(self) -> tuple[WorkerFailure, ...]:
+        return self.failures[1:] if not self.reason else self.failures
+
+    @property
+    def exit_code(self) -> int:
+        root = self.root_cause
+        return 1 if root is None else root.command_exit_code
+
+    def to_json(self) -> dict[str, Any]:
+        root = self.root_cause
+        return {
+            "version": 1,
+            "reason": self.reason,
+            "exit_code": self.exit_code,
+            "world_size": self.world_size,
+            "max_restarts": self.max_restarts,
+            "cause_known": root is not None and self.is_known,
+            "root_cause": None if root is None else _as_json(root),
+            "victims": [_as_json(victim) for victim in self.victims],
+            "log_folder": self.log_folder,
+        }
+
+    def text(self, width: int = 100, *, colour: bool = False) -> str:
+        return render(self, width=width, colour=colour)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def _as_json(failure: WorkerFailure) -> dict[str, Any]:
+    return {**asdict(failure), "signal_name": failure.signal_name, "headline": failure.headline()}
 
 
 def render(report: FailureReport, *, width: int = 100, colour: bool = False) -> str:

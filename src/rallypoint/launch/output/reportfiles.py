@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rallypoint._core import env as environment, private
 
-from .failure import FailureReport, WorkerFailure, torchelastic_record
+from .failure import WorkerFailure, torchelastic_record
+from .report import FailureReport
 
 
 def write_error_files(folder: Path | None, failures: Sequence[WorkerFailure]) -> None:
