@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import io
 import sys
+import threading
 from collections import deque
 from typing import Any
 
@@ -21,6 +22,9 @@ from .job import Job
 # A line that never ends is written in pieces of this size.
 MAX_LINE = 1024 * 1024
 _LINE_BUFFERED = 1  # C's _IOLBF
+# A handler that prints writes by itself, though it has interrupted a flush: the process may end in it. One that
+# interrupts that one does not: signals that come faster than a busy pipe takes text would nest without end.
+_MAX_DEPTH = 2
 
 
 def make_live(job: Job) -> None:
@@ -75,6 +79,7 @@ class WholeLines(io.BufferedWriter):
         self._fd = raw.fileno()
         self._parts: deque[bytes] = deque()
         self._size = 0
+        self._depths: dict[int, int] = {}  # thread -> flushes that are under way in it
 
     def write(self, data: Any, /) -> int:
         if self.closed:
@@ -87,6 +92,26 @@ class WholeLines(io.BufferedWriter):
         return len(part)
 
     def flush(self) -> None:
+        me = threading.get_ident()
+        depth = self._depths.get(me, 0)
+        if depth == _MAX_DEPTH:
+            return  # the flush that this signal handler has interrupted writes its text, too
+        self._depths[me] = depth + 1
+        try:
+            while data := self._take():
+                try:
+                    write_whole(self._fd, data)
+                except OSError as error:
+                    self._parts.appendleft(data[getattr(error, "written", 0) :])
+                    raise
+        finally:
+            if depth:
+                self._depths[me] = depth
+            else:
+                del self._depths[me]
+
+    def _take(self) -> bytes:
+        """What is to be written now."""
         taken = []
         try:
             while True:
@@ -94,11 +119,4 @@ class WholeLines(io.BufferedWriter):
         except IndexError:
             pass
         self._size = 0
-        if not taken:
-            return
-        data = b"".join(taken)
-        try:
-            write_whole(self._fd, data)
-        except OSError as error:
-            self._parts.appendleft(data[getattr(error, "written", 0) :])
-            raise
+        return b"".join(taken)
