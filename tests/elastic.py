@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rallypoint._core import process
-from supervisors import may_be_forked, with_torch
+from supervisors import may_be_forked, shared
 
 
 WORKER = Path(__file__).parent / "faults" / "scripts" / "elastic_worker.py"
@@ -273,7 +273,7 @@ class Cluster:
                 start_new_session=True,  # a Ctrl-C at the tests is not for it
             )
         else:
-            begun = with_torch().start([*words, *script], self.folder, full, **place)
+            begun = shared().start([*words, *script], self.folder, full, **place)
         self.nodes.append(Node(name, begun, tmp))
         return self.nodes[-1]
 

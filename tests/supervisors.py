@@ -1,4 +1,4 @@
-"""`rally run` in a fork of a process that has imported it, and torch: seconds less than starting Python for it.
+"""`rally run` in a fork of a process that has imported it: less than starting Python for it.
 
 Everything below the supervisor (fork server, workers) is started as ever.
 
@@ -208,9 +208,9 @@ class Forked:
 
 
 @functools.cache
-def with_torch() -> Supervisors:
-    """One for all tests of this process: supervisors of several nodes import torch, for c10d's client."""
-    made = Supervisors("torch.distributed", env={"TORCH_CPP_LOG_LEVEL": "FATAL"})
+def shared() -> Supervisors:
+    """One for all tests of this process."""
+    made = Supervisors()
     atexit.register(made.__exit__)
     return made
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from supervisors import with_torch
+from supervisors import shared
 
 
 pytestmark = pytest.mark.integration
@@ -71,7 +71,7 @@ class Node:
         with self.out.open("wb") as out, self.err.open("wb") as err:
             if not prefix:
                 files = (out.fileno(), err.fileno())
-                self.process = with_torch().start(words, folder, env, files=files)
+                self.process = shared().start(words, folder, env, files=files)
                 return
             command = [*prefix, sys.executable, "-m", "rallypoint", "run", *words]
             # Not in our process group's shadow: pytest's own Ctrl-C handling stays out of it.
