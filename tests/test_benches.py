@@ -1,0 +1,61 @@
+"""Every benchmark runs: in little, so that it says nothing about speed. What it says is JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+BENCH = Path(__file__).parents[1] / "bench"
+QUICK = ["--quick"]
+LITTLE = {
+    "attack_store.py": ["--operations", "200"],
+    "collectives.py": QUICK,
+    "elastic.py": QUICK,
+    "fuzz_rpc.py": ["--frames", "2000"],
+    "join.py": QUICK,
+    "launch.py": QUICK,
+    "memory_rpc.py": QUICK,
+    "nodes.py": QUICK,
+    "rendezvous.py": QUICK,
+    "root_cause.py": QUICK,
+    "rpc.py": QUICK,
+    "rpc_protection.py": QUICK,
+    "soak.py": QUICK,
+    "soak_elastic.py": ["--faults", "2", "--patience", "120"],
+    "soak_rpc.py": ["--faults", "60"],
+    "strangers.py": QUICK,
+}
+
+
+def test_none_is_forgotten() -> None:
+    with_options = {path.name for path in BENCH.glob("*.py") if "argparse" in path.read_text()}
+    plots = {name for name in with_options if name.startswith("plot_")}
+    assert with_options - plots == set(LITTLE)
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("name", sorted(LITTLE))
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, str(BENCH / name), *LITTLE[name], "--output", str(result)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(BENCH)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    # A target that was missed, in so little, means nothing; a soak that found something does.
+    assert done.returncode == 0 or (done.returncode == 1 and "soak" not in name), said
+    assert "Traceback" not in done.stderr, said
+    assert json.loads(result.read_text())["benchmark"]
