@@ -58,6 +58,18 @@ def open_gate() -> None:
     gate.set()
 
 
+def hear_cancellations(count: int) -> None:
+    """Returns when this worker knows of so many calls that nobody waits for any more."""
+    deadline = time.monotonic() + 9
+    connections = rpc.api._get_current_rpc_agent().connections
+    while True:
+        served = [each for one in connections.all_incoming() for each in list(one.active.values())]
+        if sum(each._call is not None and each._call.cancelled for each in served) == count:
+            return
+        assert time.monotonic() < deadline, f"{served} are there"
+        time.sleep(0.005)
+
+
 def wait_for_gate() -> None:
     happened.append("waits")
     assert gate.wait(10)
@@ -558,7 +570,6 @@ def test_a_cancelled_call_that_waits_in_line_is_never_begun():
         def case():
             busy = rpc.rpc_async("w1", wait_for_gate)
             queued = [rpc.rpc_async("w1", note, (i,)) for i in range(6)]
-            time.sleep(0.05)
             assert all(each.cancel() for each in queued[1::2])
             for each in queued[1::2]:
                 assert each.cancelled()
@@ -572,6 +583,7 @@ def test_a_cancelled_call_that_waits_in_line_is_never_begun():
             held = case()
 
         workers.on(0, begin)
+        workers.on(1, functools.partial(hear_cancellations, 3))
         workers.on(1, open_gate)
         workers.on(0, lambda: rpc.rpc_sync("w1", nap, (0,)))
         assert workers.on(1, seen) == ["waits", 0, 2, 4]
