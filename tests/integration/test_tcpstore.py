@@ -75,6 +75,35 @@ def test_closing_ends_a_call_of_another_thread(server) -> None:
         store.exists("never")
 
 
+def test_a_fork_does_not_wait_for_a_connection_that_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def connect(sock: socket.socket, address: object) -> None:
+        begun.set()
+        go_on.wait(60)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+
+    def come() -> None:
+        with contextlib.suppress(RendezvousConnectionError):
+            TcpStore("127.0.0.1", 1)
+
+    coming = threading.Thread(target=come)
+    coming.start()
+    assert begun.wait(30)
+    forking = threading.Thread(target=lambda: os.waitpid(os.fork() or os._exit(0), 0))
+    forking.start()
+    forking.join(30)
+    held_up = forking.is_alive()
+    go_on.set()
+    coming.join()
+    forking.join()
+    assert not held_up
+
+
 def test_who_accepts_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcpstore, "GREETING", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:

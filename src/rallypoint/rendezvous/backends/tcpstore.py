@@ -71,11 +71,10 @@ class TcpStore:
         self._broken: RendezvousConnectionError | None = None
         deadline = Deadline(timeout)
         try:
-            with forks.opening():
-                self._socket = socket.create_connection((self._host, port), timeout=0.001 + timeout)
-                forks.abandon_in_child(self)
+            self._socket = _connected(self._host, port, deadline)
         except OSError as error:
             raise self._gone(error) from None
+        forks.abandon_in_child(self)
         self._socket.settimeout(None)
         turn = struct.pack("ll", 0, int(TURN * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -284,6 +283,25 @@ class TcpStore:
         why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
         kind = StoreSilent if silent else RendezvousConnectionError
         return kind(f"the job's store at {self._host}:{self._port} is gone: {why[:200]}")
+
+
+def _connected(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """As ``socket.create_connection``; a fork meanwhile does not have to wait, and its child has no copy."""
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        with forks.opening():
+            sock = forks.close_in_child(socket.socket(family, kind, protocol))
+        try:
+            sock.settimeout((deadline.remaining() or 0.0) + 0.001)
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise failure
 
 
 class _Turns:
