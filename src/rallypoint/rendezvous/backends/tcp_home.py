@@ -142,14 +142,16 @@ class TcpHome:
     # -- the first connection -------------------------------------------------------------------
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
+        pause = FIRST_PAUSE
         while True:
             try:
                 return self._connect(deadline, stop)
             except RendezvousConnectionError:
-                # Who served has ended in this very moment: another will.
+                # Who served has ended in this very moment: another will. Or it cannot be served here, just now.
                 if stop.is_set() or deadline.expired():
                     raise
-                stop.wait(min(FIRST_PAUSE, deadline.remaining() or FIRST_PAUSE))
+                stop.wait(min(pause, deadline.remaining() or pause))
+                pause = min(2 * pause, LONGEST_PAUSE)
 
     def _connect(self, deadline: Deadline, stop: threading.Event) -> Store:
         listener = self._listener_if_host()
