@@ -168,6 +168,9 @@ class PeerNodes:
             self._requests.put(None)
             asked.join(deadline.remaining())
         self._stop.set()
+        # A request for a store that nobody takes any more ends with its line.
+        with self._lock:
+            self._events.clear()
         if self._reader is not None:
             self._reader.end()
         if self._rendezvous is not None:
@@ -575,6 +578,8 @@ class PeerNodes:
 
     def _post(self, event: CoordinationEvent) -> None:
         with self._lock:
+            if self._stop.is_set():
+                return
             self._events.append(event)
             if self._write >= 0:
                 try:
