@@ -18,7 +18,7 @@ PACKAGES = [
     "rallypoint",
     *(
         f"rallypoint.{name}"
-        for name in ("compat", "join", "launch", "parallel", "rendezvous", "rpc")
+        for name in ("compat", "events", "join", "launch", "parallel", "rendezvous", "rpc")
     ),
 ]
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")

@@ -2,7 +2,8 @@
 
 Importing this package is cheap, has no side effects, and does not import torch.
 Its parts: :mod:`rallypoint.launch` (``rally run`` and function launches) and :mod:`rallypoint.rendezvous`; and on top of
-torch :mod:`rallypoint.rpc`, :mod:`rallypoint.parallel`, :mod:`rallypoint.join` and :mod:`rallypoint.compat`.
+torch :mod:`rallypoint.rpc`, :mod:`rallypoint.parallel`, :mod:`rallypoint.join` and :mod:`rallypoint.compat`. What they report
+as they run is in :mod:`rallypoint.events`.
 """
 
 from rallypoint.errors import (

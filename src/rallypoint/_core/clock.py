@@ -54,6 +54,11 @@ class Deadline:
         return self._at is not None and self._clock.now() >= self._at
 
 
+def wall() -> float:
+    """Seconds since 1970, to be shown to people or written into files, never compared."""
+    return time.time()
+
+
 def timestamp() -> int:
-    """Seconds since the epoch, to be shown to people or written into files, never compared."""
-    return int(time.time())
+    """The same as a whole number."""
+    return int(wall())

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 # (launch/placement/cluster_env.py). Shown by `rally env`.
 KNOWN: Mapping[str, str] = {
     "PYTHON_EXEC": "the interpreter for workers; another one than rally's own implies --start-method exec",
-    "LOGLEVEL": "level of rally's own log lines (DEBUG, INFO, WARNING …); default WARNING",
+    "LOGLEVEL": "level of the log lines of rally run itself (DEBUG, INFO, WARNING, ERROR); default WARNING",
+    "RALLY_EVENTS": "a file for the job's events, as JSON lines ({host} and {pid} are replaced), or log",
     "NO_COLOR": "any value: no colour in the failure report, on terminals too",
     "RALLY_SECRET": "the job's secret, the same on all nodes, 16 bytes or more; --secret-file wins",
     "RALLY_SECRET_FILE": "a file with the job's secret (mode 0600); --secret-file and RALLY_SECRET win",

@@ -32,6 +32,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from rallypoint import events
 from rallypoint.errors import ConfigError, InputsExhausted, JoinError
 
 from . import exchange, torch_private
@@ -303,6 +304,13 @@ class Join:
             JoinError: ranks left their loops in different steps.
         """
         steps = steps_of_all(stays)
+        events.emit(
+            events.JoinEnded(
+                rank=run.rank,
+                own_steps=run.own if run.replays else stays[run.rank].steps,
+                steps=steps,
+            )
+        )
         schedule = run.schedule
         if not steps:
             return
@@ -329,6 +337,8 @@ class Join:
     def _shadow_classic(self, run: Run) -> None:
         shadowed, run.shadows = 0, True
         while self._shadow.others_have_inputs(run):
+            if not shadowed:
+                events.emit(events.RanOut(rank=run.rank, steps=run.step + 1))
             run.step += 1
             if self._throw:
                 dist.all_reduce(torch.ones(1, device=run.device), group=run.group)
@@ -343,6 +353,8 @@ class Join:
                 )
         told = exchange.gather([int(shadowed == 0)], 1, run.device, run.group)
         to_the_end = [bool(had) for (had,) in told]
+        done = run.step + 1
+        events.emit(events.JoinEnded(rank=run.rank, own_steps=done - shadowed, steps=done))
         self._settle(
             run, to_the_end, [] if all(to_the_end) else self._settlement.gather_digests(run)
         )
@@ -362,6 +374,8 @@ class Join:
         if schedule.total - done > MUCH_SKEW:
             _warn_of_skew(run.rank, schedule.total - done)
         left = done < announced
+        if not left and done < schedule.total:
+            events.emit(events.RanOut(rank=run.rank, steps=done))
         self._scale_by(1.0)
         self._shadow.match_all(
             run, next_step, iter(range(next_step, run.base + schedule.total)), left
@@ -531,6 +545,7 @@ class Join:
                 run.calm = run.base + until
                 if not run.active and self._standstill is None:
                     self._standstill = Standstill(self._modules)
+                    events.emit(events.RanOut(rank=run.rank, steps=run.own))
                 self._scale_by(run.factor)
                 yield batch
         except Deserted:  # while this rank only shadowed
@@ -542,6 +557,8 @@ class Join:
         assert run is not None
         assert run.schedule is not None
         self._check_throw(run, run.schedule, run.step - run.base)
+        if run.own == run.step - run.first:
+            events.emit(events.RanOut(rank=run.rank, steps=run.own))
         self._scale_by(1.0)
         self._shadow.match(run)
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 
 import rallypoint
-from rallypoint._core import env as environment, limits
+from rallypoint._core import env as environment, event_sinks, limits, logs
 from rallypoint.errors import ConfigError, RallyError
 
 from . import flags
@@ -96,6 +96,8 @@ def run(words: Sequence[str]) -> int:
     if (problem := limits.working_directory()) is not None:
         raise ConfigError("working directory", None, problem, "cd to another one")
     env = environment.snapshot()
+    logs.set_up(env)
+    event_sinks.check(env)
     from .settings import config_from
 
     config, remarks = config_from(given, env)

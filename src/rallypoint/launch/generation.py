@@ -8,11 +8,13 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rallypoint import events
 from rallypoint._core import addresses, clock
 
 from .output import oom
 from .output.failure import Raised, WorkerFailure, parse_line_from_worker
 from .output.logs import WorkerStreams
+from .output.report import in_a_line
 from .placement.ranks import WorkerRanks
 
 
@@ -142,6 +144,21 @@ class Generation:
 
     def results(self) -> tuple[bytes, ...]:
         return tuple(worker.result() for worker in self._workers)
+
+    def end_of(self, worker: Worker) -> events.WorkerEnded:
+        """A worker's end as an event."""
+        failure = self._failure_of(worker)
+        failed = bool(worker.status)
+        return events.WorkerEnded(
+            generation=self.number,
+            rank=failure.rank,
+            local_rank=failure.local_rank,
+            worker_pid=failure.pid,
+            exit_code=failure.exit_code,
+            signal=failure.signal,
+            error=in_a_line(failure) if failed else "",
+            stopped=failed and failure.stopped_by_us,
+        )
 
     def failures(self) -> tuple[WorkerFailure, ...]:
         """Every worker that has ended, and not well; in rank order."""

@@ -16,7 +16,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from rallypoint._core import addresses, clock, env as environment, limits, process, secret
+from rallypoint import events
+from rallypoint._core import (
+    addresses,
+    clock,
+    env as environment,
+    event_sinks,
+    limits,
+    process,
+    secret,
+)
 from rallypoint.errors import ConfigError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL
 
@@ -34,7 +43,7 @@ from .coordination import (
 from .generation import Generation, Worker
 from .output.failure import WorkerFailure, in_order_of_blame
 from .output.logs import Console, Relay, RunFolder, StreamFactory
-from .output.report import FailureReport, clean
+from .output.report import FailureReport, in_a_line
 from .output.reportfiles import write_error_files, write_report
 from .placement import worker_env
 from .placement.ranks import WorkerRanks, assign, in_words
@@ -116,7 +125,7 @@ class Supervisor:
         self._token = token
         self._payload_fd = payload_fd
         self._call = call
-        self._env = environment.snapshot()
+        self._env = event_sinks.for_workers(environment.snapshot())
         self._relay: Relay
         self._workers = Generation(0, 0)
         self._spawned: dict[str, int] = {}  # pids of what the fork server has not reaped
@@ -171,6 +180,15 @@ class Supervisor:
                     for _ in range(4):
                         self._reserve.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
                     self._server = self._start_server()
+                    events.emit(
+                        events.JobStarted(
+                            run_id=config.rendezvous.run_id,
+                            target=config.target.name,
+                            min_nodes=config.min_nodes or config.num_nodes,
+                            max_nodes=config.num_nodes,
+                            max_restarts=config.max_restarts,
+                        )
+                    )
                     self._folder = RunFolder(config.logs, config.rendezvous.run_id)
                     if self._folder.is_news:
                         self._say(f"output that goes to files is in {self._folder.path}")
@@ -178,6 +196,7 @@ class Supervisor:
                 finally:
                     self._close(received)
         except (OSError, RuntimeError) as error:
+            self._tell_end(Aim.FAIL, str(error))
             reached = limits.explain(error)
             if reached is None or isinstance(error, RallyError):
                 raise
@@ -344,6 +363,7 @@ class Supervisor:
         config = self._config
         if number in {*config.signals, *config.passed_signals}:
             self._signals_taken.add(number)
+            events.emit(events.SignalReceived(name=policy.signal_name(number)))
             if number in config.signals:
                 self._gather_until = None  # no patience any more for other nodes' reports
             self._decide(policy.SignalReceived(number))
@@ -397,6 +417,14 @@ class Supervisor:
                 worker = self._workers.named(message["name"])
                 if worker is not None:
                     worker.pid = message["pid"]
+                    events.emit(
+                        events.WorkerStarted(
+                            generation=self._workers.number,
+                            rank=worker.ranks.rank,
+                            local_rank=worker.ranks.local_rank,
+                            worker_pid=worker.pid,
+                        )
+                    )
             case "exited":
                 self._spawned.pop(message["name"], None)
                 self._process_ended(message["name"], message["status"], message["at"])
@@ -475,6 +503,8 @@ class Supervisor:
         worker.listen()
         worker.status, worker.ended_at = status, at
         symptom = status != 0 and self._workers.is_echo(worker)
+        if events.is_wanted():
+            events.emit(self._workers.end_of(worker))
         index = self._workers.index(worker)
         end = policy.WorkerEnded(index, failed=status != 0, symptom=symptom)
         if self._may_be_ahead(status):
@@ -569,6 +599,15 @@ class Supervisor:
 
     def _hear_peers(self) -> None:
         for event in self._coordination.take():
+            if isinstance(event, PeerEvent) and event.what not in {"all_done", "reports"}:
+                events.emit(
+                    events.NodeReported(
+                        generation=event.generation,
+                        node_rank=event.node_rank,
+                        what=event.what,
+                        reason=event.reason,
+                    )
+                )
             match event:
                 case RoundReady():
                     self._round = event
@@ -760,6 +799,16 @@ class Supervisor:
         # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
         settings = [self._settings_of(ranks, facts, factory) for ranks in ranks_of_workers]
         self._workers = Generation(ready.generation, ready.node_rank)
+        events.emit(
+            events.GenerationStarted(
+                run_id=config.rendezvous.run_id,
+                generation=ready.generation,
+                node_rank=ready.node_rank,
+                num_nodes=len(ready.workers_of_nodes),
+                world_size=config.world_size or sum(ready.workers_of_nodes),
+                restarts=ready.restarts,
+            )
+        )
         for ranks, each in zip(ranks_of_workers, settings, strict=True):
             self._start_worker(ranks, facts, factory, each)
 
@@ -848,6 +897,13 @@ class Supervisor:
         self._workers.drain(DRAIN_PATIENCE)
         self._failures = in_order_of_blame(self._workers.failures())
         self._results = self._workers.results()
+        events.emit(
+            events.GenerationEnded(
+                generation=self._state.generation,
+                aim=self._state.aim.value,
+                failed_ranks=tuple(each.rank for each in self._failures),
+            )
+        )
         self._let_go()
         if self._failures:
             write_error_files(self._folder.path, self._failures)
@@ -890,10 +946,7 @@ class Supervisor:
         # Where a peer told first, its failure is the cause of ours.
         failures = in_order_of_blame((*self._peer_failures, *self._failures))
         if failures:
-            root = failures[0]
-            why = f"rank {root.rank} {root.headline()}"
-            if root.raised is not None and root.raised.message:
-                why += f": {clean(root.raised.message.splitlines()[0])[:120]}"
+            why = f"rank {failures[0].rank} {in_a_line(failures[0])}"
         if self._store_failure or self._lost:
             why = self._store_failure or self._lost
         self._say(f"{why}; restarting all workers ({again})")
@@ -925,12 +978,24 @@ class Supervisor:
             reason = self._store_failure or (self._lost if blameless else "")
             self._folder.keep()
             report = self._report(failures, reason)
+        self._tell_end(aim, report.cause() if report else "")
         self._finished = Outcome(
             aim=aim,
             report=report,
             signal=self._state.signal,
             results=self._results if aim is Aim.SUCCEED else (),
             generation=self._state.generation,
+        )
+
+    def _tell_end(self, aim: Aim, cause: str) -> None:
+        events.emit(
+            events.JobEnded(
+                run_id=self._config.rendezvous.run_id,
+                aim=aim.value,
+                generation=self._state.generation,
+                restarts=self._state.restarts,
+                cause=cause,
+            )
         )
 
 

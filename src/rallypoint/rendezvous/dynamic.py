@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, assert_never, overload
 
+from rallypoint import events
 from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import (
@@ -184,6 +185,7 @@ class DynamicRendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
+        began = MONOTONIC.now()
         deadline = Deadline(self._timing.join)
         while True:
             try:
@@ -191,7 +193,17 @@ class DynamicRendezvous(RendezvousHandler):
                 self._check_membership(records)
                 outcome: protocol.Outcome = self._play(records)
                 if isinstance(outcome, Joined):
-                    return self._joined(records, outcome)
+                    info = self._joined(records, outcome)
+                    events.emit(
+                        events.RoundFormed(
+                            run_id=self._run_id,
+                            generation=info.generation,
+                            rank=info.rank,
+                            num_nodes=info.world_size,
+                            seconds=round(MONOTONIC.now() - began, 6),
+                        )
+                    )
+                    return info
                 if isinstance(outcome, Moved) and not deadline.expired():
                     self._follow(records, outcome)
                     continue
@@ -759,12 +771,22 @@ class DynamicRendezvous(RendezvousHandler):
             if loss.certain:
                 self._dead.add(loss.neighbour.node_id)
         if not self._proving:
+            events.emit(
+                events.NodeLost(
+                    run_id=self._run_id,
+                    generation=-1 if self._node.generation is None else self._node.generation,
+                    rank=loss.neighbour.rank,
+                    certain=loss.certain,
+                    reason=loss.reason,
+                )
+            )
             self._listener.on_loss(loss)
 
     def _heed_store(self, error: RendezvousConnectionError) -> None:
         self._store_lost = True
         if (records := self._records) is not None:
             records.close()  # whoever waits for an answer there need not
+        events.emit(events.StoreLost(run_id=self._run_id, reason=str(error)))
         self._listener.on_store_lost(error)
 
 

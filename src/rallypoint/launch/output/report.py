@@ -69,6 +69,11 @@ class FailureReport:
         root = self.root_cause
         return 1 if root is None else root.command_exit_code
 
+    def cause(self) -> str:
+        """The root cause in a line, or why the job failed if no worker is to blame."""
+        root = self.root_cause
+        return self.reason if root is None else f"rank {root.rank} {in_a_line(root)}"
+
     def to_json(self) -> dict[str, Any]:
         root = self.root_cause
         return {
@@ -88,6 +93,12 @@ class FailureReport:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def in_a_line(failure: WorkerFailure) -> str:
+    """What happened to a worker: its headline, and the first line of its exception's message."""
+    told = failure.raised.message.splitlines() if failure.raised is not None else []
+    return f"{failure.headline()}: {clean(told[0])[:120]}" if told else failure.headline()
 
 
 def _as_json(failure: WorkerFailure) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from rallypoint import events
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc import interruptions
@@ -226,6 +227,7 @@ class Agent:
         self._pool.start()
         if isinstance(self.group, DynamicGroup):
             self.group.on_leave(self.monitor.left)
+        events.emit(events.AgentStarted(worker=self.me.name, id=self.me.id))
 
     def close(self, timeout: float = 5.0) -> None:
         """Leave: all calls fail, all threads end, everything is given back. Idempotent.
@@ -263,6 +265,7 @@ class Agent:
             self.rrefs.close()
         self.tasks.close()
         self.lines.close()
+        events.emit(events.AgentStopped(worker=self.me.name))
         interruptions.end()
         if ended:
             self._poller.close()

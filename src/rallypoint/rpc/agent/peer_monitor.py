@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from rallypoint import events
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import Expelled, PeerLost, RpcError
 from rallypoint.rpc.connections.connections import Connections
@@ -118,6 +119,7 @@ class PeerMonitor:
         # Answers that have come already are still read.
         self._connections.hang_up(info.id, None if member is None else info.name)
         logger.info("worker %s has gone: %s", info.name, reason)
+        events.emit(events.MemberGone(worker=info.name, id=info.id, reason=reason))
         self.rrefs.peer_lost(info.id, reason)
         self.on_lost(info.name, reason)
         group = self._roster.group

@@ -1,0 +1,322 @@
+"""What a job says about itself as it runs: every event, and how to receive them.
+
+Events of a process reach the functions given to :func:`subscribe`. To have them written by all processes of a job, set
+``RALLY_EVENTS`` to the path of a file (JSON lines), or to ``log``.
+
+    from rallypoint import events
+
+    def on_event(event: events.Event) -> None:
+        if isinstance(event, events.MemberGone):
+            print(f"{event.worker} is gone: {event.reason}")
+
+    with events.subscribe(on_event):
+        ...
+
+Ranks and generations count from 0. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rallypoint._core.event_sinks import Event, JsonLines, Subscription, emit, is_wanted, subscribe
+
+
+__all__ = [
+    "AgentStarted",
+    "AgentStopped",
+    "Event",
+    "GenerationEnded",
+    "GenerationStarted",
+    "JobEnded",
+    "JobStarted",
+    "JoinEnded",
+    "JsonLines",
+    "MemberGone",
+    "NodeLost",
+    "NodeReported",
+    "RanOut",
+    "RoundFormed",
+    "SignalReceived",
+    "StoreLost",
+    "Subscription",
+    "WorkerEnded",
+    "WorkerStarted",
+    "emit",
+    "is_wanted",
+    "subscribe",
+]
+
+
+# -- rally run and function launches: from the supervisor of each node ------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStarted(Event):
+    """A supervisor has begun a job.
+
+    Args:
+        run_id: the job's name.
+        target: the script, module, program or function.
+        min_nodes: the fewest nodes the job runs with.
+        max_nodes: the most.
+        max_restarts: the restart budget.
+    """
+
+    run_id: str
+    target: str
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationStarted(Event):
+    """The nodes have agreed, and this node starts its workers.
+
+    Args:
+        run_id: the job's name.
+        generation: its number.
+        node_rank: this node's rank.
+        num_nodes: the number of nodes.
+        world_size: the number of workers on all nodes.
+        restarts: how much of the restart budget is used.
+    """
+
+    run_id: str
+    generation: int
+    node_rank: int
+    num_nodes: int
+    world_size: int
+    restarts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStarted(Event):
+    """A worker's process runs.
+
+    Args:
+        generation: of the worker.
+        rank: its rank.
+        local_rank: its rank on this node.
+        worker_pid: its pid.
+    """
+
+    generation: int
+    rank: int
+    local_rank: int
+    worker_pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerEnded(Event):
+    """A worker's process has ended.
+
+    Args:
+        generation: of the worker.
+        rank: its rank.
+        local_rank: its rank on this node.
+        worker_pid: its pid.
+        exit_code: None if a signal ended it.
+        signal: the number of that signal, or None.
+        error: how it failed, in a few words ("raised ValueError: …"); empty if it ended well.
+        stopped: it was stopped because of another failure or a signal to the job.
+    """
+
+    generation: int
+    rank: int
+    local_rank: int
+    worker_pid: int
+    exit_code: int | None
+    signal: int | None
+    error: str
+    stopped: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalReceived(Event):
+    """The supervisor was told to stop, or to pass a signal on.
+
+    Args:
+        name: of the signal: ``SIGTERM``.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeReported(Event):
+    """Another node has told something.
+
+    Args:
+        generation: what it is about.
+        node_rank: the node.
+        what: ``failed``, ``stopped``, ``leaving``, ``lost`` or ``waiting`` (to be admitted).
+        reason: in words; may be empty.
+    """
+
+    generation: int
+    node_rank: int
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationEnded(Event):
+    """All processes of a generation are gone from this node.
+
+    Args:
+        generation: its number.
+        aim: what follows: ``succeed``, ``restart``, ``fail`` or ``signalled``.
+        failed_ranks: workers of this node that failed, the first one to blame first.
+    """
+
+    generation: int
+    aim: str
+    failed_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobEnded(Event):
+    """The job has ended on this node.
+
+    Args:
+        run_id: the job's name.
+        aim: how: ``succeed``, ``fail`` or ``signalled``.
+        generation: the last one.
+        restarts: how much of the restart budget was used.
+        cause: the failure that ended it, in a few words, or empty.
+    """
+
+    run_id: str
+    aim: str
+    generation: int
+    restarts: int
+    cause: str
+
+
+# -- rendezvous --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundFormed(Event):
+    """This node is a member of a round.
+
+    Args:
+        run_id: the job's name.
+        generation: of the round.
+        rank: this node's rank in it.
+        num_nodes: the number of members.
+        seconds: how long this node waited for it.
+    """
+
+    run_id: str
+    generation: int
+    rank: int
+    num_nodes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLost(Event):
+    """A member of the round is gone.
+
+    Args:
+        run_id: the job's name.
+        generation: of the round.
+        rank: the lost member's rank.
+        certain: its end was seen, not only its silence.
+        reason: in words.
+    """
+
+    run_id: str
+    generation: int
+    rank: int
+    certain: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreLost(Event):
+    """The job's store cannot be reached any more; the nodes look for it, or for its successor.
+
+    Args:
+        run_id: the job's name.
+        reason: in words.
+    """
+
+    run_id: str
+    reason: str
+
+
+# -- rpc ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentStarted(Event):
+    """This process is a worker of an rpc group.
+
+    Args:
+        worker: its name.
+        id: its id in the group.
+    """
+
+    worker: str
+    id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentStopped(Event):
+    """This process is no longer a worker of its rpc group.
+
+    Args:
+        worker: its name.
+    """
+
+    worker: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberGone(Event):
+    """Another worker of the rpc group has left, or was lost.
+
+    Args:
+        worker: its name.
+        id: its id.
+        reason: in words.
+    """
+
+    worker: str
+    id: int
+    reason: str
+
+
+# -- join --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanOut(Event):
+    """This rank has no inputs left, and matches the other ranks' steps.
+
+    Args:
+        rank: in the group of the Join.
+        steps: how many steps of its own it had.
+    """
+
+    rank: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinEnded(Event):
+    """All ranks have finished a loop.
+
+    Args:
+        rank: in the group of the Join.
+        own_steps: steps in which this rank had inputs.
+        steps: steps of the longest rank.
+    """
+
+    rank: int
+    own_steps: int
+    steps: int
