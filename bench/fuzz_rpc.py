@@ -52,6 +52,7 @@ from rallypoint.wire.recycler import Recycler
 from rallypoint.wire.seal import MOST, SHORT, Keys, SealedParser, Sealer
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
+from rallypoint.wire.transport import Way
 
 
 TARGET, HEALTHY = "target", "healthy"
@@ -662,7 +663,7 @@ def frames_at_sockets(
             who,
             Deadline(20.0),
             side=kind == "uds",
-            channel=tcp.channel(addresses[kind]) if kind == "tcp" else b"",
+            channel=Way(tcp.TRANSPORT).channel(addresses[kind]) if kind == "tcp" else b"",
             seals=auth.SEALS() if kind == "tcp" else (),
         )
         found["connections"] += 1

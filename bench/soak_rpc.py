@@ -52,6 +52,7 @@ from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.wire import auth, tcp, uds
 from rallypoint.wire.frames import HEADER, Shared, encode
+from rallypoint.wire.transport import Way
 
 
 MEMBERS = 8
@@ -360,7 +361,9 @@ class Stranger:
                 me,
                 Deadline(1.0),
                 side=side,
-                channel=tcp.channel(tuple(hello["addresses"]["tcp"])) if kind == "tcp" else b"",
+                channel=Way(tcp.TRANSPORT).channel(tuple(hello["addresses"]["tcp"]))
+                if kind == "tcp"
+                else b"",
                 seals=auth.SEALS() if kind == "tcp" else (),
             )
         except BaseException:

@@ -26,6 +26,7 @@ from rallypoint.rpc.connections.dialer import is_late
 from rallypoint.rpc.connections.handshake import introduce
 from rallypoint.rpc.groups.member import Member
 from rallypoint.wire import auth, tcp, uds
+from rallypoint.wire.transport import Way
 from rpc_workers import lone_agent
 
 
@@ -70,7 +71,11 @@ def join(agent: Agent, kind: str) -> None:
     """Come in as a member does, and leave."""
     me = {**agent.roster.introduction(), "name": "late", "id": 77, "incarnation": "ab" * 8}
     (address,) = (each.address for each in agent.acceptor.listeners if each.kind == kind)
-    way: Any = {"channel": tcp.channel(address), "seals": auth.SEALS()} if kind == "tcp" else {}
+    way: Any = (
+        {"channel": Way(tcp.TRANSPORT).channel(address), "seals": auth.SEALS()}
+        if kind == "tcp"
+        else {}
+    )
     with knock(agent, kind) as sock:
         peer, _, _, _ = introduce(sock, SECRET, me, Deadline(PATIENCE), side=False, **way)
         assert peer["name"] == "w0"

@@ -179,7 +179,9 @@ def sockets_of_children() -> tuple[int, int, int, int]:
     """Sockets here, and those of them that are an agent's; sockets of a child, and its epolls and eventfds."""
     rpc.rpc_sync("w1", add, (1, 2))
     rpc.rpc_sync("w0", add, (1, 2))
-    here, ours = held("socket:"), len(list(forks._closeables))
+    here = held("socket:")
+    known = {each.fileno() for each in list(forks._closeables)} - {-1}
+    ours = sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") for fd in known)
     there, shared = told_by_child(
         lambda: (held("socket:"), held("anon_inode:[eventpoll]", "anon_inode:[eventfd]"))
     )

@@ -33,6 +33,7 @@ from rallypoint.wire.line import Line
 from rallypoint.wire.seal import Sealer
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
+from rallypoint.wire.transport import Way
 from rpc_workers import lone_agent
 from sealed_end import SealedEnd, records
 
@@ -102,7 +103,7 @@ class Stranger:
             {**me, **said},
             deadline,
             side=kind == "uds",
-            channel=b"" if kind == "uds" else tcp.channel(address),
+            channel=b"" if kind == "uds" else Way(tcp.TRANSPORT).channel(address),
             seals=() if kind == "uds" else auth.SEALS(),
         )
         if keys is not None:
@@ -251,7 +252,7 @@ def test_a_cancel_right_behind_the_handshake_is_no_request(agent: Agent) -> None
     # Both in one piece: what the handshake leaves over goes the way of all that comes.
     sock = tcp.connect(("127.0.0.1", agent.acceptor.listeners[2].address[1]), Deadline(5.0), 5.0)
     me = {**agent.roster.introduction(), "id": 77}
-    channel = tcp.channel(agent.acceptor.listeners[2].address)
+    channel = Way(tcp.TRANSPORT).channel(agent.acceptor.listeners[2].address)
     talk = Connecting(SECRET, me, os.urandom(32), channel, auth.SEALS())
     sock.sendall(talk.start())
     proof = talk.receive(sock.recv(9000))

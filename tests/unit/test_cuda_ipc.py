@@ -30,7 +30,8 @@ CUDA0, CUDA1, CPU = Device("cuda", 0), Device("cuda", 1), Device("cpu")
 
 def way(device: Device = CUDA0, target: Device = CUDA1, nbytes: int = LEAST, **options: Any) -> Way:
     given = {
-        "transport": "uds",
+        "own": False,
+        "shares_memory": True,
         "enabled": True,
         "ours": ("/0", "/1"),
         "theirs": ("/0", "/1"),
@@ -45,11 +46,10 @@ def way(device: Device = CUDA0, target: Device = CUDA1, nbytes: int = LEAST, **o
         (Way.SHARED, {}),
         (Way.SHARED, {"device": CUDA1, "target": CUDA0}),
         (Way.SHARED, {"theirs": ("/3", "/0")}),  # it counts them otherwise
-        (Way.HANDED, {"transport": "memory"}),
-        (Way.HANDED, {"transport": "memory", "enabled": False, "ours": (), "nbytes": 1}),
-        (Way.STAGED, {"transport": "memory", "target": CPU}),
-        (Way.STAGED, {"transport": "tcp"}),
-        (Way.STAGED, {"transport": ""}),
+        (Way.HANDED, {"own": True}),
+        (Way.HANDED, {"own": True, "enabled": False, "ours": (), "nbytes": 1}),
+        (Way.STAGED, {"own": True, "target": CPU}),
+        (Way.STAGED, {"shares_memory": False}),
         (Way.STAGED, {"target": CPU}),
         (Way.STAGED, {"device": Device("xpu", 0), "target": Device("xpu", 0)}),
         (Way.STAGED, {"nbytes": LEAST - 1}),

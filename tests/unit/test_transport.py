@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.wire import transport
-from rallypoint.wire.transport import Address, Choice, choose, why_none
+from rallypoint.wire import transport, transports
+from rallypoint.wire.transport import Address, Choice, Way, choose, why_none
 
 
 THEIRS: dict[str, Address] = {"memory": "7-1", "uds": "rallypoint-7-ab", "tcp": ("10.0.0.1", 5000)}
@@ -16,8 +16,14 @@ ALL = ("memory", "uds", "tcp")
 KINDS = st.sampled_from(ALL)
 
 
+def of(*kinds: str) -> list[Way]:
+    """The ways of these kinds, of which ``tcp+tls`` is one."""
+    found = (each.partition("+") for each in kinds)
+    return [Way(transports.find(kind), tls=bool(tls)) for kind, tls, _ in found]
+
+
 def ways(ours: tuple[str, ...], theirs: dict[str, Address] = THEIRS, **where: bool) -> list[str]:
-    return [each.kind for each in choose(ours, theirs, **where)]
+    return [each.way.kind for each in choose(of(*ours), theirs, **where)]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +60,8 @@ def test_a_peer_of_another_host_is_not_asked_by_a_way_that_could_meet_a_stranger
 
 
 def test_the_address_is_the_peers() -> None:
-    assert choose(("tcp",), THEIRS, same_host=False, same_process=False) == [
-        Choice("tcp", ("10.0.0.1", 5000))
+    assert choose(of("tcp"), THEIRS, same_host=False, same_process=False) == [
+        Choice(*of("tcp"), ("10.0.0.1", 5000))
     ]
 
 
@@ -64,8 +70,8 @@ def test_ways_are_ours_in_our_order_and_all_of_them_theirs(
     ours: list[str], theirs: set[str], same_host: bool, same_process: bool
 ) -> None:
     offered: dict[str, Any] = {kind: THEIRS[kind] for kind in theirs}
-    chosen = choose(ours, offered, same_host=same_host, same_process=same_process)
-    kinds = [each.kind for each in chosen]
+    chosen = choose(of(*ours), offered, same_host=same_host, same_process=same_process)
+    kinds = [each.way.kind for each in chosen]
     assert kinds == [kind for kind in ours if kind in kinds]
     assert set(kinds) <= theirs
     assert ("memory" in kinds) <= same_process
@@ -80,11 +86,11 @@ def test_with_tls_and_without_do_not_meet_and_it_is_said_why() -> None:
     assert ways(ours, secure, same_host=True, same_process=False) == ["uds", "tcp+tls"]
     assert ways(ours, same_host=False, same_process=False) == []
     assert ways(ALL, secure, same_host=False, same_process=False) == []
-    assert why_none(ours, THEIRS).startswith("it does not use TLS and this worker requires it")
-    assert why_none(ALL, secure).startswith("it requires TLS and this worker does not use it")
-    assert why_none(("uds",), {"tcp": ("h", 1)}) == "it offers tcp, and this worker may use uds"
+    assert why_none(of(*ours), THEIRS).startswith("it does not use TLS and this worker requires it")
+    assert why_none(of(*ALL), secure).startswith("it requires TLS and this worker does not use it")
+    assert why_none(of("uds"), {"tcp": ("h", 1)}) == "it offers tcp, and this worker may use uds"
     assert (
-        why_none(("uds", "tcp"), {}) == "it offers no transport, and this worker may use uds, tcp"
+        why_none(of("uds", "tcp"), {}) == "it offers no transport, and this worker may use uds, tcp"
     )
 
 

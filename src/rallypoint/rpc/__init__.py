@@ -15,6 +15,8 @@ from rallypoint.errors import (
     RpcError,
     RpcTimeout,
 )
+from rallypoint.wire.transport import ListenConfig, Listener, Reach, Transport
+from rallypoint.wire.transports import register_transport
 
 from . import api as api, backends as backends, registry as backend_registry
 from .api import (
@@ -61,11 +63,14 @@ __all__ = [
     "Expelled",
     "FaultyRpcBackendOptions",
     "Future",
+    "ListenConfig",
+    "Listener",
     "MessageTooLarge",
     "NativeRpcBackendOptions",
     "NodeDevices",
     "PeerLost",
     "RRef",
+    "Reach",
     "RemoteError",
     "RpcBackendOptions",
     "RpcError",
@@ -73,6 +78,7 @@ __all__ = [
     "RpcTimeout",
     "TensorPipeRpcBackendOptions",
     "Tls",
+    "Transport",
     "WorkerInfo",
     "async_execution",
     "backend_registered",
@@ -91,6 +97,7 @@ __all__ = [
     "on_join",
     "on_leave",
     "register_backend",
+    "register_transport",
     "remote",
     "reverse_maps",
     "rpc_async",

@@ -149,7 +149,7 @@ def _site(store: Any, world_size: int | None) -> Site:
         alone = bool(size) and size == env.get("LOCAL_WORLD_SIZE")
         if is_loopback(host) or (alone and is_loopback(addr)):
             # Only this machine reaches the store. The launcher's workers are one user's, with one view of files.
-            return Site(addr, addr, only_unix=alone and size == str(world_size))
+            return Site(addr, addr, one_host=alone and size == str(world_size))
         # Many machines have their own name at 127.0.1.1: the name itself is what the others reach.
         return Site(host) if is_loopback(addr) else Site(addr, addr)
     return Site(hostname())

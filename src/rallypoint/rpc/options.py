@@ -8,13 +8,11 @@ from typing import Any
 
 from rallypoint._core.secret import check
 from rallypoint.errors import ConfigError
+from rallypoint.wire import transports as known_transports
 
 from . import constants
 from .certificates import Tls, check_tls
 from .device_map import Device
-
-
-TRANSPORTS = ("memory", "uds", "tcp")
 
 
 class RpcBackendOptions:
@@ -76,7 +74,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         bind: str | None = None,
         advertise: str | None = None,
         port: int | tuple[int, int] = 0,
-        transports: Sequence[str] = TRANSPORTS,
+        transports: Sequence[str] = known_transports.DEFAULT,
         secret: str | bytes | None = None,
         insecure: bool = False,
         tls: bool | Tls | None = None,
@@ -107,12 +105,12 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.advertise = advertise
         self.ports = _ports(port)
         _refuse_text("transports", transports)
-        unknown = [each for each in transports if each not in TRANSPORTS]
-        if unknown or not transports:
-            raise ConfigError(
-                "transports", list(transports), f"expected some of {', '.join(TRANSPORTS)}"
-            )
-        self.transports = tuple(transports)
+        if not transports:
+            expected = f"expected some of {', '.join(known_transports.known())}"
+            raise ConfigError("transports", list(transports), expected)
+        for kind in transports:
+            known_transports.find(kind)
+        self.transports = tuple(dict.fromkeys(transports))
         self.secret = None if secret is None else check(secret, "secret")
         self.insecure = bool(insecure)
         self.tls = check_tls(tls)

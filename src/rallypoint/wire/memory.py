@@ -5,6 +5,7 @@ A connection is a pair of sockets all the same, so that it ends, fills up and br
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -13,7 +14,7 @@ from collections import deque
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 
-from .transport import Address
+from .transport import Address, Reach, Transport
 
 
 KIND = "memory"
@@ -23,14 +24,12 @@ _lock = forks.Lock()
 
 
 class MemoryListener:
-    kind = KIND
-
     def __init__(self) -> None:
         self._name = f"{os.getpid()}-{next(_numbers)}"
         self._waiting: deque[socket.socket] = deque()
+        self._process = forks.process
         with forks.opening():
             self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
-            forks.abandon_in_child(self)
         with _lock:
             _listeners[self._name] = self
 
@@ -56,13 +55,9 @@ class MemoryListener:
         self._waiting.append(sock)
         os.eventfd_write(self._event, 1)
 
-    def abandon(self) -> None:
-        """In a forked child: nobody accepts here."""
-        if _listeners.pop(self._name, None) is not None:
-            os.close(self._event)
-
     def close(self) -> None:
-        with _lock:
+        # In a forked child another thread of the parent's may have held the lock.
+        with _lock if self._process is forks.process else contextlib.nullcontext():
             if _listeners.pop(self._name, None) is None:
                 return
             while self._waiting:
@@ -85,3 +80,12 @@ def connect(address: Address, deadline: Deadline) -> socket.socket:
             ours, theirs = map(forks.close_in_child, socket.socketpair())
         listener.offer(theirs)
     return ours
+
+
+TRANSPORT = Transport(
+    kind=KIND,
+    reach=Reach.PROCESS,
+    listen=lambda _: MemoryListener(),
+    connect=lambda address, timeout, _: connect(address, Deadline(timeout)),
+    private=True,
+)

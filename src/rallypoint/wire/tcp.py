@@ -16,7 +16,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint._core.half_open import source_of
 from rallypoint.errors import ConfigError
 
-from .transport import Address, accepted
+from .transport import Address, ListenConfig, Reach, Transport, accepted
 
 
 KIND = "tcp"
@@ -48,13 +48,6 @@ def prepare(sock: socket.socket, heartbeat: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, longest)
 
 
-def channel(address: Address) -> bytes:
-    """What both ends know of a connection to this address, and a relay at another one cannot make them believe."""
-    assert isinstance(address, tuple)
-    host, port = address
-    return f"tcp {host} {port}".encode()
-
-
 class TcpListener:
     """Listens on the first port of ``ports`` that is free.
 
@@ -67,8 +60,6 @@ class TcpListener:
         ConfigError: none of them can be bound.
     """
 
-    kind = KIND
-
     def __init__(
         self, host: str | None, advertise: str, ports: Iterable[int], heartbeat: float
     ) -> None:
@@ -76,8 +67,7 @@ class TcpListener:
         tried: list[str] = []
         for port in ports:
             try:
-                with forks.opening():
-                    self._sock = forks.close_in_child(_bind(host, port))
+                self._sock = _bind(host, port)
                 break
             except OSError as error:
                 tried.append(f"{port}: {error.strerror or error}")
@@ -188,3 +178,15 @@ def _connect(
     finally:
         for each in attempts.values():
             each.close()
+
+
+def _listen(config: ListenConfig) -> TcpListener:
+    return TcpListener(config.bind, config.advertise, config.ports, config.heartbeat)
+
+
+TRANSPORT = Transport(
+    kind=KIND,
+    reach=Reach.NETWORK,
+    listen=_listen,
+    connect=lambda address, timeout, heartbeat: connect(address, Deadline(timeout), heartbeat),
+)

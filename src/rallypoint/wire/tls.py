@@ -47,12 +47,10 @@ from rallypoint.errors import AuthenticationError, ProtocolError
 from .frames import Frame, FrameParser
 from .line import MOST_AT_ONCE, PATIENCE, Closed, Line, Piece, Sleeper
 from .silence import Silence
-from .tcp import TcpListener
 from .transport import HungUp
 from .wrapped_socket import WrappedSocket, drop
 
 
-KIND = "tcp+tls"
 # Four full records: few calls for large tensors, and little that is encrypted and must wait.
 _CHUNK = 64 * 1024
 _RECORD = 16 * 1024
@@ -383,12 +381,6 @@ def new_line(
     """The line for a socket."""
     made = TlsLine if isinstance(sock, TlsSocket) else Line
     return made(sock, parser, kind, silence=silence)
-
-
-class TlsListener(TcpListener):
-    """Listens as TCP does. What it accepts speaks plainly until it is put into a :class:`TlsSocket`."""
-
-    kind = KIND
 
 
 def told(error: ssl.SSLError) -> str:

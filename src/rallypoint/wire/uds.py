@@ -14,7 +14,7 @@ import struct
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 
-from .transport import Address, accepted
+from .transport import Address, Reach, Transport, accepted
 
 
 KIND = "uds"
@@ -32,8 +32,6 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 class UnixListener:
-    kind = KIND
-
     def __init__(self) -> None:
         self._sock = _new_socket()
         self._name = f"rallypoint-{os.getpid()}-{secrets.token_hex(8)}"
@@ -94,3 +92,13 @@ def connect(address: Address, deadline: Deadline) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+TRANSPORT = Transport(
+    kind=KIND,
+    reach=Reach.HOST,
+    listen=lambda _: UnixListener(),
+    connect=lambda address, timeout, _: connect(address, Deadline(timeout)),
+    private=True,
+    shares_memory=True,
+)

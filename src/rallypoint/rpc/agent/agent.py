@@ -39,8 +39,8 @@ from rallypoint.rpc.threads.task_queue import TaskQueue
 from rallypoint.rpc.threads.thread_pool import Job, ThreadPool, waiting
 from rallypoint.rpc.trust import Trust
 from rallypoint.rpc.worker_info import WorkerInfo
-from rallypoint.wire import tcp, tls
-from rallypoint.wire.transport import Address
+from rallypoint.wire import transports
+from rallypoint.wire.transport import Address, Way
 
 from .caller import Caller
 from .counters import Counters, Tally
@@ -107,10 +107,10 @@ class Agent:
         # Whether this process is only a child of the worker's.
         self.is_inherited = False
         identity = identity_of(options.tls)
-        transports = tuple(
-            tls.KIND if identity is not None and each == tcp.KIND else each
-            for each in options.transports
-        )
+        ways = [
+            Way(each, tls=identity is not None and not each.private)
+            for each in map(transports.find, options.transports)
+        ]
 
         self._poller = Poller(self._on_wake)
         self._pool = pool = ThreadPool(
@@ -129,7 +129,7 @@ class Agent:
             self.done,
         )
         self.dialer = Dialer(
-            roster, self.lines, trust.secret, trust.seals, transports, identity, options.heartbeat
+            roster, self.lines, trust.secret, trust.seals, ways, identity, options.heartbeat
         )
         replies = Replies(self.allowed)
         self.connections = connections = Connections(
@@ -151,7 +151,7 @@ class Agent:
             self.lines,
             trust.secret,
             trust.seals,
-            transports,
+            ways,
             identity,
             self.tasks.later,
         )

@@ -1,4 +1,4 @@
-"""Where others come in: the listeners, and those who have connected and not proved themselves yet."""
+"""Listeners, and connections that have not authenticated yet."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rallypoint._core import forks
 from rallypoint._core.half_open import HalfOpen, room
 from rallypoint.errors import RpcError
 from rallypoint.rpc.groups.roster import Roster
-from rallypoint.rpc.options import TRANSPORTS, NativeRpcBackendOptions
+from rallypoint.rpc.options import NativeRpcBackendOptions
 from rallypoint.rpc.threads.poller import READ, Poller
 from rallypoint.rpc.threads.thread_pool import Job, ThreadPool
 from rallypoint.rpc.worker_info import WorkerInfo
-from rallypoint.wire import memory, tcp, tls, uds
-from rallypoint.wire.transport import Address, Listener
+from rallypoint.wire import tls, transports
+from rallypoint.wire.transport import EXHAUSTED, Address, ListenConfig, Reach, Way
 
 from .connections import Connections
 from .handshake import PATIENCE, Introduced, Welcome
@@ -45,12 +46,12 @@ class Site:
     Args:
         addr: the address that workers on other hosts are to use.
         bind: the address to listen on for them; None: all of this machine's.
-        only_unix: all members are on this host, and come over Unix sockets.
+        one_host: all members are on this host.
     """
 
     addr: str
     bind: str | None = None
-    only_unix: bool = False
+    one_host: bool = False
 
 
 class Acceptor:
@@ -58,7 +59,7 @@ class Acceptor:
 
     Args:
         connections: takes those that have proved themselves.
-        roster, lines, secret, seals, transports, identity: as for :class:`Dialer`.
+        roster, lines, secret, seals, ways, identity: as for :class:`Dialer`.
         later: has something done after so many seconds.
     """
 
@@ -71,7 +72,7 @@ class Acceptor:
         lines: Lines,
         secret: bytes,
         seals: Sequence[str],
-        transports: Sequence[str],
+        ways: Sequence[Way],
         identity: tls.Identity | None,
         later: Callable[[float, Callable[[], None]], None],
     ) -> None:
@@ -83,14 +84,14 @@ class Acceptor:
         self._lines = lines
         self._secret = secret
         self._seals = seals
-        self._transports = transports
+        self._ways = ways
         self._identity = identity
-        self.listeners: list[Listener] = []
+        self.listeners: list[_Door] = []
         # Transports that cannot be used, and why.
         self.skipped: dict[str, str] = {}
         self._lock = threading.Lock()
         # Under the lock:
-        self._half_open: dict[Listener, HalfOpen[Welcome]] = {}
+        self._half_open: dict[_Door, HalfOpen[Welcome]] = {}
         self._closed = False
         # Those that had to go for others, by listener and source, since the last warning.
         self._crowded_out: Counter[tuple[str, str]] = Counter()
@@ -114,21 +115,30 @@ class Acceptor:
         Raises:
             RpcError: none of the transports can be used; says why.
         """
-        chosen = options.transports != TRANSPORTS or options.bind is not None
-        for kind in self._transports:
+        chosen = options.transports != transports.DEFAULT or options.bind is not None
+        # A worker that is known by another address than the one we see is reached by a route that we do not see.
+        bind = options.bind or (None if options.advertise else site.bind)
+        config = ListenConfig(
+            bind=None if bind == "*" else bind,
+            advertise=options.advertise or site.addr,
+            ports=options.ports,
+            heartbeat=options.heartbeat,
+        )
+        for way in self._ways:
+            reach = way.transport.reach
             if (
-                kind in (tcp.KIND, tls.KIND)
-                and site.only_unix
+                reach is Reach.NETWORK
+                and site.one_host
                 and not chosen
-                and any(each.kind == uds.KIND for each in self.listeners)
+                and any(each.way.transport.reach is Reach.HOST for each in self.listeners)
             ):
-                self.skipped[kind] = "all workers are on this host"
+                self.skipped[way.kind] = "all workers are on this host"
                 continue
             try:
-                self.listeners.append(_listener(kind, options, site))
+                self.listeners.append(_Door(self, way, config))
             except OSError as error:
-                self.skipped[kind] = error.strerror or str(error)
-                logger.info("transport %s is not used: %s", kind, error)
+                self.skipped[way.kind] = error.strerror or str(error)
+                logger.info("transport %s is not used: %s", way.kind, error)
         if not self.listeners:
             reasons = "; ".join(f"{kind}: {reason}" for kind, reason in self.skipped.items())
             raise RpcError(f"no transport can be used ({reasons})")
@@ -139,7 +149,7 @@ class Acceptor:
         most = room(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         for listener in self.listeners:
             self._half_open[listener] = HalfOpen(most)
-            self._poller.add(listener.fileno(), _Door(self, listener))
+            self._poller.add(listener.fileno(), listener)
 
     def close(self) -> list[Welcome]:
         """Let nobody in any more; returns those who are at it, for the caller to close."""
@@ -153,8 +163,8 @@ class Acceptor:
 
     # -- strangers ----------------------------------------------------------------------------------
 
-    def admit(self, listener: Listener) -> None:
-        """Somebody has connected; perhaps many."""
+    def admit(self, listener: _Door) -> None:
+        """Accept connections that wait."""
         for _ in range(_AT_ONCE):
             try:
                 sock = listener.accept()
@@ -166,18 +176,17 @@ class Acceptor:
             if sock is not None:
                 self._admit(listener, sock)
 
-    def _admit(self, listener: Listener, sock: socket.socket) -> None:
-        source = listener.source(sock)
-        is_tcp = listener.kind == tcp.KIND
+    def _admit(self, listener: _Door, sock: socket.socket) -> None:
+        way, source = listener.way, listener.source(sock)
         stranger = Welcome(
             sock,
             self._secret,
             self._roster.introduction(),
-            takes_side=listener.kind == uds.KIND,
-            identity=self._identity if listener.kind == tls.KIND else None,
-            channel=tcp.channel(listener.address) if is_tcp else b"",
-            seals=self._seals if is_tcp else (),
-            accepted=functools.partial(self._accept, listener.kind),
+            takes_side=way.transport.shares_memory,
+            identity=self._identity if way.tls else None,
+            channel=way.channel(listener.address),
+            seals=() if way.transport.private else self._seals,
+            accepted=functools.partial(self._accept, way.kind),
             ended=functools.partial(self._dismiss, listener),
         )
         with self._lock:
@@ -191,7 +200,7 @@ class Acceptor:
         self._poller.add(sock.fileno(), stranger)
         self._pool.wake_at(stranger.until)
 
-    def _crowd_out(self, listener: Listener, victim: Welcome, source: str) -> None:
+    def _crowd_out(self, listener: _Door, victim: Welcome, source: str) -> None:
         """There is no room for all: this one has had its time."""
         victim.close("others have come since, and it has not proved itself")
         with self._lock:
@@ -215,15 +224,19 @@ class Acceptor:
             source,
         )
 
-    def _pause(self, listener: Listener, error: OSError) -> None:
-        """There is nothing left to accept with. Who has connected waits; to ask again at once would take a whole core."""
+    def _pause(self, listener: _Door, error: OSError) -> None:
+        """Connections wait, and cannot be accepted. Asking again at once would take a whole core."""
         fd = listener.fileno()
         self._poller.change(fd, off=READ)
         self._later(_PAUSE_SECONDS, lambda: self._poller.change(fd, on=READ))
+        advice = (
+            ": give the process more descriptors (ulimit -n)" if error.errno in EXHAUSTED else ""
+        )
         logger.warning(
-            "nobody can connect to this worker by %s for now (%s): give the process more descriptors (ulimit -n)",
+            "nobody can connect to this worker by %s for now (%s)%s",
             listener.kind,
-            error.strerror,
+            error.strerror or error,
+            advice,
         )
 
     def expire(self, now: float) -> float | None:
@@ -246,7 +259,7 @@ class Acceptor:
         with self._lock:
             return next(iter(half_open), None)
 
-    def _dismiss(self, listener: Listener, stranger: Welcome, reason: str) -> None:
+    def _dismiss(self, listener: _Door, stranger: Welcome, reason: str) -> None:
         self._poller.remove(stranger.sock.fileno())
         with self._lock:
             self._half_open[listener].remove(stranger)
@@ -286,28 +299,34 @@ class Acceptor:
         self._connections.take(line, worker, sharing, rest, jobs)
 
 
-def _listener(kind: str, options: NativeRpcBackendOptions, site: Site) -> Listener:
-    match kind:
-        case memory.KIND:
-            return memory.MemoryListener()
-        case uds.KIND:
-            return uds.UnixListener()
-        case _:
-            pass
-    listener = tls.TlsListener if kind == tls.KIND else tcp.TcpListener
-    # Who is told another address than the one we know comes by a way that we do not know.
-    bind = options.bind or (None if options.advertise else site.bind)
-    bind = None if bind == "*" else bind
-    return listener(bind, options.advertise or site.addr, options.ports, options.heartbeat)
-
-
 class _Door:
-    """A listener in the poller."""
+    """A listener in the poller.
 
-    def __init__(self, acceptor: Acceptor, listener: Listener) -> None:
+    Raises:
+        OSError: the transport cannot be used here.
+    """
+
+    def __init__(self, acceptor: Acceptor, way: Way, config: ListenConfig) -> None:
         self._acceptor = acceptor
-        self._listener = listener
+        self.way = way
+        self.kind = way.kind
+        with forks.opening():
+            self._listener = listener = way.listen(config)
+            forks.close_in_child(self)
+        self.address, self.fileno = listener.address, listener.fileno
+        self.source, self.close = listener.source, listener.close
+
+    def accept(self) -> socket.socket | None:
+        """As :meth:`Listener.accept`. Any other error becomes an OSError: the thread that calls this serves all peers."""
+        try:
+            with forks.opening():
+                sock = self._listener.accept()
+                return None if sock is None else forks.close_in_child(sock)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"its accept() raised {type(error).__name__}: {error}") from error
 
     def on_ready(self, mask: int, jobs: deque[Job]) -> None:
         del mask, jobs
-        self._acceptor.admit(self._listener)
+        self._acceptor.admit(self)

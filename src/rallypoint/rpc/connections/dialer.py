@@ -6,13 +6,14 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError
 from rallypoint.rpc.groups.member import Member
 from rallypoint.rpc.groups.roster import Roster
 from rallypoint.rpc.worker_info import WorkerInfo
-from rallypoint.wire import memory, tcp, tls, uds
-from rallypoint.wire.transport import Address, HungUp, choose, why_none
+from rallypoint.wire import tls
+from rallypoint.wire.transport import Address, HungUp, Way, choose, why_none
 
 from .handshake import introduce
 from .lines import Lines
@@ -56,8 +57,8 @@ class Dialer:
         roster: its group.
         lines: what connections are made of.
         secret: what all members know.
-        seals: how TCP may be protected, the best first.
-        transports: that it may use.
+        seals: how connections without TLS may be protected, the best first.
+        ways: the transports that it may use, the best first.
         identity: what it shows under TLS.
         heartbeat: as in the options.
     """
@@ -68,7 +69,7 @@ class Dialer:
         lines: Lines,
         secret: bytes,
         seals: Sequence[str],
-        transports: Sequence[str],
+        ways: Sequence[Way],
         identity: tls.Identity | None,
         heartbeat: float,
     ) -> None:
@@ -76,7 +77,7 @@ class Dialer:
         self._lines = lines
         self._secret = secret
         self._seals = seals
-        self._transports = transports
+        self._ways = ways
         self._identity = identity
         self._heartbeat = heartbeat
         self._stopped = threading.Event()
@@ -110,13 +111,13 @@ class Dialer:
         group = self._roster.group
         assert group is not None
         ways = choose(
-            self._transports,
+            self._ways,
             member.addresses,
             same_host=group.me.shares_host(member),
             same_process=member.incarnation == self._roster.incarnation,
         )
         if not ways:
-            why = why_none(self._transports, member.addresses)
+            why = why_none(self._ways, member.addresses)
             raise PeerLost(member.name, f"it cannot be reached ({why})")
         num_cut = 0
         for pause in _pauses():
@@ -124,12 +125,12 @@ class Dialer:
             late: DeadlineExceeded | None = None
             again = False
             num_refused = 0
-            for kind, address in ways:
+            for way, address in ways:
                 try:
-                    return self._dial_by(kind, address, member, deadline, watch, probe=probe)
+                    return self._dial_by(way, address, member, deadline, watch, probe=probe)
                 except (OSError, ProtocolError, DeadlineExceeded) as error:
                     text = getattr(error, "strerror", None) or str(error)
-                    reasons.append(f"{kind}: {text}")
+                    reasons.append(f"{way.kind}: {text}")
                     if _is_cut(error):
                         num_cut += 1
                         again = True
@@ -159,7 +160,7 @@ class Dialer:
 
     def _dial_by(
         self,
-        kind: str,
+        way: Way,
         address: Address,
         member: Member,
         deadline: Deadline,
@@ -167,31 +168,24 @@ class Dialer:
         *,
         probe: bool,
     ) -> Outgoing:
-        sock: tls.Connection
-        match kind:
-            case memory.KIND:
-                sock = memory.connect(address, deadline)
-            case uds.KIND:
-                sock = uds.connect(address, deadline)
-            case _:
-                sock = tcp.connect(address, deadline, self._heartbeat)
-                if kind == tls.KIND:
-                    assert self._identity is not None
-                    sock = tls.TlsSocket(sock, self._identity, accepts=False)
+        made = forks.close_in_child(way.connect(address, deadline, self._heartbeat))
+        sock: tls.Connection = made
+        if way.tls:
+            assert self._identity is not None
+            sock = tls.TlsSocket(made, self._identity, accepts=False)
         sharing = None
         try:
             me = self._roster.introduction()
             if probe:
                 me["probe"] = True
-            is_tcp = kind == tcp.KIND
             peer, rest, side, keys = introduce(
                 sock,
                 self._secret,
                 me,
                 deadline,
-                side=kind == uds.KIND and not probe,
-                channel=tcp.channel(address) if is_tcp else b"",
-                seals=self._seals if is_tcp else (),
+                side=way.transport.shares_memory and not probe,
+                channel=way.channel(address),
+                seals=() if way.transport.private else self._seals,
             )
             if peer.get("incarnation") != member.incarnation:
                 if side is not None:
@@ -201,7 +195,7 @@ class Dialer:
                 )
             if side is not None:
                 sharing = self._lines.share(side)
-            line = self._lines.line(sock, kind, keys)
+            line = self._lines.line(sock, way.kind, keys)
             outgoing = Outgoing(
                 line, WorkerInfo(member.name, member.id), watch, sharing, bool(member.devices.maps)
             )

@@ -6,7 +6,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-from rallypoint.wire import tcp, tls
+from rallypoint.wire import tls
 from rallypoint.wire.copying import Copier
 from rallypoint.wire.frames import FrameParser
 from rallypoint.wire.line import Line
@@ -15,7 +15,7 @@ from rallypoint.wire.seal import Keys, SealedParser
 from rallypoint.wire.sealed_line import SealedLine, SealedSocket
 from rallypoint.wire.sharing import Sharing
 from rallypoint.wire.shm import Budget
-from rallypoint.wire.silence import Silence
+from rallypoint.wire.silence import INFO_SIZE, Silence
 
 from .unused_memory import UnusedMemory
 
@@ -56,7 +56,7 @@ class Lines:
         Args:
             keys: of what is sent and received from here on; None: it is under no MAC.
         """
-        silence = Silence(self._heartbeat) if kind in (tcp.KIND, tls.KIND) else None
+        silence = Silence(self._heartbeat) if _is_tcp(sock) else None
         allocate = self._recycler.allocate
         if keys is None or isinstance(sock, tls.TlsSocket):
             return tls.new_line(sock, FrameParser(allocate=allocate), kind, silence)
@@ -77,3 +77,11 @@ class Lines:
     def close(self) -> None:
         self._recycler.clear()
         self._copier.close()
+
+
+def _is_tcp(sock: tls.Connection) -> bool:
+    """Whether the kernel can tell how long the other host has been silent, whichever transport this is."""
+    try:
+        return bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_SIZE))
+    except OSError:
+        return False

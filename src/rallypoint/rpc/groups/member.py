@@ -67,8 +67,8 @@ class Member:
         check_name(self.name)
 
     def __str__(self) -> str:
-        where = self.addresses.get("tcp") or self.addresses.get("tcp+tls")
-        place = f" at {where[0]}:{where[1]}" if isinstance(where, tuple) else ""
+        where = next((each for each in self.addresses.values() if isinstance(each, tuple)), None)
+        place = f" at {where[0]}:{where[1]}" if where else ""
         return f"{self.name!r} (rank {self.id}, pid {self.pid}{place})"
 
     def shares_host(self, other: Member) -> bool:

@@ -48,8 +48,9 @@ from torch import Tensor
 from rallypoint.errors import RpcError
 from rallypoint.rpc.device_map import Device
 from rallypoint.rpc.groups.member import Member
+from rallypoint.wire import transports
 from rallypoint.wire.shm import SMALLEST
-from rallypoint.wire.transport import choose
+from rallypoint.wire.transport import Way as Route, choose
 
 from .out_of_band import has_table, load
 
@@ -81,7 +82,8 @@ def decide(
     target: Device,
     nbytes: int,
     *,
-    transport: str,
+    own: bool,
+    shares_memory: bool,
     enabled: bool,
     ours: Sequence[str],
     theirs: Sequence[str],
@@ -92,16 +94,17 @@ def decide(
         device: where it is.
         target: where it is to be over there.
         nbytes: that it takes.
-        transport: between the two workers: ``memory``, ``uds`` or ``tcp``.
+        own: whether it stays in this process.
+        shares_memory: whether the transport between the two workers does.
         enabled: whether the sender may share.
         ours: what the sender's GPUs are called by all processes of the host (:func:`visible_names`).
         theirs: those that the receiver sees; empty where it opens none.
     """
     if device.kind != "cuda" or target.kind != "cuda":
         return Way.STAGED
-    if transport == "memory":
+    if own:
         return Way.HANDED
-    if not enabled or transport != "uds" or nbytes < LEAST:
+    if not enabled or not shares_memory or nbytes < LEAST:
         return Way.STAGED
     name = ours[device.index] if device.index < len(ours) else ""
     # A slice of a GPU (MIG) cannot be opened by another process.
@@ -129,21 +132,21 @@ def visible_names(count: int, setting: str | None, order: str | None) -> tuple[s
 
 
 def way_to(
-    me: Member, peer: Member, transports: Sequence[str], *, enabled: bool
+    me: Member, peer: Member, kinds: Sequence[str], *, enabled: bool
 ) -> Callable[[torch.device, str, int], Way]:
     """What :func:`decide` says for tensors of this worker that go to ``peer``."""
+    routes = [Route(transports.find(each)) for each in kinds]
 
     def way(device: torch.device, target: str, nbytes: int) -> Way:
         # A process cannot open its own blocks, on whatever way it calls itself.
         is_own = me.incarnation == peer.incarnation
-        ways = choose(
-            transports, peer.addresses, same_host=me.shares_host(peer), same_process=is_own
-        )
+        ways = choose(routes, peer.addresses, same_host=me.shares_host(peer), same_process=is_own)
         return decide(
             Device.parse(device),
             Device.parse(target),
             nbytes,
-            transport="memory" if is_own else ways[0].kind if ways else "",
+            own=is_own,
+            shares_memory=bool(ways) and ways[0].way.transport.shares_memory,
             enabled=enabled,
             ours=me.devices.visible,
             theirs=peer.devices.visible,
