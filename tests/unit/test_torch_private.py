@@ -1,4 +1,4 @@
-"""The installed torch against each private name that ``torch_private.py`` of join, parallel and compat uses.
+"""The installed torch against each private name that ``torch_private.py`` of join, parallel, rpc and compat uses.
 
 A new torch that changes one fails here, by name, with what of ours depends on it.
 """
@@ -6,6 +6,8 @@ A new torch that changes one fails here, by name, with what of ours depends on i
 import ast
 import importlib
 import inspect
+import pickle
+import pickletools
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,10 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd
+import torch.jit._builtins
 from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
@@ -28,6 +32,7 @@ from rallypoint._core import tested_torch
 from rallypoint.compat import torch_private as of_compat
 from rallypoint.join import torch_private as of_join
 from rallypoint.parallel import torch_private as of_parallel
+from rallypoint.rpc import torch_private as of_rpc
 
 
 with warnings.catch_warnings():
@@ -37,6 +42,7 @@ with warnings.catch_warnings():
 DDP = DistributedDataParallel
 ENGINE = torch.autograd.Variable._execution_engine
 OPERATORS = torch.ops._c10d_functional
+TORCH_RPC = importlib.import_module("torch.distributed.rpc")
 
 
 class Callee(NamedTuple):
@@ -112,6 +118,55 @@ def callees() -> Iterator[Callee]:
         "wait_tensor": "Tensor tensor",
     }.items():
         yield Callee(OPERATORS, name, f"({schema}) -> Tensor", parallel + "functional")
+    rpc = "rpc/torch_private.py: "
+    storage, tensor, seconds = torch.UntypedStorage, torch.Tensor, "typing.SupportsFloat"
+    for owner, name, signature, ours in (
+        (torch.jit._builtins, "_get_builtin_table", "", "operator_names"),
+        (torch._jit_internal, "_qualified_name", "obj, mangle_name", "script_name"),
+        (
+            torch._C,
+            "_jit_get_schemas_for_operator",
+            "(arg0: str) -> list[torch._C.FunctionSchema]",
+            "operator_schemas",
+        ),
+        (torch._C, "_storage_Use_Count", f"(arg0: {number}) -> int", "storage_uses"),
+        # Methods of tensors and storages do not tell their signatures.
+        (storage, "_share_cuda_", "(", "share_cuda"),
+        (storage, "_new_shared_cuda", "(", "open_cuda"),
+        (storage, "_release_ipc_counter_cuda", "(", "release_cuda"),
+        (tensor, "_is_zerotensor", "(", "is_zero_tensor"),
+        (tensor, "_use_count", "(", "tensor_uses"),
+        (tensor, "_indices", "(", "sparse_parts"),
+        (tensor, "_values", "(", "sparse_parts"),
+        (torch, "_is_functional_tensor", "(arg0: torch.Tensor) -> bool", "stand_in"),
+        (torch.distributed.autograd, "_init", f"(arg0: {number}) -> None", "init_autograd"),
+        (
+            torch.distributed.autograd,
+            "_get_debug_info",
+            "() -> dict[str, int]",
+            "autograd_debug_info",
+        ),
+        (
+            TORCH_RPC,
+            "_init_rpc_backend",
+            "backend, store, name, rank, world_size, rpc_backend_options",
+            "start_torch_agent",
+        ),
+        (
+            TORCH_RPC,
+            "_set_rpc_timeout",
+            f"(arg0: {seconds} | typing.SupportsIndex) -> None",
+            "set_torch_timeout",
+        ),
+        (TORCH_RPC, "_rref_context_get_debug_info", "() -> dict[str, str]", "torch_rref_info"),
+        (
+            TORCH_RPC.api,
+            "_get_current_rpc_agent",
+            "() -> torch._C._distributed_rpc.RpcAgent",
+            "torch_agent",
+        ),
+    ):
+        yield Callee(owner, name, signature, rpc + ours)
 
 
 CALLEES = list(callees())
@@ -145,17 +200,27 @@ def ddp() -> Iterator[DistributedDataParallel]:
 
 # Attributes of objects: the names, and what each test below finds through our functions.
 ATTRIBUTES = {
+    "_C",
+    "_StorageBase",
     "_authoritative_rank",
+    "_builtins",
     "_c10d_functional",
+    "_cdata",
     "_comm_hooks",
+    "_core",
     "_divide_by_initial_world_size",
     "_execution_engine",
+    "_frombuffer",
+    "_functorch",
+    "_jit_internal",
     "_join_config",
     "_module_parameters",
     "_param_to_rank",
     "_pytree",
+    "_reconstruct",
     "_scale",
     "_static_graph_delay_allreduce_enqueued",
+    "_thread",
     "_timeout",
 }
 # Not documented either, though without an underscore.
@@ -252,6 +317,31 @@ def test_the_caller_is_counted_from_the_function_that_asks() -> None:
     assert inner() == "test_the_caller_is_counted_from_the_function_that_asks"
 
 
+def test_private_attributes_of_tensors_and_futures() -> None:
+    tensor = torch.zeros(3)
+    assert (of_rpc.tensor_uses(tensor), of_rpc.storage_uses(tensor.untyped_storage())) == (1, 2)
+    twin = tensor.view(3)
+    assert of_rpc.storage_uses(twin.untyped_storage()) == 3
+    assert of_rpc.is_zero_tensor(torch._efficientzerotensor(3))
+    assert of_rpc.stand_in(tensor) is None
+    kinds: list[str | None] = []
+    torch.func.vmap(lambda x: kinds.append(of_rpc.stand_in(x)) or x)(tensor)  # type: ignore[func-returns-value]
+    torch.func.grad(lambda x: kinds.append(of_rpc.stand_in(x)) or x.sum())(tensor)  # type: ignore[func-returns-value]
+    assert [each and each.rpartition(".")[2] for each in kinds] == ["vmap", "grad, vjp or jvp"]
+    torch.func.functionalize(lambda x: kinds.append(of_rpc.stand_in(x)) or x)(tensor)  # type: ignore[func-returns-value]
+    assert "functional tensor" in str(kinds[-1])
+    assert type(torch.futures.Future().then(lambda done: done)) is of_rpc.NativeFuture
+    for base, name in of_rpc.PUBLIC_NAMES.items():
+        assert base in eval(name).__mro__, name
+    assert of_rpc.operator_names()[id(torch.add)] == "aten::add"
+    indices, values = of_rpc.sparse_parts(torch.eye(2).to_sparse())
+    assert indices.tolist() == [[0, 1], [0, 1]]
+    assert values.tolist() == [1, 1]
+    for array in (np.arange(3), np.float64(1)):
+        words = [str(arg) for _, arg, _ in pickletools.genops(pickle.dumps(array, protocol=5))]
+        assert {each.rpartition(".")[2] for each in of_rpc.NUMPY_REBUILDERS} & set(words)
+
+
 def test_torch_has_the_names_that_compat_puts_in_its_place() -> None:
     native = of_compat.native_rpc()
     assert {"PyRRef", "WorkerInfo", of_compat.IS_AGENT_SET, "get_rpc_timeout"} <= set(dir(native))
@@ -275,7 +365,7 @@ def test_torch_has_the_names_that_compat_puts_in_its_place() -> None:
 
 def test_every_private_name_is_asked_for_above() -> None:
     asked = {each.name for each in CALLEES} | ATTRIBUTES
-    for module in (of_join, of_parallel):
+    for module in (of_join, of_parallel, of_rpc):
         path = Path(module.__file__ or "")
         own = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
         names = {name for _, name in foreign_private_names(path, "rallypoint", own)}

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.futures import Future
 
 from .future import RpcFuture
+from .torch_private import NativeFuture
 
 
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
@@ -31,7 +31,7 @@ def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
         nonlocal left
         error: BaseException | None = None
         try:
-            torch._C.Future.value(done)
+            NativeFuture.value(done)
         except BaseException as raised:  # noqa: BLE001  # whatever it is, it belongs to whoever waits
             error = raised
         with lock:
@@ -47,7 +47,7 @@ def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
 
     for future in futures:
         # Beneath an RpcFuture's own, which would take it for a callback of the user's.
-        torch._C.Future.add_done_callback(future, one_done)
+        NativeFuture.add_done_callback(future, one_done)
     return collected
 
 

@@ -9,6 +9,7 @@ from rallypoint.errors import RpcError
 
 from .agent.agent import Agent
 from .current_agent import required_agent
+from .torch_private import autograd_debug_info
 
 
 def statistics() -> dict[str, Any]:
@@ -57,10 +58,7 @@ def _get_debug_info() -> dict[str, str]:
     info = dict(_rref_context_get_debug_info())
     info.update(required_agent().get_debug_info())
     with contextlib.suppress(Exception):
-        import torch.distributed.autograd
-
-        dist_autograd: Any = torch.distributed.autograd
-        info.update(dist_autograd._get_debug_info())
+        info.update(autograd_debug_info())
     return info
 
 

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-import torch
 from torch.futures import Future
 
 from rallypoint._core import forks
@@ -21,15 +20,16 @@ from .current_agent import ELSEWHERE
 from .interruptions import Lent, Rest
 from .serialization.payload import refuse_future, register_reducer
 from .threads.thread_pool import ThreadPool, waiting
+from .torch_private import NativeFuture
 
 
 logger = logging.getLogger(__name__)
 
 _NO_DEVICES: list[Any] = []
-_init = torch._C.Future.__init__
-_wait = torch._C.Future.wait
-_done = torch._C.Future.done
-_call_back = torch._C.Future.add_done_callback
+_init = NativeFuture.__init__
+_wait = NativeFuture.wait
+_done = NativeFuture.done
+_call_back = NativeFuture.add_done_callback
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -18,6 +18,7 @@ from .finalization import finalize
 from .groups import stores
 from .options import NativeRpcBackendOptions, RpcBackendOptions
 from .registry import BackendType, construct_rpc_backend_options, init_backend
+from .torch_private import init_autograd
 
 
 # Whether a rank must be given, as torch wants it; set by ``compat``.
@@ -148,12 +149,10 @@ def _init_rpc_backend(
 
 def _init_rpc_states(agent: Any) -> None:
     gather.forget_all()
-    if isinstance(agent, Agent) and _torch_rules:
-        # Programs, and torch's tests, ask it for its debug information. All else of it is refused.
-        dist_autograd = sys.modules.get("torch.distributed.autograd")
-        if dist_autograd is not None:
-            with contextlib.suppress(Exception):
-                dist_autograd._init(agent.me.id)
+    if isinstance(agent, Agent) and _torch_rules and "torch.distributed.autograd" in sys.modules:
+        # Programs, and torch's tests, ask for its debug information. Everything else of it is refused.
+        with contextlib.suppress(Exception):
+            init_autograd(agent.me.id)
     _set_and_start_rpc_agent(agent)
 
 

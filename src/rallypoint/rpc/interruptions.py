@@ -17,7 +17,6 @@ handlers as they were given. The interpreter's own handler of Ctrl-C stays as it
 
 from __future__ import annotations
 
-import _thread
 import functools
 import os
 import signal
@@ -26,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from .torch_private import start_thread
 
 
 _PACKAGE = Path(__file__).parent
@@ -132,8 +133,7 @@ class Handler:
         if self._stood < _STANDS:
             DUE[number] = self, frame
             try:
-                # Not by Thread.start, which takes locks that the frames below may hold.
-                _thread.start_new_thread(_send_again, (number,))
+                start_thread(_send_again, (number,))
             except RuntimeError:
                 # No thread is to be had: rather now than never.
                 pass

@@ -10,6 +10,7 @@ from typing import Any
 
 from rallypoint.errors import ConfigError, RpcError
 
+from . import torch_private
 from .worker_info import WorkerInfo
 
 
@@ -37,10 +38,8 @@ class TensorPipe:
         )
         for worker, pairs in options.device_maps.items():
             theirs.set_device_map(worker, {str(a): str(b) for a, b in pairs.items()})
-        # torch's init_rpc does this first; its agent asks for it with every call.
-        importlib.import_module("torch.distributed.autograd")._init(rank)
-        self._torch._init_rpc_backend(
-            backend=self._torch.BackendType.TENSORPIPE,
+        torch_private.start_torch_agent(
+            self._torch,
             store=store,
             name=name,
             rank=rank,
@@ -58,7 +57,7 @@ class TensorPipe:
 
     @default_timeout.setter
     def default_timeout(self, seconds: float) -> None:
-        self._torch._set_rpc_timeout(seconds)
+        torch_private.set_torch_timeout(self._torch, seconds)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -68,8 +67,8 @@ class TensorPipe:
         return WorkerInfo(found.name, found.id)
 
     def infos(self) -> list[WorkerInfo]:
-        agent = self._torch.api._get_current_rpc_agent()
-        return [WorkerInfo(each.name, each.id) for each in agent.get_worker_infos()]
+        infos = torch_private.torch_agent(self._torch).get_worker_infos()
+        return [WorkerInfo(each.name, each.id) for each in infos]
 
     get_worker_info = info
     get_worker_infos = infos
@@ -95,12 +94,10 @@ class TensorPipe:
         raise RpcError("TensorPipe has no streams: use the native backend")
 
     def get_debug_info(self) -> dict[str, str]:
-        info: dict[str, str] = self._torch.api._get_current_rpc_agent().get_debug_info()
-        return info
+        return dict(torch_private.torch_agent(self._torch).get_debug_info())
 
     def rref_debug_info(self) -> dict[str, str]:
-        info: dict[str, str] = self._torch._rref_context_get_debug_info()
-        return info
+        return torch_private.torch_rref_info(self._torch)
 
     def enable_gil_profiling(self, flag: bool) -> None:
         self._torch.enable_gil_profiling(flag)

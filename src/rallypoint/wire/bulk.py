@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, Protocol
@@ -139,11 +140,12 @@ def _function(found: Any, result: Any, *arguments: Any) -> Any:
 def _crypto() -> _Crypto | None:
     """This process's OpenSSL, if it can be called."""
     try:
-        import _ssl
+        import ssl
     except ImportError:
         return None
+    extension = sys.modules[ssl.MemoryBIO.__module__]
     # With the module itself, names of the libraries that it was linked to are found; linked into the interpreter, its own.
-    for path in (getattr(_ssl, "__file__", None), None):
+    for path in (getattr(extension, "__file__", None), None):
         try:
             return _Crypto(path)
         except (AttributeError, OSError):

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError, RpcTimeout
 from rallypoint.rpc.connections.calls import Call
@@ -35,6 +33,7 @@ from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.rpc.stream import WINDOW, WINDOW_NAME, ItemChannel, RpcStream
 from rallypoint.rpc.threads.task_queue import TaskQueue
 from rallypoint.rpc.threads.thread_pool import ThreadPool
+from rallypoint.rpc.torch_private import NativeFuture
 from rallypoint.wire.remote_error import RemoteTraceback
 from rallypoint.wire.sharing import Sharing
 
@@ -48,7 +47,7 @@ _REMOTE_CONNECT_SECONDS = 0.2
 # Asynchronous calls go out in bundles when more than so many are under way to a peer.
 _CROWD = 4
 
-_set_result = torch._C.Future.set_result
+_set_result = NativeFuture.set_result
 
 
 class Caller:

@@ -48,6 +48,7 @@ from rallypoint.rpc.serialization.payload import (
 from rallypoint.rpc.serialization.sole_reference import memory_of_one
 from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.rpc.threads.thread_pool import TICK, Job
+from rallypoint.rpc.torch_private import NativeFuture
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.remote_error import describe
@@ -296,7 +297,7 @@ class Request:
 
     def answer_with(self, future: Any) -> None:
         """Answer when a future is done, which an ``@async_execution`` function has returned."""
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, NativeFuture):
             self.fail(wrong_return_type(future))
             return
 
@@ -311,7 +312,7 @@ class Request:
         if self._made is None:
             self.on_cancel(self.give_up)
         # Beneath an RpcFuture's own: this is our code, which needs no thread of its own.
-        torch._C.Future.add_done_callback(future, done)
+        NativeFuture.add_done_callback(future, done)
 
     # -- answers ----------------------------------------------------------------------------------
 

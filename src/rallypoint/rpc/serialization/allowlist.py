@@ -33,6 +33,7 @@ import torch
 
 from rallypoint import errors
 from rallypoint.rpc.functions import is_exported
+from rallypoint.rpc.torch_private import NUMPY_REBUILDERS, PUBLIC_NAMES
 
 from .script import builtin_name
 from .tensor_reader import rebuild_weights
@@ -44,39 +45,38 @@ class NotAllowed(pickle.UnpicklingError):
 
 
 # Put together what a message consists of. Nothing here calls what a message names.
-_REBUILDERS = frozenset(
-    f"rallypoint.rpc.{name}"
-    for name in (
-        "serialization.out_of_band.rebuild_view",
-        "serialization.cuda_ipc.arrive_handed",
-        "serialization.cuda_ipc.arrive_shared",
-        "serialization.cuda_ipc.arrive_staged",
-        "references.rref.rebuild_rref",
-        # These two look at the list themselves.
-        "serialization.script.load_script_function",
-        "serialization.script.load_torch_function",
-        "serialization.tensor_reader.rebuild_compressed",
-        "serialization.tensor_reader.rebuild_coo",
-        "serialization.tensor_reader.rebuild_empty",
-        "serialization.tensor_reader.rebuild_empty_there",
-        "serialization.tensor_reader.rebuild_grad",
-        "serialization.tensor_reader.rebuild_meta",
-        "serialization.tensor_reader.rebuild_mkldnn",
-        "serialization.tensor_reader.rebuild_on_device",
-        "serialization.tensor_reader.rebuild_parameter",
-        "serialization.tensor_reader.rebuild_small",
-        "serialization.tensor_reader.rebuild_small_view",
-        "serialization.tensor_reader.rebuild_spread",
-        "serialization.tensor_reader.rebuild_spread_there",
-        "serialization.tensor_reader.rebuild_strided",
-        "serialization.tensor_reader.rebuild_tensor",
-        "serialization.tensor_reader.rebuild_there",
+_REBUILDERS = (
+    frozenset(
+        f"rallypoint.rpc.{name}"
+        for name in (
+            "serialization.out_of_band.rebuild_view",
+            "serialization.cuda_ipc.arrive_handed",
+            "serialization.cuda_ipc.arrive_shared",
+            "serialization.cuda_ipc.arrive_staged",
+            "references.rref.rebuild_rref",
+            # These two look at the list themselves.
+            "serialization.script.load_script_function",
+            "serialization.script.load_torch_function",
+            "serialization.tensor_reader.rebuild_compressed",
+            "serialization.tensor_reader.rebuild_coo",
+            "serialization.tensor_reader.rebuild_empty",
+            "serialization.tensor_reader.rebuild_empty_there",
+            "serialization.tensor_reader.rebuild_grad",
+            "serialization.tensor_reader.rebuild_meta",
+            "serialization.tensor_reader.rebuild_mkldnn",
+            "serialization.tensor_reader.rebuild_on_device",
+            "serialization.tensor_reader.rebuild_parameter",
+            "serialization.tensor_reader.rebuild_small",
+            "serialization.tensor_reader.rebuild_small_view",
+            "serialization.tensor_reader.rebuild_spread",
+            "serialization.tensor_reader.rebuild_spread_there",
+            "serialization.tensor_reader.rebuild_strided",
+            "serialization.tensor_reader.rebuild_tensor",
+            "serialization.tensor_reader.rebuild_there",
+        )
     )
-) | {
-    f"numpy.{core}.{name}"
-    for core in ("core", "_core")
-    for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
-}
+    | NUMPY_REBUILDERS
+)
 # What the package's own calls are calls of. Each looks itself at what it is asked for.
 _SERVED = frozenset(
     f"rallypoint.rpc.{name}"
@@ -336,7 +336,9 @@ class AllowList:
         return self._rebuilt.has(func)
 
     def _is_raw(self, kind: type) -> bool:
-        return makes_from_memory(kind) and f"{name_of(kind)}.__new__" not in self._called
+        return (
+            makes_from_memory(kind, _public_name) and f"{name_of(kind)}.__new__" not in self._called
+        )
 
     # -- calls ---------------------------------------------------------------------------------------
 
@@ -422,7 +424,7 @@ class AllowList:
             return False
         if any(f"{name_of(each)}.{name}" in self._called for each in kind.__mro__):
             return True
-        if is_unsafe_method(kind, name):
+        if is_unsafe_method(kind, name, _public_name):
             return False
         if self._called.has(kind):
             return True
@@ -452,6 +454,10 @@ class AllowList:
         if self._exported:
             return "option exported_only: put @rpc.export on it, or list it in allowed_calls"
         return "option allowed_calls" if self._is_split else "option allowed_modules"
+
+
+def _public_name(kind: type) -> str:
+    return PUBLIC_NAMES.get(kind) or name_of(kind)
 
 
 def _look_up(found: Any, name: str, full: str) -> Any:

@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.errors import RpcError
+from rallypoint.rpc import torch_private
 from rallypoint.rpc.device_map import Device
 from rallypoint.rpc.groups.member import Member
 from rallypoint.wire import transports
@@ -223,9 +224,7 @@ class CudaMemory:
             gpu = self._name(flat.device.index)
             if not gpu:
                 raise RuntimeError("this version of torch does not tell the UUIDs of GPUs")
-            storage: Any = flat.untyped_storage()  # torch has no types for the next call
-            _, *block = storage._share_cuda_()
-        return Block(gpu, *block)
+            return Block(gpu, *torch_private.share_cuda(flat.untyped_storage()))
 
     def find(self, gpu: str) -> tuple[int, int] | None:
         for index in range(torch.cuda.device_count()):
@@ -238,7 +237,7 @@ class CudaMemory:
 
     def open(self, index: int, block: Block) -> Tensor:
         with torch.cuda.device(index):
-            storage = torch.UntypedStorage._new_shared_cuda(index, *block[1:])
+            storage = torch_private.open_cuda(index, block[1:])
             return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
 
     def copy(self, flat: Tensor, target: torch.device) -> Tensor:
@@ -250,7 +249,7 @@ class CudaMemory:
         return made
 
     def give_up(self, block: Block) -> None:
-        torch.UntypedStorage._release_ipc_counter_cuda(block.counter, block.counter_offset)
+        torch_private.release_cuda(block.counter, block.counter_offset)
 
 
 memory: Memory = CudaMemory()

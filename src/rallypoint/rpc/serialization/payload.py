@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rallypoint.rpc import torch_private
 from rallypoint.wire.frames import check
 
 from .allowlist import AllowList
@@ -469,10 +470,7 @@ def refuse_future(_: Writer, __: Any) -> Any:
 
 def _reduce_script(writer: Writer, function: Any) -> Any:
     del writer  # it needs no buffers
-    module, _, name = (
-        torch._jit_internal._qualified_name(function).removeprefix("__torch__.").rpartition(".")
-    )
-    return load_script_function, (module, name)
+    return load_script_function, torch_private.script_name(function)
 
 
 def _reduce_builtin(writer: Writer, function: Any) -> Any:
@@ -494,4 +492,4 @@ register_reducer(torch.Tensor, _reduce_tensor)
 register_reducer(torch.nn.Parameter, _reduce_parameter)
 # What ``then`` returns is of the second kind.
 register_reducer(torch.futures.Future, refuse_future)
-register_reducer(torch._C.Future, refuse_future)
+register_reducer(torch_private.NativeFuture, refuse_future)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 
-
-@cache
-def _builtin_names() -> dict[int, str]:
-    from torch.jit._builtins import _get_builtin_table
-
-    return dict(_get_builtin_table())  # type: ignore[no-untyped-call]
+from rallypoint.rpc.torch_private import operator_names, operator_schemas
 
 
 def builtin_name(func: Any) -> str | None:
     """The operator (``aten::add``) that a function of torch's stands for; None for anything else."""
-    name = _builtin_names().get(id(func))
+    name = operator_names().get(id(func))
     return name if name is not None and "::" in name else None
 
 
@@ -42,7 +36,7 @@ def check_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     name = builtin_name(func)
     if name is None:
         return
-    schemas = torch._C._jit_get_schemas_for_operator(name)
+    schemas = operator_schemas(name)
     for schema in schemas:
         if _may_fit(schema, args, kwargs or {}):
             return

@@ -8,6 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from rallypoint.rpc.torch_private import storage_uses, tensor_uses
 from rallypoint.wire.shm import SMALLEST
 
 
@@ -33,9 +34,9 @@ def _references(tensor: Tensor) -> tuple[int, int, int, int]:
     storage = tensor.untyped_storage()
     return (
         sys.getrefcount(tensor),
-        tensor._use_count(),  # type: ignore[attr-defined]  # it has no stub
+        tensor_uses(tensor),
         sys.getrefcount(storage),
-        torch._C._storage_Use_Count(storage._cdata),
+        storage_uses(storage),
     )
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rallypoint.rpc import torch_private
+
 from . import cuda_ipc
 from .out_of_band import LEAST_OUT_OF_BAND, MOST_BUFFERS
 from .tensor_reader import (
@@ -127,7 +129,7 @@ class TensorWriter:
         try:
             return self._reduce(tensor)
         except RuntimeError:
-            kind = _stand_in(tensor)
+            kind = torch_private.stand_in(tensor)
             if kind is None:
                 raise
             raise ValueError(
@@ -151,7 +153,7 @@ class TensorWriter:
         if not bytes_shown:
             return rebuild_empty, (code, size, tensor.stride(), grad)
         if not tensor.data_ptr():
-            if not tensor._is_zerotensor():
+            if not torch_private.is_zero_tensor(tensor):
                 raise RuntimeError("the tensor has no memory")
             return self._reduce(torch.zeros(size, dtype=tensor.dtype, requires_grad=grad))
         if whole == bytes_shown and tensor.is_contiguous():
@@ -236,7 +238,7 @@ class TensorWriter:
         size, grad = tuple(tensor.shape), tensor.requires_grad
         plain = tensor.detach()
         if tensor.layout is torch.sparse_coo:
-            parts = (plain._indices(), plain._values())  # torch's only uncoalesced access
+            parts = torch_private.sparse_parts(plain)
             return rebuild_coo, (*parts, size, plain.is_coalesced(), grad)
         layouts = {
             torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -361,15 +363,3 @@ def _address(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:
         return 0
-
-
-def _stand_in(tensor: Tensor) -> str | None:
-    """The kind of a tensor that has no memory of its own; None for any other."""
-    functorch = torch._C._functorch  # torch itself asks there
-    if functorch.is_batchedtensor(tensor):
-        return "a tensor inside torch.func.vmap"
-    if functorch.is_gradtrackingtensor(tensor):
-        return "a tensor inside torch.func.grad, vjp or jvp"
-    if torch._is_functional_tensor(tensor):
-        return "a functional tensor (torch.func.functionalize, torch.compile)"
-    return None

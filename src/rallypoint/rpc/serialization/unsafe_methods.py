@@ -7,6 +7,8 @@ list of what may be called has none of them called, unless the list names that v
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 _TENSOR = frozenset(
     {
@@ -53,12 +55,8 @@ _ARRAY = frozenset(
 )
 _UNSAFE: dict[str, frozenset[str]] = {
     "torch.Tensor": _TENSOR,
-    "torch._C.TensorBase": _TENSOR,
-    "torch._C._TensorBase": _TENSOR,
     "torch.storage.TypedStorage": _STORAGE,
     "torch.storage.UntypedStorage": _STORAGE,
-    "torch.storage._StorageBase": _STORAGE,
-    "torch._C.StorageBase": _STORAGE,
     "numpy.ndarray": _ARRAY,
     "numpy.generic": _ARRAY,
 }
@@ -87,16 +85,20 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def is_unsafe_method(kind: type, method: str) -> bool:
-    """Whether a class has this method from one of those above."""
-    return any(method in _UNSAFE.get(name_of(each), ()) for each in kind.__mro__)
+def is_unsafe_method(kind: type, method: str, named: Callable[[type], str]) -> bool:
+    """Whether a class has this method from one of those above.
+
+    Args:
+        named: the name of a class, for a base class of torch's that of the public one.
+    """
+    return any(method in _UNSAFE.get(named(each), ()) for each in kind.__mro__)
 
 
-def makes_from_memory(kind: type) -> bool:
+def makes_from_memory(kind: type, named: Callable[[type], str]) -> bool:
     """Whether a class is made by a constructor that takes addresses, or memory of any shape."""
     for each in kind.__mro__:
         if "__new__" in vars(each):
-            return name_of(each) in _UNSAFE
+            return named(each) in _UNSAFE
     return False
 
 

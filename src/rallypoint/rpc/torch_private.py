@@ -1,0 +1,142 @@
+"""Every private name of torch, NumPy and Python that this package uses, and what for.
+
+Nothing else in ``rpc`` names one; ``tests/test_architecture.py`` holds that. ``tests/unit/test_torch_private.py`` asks
+the installed torch for each name and its signature, so a new torch shows at once which of these to look at.
+"""
+
+from __future__ import annotations
+
+import _thread
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.jit._builtins import _get_builtin_table
+
+
+# Starts a thread from a signal handler: Thread.start takes locks that the interrupted code may hold.
+start_thread = _thread.start_new_thread
+
+# The C++ class of futures. Its own methods take no part in what torch.futures.Future and RpcFuture add to them, and
+# ``then`` returns it.
+NativeFuture = torch._C.Future
+
+
+# -- functions that travel by name ----------------------------------------------------------------------------
+
+
+@cache
+def operator_names() -> dict[int, str]:
+    """By ``id``, the operator (``aten::add``) that each of torch's built-in functions stands for."""
+    return dict(_get_builtin_table())  # type: ignore[no-untyped-call]
+
+
+def operator_schemas(name: str) -> list[Any]:
+    """The overloads of an operator (``aten::add``)."""
+    return list(torch._C._jit_get_schemas_for_operator(name))
+
+
+def script_name(function: Any) -> tuple[str, str]:
+    """Module and name of a TorchScript function."""
+    full = torch._jit_internal._qualified_name(function).removeprefix("__torch__.")
+    module, _, name = full.rpartition(".")
+    return module, name
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------
+
+# Autograd's tensors of zeros, which have no memory.
+is_zero_tensor = torch.Tensor._is_zerotensor
+# References from C++.
+tensor_uses = torch.Tensor._use_count  # type: ignore[attr-defined]
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """References to a tensor's memory from C++."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a sparse COO tensor as it is; the public methods want it coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def stand_in(tensor: Tensor) -> str | None:
+    """What a tensor without memory of its own is; None for any other."""
+    functorch = torch._C._functorch  # torch itself asks there
+    if functorch.is_batchedtensor(tensor):
+        return "a tensor inside torch.func.vmap"
+    if functorch.is_gradtrackingtensor(tensor):
+        return "a tensor inside torch.func.grad, vjp or jvp"
+    if torch._is_functional_tensor(tensor):
+        return "a functional tensor (torch.func.functionalize, torch.compile)"
+    return None
+
+
+# Public names of the classes that tensors and storages have their methods from.
+PUBLIC_NAMES: dict[type, str] = {
+    torch._C.TensorBase: "torch.Tensor",
+    torch._C.StorageBase: "torch.storage.UntypedStorage",
+    torch.storage._StorageBase: "torch.storage.UntypedStorage",
+}
+# Functions that pickled arrays are rebuilt with, in NumPy 1 (core) and 2 (_core).
+NUMPY_REBUILDERS = frozenset(
+    f"numpy.{core}.{name}"
+    for core in ("core", "_core")
+    for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
+)
+
+
+# -- memory of GPUs in other processes ----------------------------------------------------------------------
+
+
+def share_cuda(storage: Any) -> tuple[Any, ...]:
+    """What another process needs to map a storage: handle, size, offset, counter, its offset, event, whether to wait."""
+    _, *block = storage._share_cuda_()
+    return tuple(block)
+
+
+def open_cuda(index: int, block: tuple[Any, ...]) -> torch.UntypedStorage:
+    """Map what :func:`share_cuda` of another process told, on the GPU of this number."""
+    return torch.UntypedStorage._new_shared_cuda(index, *block)
+
+
+def release_cuda(counter: bytes, offset: int) -> None:
+    """Count down for a block that is not mapped."""
+    torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
+
+
+# -- torch.distributed.rpc's own agent, and torch.distributed.autograd ----------------------------------------
+
+
+def init_autograd(rank: int) -> None:
+    """As torch's init_rpc does first; its agent, and debug information, ask for it."""
+    importlib.import_module("torch.distributed.autograd")._init(rank)
+
+
+def autograd_debug_info() -> dict[str, str]:
+    """torch's part of the debug information; raises if :func:`init_autograd` was not called."""
+    return dict(importlib.import_module("torch.distributed.autograd")._get_debug_info())
+
+
+def start_torch_agent(torch_rpc: Any, **options: Any) -> None:
+    """Join a group by torch's own agent."""
+    init_autograd(options["rank"])
+    torch_rpc._init_rpc_backend(backend=torch_rpc.BackendType.TENSORPIPE, **options)
+
+
+def torch_agent(torch_rpc: Any) -> Any:
+    """The agent that :func:`start_torch_agent` started."""
+    return torch_rpc.api._get_current_rpc_agent()
+
+
+def set_torch_timeout(torch_rpc: Any, seconds: float) -> None:
+    """The default timeout of its calls."""
+    torch_rpc._set_rpc_timeout(seconds)
+
+
+def torch_rref_info(torch_rpc: Any) -> dict[str, str]:
+    """The debug information of its RRefs."""
+    return dict(torch_rpc._rref_context_get_debug_info())
