@@ -113,17 +113,6 @@ PRIVATE_HERE = "torch_private.py"
 # The other packages' private names: still spread over their modules. Entries may go, none may come.
 STILL_SPREAD: dict[str, set[str]] = {
     "_core": set(),
-    "launch": {
-        "_RemoteTraceback",
-        "_args_from_interpreter_flags",
-        "_exit_function",
-        "_init_logs",
-        "_internal",
-        "_logging",
-        "_run_exitfuncs",
-        "_run_module_as_main",
-        "_shutdown",
-    },
     "rendezvous": set(),
     "rpc": set(),
     "wire": set(),

@@ -1,14 +1,22 @@
-"""The installed torch against each private name that ``torch_private.py`` of join, parallel, rpc and compat uses.
+"""The installed torch against each private name that ``torch_private.py`` of a package uses.
 
 A new torch that changes one fails here, by name, with what of ours depends on it.
 """
 
 import ast
+import atexit
+import concurrent.futures.process
 import importlib
 import inspect
+import multiprocessing.process
+import multiprocessing.util
 import pickle
 import pickletools
+import runpy
+import subprocess
 import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,6 +39,7 @@ from private_names import foreign_private_names
 from rallypoint._core import tested_torch
 from rallypoint.compat import torch_private as of_compat
 from rallypoint.join import torch_private as of_join
+from rallypoint.launch import torch_private as of_launch
 from rallypoint.parallel import torch_private as of_parallel
 from rallypoint.rpc import torch_private as of_rpc
 
@@ -92,6 +101,22 @@ def callees() -> Iterator[Callee]:
         ("_get_local_used_map", f"({c_plus_plus}) -> torch.Tensor", "usage_counts"),
     ):
         yield Callee(dist.Reducer, name, signature, join + ours)
+    launch = "launch/torch_private.py: "
+    for owner, name, parameters, ours in (
+        (subprocess, "_args_from_interpreter_flags", "", "interpreter_flags"),
+        (runpy, "_run_module_as_main", "mod_name, alter_argv", "run_module_as_main"),
+        (torch._logging._internal, "_init_logs", "log_file_name", "read_log_settings"),
+        (threading, "_shutdown", "", "join_threads"),
+        (atexit, "_run_exitfuncs", "() -> None", "run_exit_functions"),
+        (
+            multiprocessing.util,
+            "_exit_function",
+            "info, debug, _run_finalizers, active_children, current_process",
+            "end_multiprocessing",
+        ),
+        (concurrent.futures.process, "_RemoteTraceback", "tb", "REMOTE_TRACEBACKS"),
+    ):
+        yield Callee(owner, name, parameters, launch + ours)
     number = "typing.SupportsInt | typing.SupportsIndex"
     yield Callee(
         dist,
@@ -206,6 +231,12 @@ ATTRIBUTES = {
     "_builtins",
     "_c10d_functional",
     "_cdata",
+    "_children",
+    "_native_id",
+    "_startTime",
+    "_str",
+    "_internal",
+    "_logging",
     "_comm_hooks",
     "_core",
     "_divide_by_initial_world_size",
@@ -363,9 +394,41 @@ def test_torch_has_the_names_that_compat_puts_in_its_place() -> None:
         assert importlib.util.find_spec(f"torch.distributed.rpc.{name}"), name
 
 
+def test_multiprocessing_keeps_its_children_in_a_set_that_can_be_emptied() -> None:
+    import multiprocessing.process
+
+    children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
+    before = set(children)
+    try:
+        children.add("somebody's child")
+        of_launch.forget_children()
+        assert not children
+    finally:
+        children.update(before)
+
+
+def test_log_lines_count_their_time_from_now() -> None:
+    import logging
+
+    before = logging._startTime  # type: ignore[attr-defined]
+    try:
+        of_launch.begin_now()
+        assert 0 <= logging.makeLogRecord({}).relativeCreated < 5000
+        assert logging._startTime > before  # type: ignore[attr-defined]
+    finally:
+        logging._startTime = before  # type: ignore[attr-defined]
+    assert threading.main_thread().native_id == threading.get_native_id()
+
+
+def test_the_message_of_a_traceback_can_be_cut() -> None:
+    found = traceback.TracebackException.from_exception(ValueError("x" * 100))
+    of_launch.cut_message(found, 10)
+    assert str(found) == "x" * 10 + "…"
+
+
 def test_every_private_name_is_asked_for_above() -> None:
     asked = {each.name for each in CALLEES} | ATTRIBUTES
-    for module in (of_join, of_parallel, of_rpc):
+    for module in (of_join, of_launch, of_parallel, of_rpc):
         path = Path(module.__file__ or "")
         own = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
         names = {name for _, name in foreign_private_names(path, "rallypoint", own)}

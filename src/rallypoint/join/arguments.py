@@ -1,71 +1,20 @@
-"""The arguments of ``Join``: checked, and turned into what the block works with."""
+"""The arguments of ``Join``, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.amp import GradScaler
-from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
 
-from . import torch_private
-from .hooks.ddp import DdpMember
-from .hooks.local_sgd import LocalSgdMember, is_local_sgd
-from .hooks.optimizer import ScalerMember, StepMember
-from .hooks.replay import ModuleMember
-from .members import HookMember, Member
+from .members import Member
 from .schedule import WEIGHTINGS, Weighting
-
-
-def member_of(joined: Any) -> Member:
-    """The member that handles one joined object.
-
-    Raises:
-        ConfigError: Join cannot handle this type.
-    """
-    if isinstance(joined, DistributedDataParallel):
-        return DdpMember(joined)
-    if is_local_sgd(joined):
-        return LocalSgdMember(joined)
-    if isinstance(joined, Optimizer | LRScheduler):
-        return StepMember(joined)
-    if isinstance(joined, GradScaler):
-        return ScalerMember(joined)
-    if isinstance(joined, Joinable):
-        check_constructed(joined)
-        return HookMember(joined)
-    if isinstance(joined, nn.Module):
-        return ModuleMember(joined)
-    raise ConfigError(
-        "joinables",
-        type(joined).__name__,
-        "expected a Joinable, a module, an optimizer, a learning-rate scheduler, or a GradScaler",
-    )
-
-
-def in_order(joinables: Iterable[Any]) -> list[Any]:
-    """Modules, then optimizers, then schedulers, then scalers: the order in which a training loop runs them.
-
-    With a Joinable of the user's own in the list, the list's order is kept: it may come anywhere in a step.
-    """
-
-    def place(joined: Any) -> int:
-        if isinstance(joined, Optimizer) or is_local_sgd(joined):
-            return 1
-        return 2 if isinstance(joined, LRScheduler) else 3 if isinstance(joined, GradScaler) else 0
-
-    found = list(joinables)
-    known = (nn.Module, Optimizer, LRScheduler, GradScaler)
-    return sorted(found, key=place) if all(isinstance(each, known) for each in found) else found
 
 
 def check_types(
@@ -114,16 +63,6 @@ def check_kwargs(kwargs: dict[str, Any], *, own_hooks: bool) -> None:
             raise ConfigError(
                 name, value, "Join has no such argument, and no joinable of your own takes it", hint
             )
-
-
-def check_constructed(joinable: Any) -> None:
-    if not torch_private.has_join_config(joinable):
-        raise ConfigError(
-            "joinables",
-            type(joinable).__name__,
-            "its constructor did not call Joinable's",
-            "add super().__init__()",
-        )
 
 
 def weighting_of(weighting: Weighting | None, kwargs: dict[str, Any]) -> Weighting:

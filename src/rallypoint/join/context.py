@@ -36,20 +36,13 @@ from rallypoint import events
 from rallypoint.errors import ConfigError, InputsExhausted, JoinError
 
 from . import exchange, torch_private
-from .arguments import (
-    check_constructed,
-    check_kwargs,
-    check_types,
-    common_group,
-    in_order,
-    member_of,
-    weighting_of,
-)
+from .arguments import check_kwargs, check_types, common_group, weighting_of
 from .batches import Batches
 from .exchange import check_group
 from .hooks.ddp import DdpMember
 from .hooks.local_sgd import LocalSgdMember
 from .hooks.replay import Standstill
+from .kinds import check_constructed, in_order, member_of
 from .leaving import Deserted, Stay, steps_of_all
 from .members import HookMember
 from .notes import Notes

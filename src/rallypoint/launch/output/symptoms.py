@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from itertools import takewhile
 
+from rallypoint.launch.torch_private import REMOTE_TRACEBACKS
+
 
 class Says(IntEnum):
     """How much a failure tells about the root cause, the most telling first."""
@@ -61,8 +63,6 @@ _CONNECTION = re.compile(
 )
 _CONNECTION_TYPES = {"ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError"}
 _CONNECTION_TYPES |= {"ConnectionAbortedError"}
-# They only carry the text of an exception of another process, which stands in another link.
-_CARRIERS = {"multiprocessing.pool.RemoteTraceback", "concurrent.futures.process._RemoteTraceback"}
 # Handled all the time by programs that only wait or look: nothing is wrong.
 _ORDINARY = {
     *("queue.Empty", "_queue.Empty", "queue.Full", "StopIteration", "StopAsyncIteration", "KeyError"),
@@ -96,7 +96,7 @@ def chain_says(chain: Chain) -> Says:
     The first one raised decides: what follows a lost peer is a consequence, whatever it is called;
     and a peer that is lost while an error is handled is one as well.
     """
-    links = [link for link in chain if link[0] not in _CARRIERS]
+    links = [link for link in chain if link[0] not in REMOTE_TRACEBACKS]
     if not links:
         return Says.CAUSE
     first = says(links[-1])

@@ -13,12 +13,9 @@ import faulthandler
 import importlib.machinery
 import io
 import json
-import logging
 import os
-import runpy
 import signal
 import sys
-import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rallypoint._core import env as environment, process, secret
+from rallypoint.launch import torch_private
 from rallypoint.launch.config import TargetKind
 
 from . import ending, exceptions, preloaded, streams
@@ -76,9 +74,7 @@ def _secret_for_program() -> dict[str, str]:
 
 def python_command(code: str, job: Job) -> list[str]:
     """A command that runs ``code`` in this interpreter, with its flags and the target's ``sys.path[0]``."""
-    import subprocess
-
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  as multiprocessing does
+    flags = torch_private.interpreter_flags()
     if job.unbuffered:
         flags.append("-u")
     path = import_path(job)
@@ -195,13 +191,7 @@ def _own_state() -> None:
     mp_process = sys.modules.get("multiprocessing.process")
     if mp_process is not None:
         mp_process.current_process().authkey = os.urandom(32)
-    created = logging.makeLogRecord(
-        {}
-    ).created  # %(relativeCreated)d counts from here; in 3.13 in nanoseconds
-    scale = 1 if isinstance(logging._startTime, float) else 10**9  # type: ignore[attr-defined]  # noqa: SLF001
-    logging._startTime = type(logging._startTime)(created * scale)  # type: ignore[attr-defined]  # noqa: SLF001
-    # CPython 3.11 and 3.12 forget this one after a fork (bpo-40089 renews the rest).
-    threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]  # noqa: SLF001
+    torch_private.begin_now()
 
 
 def _fresh_main(job: Job) -> None:
@@ -267,7 +257,7 @@ def _execute(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None)
         case TargetKind.SCRIPT:
             _run_script(job.name)
         case TargetKind.MODULE:
-            runpy._run_module_as_main(job.name)  # type: ignore[attr-defined]  # noqa: SLF001  what `python -m` itself calls
+            torch_private.run_module_as_main(job.name)
         case TargetKind.FUNCTION:
             from . import payload
 
@@ -279,7 +269,7 @@ def _execute(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None)
 def _run_script(name: str) -> None:
     path = Path(name)
     if _is_container(path):
-        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001  what `python FOLDER` itself calls
+        torch_private.run_module_as_main("__main__", alters_argv=False)
         return
     full = _full_name(name)
     loader: importlib.machinery.SourcelessFileLoader | importlib.machinery.SourceFileLoader

@@ -27,6 +27,8 @@ import weakref
 from collections.abc import Collection
 from typing import Any, NoReturn
 
+from rallypoint.launch import torch_private
+
 
 # Where our own frames come from.
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -190,7 +192,7 @@ def leave(code: int, *, interrupted: bool, known_modules: Collection[str]) -> No
     """
     _join_threads()
     try:
-        atexit._run_exitfuncs()  # noqa: SLF001
+        torch_private.run_exit_functions()
     except BaseException as error:  # noqa: BLE001
         _unraisable(error, atexit)
     if not flush_streams():
@@ -205,7 +207,7 @@ def leave_in_caller(code: int, *, interrupted: bool) -> NoReturn:
 
     _join_threads()
     try:
-        util._exit_function()  # type: ignore[attr-defined]  # noqa: SLF001  as multiprocessing's own forks do
+        torch_private.end_multiprocessing()
     except BaseException as error:  # noqa: BLE001
         _unraisable(error, util)
     if not flush_streams():
@@ -215,7 +217,7 @@ def leave_in_caller(code: int, *, interrupted: bool) -> NoReturn:
 
 def _join_threads() -> None:
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  what Py_FinalizeEx calls first
+        torch_private.join_threads()
     except BaseException as error:  # noqa: BLE001  a second Ctrl-C while it waits
         _unraisable(error, threading)
 

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from rallypoint._core import clock
+from rallypoint.launch import torch_private
 
 from . import ending
 
@@ -130,9 +131,7 @@ def _joined(error: BaseException, cause: BaseException) -> traceback.StackSummar
 def _tidy(found: traceback.TracebackException, depth: int) -> None:
     """Leave wrappers out, and cut messages: the frames of a message of 10 MB are wanted, too."""
     found.stack = _without_wrappers(found.stack)
-    text = getattr(found, "_str", None)
-    if isinstance(text, str) and len(text) > MAX_MESSAGE:
-        found._str = text[:MAX_MESSAGE] + "…"  # type: ignore[attr-defined]  # noqa: SLF001  no public way
+    torch_private.cut_message(found, MAX_MESSAGE)
     if depth == 0:
         found.__cause__ = found.__context__ = None
         return

@@ -32,6 +32,7 @@ from typing import Any, TextIO
 
 from rallypoint._core import env as environment, forks
 from rallypoint.errors import ConfigError, LaunchError
+from rallypoint.launch import torch_private
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
 
 from . import process_group
@@ -333,7 +334,7 @@ def _show_less(error: BaseException) -> None:
 
 def run_in_fork(fds: WorkerFds, call: Call, facts: CallerFacts) -> None:
     """In a worker that is a fork of the caller (launch method ``fork``): run the call there."""
-    _forget_the_callers_children()
+    torch_private.forget_children()
     _use_own_streams()
     process_group.use_one_thread()
     run_call(fds, call, facts)
@@ -406,13 +407,6 @@ def _set_up_logging(cfg: MultiprocessConfig, level: int) -> None:
 
 
 # -- in a fork of the caller ----------------------------------------------------------------------
-
-
-def _forget_the_callers_children() -> None:
-    """They are not ours: multiprocessing would end them when this process ends."""
-    module = sys.modules.get("multiprocessing.process")
-    if module is not None:
-        module._children.clear()  # noqa: SLF001  as its own forks do
 
 
 def _use_own_streams() -> None:

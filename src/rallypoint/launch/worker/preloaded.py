@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rallypoint._core import env as environment
+from rallypoint.launch import torch_private
 
 
 _THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # the first that is set wins
@@ -103,7 +104,7 @@ def _catch_up(torch: Any, then: Mapping[str, str], now: Mapping[str, str]) -> No
             most = len(os.sched_getaffinity(0)) if torch.backends.mkl.is_available() else threads
             torch.set_num_threads(min(threads, most))
     if changed(_LOGS):
-        torch._logging._internal._init_logs()  # noqa: SLF001  what `import torch` calls
+        torch_private.read_log_settings()
     if changed(_DEBUG) and torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()
 

@@ -1,0 +1,102 @@
+"""Every private name of torch and Python that this package uses, and what for.
+
+Nothing else in ``launch`` names one; ``tests/test_architecture.py`` holds that. ``tests/unit/test_torch_private.py`` asks
+the installed torch and Python for each name and its signature.
+"""
+
+from __future__ import annotations
+
+import sys
+from traceback import TracebackException
+from typing import Any
+
+
+# The text of another process's exception, as concurrent.futures attaches it; multiprocessing's class is public.
+REMOTE_TRACEBACKS = frozenset(
+    {"multiprocessing.pool.RemoteTraceback", "concurrent.futures.process._RemoteTraceback"}
+)
+
+
+# -- starting like a fresh interpreter ------------------------------------------------------------------------
+
+
+def interpreter_flags() -> list[str]:
+    """The command-line flags that give a new interpreter the settings of this one; multiprocessing uses them, too."""
+    import subprocess
+
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def run_module_as_main(name: str, *, alters_argv: bool = True) -> None:
+    """Run a module as ``python -m NAME`` does, or a folder with ``__main__.py`` as ``python FOLDER`` does.
+
+    Args:
+        name: of the module; ``__main__`` for a folder.
+        alters_argv: whether ``sys.argv[0]`` becomes the module's path.
+    """
+    import runpy
+
+    runpy._run_module_as_main(name, alters_argv)  # type: ignore[attr-defined]
+
+
+def read_log_settings() -> None:
+    """Have torch read ``TORCH_LOGS`` and its kin again: it did so on import, before the worker had its variables."""
+    torch: Any = sys.modules["torch"]
+    torch._logging._internal._init_logs()
+
+
+# -- ending like a fresh interpreter --------------------------------------------------------------------------
+
+
+def join_threads() -> None:
+    """Wait for all threads that are not daemons: the first thing that ``Py_FinalizeEx`` calls."""
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+
+
+def run_exit_functions() -> None:
+    """Call what is registered with ``atexit``."""
+    import atexit
+
+    atexit._run_exitfuncs()
+
+
+def end_multiprocessing() -> None:
+    """End what multiprocessing has started in this process, as its own forks do."""
+    from multiprocessing import util
+
+    util._exit_function()  # type: ignore[attr-defined]
+
+
+def forget_children() -> None:
+    """Have multiprocessing forget the children of the process that this one is a fork of, as in its own forks."""
+    module: Any = sys.modules.get("multiprocessing.process")
+    if module is not None:
+        module._children.clear()
+
+
+# -- a fork of a process that has lived for a while --------------------------------------------------------------
+
+
+def begin_now() -> None:
+    """Have ``%(relativeCreated)d`` of log lines, and the main thread's id, be those of a process that has just begun."""
+    import logging
+    import threading
+
+    created = logging.makeLogRecord({}).created
+    scale = 1 if isinstance(logging._startTime, float) else 10**9  # type: ignore[attr-defined]  # ns since 3.13
+    logging._startTime = type(logging._startTime)(created * scale)  # type: ignore[attr-defined]
+    # CPython 3.11 and 3.12 forget this one after a fork (bpo-40089 renews the rest).
+    threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
+
+
+# -- exceptions ----------------------------------------------------------------------------------------------------
+
+
+def cut_message(found: TracebackException, length: int) -> None:
+    """Cut the message that a traceback ends with."""
+    text = getattr(found, "_str", None)
+    if isinstance(text, str) and len(text) > length:
+        found._str = text[:length] + "…"  # type: ignore[attr-defined]
