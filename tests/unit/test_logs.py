@@ -12,14 +12,9 @@ from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch.config import LogConfig, StreamChoice, Streams
-from rallypoint.launch.output.logs import (
-    MAX_LINE,
-    TAIL_BYTES,
-    TAIL_LINES,
-    RunFolder,
-    Source,
-    WorkerStreams,
-)
+from rallypoint.launch.output.relay import MAX_LINE, TAIL_BYTES, TAIL_LINES, Source
+from rallypoint.launch.output.run_folder import RunFolder
+from rallypoint.launch.output.worker_streams import WorkerStreams, route_of
 
 
 class Sinks:
@@ -232,3 +227,29 @@ def test_without_a_folder_there_is_nothing_to_make():
     assert not folder.is_news
     folder.close()
     assert Path(os.devnull).exists()
+
+
+@pytest.mark.parametrize("which", [Streams.OUT, Streams.ERR])
+@pytest.mark.parametrize("has_folder", [True, False])
+@pytest.mark.parametrize("tee", ["0", "3", "1:3"])
+@pytest.mark.parametrize("redirects", ["0", "3"])
+@pytest.mark.parametrize("ranks", [None, frozenset({0})])
+def test_no_stream_is_lost_unless_asked(which, has_folder, tee, redirects, ranks):
+    config = LogConfig(
+        tee=StreamChoice.parse(tee, "--tee"),
+        redirects=StreamChoice.parse(redirects, "--redirects"),
+        console_ranks=ranks,
+    )
+    for rank in (0, 1):
+        route = route_of(config, which, rank, has_folder=has_folder, to_descriptor=True)
+        teed = bool(config.tee.of(rank) & which)
+        in_file_alone = route.to_file and not route.teed
+        assert route.teed == teed
+        assert not (route.to_file and not has_folder)
+        if has_folder and (teed or redirects == "3"):
+            assert route.to_file
+        # What is not in a file alone is on the console, unless its rank is to be silent.
+        assert in_file_alone or route.shown == (ranks is None or rank in ranks)
+        # The report wants the end of stderr: from the file, or as it passes by.
+        if which is Streams.ERR:
+            assert route.relayed or route.to_file

@@ -108,7 +108,7 @@ def run(words: Sequence[str]) -> int:
 
 def launch(config: LaunchConfig) -> int:
     """Run a job from this terminal and print how it failed, if it did."""
-    from .output.logs import Console
+    from .output.console import Console
     from .peers import coordination_for
     from .policy import Aim
     from .supervisor import Supervisor

@@ -25,7 +25,7 @@ from . import multiprocess_config
 from .config import LaunchConfig, LogConfig, RendezvousConfig, StartMethod, Target, TargetKind
 from .coordination import LoneNode, NodeFacts
 from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
-from .output.logs import Console
+from .output.console import Console
 from .output.report import FailureReport
 from .policy import Aim
 from .supervisor import Outcome, Supervisor

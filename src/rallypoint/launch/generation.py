@@ -13,8 +13,8 @@ from rallypoint._core import addresses, clock
 
 from .output import oom
 from .output.failure import Raised, WorkerFailure, parse_line_from_worker
-from .output.logs import WorkerStreams
 from .output.report import in_a_line
+from .output.worker_streams import WorkerStreams
 from .placement.ranks import WorkerRanks
 
 

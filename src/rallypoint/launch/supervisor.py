@@ -41,10 +41,13 @@ from .coordination import (
     ServeStore,
 )
 from .generation import Generation, Worker
+from .output.console import Console
 from .output.failure import WorkerFailure, in_order_of_blame
-from .output.logs import Console, Relay, RunFolder, StreamFactory
+from .output.relay import Relay
 from .output.report import FailureReport, in_a_line
 from .output.reportfiles import write_error_files, write_report
+from .output.run_folder import RunFolder
+from .output.worker_streams import StreamFactory
 from .placement import worker_env
 from .placement.ranks import WorkerRanks, assign, in_words
 from .policy import Aim, Phase

@@ -1,0 +1,240 @@
+"""The streams of workers: where each one goes, and the descriptors for it.
+
+A stream that leads to the console and nowhere else is handed to the worker as it is, except stderr: its last lines belong
+into a failure report, so it passes through the relay. If our stderr is a terminal, the worker gets a pseudo-terminal, so
+that progress bars and colours stay.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rallypoint._core import clock, private
+from rallypoint.launch.config import LogConfig, Streams
+
+from .console import Console, fd_writer
+from .relay import TAIL_BYTES, TAIL_LINES, Relay, Sink, Source
+from .run_folder import needing
+from .terminal import pseudo_terminal
+
+
+_NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
+_CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
+
+
+@dataclass(slots=True)
+class WorkerStreams:
+    """The descriptors one worker is started with, and how to read the end of its stderr."""
+
+    stdout: int
+    stderr: int
+    sources: list[Source] = field(default_factory=list)
+    stderr_source: Source | None = None
+    stderr_file: Path | None = None
+    to_close: list[int] = field(default_factory=list)
+
+    def given(self) -> None:
+        """The worker has them: close ours."""
+        for fd in self.to_close:
+            os.close(fd)
+        self.to_close.clear()
+
+    def drain(self, deadline: clock.Deadline) -> None:
+        """Wait until all output has been passed on (its writers are gone), or the deadline."""
+        for source in self.sources:
+            source.done.wait(deadline.remaining())
+
+    def stderr_tail(self) -> tuple[str, ...]:
+        """The last lines of stderr, without escape sequences and what a progress bar overwrote."""
+        data = b""
+        if self.stderr_source is not None:
+            data = bytes(self.stderr_source.tail)
+        elif self.stderr_file is not None:
+            try:
+                with self.stderr_file.open("rb") as file:
+                    file.seek(0, os.SEEK_END)
+                    file.seek(max(0, file.tell() - TAIL_BYTES))
+                    data = file.read()
+            except OSError:
+                pass
+        lines = []
+        for raw in _CONTROL.sub(b"", data).split(b"\n"):
+            line = raw.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
+            if line:
+                lines.append(line)
+        return tuple(lines[-TAIL_LINES:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """Where one stream of one worker goes.
+
+    Args:
+        to_file: to a file, perhaps among other places.
+        teed: to the console too, line by line, with a prefix.
+        shown: on the console, as far as it is not in a file alone.
+        relayed: through the relay; otherwise the worker gets the destination itself.
+    """
+
+    to_file: bool
+    teed: bool
+    shown: bool
+    relayed: bool
+
+
+def route_of(
+    config: LogConfig, which: Streams, local_rank: int, *, has_folder: bool, to_descriptor: bool
+) -> Route:
+    """Decide where a stream goes.
+
+    Args:
+        config: what the user wants.
+        which: stdout or stderr.
+        local_rank: of the worker.
+        has_folder: False with ``--log-dir /dev/null``: there is nothing to redirect to.
+        to_descriptor: whether the console is a descriptor, not a notebook's text stream.
+    """
+    teed = bool(config.tee.of(local_rank) & which)
+    to_file = has_folder and (teed or bool(config.redirects.of(local_rank) & which))
+    return Route(
+        to_file=to_file,
+        teed=teed,
+        shown=config.console_ranks is None or local_rank in config.console_ranks,
+        # The end of stderr belongs into a failure report.
+        relayed=teed or not (to_file or (which is Streams.OUT and to_descriptor)),
+    )
+
+
+class StreamFactory:
+    """Makes the streams of the workers of one generation.
+
+    Args:
+        config: what goes where.
+        folder: the generation's folder, or None.
+        relay: passes on what does not go straight.
+        console: where the console is.
+    """
+
+    def __init__(
+        self, config: LogConfig, folder: Path | None, relay: Relay, console: Console
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._relay = relay
+        self._console = console
+        self._filtered: Mapping[Streams, Sink | None] = {
+            Streams.OUT: self._open_filtered("stdout", config.stdout_filters),
+            Streams.ERR: self._open_filtered("stderr", config.stderr_filters),
+        }
+
+    def worker_folder(self, local_rank: int) -> Path | None:
+        return None if self._folder is None else self._folder / str(local_rank)
+
+    def open(self, local_rank: int, prefix: str) -> WorkerStreams:
+        """Descriptors for one worker; makes its folder.
+
+        Raises:
+            LaunchError: its folder or its files cannot be made.
+        """
+        folder = self.worker_folder(local_rank)
+        streams = WorkerStreams(-1, -1)
+        with needing(folder) if folder is not None else nullcontext():
+            if folder is not None:
+                private.make_folder(folder)
+            try:
+                streams.stdout = self._open_one(Streams.OUT, local_rank, prefix, streams)
+                streams.stderr = self._open_one(Streams.ERR, local_rank, prefix, streams)
+            except BaseException:
+                streams.given()
+                raise
+        return streams
+
+    def _open_one(
+        self, which: Streams, local_rank: int, prefix: str, streams: WorkerStreams
+    ) -> int:
+        out = which is Streams.OUT
+        folder = self.worker_folder(local_rank)
+        route = route_of(
+            self._config,
+            which,
+            local_rank,
+            has_folder=folder is not None,
+            to_descriptor=(self._console.write_out if out else self._console.write_err) is None,
+        )
+        path = folder / f"{_NAMES[which]}.log" if folder is not None and route.to_file else None
+        if not out:
+            streams.stderr_file = path
+        if route.relayed:
+            return self._open_relayed(which, route, path, prefix, streams)
+        if path is not None:
+            fd = private.open_to_append(path)
+        elif route.shown:
+            return self._console.stdout_fd
+        else:
+            fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        streams.to_close.append(fd)
+        return fd
+
+    def _open_relayed(
+        self, which: Streams, route: Route, path: Path | None, prefix: str, streams: WorkerStreams
+    ) -> int:
+        """The worker's end of a pipe, or of a pseudo-terminal, whose other end the relay reads."""
+        console, config, out = self._console, self._config, which is Streams.OUT
+        terminal = None
+        if (
+            not out
+            and not route.teed
+            and console.write_err is None
+            and os.isatty(console.stderr_fd)
+        ):
+            terminal = console.stderr_fd
+        read, write = os.pipe2(os.O_CLOEXEC) if terminal is None else pseudo_terminal(terminal)
+        os.set_blocking(read, False)
+        streams.to_close.append(write)
+        try:
+            file_fd = None if path is None else private.open_to_append(path)
+        except OSError:
+            os.close(read)
+            raise
+        filters = config.stdout_filters if out else config.stderr_filters
+        source = Source(
+            fd=read,
+            file=None if file_fd is None else fd_writer(file_fd),
+            console=console.writer(out=out) if route.shown else None,
+            prefix=prefix.encode() if route.teed else None,
+            filters=tuple(word.encode() for word in filters),
+            filtered=self._filtered[which] if route.teed and route.shown else None,
+            owned=() if file_fd is None else (file_fd,),
+            like=terminal,
+            lost=lambda why: self._warn(f"cannot write {path}: {why}; not all of it is there"),
+        )
+        streams.sources.append(source)
+        if not out:
+            streams.stderr_source = source
+        self._relay.add(source)
+        return write
+
+    def _warn(self, text: str) -> None:
+        line = f"rally: {text}\n".encode()
+        try:
+            self._console.writer(out=False)(line)
+        except (OSError, ValueError):
+            pass  # nobody is there to be warned
+
+    def _open_filtered(self, name: str, filters: tuple[str, ...]) -> Sink | None:
+        if not filters or self._folder is None:
+            return None
+        path = self._folder / f"filtered_{name}.log"
+        with needing(path):
+            os.close(private.open_to_append(path))
+
+        def append(data: bytes) -> None:
+            with open(private.open_to_append(path), "ab") as file:
+                file.write(data)
+
+        return append
