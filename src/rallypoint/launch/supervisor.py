@@ -18,7 +18,6 @@ from typing import Any, assert_never
 
 from rallypoint import events
 from rallypoint._core import (
-    addresses,
     clock,
     env as environment,
     event_sinks,
@@ -29,7 +28,7 @@ from rallypoint._core import (
 from rallypoint.errors import ConfigError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL
 
-from . import policy, signals
+from . import policy, signals, store_socket
 from .config import LaunchConfig, StartMethod, TargetKind
 from .coordination import (
     Coordination,
@@ -40,20 +39,20 @@ from .coordination import (
     RoundReady,
     ServeStore,
 )
-from .generation import Generation, Worker
+from .generation import Generation
 from .output.console import Console
 from .output.failure import WorkerFailure, in_order_of_blame
 from .output.relay import Relay
 from .output.report import FailureReport, in_a_line
 from .output.reportfiles import write_error_files, write_report
 from .output.run_folder import RunFolder
-from .output.worker_streams import StreamFactory
 from .placement import worker_env
-from .placement.ranks import WorkerRanks, assign, in_words
+from .placement.ranks import in_words
 from .policy import Aim, Phase
 from .server.channel import Message
 from .server.server_process import ServerProcess
 from .signals import SignalEvents
+from .spawner import Spawner
 from .worker.job import Job, WorkerFds
 
 
@@ -161,6 +160,7 @@ class Supervisor:
         self._held_ends: list[policy.WorkerEnded] = []
         self._finished: Outcome | None = None
         self._server: ServerProcess
+        self._spawner: Spawner
         self._open_files: int | None = None  # that a worker may have
         self._reserve: list[int] = []  # descriptors that cleaning up can count on
         self._poller = select.poll()
@@ -195,6 +195,14 @@ class Supervisor:
                     self._folder = RunFolder(config.logs, config.rendezvous.run_id)
                     if self._folder.is_news:
                         self._say(f"output that goes to files is in {self._folder.path}")
+                    self._spawner = Spawner(
+                        config,
+                        self._env,
+                        self._folder,
+                        self._relay,
+                        self._console,
+                        self._payload_fd,
+                    )
                     return self._loop(received)
                 finally:
                     self._close(received)
@@ -329,8 +337,7 @@ class Supervisor:
         self._coordination.close(self._why_it_ends(), if_last=ENDED_WELL if done else "")
         if hasattr(self, "_server"):
             self._server.reap_kept()
-        if self._store_socket is not None:
-            self._store_socket.close()
+        self._close_store_socket()
         if self._probe_fd is not None:
             os.close(self._probe_fd)
         self._let_go()
@@ -716,7 +723,8 @@ class Supervisor:
             return  # the probe's answer comes back here
         addr, port = "", 0
         if self._coordination.serves_store is not False:
-            addr, port = self._bind_store()
+            addr, self._store_socket = store_socket.bind(self._config)
+            port = self._store_socket.getsockname()[1]
         facts = NodeFacts(
             num_workers=self._num_workers,
             store_addr=addr,
@@ -726,44 +734,8 @@ class Supervisor:
         )
         self._coordination.join(self._state.generation, facts)
 
-    def _bind_store(self) -> tuple[str, int]:
-        config = self._config
-        alone = config.num_nodes == 1
-        # On several nodes the rendezvous finds out how the others reach this one: the names it goes by need not
-        # have addresses yet.
-        addr = config.master_addr or ("localhost" if alone else config.local_addr or "")
-        if alone and addresses.is_loopback(addr):
-            addresses.check_loopback(addr)
-            host = addr if config.bind is None else addresses.listening_address(config.bind, addr)
-        else:
-            if alone and config.master_addr is not None:
-                addresses.check_host(addr)
-            host = addresses.listening_address(config.bind, addr or self._told_address())
-            if (
-                alone
-                and config.bind is None
-                and config.world_size in {None, config.workers_per_node}
-            ):
-                host = addresses.own_address(
-                    addr
-                )  # nobody comes from elsewhere, whatever it is there
-        # On several nodes the port that all know is the supervisors' own; workers meet at a free one.
-        port = config.master_port or 0
-        self._store_socket = addresses.bind_store(host, port if alone else 0)
-        return addr, self._store_socket.getsockname()[1]
-
-    def _told_address(self) -> str:
-        """The address by which the other nodes will be told to reach this one; empty if it is not known."""
-        meeting = self._config.rendezvous
-        first = meeting.endpoint.hosts[:1] if meeting.endpoint is not None else ()
-        host, port = (first[0].host, first[0].port) if first else (meeting.host, meeting.port)
-        try:
-            return addresses.address_towards(host, port) if host else ""
-        except ConfigError:
-            return ""
-
     def _start_workers(self) -> None:
-        config, ready = self._config, self._round
+        ready = self._round
         assert ready is not None
         self._start_is_due = self._peers_stop = False
         self._store_failure = self._lost = self._broken = ""
@@ -772,113 +744,32 @@ class Supervisor:
             name = f"store {ready.generation}"
             message = {"do": "store", "name": name, "port": ready.master_port}
             self._server.channel.send(message, [self._store_socket.fileno()])
-        if self._store_socket is not None:
-            self._store_socket.close()
-            self._store_socket = None
-        facts = worker_env.RoundFacts(
-            master_addr=ready.master_addr,
-            master_port=ready.master_port,
-            generation=ready.generation,
-            restart_count=ready.restarts,
-            max_restarts=config.max_restarts,
-            run_id=config.rendezvous.run_id,
-            role=config.role,
-            signals=",".join(each.name for each in config.signals),
-            virtual_local_rank=config.virtual_local_rank,
-            is_open=config.secret is None,
-        )
-        ranks_of_workers = assign(
-            ready.workers_of_nodes,
-            ready.node_rank,
-            local_rank_base=config.local_rank_base,
-            local_world_size=config.local_world_size,
-            group_rank=config.group_rank,
-            group_world_size=config.group_world_size,
-            rank_offset=config.rank_offset,
-            world_size=config.world_size,
-        )
-        folder = self._folder.generation(ready.generation)
-        factory = StreamFactory(config.logs, folder, self._relay, self._console)
-        # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
-        settings = [self._settings_of(ranks, facts, factory) for ranks in ranks_of_workers]
+        self._close_store_socket()
         self._workers = Generation(ready.generation, ready.node_rank)
         events.emit(
             events.GenerationStarted(
-                run_id=config.rendezvous.run_id,
+                run_id=self._config.rendezvous.run_id,
                 generation=ready.generation,
                 node_rank=ready.node_rank,
                 num_nodes=len(ready.workers_of_nodes),
-                world_size=config.world_size or sum(ready.workers_of_nodes),
+                world_size=self._config.world_size or sum(ready.workers_of_nodes),
                 restarts=ready.restarts,
             )
         )
-        for ranks, each in zip(ranks_of_workers, settings, strict=True):
-            self._start_worker(ranks, facts, factory, each)
+        for worker in self._spawner.spawn(ready, self._workers, self._server.channel):
+            self._poller.register(worker.line, select.POLLIN)
+
+    def _close_store_socket(self) -> None:
+        held, self._store_socket = self._store_socket, None
+        if held is not None:
+            held.close()
 
     def _start_nothing(self) -> None:
         """Told to stop while the fork server still imports: the workers end before they began."""
         self._start_is_due = False
-        if self._store_socket is not None:
-            self._store_socket.close()
-            self._store_socket = None
+        self._close_store_socket()
         for index in sorted(self._state.running):
             self._decide(policy.WorkerEnded(index, failed=False))
-
-    def _settings_of(
-        self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
-    ) -> dict[str, Any]:
-        """Of one worker: what is to be in its environment, and where it may run."""
-        folder = factory.worker_folder(ranks.local_rank)
-        error_file = "" if folder is None else str(folder / "error.json")
-        args = None
-        if self._config.templates:
-            args = worker_env.fill_in(self._config.target.args, ranks, facts.generation)
-        return {
-            "env": worker_env.worker_env(self._env, ranks, facts, error_file),
-            "cpus": self._cpus_of(ranks),
-            "args": args,
-        }
-
-    def _start_worker(
-        self,
-        ranks: WorkerRanks,
-        facts: worker_env.RoundFacts,
-        factory: StreamFactory,
-        settings: dict[str, Any],
-    ) -> None:
-        prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
-        streams = factory.open(ranks.local_rank, prefix)
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError:
-            streams.given()
-            raise
-        ours.setblocking(False)
-        # The name holds the generation: a report about an earlier one's must not be taken for its.
-        name = f"worker {facts.generation}.{ranks.local_rank}"
-        worker = Worker(ranks, name, ours, streams)
-        self._workers.add(worker)  # from here on what it has open is closed with the generation
-        self._poller.register(ours, select.POLLIN)
-        with theirs:
-            fds = [streams.stdout, streams.stderr, theirs.fileno()]
-            if self._config.target.kind is TargetKind.FUNCTION:
-                worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
-                payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
-                fds += [payload, worker.result_fd]
-            message = {"do": "spawn", "name": worker.name, **settings}
-            self._server.channel.send(message, fds)
-        streams.given()
-
-    def _cpus_of(self, ranks: WorkerRanks) -> list[int] | None:
-        if self._config.numa_binding is None:
-            return None
-        from .placement import numa, topology
-
-        found = topology.read_topology(env=self._env)
-        chosen = numa.choose_cpus(
-            self._config.numa_binding, found, ranks.local_rank, ranks.local_world_size
-        )
-        return sorted(chosen)
 
     def _signal_workers(self, number: int) -> None:
         # A Python script's own children are its own to end (a DataLoader's workers must not die

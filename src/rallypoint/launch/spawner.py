@@ -1,0 +1,151 @@
+"""Starting the workers of a generation: ranks, variables, CPUs and streams of each, as a request to the fork server."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .config import LaunchConfig, TargetKind
+from .coordination import RoundReady
+from .generation import Generation, Worker
+from .output.console import Console
+from .output.relay import Relay
+from .output.run_folder import RunFolder
+from .output.worker_streams import StreamFactory
+from .placement import worker_env
+from .placement.ranks import WorkerRanks, assign
+from .server.channel import Channel
+
+
+class Spawner:
+    """Has the fork server start workers.
+
+    Args:
+        config: what to run.
+        env: the supervisor's environment.
+        folder: of the run.
+        relay: passes their output on.
+        console: where their output is shown.
+        payload_fd: function launches: a memory file with the pickled call.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        env: Mapping[str, str],
+        folder: RunFolder,
+        relay: Relay,
+        console: Console,
+        payload_fd: int | None,
+    ) -> None:
+        self._config = config
+        self._env = env
+        self._folder = folder
+        self._relay = relay
+        self._console = console
+        self._payload_fd = payload_fd
+
+    def spawn(self, ready: RoundReady, workers: Generation, channel: Channel) -> Iterator[Worker]:
+        """Ask for the workers of a round, one after the other.
+
+        Args:
+            ready: the round.
+            workers: where they are added: what is open for them is closed with it.
+            channel: to the fork server.
+
+        Yields:
+            Each worker, once it is asked for.
+
+        Raises:
+            ConfigError: a setting is impossible on this node.
+            LaunchError: files for output cannot be made.
+        """
+        config = self._config
+        facts = worker_env.RoundFacts(
+            master_addr=ready.master_addr,
+            master_port=ready.master_port,
+            generation=ready.generation,
+            restart_count=ready.restarts,
+            max_restarts=config.max_restarts,
+            run_id=config.rendezvous.run_id,
+            role=config.role,
+            signals=",".join(each.name for each in config.signals),
+            virtual_local_rank=config.virtual_local_rank,
+            is_open=config.secret is None,
+        )
+        ranks_of_workers = assign(
+            ready.workers_of_nodes,
+            ready.node_rank,
+            local_rank_base=config.local_rank_base,
+            local_world_size=config.local_world_size,
+            group_rank=config.group_rank,
+            group_world_size=config.group_world_size,
+            rank_offset=config.rank_offset,
+            world_size=config.world_size,
+        )
+        folder = self._folder.generation(ready.generation)
+        factory = StreamFactory(config.logs, folder, self._relay, self._console)
+        # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
+        settings = [self._settings_of(ranks, facts, factory) for ranks in ranks_of_workers]
+        for ranks, each in zip(ranks_of_workers, settings, strict=True):
+            yield self._spawn_one(ranks, facts, factory, each, workers, channel)
+
+    def _settings_of(
+        self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
+    ) -> dict[str, Any]:
+        """Of one worker: what is to be in its environment, and where it may run."""
+        folder = factory.worker_folder(ranks.local_rank)
+        error_file = "" if folder is None else str(folder / "error.json")
+        args = None
+        if self._config.templates:
+            args = worker_env.fill_in(self._config.target.args, ranks, facts.generation)
+        return {
+            "env": worker_env.worker_env(self._env, ranks, facts, error_file),
+            "cpus": self._cpus_of(ranks),
+            "args": args,
+        }
+
+    def _spawn_one(
+        self,
+        ranks: WorkerRanks,
+        facts: worker_env.RoundFacts,
+        factory: StreamFactory,
+        settings: dict[str, Any],
+        workers: Generation,
+        channel: Channel,
+    ) -> Worker:
+        prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
+        streams = factory.open(ranks.local_rank, prefix)
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError:
+            streams.given()
+            raise
+        ours.setblocking(False)
+        # The name holds the generation: a report about an earlier one's must not be taken for its.
+        name = f"worker {facts.generation}.{ranks.local_rank}"
+        worker = Worker(ranks, name, ours, streams)
+        workers.add(worker)  # from here on what it has open is closed with the generation
+        with theirs:
+            fds = [streams.stdout, streams.stderr, theirs.fileno()]
+            if self._config.target.kind is TargetKind.FUNCTION:
+                worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
+                payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
+                fds += [payload, worker.result_fd]
+            message = {"do": "spawn", "name": worker.name, **settings}
+            channel.send(message, fds)
+        streams.given()
+        return worker
+
+    def _cpus_of(self, ranks: WorkerRanks) -> list[int] | None:
+        if self._config.numa_binding is None:
+            return None
+        from .placement import numa, topology
+
+        found = topology.read_topology(env=self._env)
+        chosen = numa.choose_cpus(
+            self._config.numa_binding, found, ranks.local_rank, ranks.local_world_size
+        )
+        return sorted(chosen)
