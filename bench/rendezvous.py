@@ -43,12 +43,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from rallypoint._core import resolver
 from rallypoint.errors import RendezvousConnectionError
-from rallypoint.rendezvous.backends.etcd import EtcdStore
-from rallypoint.rendezvous.backends.file import FileStore
+from rallypoint.rendezvous.backends.etcd_store import EtcdStore
+from rallypoint.rendezvous.backends.file_store import FileStore
 from rallypoint.rendezvous.backends.tcp_home import TcpHome
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
-from rallypoint.rendezvous.home import FixedHome, Home
+from rallypoint.rendezvous.fixed_home import FixedHome
+from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
@@ -477,7 +478,7 @@ def raise_limits() -> None:
 # Its server has torch imported, and forks: a process is there in milliseconds. (It does not find this file.)
 PRELOADED = [
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
-    "rallypoint.rendezvous.backends.etcd",
+    "rallypoint.rendezvous.backends.etcd_store",
     "rallypoint.rendezvous.backends.tcp_home",
     "rallypoint.rendezvous.dynamic",
 ]

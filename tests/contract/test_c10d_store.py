@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from rallypoint.errors import RendezvousError
-from rallypoint.rendezvous.backends.etcd import EtcdStore
+from rallypoint.rendezvous.backends.etcd_store import EtcdStore
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.c10d import c10d_store
 from servers.etcd_server import EtcdCluster
@@ -192,7 +192,7 @@ WORKER = """
 import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from rallypoint.rendezvous.backends.etcd import EtcdStore
+from rallypoint.rendezvous.backends.etcd_store import EtcdStore
 from rallypoint.rendezvous.c10d import c10d_store
 endpoint, prefix, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = EtcdStore(endpoints=[endpoint], prefix=prefix)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import RendezvousConnectionError
-from rallypoint.rendezvous.backends.file import FileStore
+from rallypoint.rendezvous.backends.file_store import FileStore
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.store import Store
@@ -28,8 +28,15 @@ def shared_file_store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture(
-    params=[MemoryStore, ServedStore, "etcd_store", "file_store", "shared_file_store"],
-    ids=["memory", "tcpstore", "etcd", "file", "file-shared"],
+    params=[
+        MemoryStore,
+        ServedStore,
+        "etcd_store",
+        "file_store",
+        "shared_file_store",
+        "redislike_store",
+    ],
+    ids=["memory", "tcpstore", "etcd", "file", "file-shared", "redislike"],
 )
 def store(request: pytest.FixtureRequest) -> Store:
     if isinstance(request.param, str):  # one of conftest.py's fixtures

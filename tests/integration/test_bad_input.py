@@ -167,8 +167,8 @@ MISTAKES = [
     ),
     _mistake(
         "--nnodes 2:4 --rdzv-endpoint h --rdzv-conf is_host=maybe train.py",
-        "'is_host=maybe'",
-        "true, 1",
+        "is_host 'maybe'",
+        "true or false",
     ),
     _mistake("--nnodes 2 --node-rank 2 train.py", "--node-rank '2'", "0 to 1"),
     _mistake("--nnodes 2 --node-rank x train.py", "--node-rank 'x'", "whole number"),
@@ -181,7 +181,9 @@ MISTAKES = [
         "--master-addr 'no.such.host.invalid'",
         "give an IP address",
     ),
-    _mistake("--rdzv-backend zookeeper train.py", "'zookeeper'", "known: c10d, etcd"),
+    _mistake(
+        "--rdzv-backend zookeeper train.py", "'zookeeper'", "known: etcd (also etcd-v2), file"
+    ),
     _mistake("--rdzv-endpoint host:port train.py", "--rdzv-endpoint 'host:port'", "a port from 0"),
     _mistake("--rdzv-endpoint :29400 train.py", "--rdzv-endpoint ':29400'", "tcp://node0"),
     _mistake(
@@ -193,16 +195,16 @@ MISTAKES = [
         "--rdzv-endpoint host:29400",
     ),
     _mistake("--rdzv-conf join_timeout train.py", "--rdzv-conf 'join_timeout'", "NAME=VALUE"),
-    _mistake("--rdzv-conf timeout=x train.py", "--rdzv-conf 'timeout=x'", "number of seconds"),
-    _mistake("--rdzv-conf timeout=nan train.py", "'timeout=nan'", "more than 0 seconds"),
-    _mistake("--rdzv-conf timeout=0 train.py", "'timeout=0'", "more than 0 seconds"),
+    _mistake("--rdzv-conf timeout=x train.py", "--rdzv-conf timeout 'x'", "expected seconds"),
+    _mistake("--rdzv-conf timeout=nan train.py", "timeout 'nan'", "a number above 0"),
+    _mistake("--rdzv-conf timeout=0 train.py", "timeout '0'", "a number above 0"),
     # failure and restart
     _mistake("--max-restarts -1 train.py", "--max-restarts '-1'", "0 or more"),
     _mistake("--max-restarts x train.py", "--max-restarts 'x'", "whole number"),
     _mistake("--shutdown-timeout inf train.py", "--shutdown-timeout 'inf'", "number of seconds"),
     _mistake("--monitor-interval x train.py", "--monitor-interval 'x'", "number of seconds"),
     _mistake("--signals-to-handle SIGFOO train.py", "'SIGFOO'", "names as in `kill -l`"),
-    _mistake("--signals-to-handle SIGTERM,KILL train.py", "'KILL'", "cannot be passed on"),
+    _mistake("--signals-to-handle SIGTERM,KILL train.py", "'KILL'", "cannot be forwarded"),
     _mistake("--signals-to-pass SIGFOO train.py", "--signals-to-pass 'SIGFOO'", "`kill -l`"),
     _mistake(
         "--signals-to-handle TERM,USR1 --signals-to-pass USR1 train.py",

@@ -23,15 +23,16 @@ from rallypoint._core import addresses
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousClosedError, RendezvousTimeout
 from rallypoint.rendezvous.api import RendezvousInfo
-from rallypoint.rendezvous.backends.etcd import EtcdStore
-from rallypoint.rendezvous.backends.file import FileStore
+from rallypoint.rendezvous.backend import Endpoint, HostPort
+from rallypoint.rendezvous.backends.etcd_store import EtcdStore
+from rallypoint.rendezvous.backends.file_store import FileStore
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.backends.tcp_home import TcpHome
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous
-from rallypoint.rendezvous.endpoint import Endpoint, HostPort
-from rallypoint.rendezvous.home import FixedHome, Home
+from rallypoint.rendezvous.fixed_home import FixedHome
+from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.notes import Age, Moved, read, written
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import ConfigError, RendezvousConnectionError
-from rallypoint.rendezvous.backends import etcd, etcd_client
-from rallypoint.rendezvous.backends.etcd import EtcdStore
+from rallypoint.rendezvous.backends import etcd_client, etcd_store as etcd
 from rallypoint.rendezvous.backends.etcd_client import EtcdClient, _Failed
+from rallypoint.rendezvous.backends.etcd_store import EtcdStore
 from servers.etcd_server import (
     ROOT_PASSWORD,
     Certificates,
@@ -546,7 +546,7 @@ def test_an_expired_token_is_renewed(guarded: EtcdCluster, monkeypatch: pytest.M
 
 JOB = """
 import sys, threading
-from rallypoint.rendezvous.backends.etcd import EtcdStore
+from rallypoint.rendezvous.backends.etcd_store import EtcdStore
 store = EtcdStore(endpoints=[sys.argv[1]], prefix=sys.argv[2], ttl=2)
 store.set("k", b"v"); store.add("n", 3)
 print("there", flush=True)

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from rallypoint.errors import ConfigError, RendezvousConnectionError
-from rallypoint.rendezvous.backends import file
-from rallypoint.rendezvous.backends.file import COMPACT_EVERY, KEPT, TEMPORARY, FileStore
+from rallypoint.rendezvous.backends import file_store as file
+from rallypoint.rendezvous.backends.file_store import COMPACT_EVERY, KEPT, TEMPORARY, FileStore
 from rallypoint.rendezvous.store import ComparingStore
 
 
@@ -77,7 +77,7 @@ def once(meanwhile: Callable[[], object]) -> Callable[[], None]:
 
 PROLOGUE = """
 import sys
-from rallypoint.rendezvous.backends.file import FileStore
+from rallypoint.rendezvous.backends.file_store import FileStore
 store = FileStore(sys.argv[1], shared=sys.argv[2] == "True")
 name = sys.argv[3]
 store.add("ready", 1)
@@ -660,7 +660,7 @@ def test_removing_leaves_what_is_not_the_stores(folder):
 
 KILLED = """
 import sys
-from rallypoint.rendezvous.backends.file import FileStore
+from rallypoint.rendezvous.backends.file_store import FileStore
 store = FileStore(sys.argv[1], shared=False)
 i = 0
 while True:
@@ -833,7 +833,7 @@ def test_folder_that_may_not_be_written_to_is_refused(tmp_path):
     program = """
 import sys
 from rallypoint.errors import ConfigError
-from rallypoint.rendezvous.backends.file import FileStore
+from rallypoint.rendezvous.backends.file_store import FileStore
 for folder in sys.argv[1:]:
     try:
         FileStore(folder)

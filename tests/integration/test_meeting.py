@@ -324,7 +324,7 @@ def test_a_plug_in_s_rendezvous_works_under_rally_run(cluster: Cluster) -> None:
     unknown = cluster.start("n2", "--rdzv-backend", "meeting-rom", env={"PYTHONPATH": path})
     assert unknown.wait() == 2
     assert "did you mean meeting-room?" in unknown.says()
-    assert "c10d, etcd" in unknown.says()
+    assert "tcpstore (also c10d, tcp)" in unknown.says()
 
 
 # -- nodes that come too late ---------------------------------------------------------------------

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.launch.config import TargetKind
+from rallypoint.launch.config import Job, TargetKind
 from rallypoint.launch.worker import bootstrap, ending, preloaded
-from rallypoint.launch.worker.job import Job
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -104,8 +103,7 @@ def test_a_command_keeps_the_flags_of_this_interpreter(folder: Path) -> None:
     code = (
         "import sys\n"
         "from rallypoint.launch.worker import bootstrap\n"
-        "from rallypoint.launch.worker.job import Job\n"
-        "from rallypoint.launch.config import TargetKind\n"
+        "from rallypoint.launch.config import Job, TargetKind\n"
         "job = Job(kind=TargetKind.SCRIPT, name='link.py', args=(), unbuffered=True)\n"
         "print(bootstrap.python_command('pass', job)[1:-2])"
     )

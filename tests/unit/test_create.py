@@ -19,8 +19,8 @@ from rallypoint.rendezvous import (
     create,
     rendezvous_handler_registry,
 )
-from rallypoint.rendezvous.backends import etcd
-from rallypoint.rendezvous.endpoint import parse_endpoint
+from rallypoint.rendezvous.backends import etcd_store as etcd
+from rallypoint.rendezvous.catalogue import parse_endpoint
 from rallypoint.rendezvous.quorum import Settings
 
 
@@ -99,7 +99,7 @@ def test_torchs_parameters_do_as_well_and_what_it_adds_is_ignored() -> None:
         local_addr=None,
         config={"timeout": 900, "read_timeout": "60", "lease": "2"},
     )
-    one = create.memory(params)
+    one = create.handler_for(params, "memory")
     assert one.next_rendezvous().world_size == 1
     end([one])
 
@@ -152,8 +152,8 @@ def test_every_option_arrives(tmp_path: Path) -> None:
 
 
 def test_one_node_needs_no_endpoint_several_do() -> None:
-    assert create.dynamic(RendezvousParameters("tcpstore", "", "job", 1, 1)).lease == 5
-    with pytest.raises(ConfigError, match="expected where the nodes meet"):
+    assert create.handler_for(RendezvousParameters("tcpstore", "", "job", 1, 1)).lease == 5
+    with pytest.raises(ConfigError, match="expected the place where the nodes meet"):
         made("tcpstore", "", (1, 2))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import RendezvousClosedError, RendezvousConnectionError
-from rallypoint.rendezvous.backends.file import FileStore
+from rallypoint.rendezvous.backends.file_store import FileStore
 from rallypoint.rendezvous.end_mark import ENDED_FOR, EndMark
 
 

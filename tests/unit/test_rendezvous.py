@@ -10,7 +10,7 @@ from rallypoint.errors import ConfigError, RendezvousTimeout
 from rallypoint.rendezvous import RendezvousInfo
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.dynamic import DynamicRendezvous
-from rallypoint.rendezvous.home import FixedHome
+from rallypoint.rendezvous.fixed_home import FixedHome
 from rallypoint.rendezvous.lease import Leases
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings, natural_key

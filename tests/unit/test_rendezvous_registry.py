@@ -4,25 +4,27 @@ import importlib
 import logging
 import subprocess
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rallypoint.errors import ConfigError, InternalError, RendezvousError
+from rallypoint.errors import ConfigError, RendezvousError
 from rallypoint.rendezvous import (
+    Backend,
     RendezvousHandlerRegistry,
     RendezvousParameters,
+    Scheme,
+    parse_endpoint,
     rendezvous_handler_registry,
 )
-from rallypoint.rendezvous.endpoint import BACKEND_ALIASES
-from rallypoint.rendezvous.registry import BUILT_IN, ENTRY_POINT_GROUP
+from rallypoint.rendezvous.backends.memory import MEMORY
+from rallypoint.rendezvous.catalogue import BACKENDS, BUILT_IN, Catalogue, catalogue
+from rallypoint.rendezvous.registry import CREATORS
 
 
-CREATORS = "stand_in_creators"
-TABLE = {"tcpstore": f"{CREATORS}:tcpstore", "etcd": f"{CREATORS}:etcd"}
+OURS = ("etcd", "file", "memory", "static", "tcpstore")
 
 
 class Handler:
@@ -43,22 +45,11 @@ def parameters(backend: str) -> RendezvousParameters:
 
 
 @pytest.fixture
-def creators(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The module the stand-in table names, imported already."""
-    module = types.ModuleType(CREATORS)
-    module.tcpstore, module.etcd = creator("tcpstore"), creator("etcd")
-    monkeypatch.setitem(sys.modules, CREATORS, module)
-    return module
-
-
-@pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Lay a distribution with entry points and a module into a folder on ``sys.path``."""
     modules: list[str] = []
 
-    def install(
-        name: str, points: dict[str, str], source: str = "", group: str = ENTRY_POINT_GROUP
-    ) -> None:
+    def install(name: str, points: dict[str, str], source: str = "", group: str = CREATORS) -> None:
         info = tmp_path / f"{name}-1.2.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
@@ -87,7 +78,7 @@ def create(params):
 
 
 def with_plug_ins() -> RendezvousHandlerRegistry:
-    return RendezvousHandlerRegistry(TABLE, aliases=BACKEND_ALIASES, group=ENTRY_POINT_GROUP)
+    return RendezvousHandlerRegistry(catalogue, group=CREATORS)
 
 
 def test_a_registered_creator_is_given_the_parameters() -> None:
@@ -105,7 +96,7 @@ def test_the_same_creator_may_come_twice_and_another_one_may_not() -> None:
     registry.register("mine", first)
     with pytest.raises(ConfigError, match=r"'mine': registered already, with .*creator"):
         registry.register("mine", second)
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError, match="expected a name"):
         registry.register("", first)
 
 
@@ -155,7 +146,7 @@ def test_an_unknown_backend_is_told_which_there_are_and_which_was_meant(
         registry.create_handler(parameters("ectd"))
     text = str(caught.value)
     assert "--rdzv-backend 'ectd'" in text
-    assert "etcd (also etcd-v2), mine, tcpstore (also c10d, tcp), zoo" in text
+    assert "etcd (also etcd-v2), file, memory, mine, static, tcpstore (also c10d, tcp), zoo" in text
     assert "did you mean etcd?" in text
     assert "zoo_module" not in sys.modules
     with pytest.raises(ConfigError, match="known: none"):
@@ -172,46 +163,15 @@ def test_an_unknown_backend_is_told_which_there_are_and_which_was_meant(
         ("etcd-v2", "etcd"),
     ],
 )
-def test_built_in_backends_go_by_other_names_too(
-    creators: types.ModuleType, asked: str, made: str
-) -> None:
+def test_built_in_backends_go_by_other_names_too(asked: str, made: str) -> None:
+    pytest.importorskip("etcd3gw")
     assert with_plug_ins().create_handler(parameters(asked)).get_backend() == made
 
 
-def test_a_built_in_handler_may_call_itself_by_the_alias(creators: types.ModuleType) -> None:
-    creators.tcpstore = creator("c10d")
-    assert with_plug_ins().create_handler(parameters("tcpstore")).get_backend() == "c10d"
-
-
-def test_a_built_in_module_is_imported_when_its_name_is_asked_for_and_not_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lazy_creators.py").write_text(HANDLER_SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    registry = RendezvousHandlerRegistry({"zoo": "lazy_creators:create"})
-    registry.register("mine", creator("mine"))
-    registry.known()
-    with pytest.raises(ConfigError, match="built-in"):
-        registry.register("zoo", creator("zoo"))
-    assert "lazy_creators" not in sys.modules
-    assert registry.create_handler(parameters("zoo")).get_backend() == "zoo"
-    assert sys.modules.pop("lazy_creators")
-
-
 @pytest.mark.parametrize("name", ["tcpstore", "c10d"])
-def test_a_built_in_name_is_taken(creators: types.ModuleType, name: str) -> None:
-    registry = with_plug_ins()
+def test_a_built_in_name_is_taken(name: str) -> None:
     with pytest.raises(ConfigError, match="tcpstore is a built-in"):
-        registry.register(name, creator("tcpstore"))
-    registry.register(name, creators.tcpstore)  # the very creator that is there
-
-
-@pytest.mark.parametrize("target", ["no_such_module_here:create", "json:no_such_attribute"])
-def test_a_built_in_backend_that_is_not_there_is_our_bug(target: str) -> None:
-    registry = RendezvousHandlerRegistry({"etcd": target})
-    with pytest.raises(InternalError, match=target) as caught:
-        registry.create_handler(parameters("etcd"))
-    assert isinstance(caught.value.__cause__, ImportError | AttributeError)
+        with_plug_ins().register(name, creator("tcpstore"))
 
 
 def test_a_plug_in_is_listed_without_being_imported_and_imported_when_asked_for(
@@ -220,7 +180,7 @@ def test_a_plug_in_is_listed_without_being_imported_and_imported_when_asked_for(
     install("zoo", {"zoo": "zoo_module:create"}, HANDLER_SOURCE)
     install("broken", {"broken": "broken_module:create"}, "raise RuntimeError('imported')")
     registry = with_plug_ins()
-    assert registry.known() == ("broken", "etcd", "tcpstore", "zoo")
+    assert registry.known() == tuple(sorted([*OURS, "broken", "zoo"]))
     assert "zoo_module" not in sys.modules
     params = parameters("zoo")
     handler = registry.create_handler(params)
@@ -232,8 +192,8 @@ def test_plug_ins_of_other_groups_and_of_a_registry_without_any_are_not_seen(
 ) -> None:
     install("other", {"other": "other_module:create"}, group="torchrun.handlers")
     install("zoo", {"zoo": "zoo_module:create"}, HANDLER_SOURCE)
-    assert with_plug_ins().known() == ("etcd", "tcpstore", "zoo")
-    assert RendezvousHandlerRegistry(TABLE).known() == ("etcd", "tcpstore")
+    assert with_plug_ins().known() == (*OURS, "zoo")
+    assert RendezvousHandlerRegistry(catalogue).known() == OURS
 
 
 @pytest.mark.parametrize(
@@ -275,7 +235,7 @@ def test_a_plug_in_whose_handler_has_another_name_is_refused(
 def test_two_plug_ins_with_one_name_are_not_chosen_between(install: Callable[..., None]) -> None:
     install("zoo", {"zoo": "zoo_module:create"}, HANDLER_SOURCE)
     install("ark", {"zoo": "ark_module:create"}, HANDLER_SOURCE)
-    with pytest.raises(ConfigError, match=r"more than one") as caught:
+    with pytest.raises(ConfigError, match=r"several plug-ins") as caught:
         with_plug_ins().create_handler(parameters("zoo"))
     assert "distribution zoo 1.2" in str(caught.value)
     assert "distribution ark 1.2" in str(caught.value)
@@ -283,16 +243,15 @@ def test_two_plug_ins_with_one_name_are_not_chosen_between(install: Callable[...
 
 @pytest.mark.parametrize("name", ["etcd", "c10d"])
 def test_a_plug_in_cannot_take_a_built_in_name(
-    creators: types.ModuleType,
     install: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
     name: str,
 ) -> None:
     install("zoo", {name: "zoo_module:create"}, "raise RuntimeError('imported')")
     registry = with_plug_ins()
-    assert isinstance(registry.create_handler(parameters(name)), Handler)
+    assert registry.create_handler(parameters(name)).get_backend() in ("etcd", "tcpstore")
     with caplog.at_level(logging.WARNING):
-        assert registry.known() == ("etcd", "tcpstore")
+        assert registry.known() == OURS
     assert "distribution zoo 1.2 is ignored" in caplog.text
 
 
@@ -301,17 +260,99 @@ def test_a_registered_creator_goes_before_a_plug_in(install: Callable[..., None]
     registry = with_plug_ins()
     registry.register("zoo", creator("zoo"))
     assert isinstance(registry.create_handler(parameters("zoo")), Handler)
-    assert registry.known() == ("etcd", "tcpstore", "zoo")
+    assert registry.known() == (*OURS, "zoo")
 
 
 def test_the_shared_registry_knows_the_built_in_backends() -> None:
-    assert {"etcd", "file", "memory", "static", "tcpstore"} <= set(
-        rendezvous_handler_registry.known()
-    )
-    for name, target in BUILT_IN.items():
-        assert target == f"rallypoint.rendezvous.create:{name}"
-    assert set(BACKEND_ALIASES.values()) <= set(BUILT_IN)
-    assert not set(BACKEND_ALIASES) & set(BUILT_IN)
+    assert set(OURS) <= set(rendezvous_handler_registry.known())
+    names = [name for each in catalogue.built_in() for name in (each.name, *each.aliases)]
+    assert len(names) == len(set(names))
+    for each in catalogue.built_in():
+        for scheme in each.schemes:
+            assert parse_endpoint(scheme.example, backend=each.name).scheme == scheme.name
+
+
+# -- descriptors ----------------------------------------------------------------------------------
+
+DESCRIPTOR_SOURCE = """
+from rallypoint.rendezvous import Backend, Scheme
+
+ZOO = Backend(
+    name="zoo",
+    help="a zoo",
+    aliases=("ark",),
+    schemes=(Scheme(name="zoo", example="zoo://node0:7", default_port=7),),
+    home=lambda meeting: None,
+)
+"""
+
+
+def own(**fields: Any) -> Backend:
+    scheme = Scheme(name="mine", example="mine://node0:7", default_port=7)
+    given: dict[str, Any] = {"name": "mine", "help": "", "schemes": (scheme,), "home": MEMORY.home}
+    return Backend(**{**given, **fields})
+
+
+def test_a_plug_in_is_imported_when_its_scheme_or_name_is_asked_for(
+    install: Callable[..., None],
+) -> None:
+    install("zoo", {"zoo": "zoo_module:ZOO"}, DESCRIPTOR_SOURCE, group=BACKENDS)
+    there = Catalogue(BUILT_IN, group=BACKENDS)
+    assert there.parse("tcp://a", None, None, "--at").backend == "tcpstore"
+    assert there.names() == (*OURS, "zoo")
+    assert "zoo_module" not in sys.modules
+    assert str(there.parse("zoo://a", None, None, "--at")) == "zoo://a:7"
+    assert there.find("zoo") is there.find("ark")
+    with pytest.raises(ConfigError, match=r"memory, tcp, zoo\); did you mean zoo://\?"):
+        there.parse("zooo://a", None, None, "--at")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "told"),
+    [
+        ("zoo", "import no_such_thing", "No module named 'no_such_thing'"),
+        ("zoo", "ZOO = 5", "is int, not a Backend"),
+        ("zebra", DESCRIPTOR_SOURCE, "calls itself 'zoo'"),
+        ("zoo", DESCRIPTOR_SOURCE.replace("default_port=7", ""), "Scheme.default_port"),
+    ],
+)
+def test_a_broken_descriptor_is_named_if_asked_for_and_else_only_logged(
+    install: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    source: str,
+    told: str,
+) -> None:
+    install("zoo", {name: "zoo_module:ZOO"}, source, group=BACKENDS)
+    there = Catalogue(BUILT_IN, group=BACKENDS)
+    with pytest.raises(RendezvousError, match="distribution zoo 1.2") as caught:
+        there.find(name)
+    assert told in str(caught.value)
+    with caplog.at_level(logging.WARNING):
+        assert [each.name for each in there.backends()] == [each.name for each in there.built_in()]
+    assert told in caplog.text
+
+
+def test_a_registered_backend_is_found_and_its_names_are_taken() -> None:
+    there, mine = Catalogue(BUILT_IN), own(aliases=("my",))
+    there.register(mine)
+    there.register(mine)
+    assert there.find("my") is mine
+    assert there.parse("mine://a", None, None, "--at").backend == "mine"
+    for taken in (own(), own(name="etcd"), own(name="other", aliases=("c10d",))):
+        with pytest.raises(ConfigError, match="has this name already"):
+            there.register(taken)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [({"name": ""}, "Backend.name"), ({"schemes": ()}, "Backend.schemes")],
+)
+def test_a_descriptor_that_cannot_work_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        own(**fields)
+    with pytest.raises(ConfigError, match=r"Scheme\.name 'Mine'"):
+        Scheme(name="Mine", example="", takes="name")
 
 
 def test_importing_the_package_looks_for_no_plug_ins() -> None:
@@ -319,7 +360,8 @@ def test_importing_the_package_looks_for_no_plug_ins() -> None:
         "import sys; import rallypoint.rendezvous as r;"
         "assert 'importlib.metadata' not in sys.modules, 'entry points';"
         "assert 'torch' not in sys.modules, 'torch';"
-        "assert 'rallypoint.rendezvous.create' not in sys.modules, 'backends';"
+        "assert 'rallypoint.rendezvous.create' not in sys.modules, 'homes';"
+        "assert 'rallypoint.rendezvous.backends' not in sys.modules, 'backends';"
         "assert r.rendezvous_handler_registry is not None"
     )
     subprocess.run([sys.executable, "-S", "-c", _path() + program], check=True, timeout=240)

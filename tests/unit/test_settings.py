@@ -207,6 +207,21 @@ def test_more_settings_of_the_rendezvous():
     assert not made.split_brain_guard
 
 
+def test_a_backend_takes_its_own_options_and_a_misspelt_one_is_told_of():
+    line = "--nnodes 2 --rdzv-endpoint etcd://a --rdzv-conf"
+    made = config(f"{line} ttl=90,ca_cert=/ca,lease=2 x.py").rendezvous
+    assert (made.options, made.lease) == ({"ttl": "90", "ca_cert": "/ca"}, 2)
+    assert "--rdzv-conf ttl 'soon': expected a whole number" in refusal(f"{line} ttl=soon x.py")
+    (remark,) = configure(f"{line} prefx=mine x.py")[1]
+    assert "prefx has no effect (known: join_timeout," in remark
+    assert remark.endswith("password, prefix, protocol, ttl); did you mean prefix?")
+
+
+def test_a_store_of_one_process_is_none_for_several_nodes():
+    for line in ("--rdzv-endpoint memory://x", "--rdzv-backend memory --rdzv-endpoint x"):
+        assert "for threads of one process" in refusal(f"--nnodes 2 {line} x.py")
+
+
 @pytest.mark.parametrize(
     ("line", "least", "most", "backend"),
     [
@@ -316,7 +331,7 @@ def test_a_flag_about_nodes_silences_the_cluster():
 )
 def test_target(line, kind, name, args):
     Path("__main__.py").touch()
-    target = config(line).target
+    target = config(line).job
     assert (target.kind, target.name, target.args) == (kind, name, args)
 
 
@@ -335,7 +350,7 @@ def test_target(line, kind, name, args):
 def test_start_method(line, python_exec, method):
     made = config(line, **({"PYTHON_EXEC": python_exec} if python_exec else {}))
     assert made.start_method is method
-    assert made.python == (python_exec if python_exec == "/bin/sh" else None)
+    assert made.job.python == (python_exec if python_exec == "/bin/sh" else None)
 
 
 # -- the rest -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 # What `rally` itself listens to, beside PET_<FLAG> (each torchrun flag) and what the cluster sets
-# (launch/placement/cluster_env.py). Shown by `rally env`.
+# (launch/placement/clusters). Shown by `rally env`.
 KNOWN: Mapping[str, str] = {
     "PYTHON_EXEC": "the interpreter for workers; another one than rally's own implies --start-method exec",
     "LOGLEVEL": "level of the log lines of rally run itself (DEBUG, INFO, WARNING, ERROR); default WARNING",

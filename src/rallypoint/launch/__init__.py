@@ -21,9 +21,14 @@ if TYPE_CHECKING:
         parallel_mesh,
         set_distributed_backend,
     )
+    from .placement.clusters import Cluster, ClusterLevel, ClusterVariables, Placement
 
 __all__ = [
+    "Cluster",
+    "ClusterLevel",
+    "ClusterVariables",
     "MultiprocessConfig",
+    "Placement",
     "default_backend",
     "get_distributed_backend",
     "init_and_run",
@@ -35,8 +40,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # Any: the functions above, loaded on first use
+def __getattr__(name: str) -> Any:  # Any: the names above, loaded on first use
     if name in __all__:
+        from .placement import clusters
+
+        if name in clusters.__all__:
+            return getattr(clusters, name)
         from . import functions
 
         return getattr(functions, name)

@@ -91,7 +91,9 @@ def run(words: Sequence[str]) -> int:
     """``rally run``. Returns the exit code: the root cause's, 0, 128 + signal, or 2."""
     given = flags.take_apart(words)
     if given.help:
-        _print(flags.help_text())
+        from rallypoint.rendezvous.catalogue import catalogue
+
+        _print(flags.help_text(catalogue.backends()))
         return 0
     if (problem := limits.working_directory()) is not None:
         raise ConfigError("working directory", None, problem, "cd to another one")

@@ -1,6 +1,6 @@
 """What a launch is: frozen data, validated once, passed down whole.
 
-Nothing here touches the machine. ``cli.py`` fills a :class:`LaunchConfig` from flags, ``PET_*`` variables
+Nothing here touches the machine. ``settings.py`` fills a :class:`LaunchConfig` from flags, ``PET_*`` variables
 and the cluster's environment; ``functions.py`` fills one from a :class:`~rallypoint.launch.functions.MultiprocessConfig`.
 """
 
@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntFlag, StrEnum
+from typing import Any, Self
 
 from rallypoint.errors import ConfigError
-from rallypoint.rendezvous.endpoint import Endpoint
+from rallypoint.rendezvous.backend import Endpoint
+from rallypoint.rendezvous.defaults import JOIN_TIMEOUT, LAST_CALL_TIMEOUT, LEASE, MASTER_PORT
 from rallypoint.rendezvous.parameters import RendezvousParameters
 
 from .placement.numa import NumaBinding
 
 
-# torchrun's defaults, kept so that a command line means the same here (torch/distributed/run.py, 2.13).
-DEFAULT_MASTER_PORT = 29500
-DEFAULT_RUN_ID = "none"
-DEFAULT_RENDEZVOUS_PORT = 29400
-DEFAULT_JOIN_TIMEOUT = 600.0
-DEFAULT_LAST_CALL = 30.0
-DEFAULT_SHUTDOWN_TIMEOUT = 30.0
-# A worker that fails may save and clean up for so long after its peers have noticed.
-DEFAULT_CAUSE_TIMEOUT = 5.0
-# Ours: torchrun notices a silent node after 15 s, and does not act on it.
-DEFAULT_LEASE = 5.0
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+DEFAULT_RUN_ID = "none"  # torchrun's
+# In seconds. torchrun's, and ours: a worker that fails may save and clean up for so long after its peers have noticed.
+DEFAULT_SHUTDOWN_TIMEOUT, DEFAULT_CAUSE_TIMEOUT = 30.0, 5.0
 
 
 class StartMethod(StrEnum):
@@ -99,20 +92,39 @@ class TargetKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """What each worker runs.
+class Job:
+    """What every worker of a launch runs; travels to the fork server as JSON.
 
     Args:
         kind: a Python file, a module (``-m``), any program (``--no-python``) or a pickled function.
         name: path, module name or program, as the user gave it.
         args: what follows it on the command line.
         path: functions: the caller's ``sys.path``, which workers take over; None for the others.
+        python: interpreter of the workers, None for this one.
+        unbuffered: workers' stdout is unbuffered, as under ``python -u``.
+        block_buffered: it is buffered in blocks if it is a file or pipe; else line by line.
     """
 
     kind: TargetKind
     name: str
     args: tuple[str, ...] = ()
     path: tuple[str, ...] | None = None
+    python: str | None = None
+    unbuffered: bool = False
+    block_buffered: bool = False
+
+    @property
+    def title(self) -> str:
+        return " ".join(["-m " * (self.kind is TargetKind.MODULE) + self.name, *self.args])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        path = None if data["path"] is None else tuple(data["path"])
+        tuples = {"args": tuple(data["args"]), "path": path}
+        return cls(**{**data, **tuples, "kind": TargetKind(data["kind"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,30 +155,33 @@ class RendezvousConfig:
     """How the supervisors of several nodes meet. Ignored with one node.
 
     Args:
-        run_id: the job's name; two jobs with the same endpoint and another name do not mix.
-        node_rank: this node's rank, or None to have one assigned (torchrun's c10d).
-        host: the host that all nodes know; the node it belongs to serves the job's store.
+        run_id: the job's name: jobs of different names may share an endpoint.
+        node_rank: this node's rank, or None to have one assigned.
+        host: the host that all nodes know, and that serves the job's store.
         port: its port.
-        endpoint: where the store is if it is none of ours (etcd, a folder), or if several hosts may
-            serve it; None: ``host`` and ``port``.
+        endpoint: where the store is, if no node serves it or several hosts may; None: ``host`` and ``port``.
+        options: the backend's own, by name.
         join_timeout: seconds to wait for all nodes.
         last_call: seconds a round stays open for more nodes once there are enough.
         lease: seconds of silence after which a node counts as lost.
         is_host: whether this node serves the store; None: if ``host`` is this machine.
-        label: where this node stands (rack, switch): nodes of one label get neighbouring ranks.
-        split_brain_guard: a minority that is cut off does not go on by itself.
-        plug_in: what a third party's rendezvous is made from, where that decides who meets; ``host``,
-            ``port`` and ``endpoint`` say nothing then. Used with one node, too.
+        label: rack or switch of this node: nodes with equal labels get adjacent ranks.
+        split_brain_guard: a minority that is cut off does not continue by itself.
+        plug_in: the parameters of a third party's handler, if that decides who meets; ``host``, ``port`` and
+            ``endpoint`` do not count then. Used with one node, too.
     """
 
     run_id: str
     node_rank: int | None = 0
     host: str = "127.0.0.1"
-    port: int = DEFAULT_MASTER_PORT
+    port: int = MASTER_PORT
     endpoint: Endpoint | None = None
-    join_timeout: float = DEFAULT_JOIN_TIMEOUT
-    last_call: float = DEFAULT_LAST_CALL
-    lease: float = DEFAULT_LEASE
+    options: Mapping[str, str] = field(
+        default_factory=dict, repr=False
+    )  # a password may be among them
+    join_timeout: float = JOIN_TIMEOUT
+    last_call: float = LAST_CALL_TIMEOUT
+    lease: float = LEASE
     is_host: bool | None = None
     label: str = ""
     split_brain_guard: bool = True
@@ -178,7 +193,7 @@ class LaunchConfig:
     """One node's share of a job.
 
     Args:
-        target: what to run.
+        job: what to run.
         workers_per_node: number of workers this supervisor starts; None: one for each accelerator
             of the machine, counted with torch once the fork server has it.
         accelerator: then the type of accelerator that is wanted ("cuda", "xpu", …), or None for any.
@@ -195,8 +210,6 @@ class LaunchConfig:
         passed_signals: signals that are forwarded to the workers, and the job goes on.
         start_method: fork server or plain interpreters.
         preload: modules the fork server imports after torch.
-        unbuffered: workers' stdout is unbuffered, as under ``python -u``.
-        block_buffered: it is buffered in blocks where it leads to a file or pipe; else line by line.
         templates: ``{rank}``, ``{local_rank}``, ``{node_rank}`` and ``{generation}`` in the target's arguments are
             replaced by each worker's own.
         virtual_local_rank: every worker sees LOCAL_RANK=0 and one device.
@@ -205,14 +218,15 @@ class LaunchConfig:
         local_world_size: workers on this machine over all its supervisors; None: workers_per_node.
         group_rank: GROUP_RANK of the workers where it is not the node rank.
         group_world_size: GROUP_WORLD_SIZE likewise.
-        python: interpreter of the workers, None for this one.
+        rank_offset: rank of the first worker, for a launch that is one part of a larger job.
+        world_size: workers of that larger job.
         bind: address that this node's stores listen on; ``*``: all; None: the one by which the others reach it,
             with one node the loopback.
-        secret: what all nodes and workers of the job know; None: none, and everybody who reaches the job's ports
-            is taken for a member.
+        secret: the secret that all nodes and workers of the job share. None: whoever can reach the job's ports
+            counts as a member.
     """
 
-    target: Target
+    job: Job
     rendezvous: RendezvousConfig
     logs: LogConfig = field(default_factory=LogConfig)
     workers_per_node: int | None = 1
@@ -235,8 +249,6 @@ class LaunchConfig:
     passed_signals: tuple[signal.Signals, ...] = ()
     start_method: StartMethod = StartMethod.FORKSERVER
     preload: tuple[str, ...] = ()
-    unbuffered: bool = False
-    block_buffered: bool = False
     templates: bool = False
     virtual_local_rank: bool = False
     numa_binding: NumaBinding | None = None
@@ -246,7 +258,6 @@ class LaunchConfig:
     group_world_size: int | None = None
     rank_offset: int = 0
     world_size: int | None = None
-    python: str | None = None
     bind: str | None = None
     secret: bytes | None = field(default=None, repr=False)
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
+from rallypoint.rendezvous.backend import Backend
+from rallypoint.rendezvous.defaults import COMMON_OPTIONS, MASTER_PORT, RENDEZVOUS_PORT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,23 +182,23 @@ FLAGS: tuple[Flag, ...] = (
         name="--master-port",
         metavar="PORT",
         group=_NODES,
-        help="port on node 0 (default 29500 with several nodes, else any free one)",
+        help=f"port on node 0 (default {MASTER_PORT} with several nodes, else any free one)",
     ),
     Flag(
         name="--rdzv-backend",
         metavar="NAME",
         default="static",
         group=_NODES,
-        help="static (ranks from --node-rank); c10d, etcd, file or a plug-in (ranks are assigned,"
-        " nodes are replaced). Left out: as --rdzv-endpoint and --node-rank say",
+        help="how nodes meet, as listed below; with static each has its --node-rank, else ranks are assigned"
+        " and lost nodes replaced. Left out: as --rdzv-endpoint and --node-rank imply",
     ),
     Flag(
         name="--rdzv-endpoint",
         metavar="WHERE",
         default="",
         group=_NODES,
-        help="where nodes meet: HOST[:29400] (one of the nodes serves there; several hosts with"
-        " commas), etcd://HOST:2379, file:///shared/folder",
+        help=f"where nodes meet: HOST[:{RENDEZVOUS_PORT}] of one of them, which serves the store (several"
+        " hosts with commas), or a URL as listed below",
     ),
     Flag(
         name="--rdzv-id",
@@ -210,8 +212,8 @@ FLAGS: tuple[Flag, ...] = (
         metavar="K=V,…",
         default="",
         group=_NODES,
-        help="join_timeout (600 s), last_call_timeout (30 s: for more than MIN nodes), lease (5 s of"
-        " silence: a node is lost), is_host, label, split_brain_guard",
+        help="options of the rendezvous, as listed below; those of the backend may also follow the"
+        " endpoint: etcds://HOST?ca=/etc/ca.pem",
     ),
     Flag(
         name="--secret-file",
@@ -480,9 +482,19 @@ def _is_whole_number(text: str) -> bool:
     return True
 
 
-def help_text(width: int = 100) -> str:
-    """What ``rally run --help`` prints."""
+def help_text(backends: Sequence[Backend] = (), width: int = 100) -> str:
+    """What ``rally run --help`` prints.
+
+    Args:
+        backends: the rendezvous backends to list.
+        width: of the screen, in characters.
+    """
     import textwrap
+
+    def entry(head: str, text: str) -> list[str]:
+        body = textwrap.wrap(text, width - 34)
+        first = [f"{head:<33} {body[0]}"] if len(head) < 33 else [head]
+        return [*first, *(" " * 34 + line for line in body[len(head) < 33 :])]
 
     lines = [
         "usage: rally run [flags] script.py [its arguments]",
@@ -503,9 +515,18 @@ def help_text(width: int = 100) -> str:
                 short = f"{flag.short}, " if flag.short else ""
                 head = f"  {short}{flag.name} {flag.metavar}".rstrip()
                 default = f" [{flag.default}]" if flag.default and flag.group != _OTHER else ""
-                body = textwrap.wrap(flag.help + default, width - 34)
-                lines.append(f"{head:<33} {body[0]}" if len(head) < 33 else head)
-                lines += [" " * 34 + line for line in body[1 if len(head) < 33 else 0 :]]
+                lines += entry(head, flag.help + default)
+    lines += ["", "--rdzv-conf, with any backend:"]
+    for option in COMMON_OPTIONS:
+        lines += entry(f"  {option.name}=", option.help)
+    for backend in backends:
+        if backend.one_process:
+            continue
+        also = f" (also {', '.join(backend.aliases)})" if backend.aliases else ""
+        lines += ["", f"--rdzv-backend {backend.name}{also}: {backend.help}"]
+        lines += [f"  --rdzv-endpoint {scheme.example}" for scheme in backend.schemes]
+        for option in backend.options:
+            lines += entry(f"  {option.name}=", option.help)
     lines += [
         "",
         "Flags may be written --a-b or --a_b and shortened while unambiguous. A flag that is not given",

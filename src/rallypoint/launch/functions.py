@@ -22,7 +22,7 @@ from rallypoint._core import env as environment, limits, secret
 from rallypoint.errors import ConfigError, LaunchError, RallyError, WorkersFailed
 
 from . import multiprocess_config
-from .config import LaunchConfig, LogConfig, RendezvousConfig, StartMethod, Target, TargetKind
+from .config import Job, LaunchConfig, LogConfig, RendezvousConfig, StartMethod, TargetKind
 from .coordination import LoneNode, NodeFacts
 from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
 from .output.console import Console
@@ -361,7 +361,7 @@ def _launch_config(
     assert cfg.local_world_size is not None
     name = payload.name_of(call.func)
     return LaunchConfig(
-        target=Target(
+        job=Job(
             kind=TargetKind.FUNCTION,
             name=name,
             path=tuple(str(entry) for entry in sys.path),

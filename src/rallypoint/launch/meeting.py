@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from rallypoint._core import addresses
+from rallypoint.rendezvous.backend import Endpoint, HostPort
 from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
-from rallypoint.rendezvous.endpoint import Endpoint, HostPort
 from rallypoint.rendezvous.home import Prepare
 from rallypoint.rendezvous.plugged import PluggedRendezvous
 from rallypoint.rendezvous.protocol import Timing
@@ -25,11 +25,13 @@ def rendezvous_for(
     """This node's way into the job's rounds. Nothing is connected to yet.
 
     Args:
+        config: of this node.
+        say: prints a line to the user.
         listener: told what happens between rounds.
-        prepare: who serves the job's store, where this node is to.
+        prepare: makes the server of the job's store, if this node serves it.
 
     Raises:
-        ConfigError: an option cannot be, a folder cannot be used, or a library is missing.
+        ConfigError: an option cannot work, a folder cannot be used, or a library is missing.
     """
     meeting = config.rendezvous
     least = config.num_nodes if config.min_nodes is None else config.min_nodes
@@ -65,12 +67,13 @@ def rendezvous_for(
         lease=meeting.lease,
         secret=config.secret,
         is_host=is_host,
+        options=meeting.options,
         bind=config.bind,
-        # Who gives no name uses the same one for every job.
+        # Jobs without a name all have the same one.
         mark_end=meeting.run_id != DEFAULT_RUN_ID,
         say=say,
         prepare=prepare,
-        option="--master-port" if meeting.endpoint is None else "--rdzv-endpoint",
+        flag="--master-port" if meeting.endpoint is None else "--rdzv-endpoint",
     )
     return DynamicRendezvous(
         home,

@@ -100,7 +100,7 @@ class Spawner:
         error_file = "" if folder is None else str(folder / "error.json")
         args = None
         if self._config.templates:
-            args = worker_env.fill_in(self._config.target.args, ranks, facts.generation)
+            args = worker_env.fill_in(self._config.job.args, ranks, facts.generation)
         return {
             "env": worker_env.worker_env(self._env, ranks, facts, error_file),
             "cpus": self._cpus_of(ranks),
@@ -130,7 +130,7 @@ class Spawner:
         workers.add(worker)  # from here on what it has open is closed with the generation
         with theirs:
             fds = [streams.stdout, streams.stderr, theirs.fileno()]
-            if self._config.target.kind is TargetKind.FUNCTION:
+            if self._config.job.kind is TargetKind.FUNCTION:
                 worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
                 payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
                 fds += [payload, worker.result_fd]

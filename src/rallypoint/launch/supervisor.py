@@ -53,7 +53,7 @@ from .server.channel import Message
 from .server.server_process import ServerProcess
 from .signals import SignalEvents
 from .spawner import Spawner
-from .worker.job import Job, WorkerFds
+from .worker.job import WorkerFds
 
 
 # What every fork server imports.
@@ -186,7 +186,7 @@ class Supervisor:
                     events.emit(
                         events.JobStarted(
                             run_id=config.rendezvous.run_id,
-                            target=config.target.name,
+                            target=config.job.name,
                             min_nodes=config.min_nodes or config.num_nodes,
                             max_nodes=config.num_nodes,
                             max_restarts=config.max_restarts,
@@ -228,40 +228,31 @@ class Supervisor:
         numbers = {*config.signals, *config.passed_signals}
         if os.isatty(self._console.stderr_fd):
             numbers.add(signal.SIGWINCH)
-        if config.target.kind is TargetKind.FUNCTION:
+        if config.job.kind is TargetKind.FUNCTION:
             return SignalEvents(numbers)  # the rest is the caller's
         # Signals that workers may know what to do with end nothing here.
         return SignalEvents(numbers | signals.ending(), signals.IGNORED_BY_SHELLS & numbers)
 
     def _start_server(self) -> ServerProcess:
         config = self._config
-        job = Job(
-            kind=config.target.kind,
-            name=config.target.name,
-            args=config.target.args,
-            path=config.target.path,
-            python=config.python,
-            unbuffered=config.unbuffered,
-            block_buffered=config.block_buffered,
-        )
         if config.start_method is StartMethod.FORK:
             assert self._call is not None
             with environment.overlay({"RALLY_JOB": self._token}):
-                return ServerProcess.fork(job, self._call, self._token, config.secret)
-        if config.target.kind is not TargetKind.FUNCTION:
+                return ServerProcess.fork(config.job, self._call, self._token, config.secret)
+        if config.job.kind is not TargetKind.FUNCTION:
             self._open_files = limits.allow_open_files()
         threads = config.local_world_size or config.workers_per_node or 2
         defaults = worker_env.common_defaults(self._env, threads)
         preload = (*TORCH, *config.preload)
         return ServerProcess.start(
-            job,
+            config.job,
             config.start_method,
             preload,
             {**secret.environment_of_workers(self._env, config.secret), **defaults},
             self._token,
             config.secret,
             # A function launch runs in somebody's program, which may have children of its own.
-            alone=config.target.kind is not TargetKind.FUNCTION,
+            alone=config.job.kind is not TargetKind.FUNCTION,
             open_files=self._open_files,
         )
 
@@ -774,7 +765,7 @@ class Supervisor:
     def _signal_workers(self, number: int) -> None:
         # A Python script's own children are its own to end (a DataLoader's workers must not die
         # while their trainer still saves); a program started as it is gets the signal as a group.
-        group = self._config.target.kind is TargetKind.PROGRAM
+        group = self._config.job.kind is TargetKind.PROGRAM
         hold = SAME_SIGNAL if number in self._signals_taken else 0.0
         if self._peers_stop:
             hold = SAME_SIGNAL_ELSEWHERE

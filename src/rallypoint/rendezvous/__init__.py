@@ -1,6 +1,7 @@
 """Who is in this round, with which rank, over which store.
 
-Handlers are made by the name of their backend (:data:`rendezvous_handler_registry`); :mod:`.registry` says how to add one.
+Handlers are made by the name of their backend (:data:`rendezvous_handler_registry`). A backend of one's own is a
+:class:`Backend` that gives the job a :class:`Store`.
 """
 
 from rallypoint.errors import (
@@ -13,7 +14,10 @@ from rallypoint.errors import (
 )
 
 from .api import Member, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from .endpoint import Endpoint, HostPort, parse_endpoint
+from .backend import Backend, Endpoint, HostPort, Meeting, Scheme
+from .catalogue import parse_endpoint, register_backend
+from .fixed_home import fixed_home
+from .option import Option
 from .parameters import RendezvousParameters
 from .registry import (
     RendezvousHandlerCreator,
@@ -27,9 +31,12 @@ from .store import Store
 RendezvousTimeoutError = RendezvousTimeout
 
 __all__ = [
+    "Backend",
     "Endpoint",
     "HostPort",
+    "Meeting",
     "Member",
+    "Option",
     "RendezvousClosedError",
     "RendezvousConnectionError",
     "RendezvousError",
@@ -43,7 +50,10 @@ __all__ = [
     "RendezvousStoreInfo",
     "RendezvousTimeout",
     "RendezvousTimeoutError",
+    "Scheme",
     "Store",
+    "fixed_home",
     "parse_endpoint",
+    "register_backend",
     "rendezvous_handler_registry",
 ]

@@ -1,6 +1,6 @@
 """Where a job's store is, and where it goes when that place is lost.
 
-Stores that others keep alive (etcd, a shared folder) stay where they are: :class:`FixedHome`. The embedded
+Stores that others keep alive (etcd, a shared folder) stay where they are: :mod:`.fixed_home`. The embedded
 ``TCPStore`` lives in one of the job's own nodes and moves when that node is lost: :mod:`.backends.tcp_home`.
 """
 
@@ -114,89 +114,3 @@ class Home(Protocol):
 
     def close(self) -> None:
         """Let go of everything; a store served here ends."""
-
-
-class Mark(Protocol):
-    """What a job leaves for those who come too late: :class:`.end_mark.EndMark`."""
-
-    def come(self) -> None: ...
-
-    def leave(self, *, well: bool) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class FixedHome:
-    """A store that does not depend on any node of the job.
-
-    Args:
-        open_store: makes a connection.
-        towards: a host and port that all nodes reach, or None.
-        clear: removes all that the job has left, over a connection.
-        mark: what it leaves for those who come too late, or None.
-    """
-
-    serves = False
-    host: str | None = None
-
-    def __init__(
-        self,
-        open_store: Callable[[], Store],
-        *,
-        towards: tuple[str, int] | None = None,
-        clear: Callable[[Any], None] | None = None,
-        mark: Mark | None = None,
-    ) -> None:
-        self._open = open_store
-        self._mark = mark
-        self._clear = clear
-        self._towards = towards
-
-    def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
-        if self._mark is not None:
-            self._mark.come()
-        return self._open()
-
-    def recover(
-        self,
-        error: RendezvousConnectionError,
-        last: LastRound | None,
-        deadline: Deadline,
-        stop: threading.Event,
-    ) -> Recovery:
-        pause = 0.05
-        while True:
-            try:
-                store = self._open()
-                store.set("probe", b"1")  # reading alone works on a full disk, too
-                return Recovery(store, moved=False)
-            except RendezvousConnectionError as again:
-                error = again
-            if stop.wait(pause) or deadline.expired():
-                raise error
-            pause = min(2 * pause, 1.0)
-
-    def visit(self, addr: str, port: int) -> Store | None:
-        return None
-
-    def follow(self, addr: str, port: int) -> None:
-        pass
-
-    def redirect(self, store: Store) -> None:
-        pass
-
-    def standby(self, addr: str) -> Mapping[str, Any]:
-        return {}
-
-    def towards(self) -> tuple[str, int] | None:
-        return self._towards
-
-    def clear(self, store: Store, *, well: bool) -> None:
-        if self._clear is not None:
-            self._clear(store)
-        if self._mark is not None:
-            self._mark.leave(well=well)
-
-    def close(self) -> None:
-        if self._mark is not None:
-            self._mark.close()

@@ -1,22 +1,18 @@
-"""What a rendezvous is made from: torchelastic's parameters, checked when they are given."""
+"""The settings of a rendezvous: torchelastic's parameters, checked when they are given."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rallypoint.errors import ConfigError
 
-
-_TRUE = frozenset({"1", "true", "t", "yes", "y"})
-_FALSE = frozenset({"0", "false", "f", "no", "n"})
+from .option import as_bool, as_int, as_seconds
 
 
 class RendezvousParameters:
     """Which rendezvous, of which job, for how many nodes.
 
-    Attributes have torch's names, so that a function that makes a handler from torch's object makes
-    one from ours.
+    Attributes have torch's names: a function that makes a handler from torch's object also takes ours.
 
     Args:
         backend: name of the backend.
@@ -61,65 +57,60 @@ class RendezvousParameters:
         self.config: dict[str, Any] = config
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The option ``key`` as it was given, or ``default``."""
+        """An option as it was given.
+
+        Args:
+            key: its name.
+            default: what to return if it was not given.
+        Returns:
+            Its value, often text; or ``default``.
+        """
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """The option ``key`` as true or false; ``default`` if it is not given, None if it is None.
+        """An option as true or false.
 
+        Args:
+            key: its name.
+            default: what to return if it was not given.
+        Returns:
+            Its value; ``default``; or None if it was given as None.
         Raises:
-            ConfigError: it is neither.
+            ConfigError: it is not true, false, 1, 0, t, f, yes, no, y or n.
         """
         value = self.get(key, default)
-        if value is None or isinstance(value, bool):
-            return value
-        word = str(value).strip().lower() if isinstance(value, str | int) else ""
-        if word in _TRUE:
-            return True
-        if word in _FALSE:
-            return False
-        raise self._wrong(key, value, "true or false (also 1/0, t/f, yes/no, y/n)")
+        return None if value is None else as_bool(f"--rdzv-conf {key}", value)
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """The option ``key`` as a whole number; ``default`` if it is not given, None if it is None.
+        """An option as a whole number.
 
+        Args:
+            key: its name.
+            default: what to return if it was not given.
+        Returns:
+            Its value; ``default``; or None if it was given as None.
         Raises:
-            ConfigError: it is none; 2.0, "2.5" and True are none.
+            ConfigError: it is not a whole number, as 2.0, "2.5" and True are not.
         """
         value = self.get(key, default)
-        if value is None:
-            return None
-        if _is_integer(value):
-            return int(value)
-        try:
-            if isinstance(value, str):
-                return int(value)
-        except ValueError:
-            pass  # told below, as for every other type
-        raise self._wrong(key, value, "a whole number")
+        return None if value is None else as_int(f"--rdzv-conf {key}", value)
 
     def get_as_seconds(self, key: str, default: float) -> float:
-        """The option ``key`` as a length of time in seconds; ``default`` if it is not given or None.
+        """An option as a duration.
 
+        Args:
+            key: its name.
+            default: seconds, if it was not given or is None.
+        Returns:
+            Seconds, above 0 and finite.
         Raises:
-            ConfigError: it is no number, not above 0, or without end.
+            ConfigError: it is not such a number.
         """
         value = self.get(key)
-        if value is None:
-            value = default
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not (math.isfinite(number) and number > 0):
-            raise self._wrong(key, value, "seconds: a number above 0, such as 30 or 0.5")
-        return number
-
-    def _wrong(self, key: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"--rdzv-conf {key}", value, f"expected {expected}")
+        return as_seconds(f"--rdzv-conf {key}", default if value is None else value)
 
 
-# Programs that are not type-checked hand over anything; these two ask without the checker knowing.
+# Programs without type checks pass anything; the checker must not know that these two ask.
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 

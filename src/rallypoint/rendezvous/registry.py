@@ -1,30 +1,25 @@
-"""Rendezvous backends by name: built-in ones, those a program registers, and installed plug-ins.
+"""Rendezvous handlers by the name of their backend.
 
-A name is looked for in that order; the first one that has it wins. Nothing is imported before its
-name is asked for: a backend that is broken, or slow to import, costs only those who use it.
-
-A plug-in is a distribution with an entry point of the group ``rallypoint.rendezvous``:
+Backends with a descriptor come first (:mod:`.catalogue`), then creators that the program has registered, then creators
+of installed packages: entry points of the group ``rallypoint.rendezvous``.
 
     [project.entry-points."rallypoint.rendezvous"]
     zookeeper = "my_package.rendezvous:create"
 
 ``create`` is given the parameters and returns the handler, whose ``get_backend()`` is ``zookeeper``. Each of its rounds
-comes with a c10d store whose keys are new; ``rally run`` adds what it needs in that store (:mod:`.plugged`).
+comes with a c10d store whose keys are new; ``rally run`` adds what it needs in that store (:mod:`.plugged`). Nothing is
+imported before its name is asked for.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import logging
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from rallypoint.errors import ConfigError, InternalError, RendezvousError
+from rallypoint.errors import ConfigError, RendezvousError
 
 from .api import RendezvousHandler
-from .endpoint import BACKEND_ALIASES
+from .catalogue import Catalogue, catalogue, did_you_mean, entry_points, load, only
 from .parameters import RendezvousParameters
 
 
@@ -34,60 +29,42 @@ if TYPE_CHECKING:
 
 RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
 
-ENTRY_POINT_GROUP = "rallypoint.rendezvous"
-# Name -> "module:attribute" of the creator; the module is imported when the name is asked for.
-BUILT_IN: Mapping[str, str] = {
-    "tcpstore": "rallypoint.rendezvous.create:tcpstore",
-    "etcd": "rallypoint.rendezvous.create:etcd",
-    "file": "rallypoint.rendezvous.create:file",
-    "static": "rallypoint.rendezvous.create:static",
-    "memory": "rallypoint.rendezvous.create:memory",
-}
-
-_FLAG = "--rdzv-backend"
-_log = logging.getLogger(__name__)
+CREATORS = "rallypoint.rendezvous"
 
 
 class RendezvousHandlerRegistry:
     """Makes handlers by the name of their backend. Without arguments it is empty.
 
     Args:
-        built_in: name to ``module:attribute`` of a creator; nobody can take these names.
-        aliases: other names for ``built_in`` ones.
-        group: the entry-point group plug-ins are in, or None for no plug-ins.
+        backends: backends with a descriptor; nobody can take their names.
+        group: the entry-point group of plug-ins, or None for none.
     """
 
-    def __init__(
-        self,
-        built_in: Mapping[str, str] | None = None,
-        *,
-        aliases: Mapping[str, str] | None = None,
-        group: str | None = None,
-    ) -> None:
-        self._built_in = dict(built_in or {})
-        self._aliases = dict(aliases or {})
+    def __init__(self, backends: Catalogue | None = None, *, group: str | None = None) -> None:
+        self._backends = backends or Catalogue()
         self._group = group
         self._registered: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Make ``backend`` known. The same creator again does nothing.
+        """Make a backend known. The same creator again does nothing.
 
+        Args:
+            backend: its name.
+            creator: makes a handler from parameters.
         Raises:
-            ConfigError: no name, or the name is another creator's.
+            ConfigError: the name is empty or taken.
         """
         if not backend:
-            raise ConfigError("backend", backend, "expected a name that is not empty")
-        name = self._aliases.get(backend, backend)
-        if name in self._built_in:
-            if creator is not self._imported(name):
+            raise ConfigError("backend", backend, "expected a name")
+        for each in self._backends.built_in():
+            if backend in (each.name, *each.aliases):
                 raise ConfigError(
                     "backend",
                     backend,
-                    f"{name} is a built-in rendezvous backend and cannot be replaced",
+                    f"{each.name} is a built-in rendezvous backend and cannot be replaced",
                     "register it under another name",
                 )
-            return
-        there = self._registered.setdefault(name, creator)
+        there = self._registered.setdefault(backend, creator)
         # Equal rather than the same: a method of an object is a new one each time it is looked up.
         if there != creator:
             raise ConfigError(
@@ -98,119 +75,77 @@ class RendezvousHandlerRegistry:
             )
 
     def known(self) -> tuple[str, ...]:
-        """Names of all backends, sorted, without aliases. Reads the metadata of what is installed."""
-        return tuple(sorted({*self._built_in, *self._registered, *self._plug_ins()}))
+        """The names of all backends. Reads the metadata of installed packages, and imports none.
+
+        Returns:
+            The names, sorted, without aliases.
+        """
+        points = (point.name for point in self._points())
+        return tuple(sorted({*self._backends.names(), *self._registered, *points}))
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """Make the handler for ``params.backend``.
+        """Make the handler for ``params.backend``. Does not block, unless the creator does.
 
+        Args:
+            params: the settings of the rendezvous.
+        Returns:
+            The handler.
         Raises:
-            ConfigError: no such backend, or two plug-ins have the name.
+            ConfigError: no such backend, or several plug-ins have the name.
             RendezvousError: the plug-in is broken, or its handler is another backend's.
             Exception: whatever the creator itself raises.
         """
-        handler = self._creator(params.backend)(params)
-        asked = self._aliases.get(params.backend, params.backend)
+        asked = params.backend
+        backend = None if asked in self._registered else self._backends.find(asked)
+        if backend is not None:
+            from .create import handler_for
+
+            return handler_for(params, backend.name)
+        handler = self._creator(asked)(params)
         says = getattr(handler, "get_backend", None)
         if not callable(says):
             raise RendezvousError(
-                f"the creator of rendezvous backend {params.backend!r} returned"
-                f" {type(handler).__name__}, not a rendezvous handler"
+                f"the creator of rendezvous backend {asked!r} returned {type(handler).__name__},"
+                " not a rendezvous handler"
             )
-        made = str(says())
-        if self._aliases.get(made, made) != asked:
+        if (made := str(says())) != asked:
             raise RendezvousError(
-                f"asked for rendezvous backend {params.backend!r} and was given a handler of {made!r}:"
-                " its get_backend() must return the name it is known by"
+                f"the creator of rendezvous backend {asked!r} returned a handler of {made!r}:"
+                " its get_backend() must return the name of the backend"
             )
         return handler
 
-    def _creator(self, backend: str) -> RendezvousHandlerCreator:
-        name = self._aliases.get(backend, backend)
-        if name in self._built_in:
-            return _load(name, self._built_in[name])
+    def _creator(self, name: str) -> RendezvousHandlerCreator:
         if name in self._registered:
             return self._registered[name]
-        plug_ins = self._plug_ins()
-        if name in plug_ins:
-            return _load_plug_in(backend, plug_ins[name])
-        raise self._unknown(backend)
+        points = [point for point in self._points() if point.name == name]
+        if not points:
+            raise self.unknown(name)
+        found = load(only(name, points), callable, "a function that makes a handler")
+        return cast("RendezvousHandlerCreator", found)
 
-    def _imported(self, name: str) -> object:
-        """The built-in creator if its module is imported; who has it has imported it."""
-        module, _, attribute = self._built_in[name].partition(":")
-        return getattr(sys.modules.get(module), attribute, None)
+    def _points(self) -> list[EntryPoint]:
+        taken = {name for each in self._backends.built_in() for name in (each.name, *each.aliases)}
+        return list(entry_points(self._group, taken))
 
-    def _plug_ins(self) -> dict[str, list[EntryPoint]]:
-        """Entry points by name, none of them imported. Asked anew: packages come and go."""
-        if self._group is None:
-            return {}
-        from importlib.metadata import entry_points  # 20 ms that most jobs need not pay
+    def unknown(self, name: str, flag: str = "--rdzv-backend") -> ConfigError:
+        """The error for a name that no backend has.
 
-        found: dict[str, list[EntryPoint]] = {}
-        for point in entry_points(group=self._group):
-            if point.name in self._built_in or point.name in self._aliases:
-                _log.warning(
-                    "%s is ignored: the name is a built-in rendezvous backend's", _where(point)
-                )
-                continue
-            same_name = found.setdefault(point.name, [])
-            if all(point.value != other.value for other in same_name):
-                same_name.append(point)
-        return found
-
-    def _unknown(self, backend: str) -> ConfigError:
-        known = self.known()
-        shown = []
-        for name in known:
-            also = sorted(alias for alias, target in self._aliases.items() if target == name)
-            shown.append(f"{name} (also {', '.join(also)})" if also else name)
-        near = difflib.get_close_matches(backend, [*known, *self._aliases], n=1)
-        return ConfigError(
-            _FLAG,
-            backend,
-            f"no such rendezvous backend (known: {', '.join(shown) or 'none'})",
-            f"did you mean {near[0]}?" if near else "",
-        )
-
-
-def _load(name: str, target: str) -> RendezvousHandlerCreator:
-    module, _, attribute = target.partition(":")
-    try:
-        creator = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InternalError(
-            f"the built-in rendezvous backend {name!r} ({target}) cannot be loaded: {error}"
-        ) from error
-    return cast("RendezvousHandlerCreator", creator)
-
-
-def _load_plug_in(backend: str, points: list[EntryPoint]) -> RendezvousHandlerCreator:
-    if len(points) > 1:
-        raise ConfigError(
-            _FLAG,
-            backend,
-            f"more than one plug-in has this name: {'; '.join(_where(point) for point in points)}",
-            "uninstall all but one",
-        )
-    try:
-        creator = points[0].load()
-    except Exception as error:
-        raise RendezvousError(
-            f"the rendezvous backend {backend!r} cannot be loaded: {_where(points[0])}:"
-            f" {type(error).__name__}: {error}"
-        ) from error
-    if not callable(creator):
-        raise RendezvousError(
-            f"the rendezvous backend {backend!r} cannot be used: {_where(points[0])} is"
-            f" {type(creator).__name__}, not a function that makes a handler"
-        )
-    return cast("RendezvousHandlerCreator", creator)
-
-
-def _where(point: EntryPoint) -> str:
-    distribution = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
-    return f"entry point {point.name} = {point.value} of distribution {distribution}"
+        Args:
+            name: as the user wrote it.
+            flag: what the user wrote it after.
+        Returns:
+            The error, with the names there are and the nearest one.
+        """
+        aliases = {each.name: each.aliases for each in self._backends.backends()}
+        names = list(self.known())
+        shown = [
+            f"{each} (also {', '.join(also)})" if (also := aliases.get(each)) else each
+            for each in names
+        ]
+        near = did_you_mean(name, [*names, *(one for also in aliases.values() for one in also)])
+        known = ", ".join(shown) or "none"
+        return ConfigError(flag, name, f"no such rendezvous backend (known: {known})", near)
 
 
 def _spelled(creator: object) -> str:
@@ -220,6 +155,4 @@ def _spelled(creator: object) -> str:
 
 
 # The one that `rally run` asks.
-rendezvous_handler_registry = RendezvousHandlerRegistry(
-    BUILT_IN, aliases=BACKEND_ALIASES, group=ENTRY_POINT_GROUP
-)
+rendezvous_handler_registry = RendezvousHandlerRegistry(catalogue, group=CREATORS)

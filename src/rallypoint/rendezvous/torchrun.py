@@ -100,10 +100,10 @@ class Rounds:
     """
 
     def __init__(self, params: Any) -> None:
-        from .create import dynamic  # its backends are for those who come here
+        from .create import handler_for  # with all that a rendezvous needs
 
         self._news = threading.Event()
-        self.handler = dynamic(
+        self.handler = handler_for(
             params,
             name=params.backend,
             # torchrun shows warnings only, and whom it waits for is worth a line.

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch.distributed import TCPStore  # noqa: F401  # loaded once, for all of them
 
+from rallypoint.rendezvous.backend import Endpoint, HostPort
 from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
-from rallypoint.rendezvous.endpoint import Endpoint, HostPort
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
 

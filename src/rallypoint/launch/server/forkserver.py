@@ -47,9 +47,9 @@ from types import FrameType
 from rallypoint._core import clock, env as environment, limits, process
 from rallypoint._core.secret import adopt, from_descriptor
 from rallypoint.launch import signals
-from rallypoint.launch.config import StartMethod
+from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap, ending
-from rallypoint.launch.worker.job import ASK_SIGNAL, Job, WorkerFds, WorkerStart
+from rallypoint.launch.worker.job import ASK_SIGNAL, WorkerFds, WorkerStart
 
 from . import store_host
 from .channel import Channel, Message

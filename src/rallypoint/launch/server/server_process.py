@@ -15,9 +15,9 @@ from rallypoint._core import clock, process
 from rallypoint._core.secret import adopt, descriptor
 from rallypoint.errors import LaunchError
 from rallypoint.launch import signals
-from rallypoint.launch.config import StartMethod
+from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap
-from rallypoint.launch.worker.job import Job, WorkerFds
+from rallypoint.launch.worker.job import WorkerFds
 
 from .channel import Channel, Message, socket_pair
 

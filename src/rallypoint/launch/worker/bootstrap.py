@@ -24,10 +24,10 @@ from typing import Any, NoReturn
 
 from rallypoint._core import env as environment, process, secret
 from rallypoint.launch import torch_private
-from rallypoint.launch.config import TargetKind
+from rallypoint.launch.config import Job, TargetKind
 
 from . import ending, exceptions, preloaded, streams
-from .job import ASK_SIGNAL, Job, WorkerFds, WorkerStart
+from .job import ASK_SIGNAL, WorkerFds, WorkerStart
 
 
 # -- becoming a worker ----------------------------------------------------------------------------

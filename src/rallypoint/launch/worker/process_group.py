@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from rallypoint._core import clock, env as environment
 from rallypoint.errors import ConfigError, LaunchError, RendezvousConnectionError
 from rallypoint.launch import multiprocess_config
-from rallypoint.launch.config import DEFAULT_JOIN_TIMEOUT
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
+from rallypoint.rendezvous.defaults import JOIN_TIMEOUT
 
 from . import backends
 
@@ -330,7 +330,7 @@ def use_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def wait_for_store(host: str, port: int, timeout: float = DEFAULT_JOIN_TIMEOUT) -> None:
+def wait_for_store(host: str, port: int, timeout: float = JOIN_TIMEOUT) -> None:
     """Block until something accepts connections at a store that another launch serves.
 
     torch's own client waits too, but in silence and for half an hour.

@@ -15,8 +15,7 @@ from collections import deque
 from typing import Any
 
 from rallypoint._core.whole_writes import write_whole
-
-from .job import Job
+from rallypoint.launch.config import Job
 
 
 # A line that never ends is written in pieces of this size.

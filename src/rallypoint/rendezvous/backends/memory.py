@@ -1,9 +1,15 @@
-"""A store in this process's memory: what the interface means, in forty lines. For tests."""
+"""A store in this process's memory: the reference implementation, for tests."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
+
+from rallypoint._core import forks
+from rallypoint.rendezvous.backend import Backend, Meeting, Scheme
+from rallypoint.rendezvous.fixed_home import FixedHome
+from rallypoint.rendezvous.home import Home
 
 
 class MemoryStore:
@@ -66,3 +72,23 @@ class MemoryStore:
 
     def close(self) -> None:
         pass
+
+
+# A name means the same store to all handlers of this process, for as long as one of them lives.
+_stores: weakref.WeakValueDictionary[str, MemoryStore] = weakref.WeakValueDictionary()
+_lock = forks.Lock()
+
+
+def _home(meeting: Meeting) -> Home:
+    with _lock:
+        store = _stores.setdefault(meeting.endpoint.path, MemoryStore())
+    return FixedHome(lambda: store)
+
+
+MEMORY = Backend(
+    name="memory",
+    help="threads of one process, for tests",
+    schemes=(Scheme(name="memory", example="memory://name", takes="name"),),
+    home=_home,
+    one_process=True,
+)

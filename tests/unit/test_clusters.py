@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ast
+import dataclasses
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.placement import cluster_env
-from rallypoint.launch.placement.cluster_env import Placement, detect, expand_nodelist, first_host
+from rallypoint.launch.placement.clusters import Cluster, ClusterLevel, Placement, detect
+from rallypoint.launch.placement.clusters.detection import BUILT_IN, ordered, place
+from rallypoint.launch.placement.clusters.nodelist import expand_nodelist, first_host
+from rallypoint.launch.placement.clusters.variables import ClusterVariables
 
 
 # What `srun` (Slurm 23) puts into task 1 of `sbatch --nodes=4 --ntasks-per-node=1`, step 0.
@@ -301,11 +301,11 @@ def test_two_mpiexecs_in_one_allocation_are_two_jobs() -> None:
         "40123",
     ]
     jobs = [
-        detect(env, [shell, _proxy(34415)]),
-        detect(env, [_proxy(34416), shell]),
-        detect(env, [upstream]),
-        detect(env, [shell]),
-        detect(MVAPICH2 | {"MASTER_PORT": ""}, [_proxy(34417)]),
+        detect(env, lambda: [shell, _proxy(34415)]),
+        detect(env, lambda: [_proxy(34416), shell]),
+        detect(env, lambda: [upstream]),
+        detect(env, lambda: [shell]),
+        detect(MVAPICH2 | {"MASTER_PORT": ""}, lambda: [_proxy(34417)]),
     ]
     assert [(job.run_id, job.master_port) for job in jobs if job] == [
         ("login1-34415", 19415),
@@ -722,14 +722,57 @@ def test_a_damaged_environment_gives_a_sound_placement_or_a_config_error(
     assert set(placement.variables) <= {name for name, value in (env | damage).items() if value}
 
 
-def test_the_core_imports_nothing_that_acts() -> None:
-    tree = ast.parse(Path(cluster_env.__file__).read_text(encoding="utf-8"))
-    imported = {
-        (node.module if isinstance(node, ast.ImportFrom) else alias.name) or ""
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    assert imported
-    assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names | {"rallypoint"}
-    assert not imported & {"os", "time", "socket", "subprocess", "threading", "torch"}
+# ---- the order ---------------------------------------------------------------------------------
+
+
+def cluster(name: str, level: ClusterLevel, variable: str, *, alone: bool = False) -> Cluster:
+    """One that goes by a single variable."""
+    found = detect(PYTORCHJOB)
+    assert found is not None
+    here = None if alone else dataclasses.replace(found, source=name)
+    return Cluster(
+        name=name,
+        level=level,
+        detect=lambda variables: bool(variables.env.get(variable)),
+        place=lambda _: here,
+    )
+
+
+def test_the_innermost_launcher_is_asked_first() -> None:
+    assert [each.name for each in ordered(reversed(BUILT_IN))] == [
+        "MPICH",
+        "MVAPICH2",
+        "Open MPI",
+        "Slurm",
+        "MASTER_ADDR/RANK/WORLD_SIZE",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("level", "env", "source"),
+    [
+        (ClusterLevel.LAUNCHER, SLURM_ONE_PER_NODE, "Skynet"),
+        (ClusterLevel.LAUNCHER, OPEN_MPI, "Skynet"),
+        (ClusterLevel.SCHEDULER, OPEN_MPI, "Open MPI"),
+        (ClusterLevel.SCHEDULER, SLURM_ONE_PER_NODE, "Skynet"),
+        (ClusterLevel.PLATFORM, SLURM_ONE_PER_NODE, "Slurm job 1230234"),
+        (ClusterLevel.PLATFORM, PYTORCHJOB, "Skynet"),
+        (ClusterLevel.VARIABLES, SLURM_ONE_PER_NODE, "Slurm job 1230234"),
+    ],
+)
+def test_the_level_of_a_cluster_decides_which_others_it_goes_before(
+    level: ClusterLevel, env: dict[str, str], source: str
+) -> None:
+    ours = cluster("Skynet", level, "SKYNET")
+    found = place(ClusterVariables({**env, "SKYNET": "1"}), ordered([ours, *BUILT_IN]))
+    assert found is not None
+    assert found.source == source
+
+
+def test_plain_variables_count_where_the_innermost_launcher_has_started_one_task() -> None:
+    alone = cluster("Skynet", ClusterLevel.LAUNCHER, "SKYNET", alone=True)
+    clusters = ordered([alone, *BUILT_IN])
+    found = place(ClusterVariables({**SLURM_ONE_PER_NODE, **PYTORCHJOB, "SKYNET": "1"}), clusters)
+    assert found is not None
+    assert found.source == "MASTER_ADDR/RANK/WORLD_SIZE"
+    assert place(ClusterVariables({**SLURM_ONE_PER_NODE, "SKYNET": "1"}), clusters) is None

@@ -1,0 +1,103 @@
+"""What each worker runs: the script, module or program of a command line, checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+from rallypoint.errors import ConfigError
+
+from .config import Job, TargetKind
+from .values import Values
+
+
+_PYTHON = re.compile(r"python[0-9.]*|pypy[0-9.]*", re.ASCII)
+
+
+def target_from(values: Values, words: tuple[str, ...]) -> Job:
+    """The target that a command line names.
+
+    Raises:
+        ConfigError: there is none, or it cannot be run.
+    """
+    if not words:
+        raise ConfigError(
+            "run", None, "no script given", "rally run [flags] script.py [its arguments]"
+        )
+    name, args = words[0], tuple(words[1:])
+    if values.switch("no_python"):
+        if values.switch("module"):
+            raise ConfigError("--no-python", None, "cannot be combined with --module")
+        if shutil.which(name, path=values.env.get("PATH")) is None:
+            raise ConfigError("program", name, "not found, or not executable", "check the path")
+        return Job(kind=TargetKind.PROGRAM, name=name, args=args)
+    if values.switch("module"):
+        return Job(kind=TargetKind.MODULE, name=name, args=args)
+    _check_not_a_program(name, args, values.env.get("PATH"))
+    _check_script(name)
+    return Job(kind=TargetKind.SCRIPT, name=name, args=args)
+
+
+def _check_not_a_program(name: str, args: tuple[str, ...], path: str | None) -> None:
+    """`rally run python t.py`, `rally run ./a.out`: what is meant, and how to write that."""
+    if _PYTHON.fullmatch(os.path.basename(name)) and not os.path.isdir(name):
+        rest = " ".join(args)[:60] or "script.py"
+        raise ConfigError(
+            "script",
+            name,
+            "workers are Python already",
+            f"leave {os.path.basename(name)} out: rally run … {rest}; or add --no-python",
+        )
+    if "/" not in name and not os.path.exists(name):
+        found = shutil.which(name, path=path)
+        if found is not None:
+            raise ConfigError(
+                "script",
+                name,
+                f"no such file; {found} is a program",
+                "add --no-python for that",
+            )
+    elif _is_machine_code(name):
+        raise ConfigError("script", name, "a program, not a Python script", "add --no-python")
+
+
+def _check_script(name: str) -> None:
+    path = Path(name)
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in it
+        raise ConfigError("script", name, "no such file", _nearest_file(path)) from None
+    except OSError as error:
+        raise ConfigError(
+            "script", name, f"cannot be read: {error.strerror}", "check the path and its folders"
+        ) from None
+    if not os.access(path, os.R_OK):
+        raise ConfigError("script", name, "no permission to read it", f"chmod u+r {name}")
+    if stat.S_ISDIR(mode) and not (path / "__main__.py").is_file():
+        raise ConfigError(
+            "script", name, "a folder without a __main__.py cannot be run", "name a file in it"
+        )
+
+
+def _is_machine_code(name: str) -> bool:
+    try:
+        with open(name, "rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except (OSError, ValueError):
+        return False
+
+
+def _nearest_file(path: Path) -> str:
+    kinds = {path.suffix, ".py"}
+    try:
+        there = sorted(item.name for item in path.parent.iterdir() if item.suffix in kinds)
+    except (OSError, ValueError):
+        return f"there is no folder {path.parent}"
+    near = difflib.get_close_matches(path.name, there, n=1)
+    if near:
+        return f"did you mean {path.parent / near[0]}?"
+    return f"looked in {path.parent.absolute()}"

@@ -1,0 +1,81 @@
+"""The values of a command line, read in their types; errors name them as the user wrote them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rallypoint.errors import ConfigError
+
+
+class Values:
+    """One command line on its way to a config.
+
+    Args:
+        values: each flag's text by its ``dest``, as :func:`.flags.resolve` returns them.
+        origins: where each comes from.
+        env: the environment.
+
+    Attributes:
+        remarks: what the user should know about this command line; readers add to it.
+    """
+
+    def __init__(
+        self, values: Mapping[str, str | None], origins: Mapping[str, str], env: Mapping[str, str]
+    ) -> None:
+        self._values = values
+        self._origins = origins
+        self.env = env
+        self.remarks: list[str] = []
+
+    def __getitem__(self, dest: str) -> str | None:
+        return self._values[dest]
+
+    def is_set(self, dest: str) -> bool:
+        """Whether the user gave it, as a flag or a variable; a switch also has to be on."""
+        if dest == "standalone":
+            return self.switch(dest)
+        return self._origins[dest] != "default"
+
+    def shown(self, dest: str) -> str:
+        """The name the user used: the flag, or the variable."""
+        origin = self._origins[dest]
+        return origin if origin.startswith("PET_") else "--" + dest.replace("_", "-")
+
+    def text(self, dest: str) -> str:
+        return self._values[dest] or ""
+
+    def switch(self, dest: str) -> bool:
+        return int(self.text(dest) or "0") != 0
+
+    def integer(self, dest: str, *, least: int) -> int:
+        text = self.text(dest)
+        try:
+            number = int(text)
+        except ValueError:
+            raise ConfigError(self.shown(dest), text, "expected a whole number") from None
+        if number < least:
+            raise ConfigError(self.shown(dest), text, f"expected {least} or more")
+        return number
+
+    def port(self, dest: str) -> int | None:
+        if self._values[dest] is None:
+            return None
+        port = self.integer(dest, least=0)
+        if port > 65535:
+            raise ConfigError(self.shown(dest), str(port), "expected a port from 0 to 65535")
+        return port
+
+    def seconds(self, dest: str) -> float:
+        return duration(self.text(dest), self.shown(dest))
+
+
+def duration(text: str, shown: str) -> float:
+    """Seconds, 0 or more."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(shown, text, "expected a number of seconds, 0 or more")
+    return seconds

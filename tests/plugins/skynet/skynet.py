@@ -1,0 +1,34 @@
+"""A third party's cluster: pods that find their place in variables. It uses public names of rallypoint only."""
+
+from rallypoint.errors import ConfigError
+from rallypoint.launch import Cluster, ClusterLevel, ClusterVariables, Placement
+
+
+def place(variables: ClusterVariables) -> Placement | None:
+    pod, pods = variables.need("SKYNET_POD"), variables.need("SKYNET_PODS")
+    if pods.value == 1:
+        return None
+    if pod.value >= pods.value:
+        raise ConfigError(pod.name, pod.value, f"expected 0 to {pods.value - 1}")
+    job = variables.text("SKYNET_JOB")
+    return Placement(
+        source="Skynet" if job is None else f"Skynet job {job.text}",
+        num_nodes=pods.value,
+        node_rank=pod.value,
+        master_addr="127.0.0.1",
+        master_port=variables.need("SKYNET_PORT").value,
+        run_id=None if job is None else job.text,
+        local_rank=0,
+        tasks_per_machine=1,
+        machine_rank=pod.value,
+        num_machines=pods.value,
+        variables=(pod.name, pods.name),
+    )
+
+
+SKYNET = Cluster(
+    name="Skynet",
+    level=ClusterLevel.PLATFORM,
+    detect=lambda variables: variables.text("SKYNET_POD") is not None,
+    place=place,
+)
