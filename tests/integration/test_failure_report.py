@@ -290,7 +290,7 @@ def test_each_way_to_fail(tmp_path, method, name):
     assert (victim["rank"], victim["stopped_by_us"]) == (0, True)
     assert victim["signal_name"] == "SIGTERM"
     assert f"rank 1 {way.headline}" in result.summary.splitlines()[0]
-    assert "1 other worker died of it" in " ".join(result.summary.split())
+    assert "1 other failed as a result" in " ".join(result.summary.split())
     assert "  victims      rank 0: stopped (SIGTERM)" in result.summary
 
     record = result.torchelastic()
@@ -308,7 +308,7 @@ def test_a_syntax_error_of_the_script(tmp_path, flags):
     assert "train.py" in result.summary
     assert result.code == 1
     assert result.report["victims"] == []
-    assert "died of it" not in result.summary
+    assert "failed as a result" not in result.summary
 
 
 def test_an_error_in_a_module_that_the_script_imports(tmp_path):
@@ -375,7 +375,7 @@ if rank == 2:
     assert result.root["raised"]["type"] == "KeyError"
     assert result.code == 1
     assert [victim["rank"] for victim in result.report["victims"]] == [0, 1]
-    assert "2 other workers died of it" in result.summary
+    assert "2 others failed as a result" in result.summary
 
 
 @pytest.mark.parametrize("repeat", range(REPEATS))
@@ -458,7 +458,7 @@ if rank == 1:
     result = run(tmp_path, TOGETHER, "--cause-timeout", "0.5", failure=failure, workers=3)
     assert not result.report["cause_known"]
     assert result.root["rank"] in {0, 2}
-    assert "no worker told why" in result.summary
+    assert "cause unknown" in result.summary
     assert "  failed first rank" in result.summary
     assert "rank 1 still ran when all others had failed" in " ".join(result.summary.split())
 

@@ -308,7 +308,7 @@ def test_a_store_file_works_once(tmp_path):
     )
     assert launch_subprocesses(lambda: total(1), cfg) == [2.0, 2.0]
     (tmp_path / "store").write_bytes(b"left over")
-    with pytest.raises(ConfigError, match="used already"):
+    with pytest.raises(ConfigError, match="another job has used it"):
         launch_subprocesses(lambda: total(1), cfg)
 
 
@@ -414,7 +414,7 @@ def test_init_dist_takes_the_first_fields_of_a_config_too(monkeypatch, args, kwa
         ((), {"ranks": 0}, "not ranks"),
         ((0,), {"rank": 0}, "not rank"),
         ((0, 0, 1, 1, "a", 0, "env://", "gloo", 2), {}, "not 9 arguments"),
-        ((MultiprocessConfig(), 0), {}, "nothing beside it"),
+        ((MultiprocessConfig(), 0), {}, "alone, or separate arguments"),
     ],
 )
 def test_init_dist_names_what_it_does_not_take(args, kwargs, words):
@@ -435,7 +435,7 @@ def test_setup_in_the_third_place_is_named(world_size):
 
     cfg = MultiprocessConfig(world_size=world_size, backend="gloo")
     for args in ((os.getpid, 1.0), (os.getpid, 0, 1.0), (None, 0, 1.0)):
-        with pytest.raises(ConfigError, match=r"passed to .*takes_one.*write setup=") as caught:
+        with pytest.raises(ConfigError, match=r"go to .*takes_one.*write setup=") as caught:
             launch_subprocesses(takes_one, cfg, *args)
         assert caught.value.field == "setup"
     # A function may well be what the function wants.

@@ -120,7 +120,7 @@ def test_broken_exceptions_are_told():
         raise Unspeakable
 
     found = described(fail)
-    assert found["message"] == "(its message could not be made)"
+    assert found["message"] == "(str() of it failed)"
     assert found["type"].endswith("Unspeakable")
 
 

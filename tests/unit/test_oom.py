@@ -106,7 +106,7 @@ def test_the_whole_machine_out_of_memory(machine):
     before = machine.read()
     machine.vmstat(2)
     assert explain(before, machine.read()) == (
-        "the kernel's OOM killer was at work on this machine: it was out of memory"
+        "this machine ran out of memory, and the kernel's OOM killer ended processes"
     )
 
 

@@ -68,7 +68,7 @@ def test_a_raised_exception():
     )
     lines = text.splitlines()
     assert lines[:3] == [
-        "rally: the job failed: rank 1 raised torch.cuda.Oops (exit code 1); 3 other workers died of it",
+        "rally: the job failed: rank 1 raised torch.cuda.Oops (exit code 1); 3 others failed as a result",
         "  root cause   rank 1 (local rank 1) on node0, pid 4001, attempt 2 of 4",
         "  error        torch.cuda.Oops: expected 3 channels, got 4",
     ]
@@ -303,9 +303,9 @@ def test_who_failed_by_itself_is_not_said_to_have_died_of_the_root_cause():
     stopped = killed(4, signal.SIGTERM, stopped_by_us=True)
     first = [render(report(raising(0), *rest)).splitlines()[0] for rest in (alike, (symptom,))]
     assert first[0].endswith("; 2 other workers failed too")
-    assert first[1].endswith("; 1 other worker died of it")
+    assert first[1].endswith("; 1 other failed as a result")
     both = render(report(raising(0), *alike, symptom, stopped), width=120).splitlines()[0]
-    assert both.endswith("; 2 other workers failed too, 2 died of it")
+    assert both.endswith("; 2 other workers failed too, 2 as a result")
 
 
 def test_an_indented_message_is_not_shown_a_second_time_below_the_stack():

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 # What `rally` itself listens to, beside PET_<FLAG> (each torchrun flag) and what the cluster sets
 # (launch/placement/clusters). Shown by `rally env`.
 KNOWN: Mapping[str, str] = {
-    "PYTHON_EXEC": "the interpreter for workers; another one than rally's own implies --start-method exec",
+    "PYTHON_EXEC": "the interpreter for workers; a different one from rally's own implies --start-method exec",
     "LOGLEVEL": "level of the log lines of rally run itself (DEBUG, INFO, WARNING, ERROR); default WARNING",
     "RALLY_EVENTS": "a file for the job's events, as JSON lines ({host} and {pid} are replaced), or log",
     "NO_COLOR": "any value: no colour in the failure report, on terminals too",

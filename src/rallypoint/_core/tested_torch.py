@@ -28,7 +28,7 @@ def warn_if_untested(version: str) -> None:
     tested = oldest if OLDEST == NEWEST else f"{oldest} to {newest}"
     # The third frame is the user's import statement: Python leaves out those of importlib.
     warnings.warn(
-        f"Rallypoint is tested with torch {tested}, and this is torch {version}. join, parallel, rpc and compat use"
+        f"Rallypoint is tested with torch {tested}, this is torch {version}. join, parallel, rpc and compat use"
         f" torch internals that may differ; install torch {newest}, or a Rallypoint that is tested with yours",
         UserWarning,
         stacklevel=3,

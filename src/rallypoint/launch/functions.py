@@ -148,7 +148,7 @@ def _check_arguments(
         raise ConfigError(
             "setup",
             payload.name_of(args[0]) if args[0] is not None else None,
-            f"what follows cfg is passed to {payload.name_of(func)}, which does not take it",
+            f"arguments after cfg go to {payload.name_of(func)}, which does not accept these",
             "write setup=…, rank_offset=…",
         )
 
@@ -195,7 +195,7 @@ def _check_part(cfg: MultiprocessConfig, rank_offset: int) -> bool:
             raise ConfigError(
                 "init_method",
                 cfg.init_method,
-                "this store file has been used already, and what is in it would mislead the workers",
+                "this store file is not empty: another job has used it",
                 "remove it, or name another one",
             )
     return rank_offset > 0 and not by_file
@@ -212,7 +212,7 @@ def _check_fork(cfg: MultiprocessConfig) -> None:
         raise ConfigError(
             "launch_method",
             "fork",
-            "CUDA is in use in this process, so no fork of it can use it",
+            "CUDA is initialized in this process, so its forks cannot use it",
             hint,
         )
     if dist.is_initialized():

@@ -531,7 +531,9 @@ class PeerNodes:
             return
         reason = str(entry.get("reason"))
         if about == current.rank:
-            reason = f"this node counts as lost ({reason}): it stood still, or was cut off"
+            reason = (
+                f"the other nodes gave this one up as lost ({reason}): it was suspended or cut off"
+            )
         else:
             self._rendezvous.note_gone(about, certain=entry.get("certain") is True)
             current.gone.add(about)

@@ -435,7 +435,7 @@ class Supervisor:
             case "told" if not message["came"]:
                 name = policy.signal_name(message["signal"])
                 self._say(
-                    f"{name} received, and not passed on to the workers (--signals-to-pass {name} does)"
+                    f"{name} received, but not passed on to the workers (use --signals-to-pass {name})"
                 )
             case "told":
                 pass
@@ -447,7 +447,7 @@ class Supervisor:
                 self._end_generation(message["left"])
                 self._decide(policy.Swept())
             case other:
-                raise LaunchError(f"the fork server said {other!r}, which we do not know")
+                raise LaunchError(f"unknown message from the fork server: {other!r}")
 
     def _server_is_ready(self, threads: dict[str, int]) -> None:
         self._server_ready = True
@@ -569,7 +569,7 @@ class Supervisor:
                 server.signal_children(pids, message["signal"], group=message["group"])
             case "sweep" if state.phase is Phase.SWEEPING:
                 self._server_is_deaf = True
-                self._say(f"the {what}: ending everything without it")
+                self._say(f"the {what}; ending its processes directly")
                 self._let_server_go()
                 left = server.kill()
                 if state.aim is Aim.RESTART:
@@ -590,7 +590,9 @@ class Supervisor:
         news = sorted(set(left) - self._left)
         self._left.update(news)
         if news:
-            self._say(f"processes {news} do not die (stuck in the kernel, or frozen?): left behind")
+            self._say(
+                f"processes {news} survived SIGKILL (stuck in the kernel, or frozen?) and are left running"
+            )
 
     def _serve_job_store(self, event: ServeStore) -> None:
         """Have the fork server make a process for it. If it cannot be asked any more, the line ends."""
@@ -626,7 +628,7 @@ class Supervisor:
                     self._decide(policy.PeersDone())
                 case PeerEvent("stopped", node_rank):
                     self._peers_stop = True
-                    self._say(f"node {node_rank} was told to stop: stopping here too")
+                    self._say(f"node {node_rank} was told to stop; stopping this node too")
                     self._decide(policy.PeersStopped(node_rank))
                 case PeerEvent("reports"):
                     self._gather_until = None
@@ -826,7 +828,7 @@ class Supervisor:
         attempt, budget = state.restarts + 2, state.max_restarts + 1
         again = f"attempt {attempt} of {budget}"
         if state.verdict is policy.Verdict.SUSPECT:
-            again = "no attempt is used if a node came or went"
+            again = "not counted as an attempt if a node joined or left"
         why = "another node failed"
         # Where a peer told first, its failure is the cause of ours.
         failures = in_order_of_blame((*self._peer_failures, *self._failures))

@@ -52,7 +52,7 @@ def explain(before: OomCounters, after: OomCounters) -> str | None:
         if kills > before.groups.get(file, kills):
             return f"killed by the kernel's OOM killer: memory limit of the cgroup ({file})"
     if before.machine is not None and after.machine is not None and after.machine > before.machine:
-        return "the kernel's OOM killer was at work on this machine: it was out of memory"
+        return "this machine ran out of memory, and the kernel's OOM killer ended processes"
     return None
 
 

@@ -188,9 +188,7 @@ def _headline(report: FailureReport) -> str:
         return "the job failed"
     tail = _others(report.victims)
     if not report.is_known:
-        return (
-            f"the job failed, and no worker told why: rank {root.rank} was the first to fail{tail}"
-        )
+        return f"the job failed, cause unknown: rank {root.rank} failed first{tail}"
     by_itself = root.signal is not None and not root.stopped_by_us
     end = f" (signal {root.signal})" if by_itself else ""
     raised = root.raised
@@ -206,8 +204,8 @@ def _others(victims: Sequence[WorkerFailure]) -> str:
     died = len(victims) - alike
     text = f"; {alike} other worker{'s' * (alike > 1)} failed too" if alike else ""
     if died and alike:
-        return f"{text}, {died} died of it"
-    return f"; {died} other worker{'s' * (died > 1)} died of it" if died else text
+        return f"{text}, {died} as a result"
+    return f"; {died} other{'s' * (died > 1)} failed as a result" if died else text
 
 
 def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _Paint) -> list[str]:
@@ -254,9 +252,11 @@ def _because(root: WorkerFailure, report: FailureReport) -> str:
     raised = root.raised
     match root.says():
         case Says.MASKED if raised is not None:
-            return f"of its own error; then it lost its peers while it cleaned up ({raised.type})"
+            return (
+                f"of its own error; it lost its peers afterwards, while cleaning up ({raised.type})"
+            )
         case Says.HANDLED | Says.PRINTED:
-            return "likely: the others say only that a peer is gone"
+            return "likely: the other ranks only report a lost peer"
         case Says.MISSING:
             ranks = compact(root.accused)
             return f"rank{'s' * (len(root.accused) > 1)} {ranks} did not come" if ranks else ""
@@ -270,9 +270,9 @@ def _who_is_missing(report: FailureReport) -> str:
     """Where all failures are symptoms: those that still ran when the others had failed."""
     left = [each.rank for each in report.victims if each.says() is Says.STOPPED]
     if not left:
-        return "a peer is gone, as for all others; none has told an error of its own"
+        return "it lost a peer, as did all others; no rank reported an error of its own"
     ranks = f"rank{'s' * (len(left) > 1)} {compact(left)}"
-    return f"a peer is gone or did not come; {ranks} still ran when all others had failed"
+    return f"it lost a peer, or one did not come; {ranks} still ran when all others had failed"
 
 
 def _is_number(text: str) -> bool:

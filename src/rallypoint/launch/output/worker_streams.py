@@ -211,7 +211,7 @@ class StreamFactory:
             filtered=self._filtered[which] if route.teed and route.shown else None,
             owned=() if file_fd is None else (file_fd,),
             like=terminal,
-            lost=lambda why: self._warn(f"cannot write {path}: {why}; not all of it is there"),
+            lost=lambda why: self._warn(f"cannot write {path}: {why}; the file is incomplete"),
         )
         streams.sources.append(source)
         if not out:

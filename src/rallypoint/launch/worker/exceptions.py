@@ -55,7 +55,7 @@ def message_of(error: BaseException) -> str:
     try:
         message = str(error)
     except Exception:  # noqa: BLE001  a broken __str__ must not hide the failure
-        return "(its message could not be made)"
+        return "(str() of it failed)"
     leaves = getattr(error, "exceptions", None)
     if isinstance(error, BaseExceptionGroup) and leaves:
         # "unhandled errors in a TaskGroup" says nothing.

@@ -242,7 +242,7 @@ def _unpicklable(call: Call, error: BaseException) -> ConfigError:
         "launch_subprocesses",
         None,
         f"{where}{kind} cannot be pickled, so it cannot be sent to workers: {_in_a_line(error)}",
-        "make it inside the function, or set launch_method='fork', which needs no pickling",
+        "create it inside the function, or set launch_method='fork', which needs no pickling",
     )
 
 

@@ -194,7 +194,7 @@ def _config_of(*args: Any, **kwargs: Any) -> MultiprocessConfig:
             )
         return MultiprocessConfig(**dict(zip(names, args, strict=False)), **kwargs)
     if len(args) + len(kwargs) > 1:
-        raise TypeError("init_dist takes a MultiprocessConfig and nothing beside it")
+        raise TypeError("init_dist takes a MultiprocessConfig alone, or separate arguments")
     return first
 
 
@@ -226,7 +226,7 @@ def _take_device(cfg: MultiprocessConfig) -> None:
         raise ConfigError(
             "local_rank",
             cfg.local_rank,
-            f"backend 'nccl' needs a CUDA device for each worker of a machine, and there are {count}",
+            f"backend 'nccl' needs a CUDA device for each worker of a machine, found {count}",
             "start fewer workers, or set backend='gloo'",
         )
     if count:
