@@ -30,7 +30,7 @@ operations out is :mod:`rallypoint.rendezvous.dynamic`; the tests interleave man
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -271,7 +271,8 @@ def _take_part(node: Node, generation: int, last: int, settings: Settings, timin
     term, leader = 0, fields.node_id(call.get("leader"))
     while True:
         if leader == node.node_id:
-            steps = _lead(node, generation, last, slot, record, settings, timing, give_up)
+            leader_here = _Leader(node, generation, slot, record, settings, timing, give_up)
+            steps = leader_here.lead(last)
         else:
             steps = _follow(generation, slot, record, term, leader, timing, give_up)
         plan, slot = yield from steps
@@ -367,7 +368,7 @@ def _follow(
     timing: Timing,
     give_up: float,
 ) -> Steps:
-    """Wait for the plan, with an eye on the leader. Returns what :func:`_lead` does."""
+    """Wait for the plan, with an eye on the leader. Returns what :meth:`_Leader.lead` does."""
     leases: Leases[int] = Leases(timing.lease)
     pause = timing.lease / 5 if slot <= NUM_DEPUTIES else timing.lease
     beat: Any = None
@@ -392,125 +393,168 @@ def _follow(
             return _NextTerm(), slot
 
 
-def _lead(
-    node: Node,
-    generation: int,
-    last: int,
-    slot: int,
-    record: Mapping[str, Any],
-    settings: Settings,
-    timing: Timing,
-    give_up: float,
-) -> Steps:
-    """Gather the arrivals, close the round, publish the plan. Returns a plan, or why there is none; and the slot."""
-    yield Beat()
-    arrivals: dict[int, Arrival] = {}
-    records: dict[int, Mapping[str, Any]] = {}
-    members = yield from _members_of(last)
-    leases: Leases[str] = Leases(timing.lease)
-    silent: set[str] = set()
-    enough_since: float | None = None
-    said = ""
-    started: float | None = None
-    read_again = give_up - timing.join + timing.lease
-    known = slot + 1  # slots that are filled, whatever the counter says: somebody may set it back
-    while True:
+class _Leader:
+    """The leader's part of a round: gather the arrivals, close the round, publish the plan.
+
+    Args:
+        node: this node.
+        generation: of the round.
+        slot: this node's slot, and ``record`` what it has put there.
+        settings, timing: of the rendezvous.
+        give_up: when the time to form the round is over.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        generation: int,
+        slot: int,
+        record: Mapping[str, Any],
+        settings: Settings,
+        timing: Timing,
+        give_up: float,
+    ) -> None:
+        self._node, self._generation = node, generation
+        self._slot, self._record = slot, record
+        self._settings, self._timing, self._give_up = settings, timing, give_up
+        self._records: dict[int, Mapping[str, Any]] = {}
+        self._arrivals: dict[int, Arrival] = {}
+        # Slots that are filled, whatever the counter says: somebody may set it back.
+        self._known = slot + 1
+        self._read_again = give_up - timing.join + timing.lease
+        self._members: frozenset[str] = frozenset()
+        self._leases: Leases[str] = Leases(timing.lease)
+        self._silent: set[str] = set()
+        self._enough_since: float | None = None
+        self._started: float | None = None
+        self._said = ""
+
+    def lead(self, last: int) -> Steps:
+        """The steps. Returns a plan, or why there is none; and this node's slot."""
+        yield Beat()
+        self._members = yield from _members_of(last)
+        while True:
+            filled, plan = yield from self._read()
+            if plan is not None:
+                return plan, self._slot
+            own = self._arrivals.get(self._slot)
+            if own is None or own.node_id != self._node.node_id:
+                self._slot = yield from _stay(self._generation, self._slot, self._record)
+                self._known = max(self._known, self._slot + 1)
+                continue
+            now, standing = yield from self._standing()
+            match decide(now, self._settings, standing):
+                case Close(order, spares, _reason):
+                    plan = yield from self._publish(order, spares)
+                    return plan, self._slot
+                case NotYet() as not_yet:
+                    if now >= self._give_up:
+                        return self._timed_out(not_yet), self._slot
+                    yield from self._wait(now, filled, not_yet)
+
+    def _read(self) -> Steps:
+        """Read what is new. Returns the number of slots, and a plan if the round has one, or must not form here."""
+        generation = self._generation
         (now, filled) = yield Count(f"{generation}/arrivals")
-        filled = max(filled, known)
-        started = now if started is None else started
-        if now >= read_again:
+        filled = max(filled, self._known)
+        self._started = now if self._started is None else self._started
+        if now >= self._read_again:
             # A record that was destroyed may have made room for another's.
-            read_again = now + timing.lease
-            records.clear()
-            arrivals.clear()
-        fresh = tuple(each for each in range(filled) if each not in records)
+            self._read_again = now + self._timing.lease
+            self._records.clear()
+            self._arrivals.clear()
+        fresh = tuple(each for each in range(filled) if each not in self._records)
         keys = tuple(f"{generation}/node/{each}" for each in fresh)
         shared = (f"{generation}/plan", "head", "closed", "moved", "store")
-        (now, found) = yield Look((*shared, *keys))
+        (_, found) = yield Look((*shared, *keys))
         (plan, head, closed, note, store), found = found[: len(shared)], found[len(shared) :]
         if plan is not None:
-            return plan, slot  # another leader's, or our own and the answer was lost
-        moved = notes.leads_on(note, notes.age(head, store), node.ended_stores)
+            return filled, plan  # another leader's, or our own and the answer was lost
+        instead: Mapping[str, Any] | None = None
+        moved = notes.leads_on(note, notes.age(head, store), self._node.ended_stores)
         if moved is not None:
-            (_, plan) = yield Claim(f"{generation}/plan", {"moved": notes.written(moved)})
-            return plan, slot
-        if closed is not None:
-            (_, plan) = yield Claim(f"{generation}/plan", {"closed": closed.get("closed")})
-            return plan, slot
-        if fields.generation(head) > generation:
-            (_, plan) = yield Claim(f"{generation}/plan", {"void": fields.generation(head)})
-            return plan, slot
+            instead = {"moved": notes.written(moved)}
+        elif closed is not None:
+            instead = {"closed": closed.get("closed")}
+        elif fields.generation(head) > generation:
+            instead = {"void": fields.generation(head)}
+        if instead is not None:
+            (_, plan) = yield Claim(f"{generation}/plan", instead)
+            return filled, plan
         for each, body in zip(fresh, found, strict=True):
             if body is not None:
-                records[each] = body
+                self._records[each] = body
                 if (arrival := plans.arrival(each, body)) is not None:
-                    arrivals[each] = arrival
-        if slot not in arrivals or arrivals[slot].node_id != node.node_id:
-            slot = yield from _stay(generation, slot, record)
-            known = max(known, slot + 1)
-            continue
-        here = {arrival.node_id for arrival in arrivals.values()}
-        missing = sorted(members - here)
+                    self._arrivals[each] = arrival
+        return filled, None
+
+    def _standing(self) -> Steps:
+        """The time, and what :func:`.quorum.decide` needs to know."""
+        here = {arrival.node_id for arrival in self._arrivals.values()}
+        missing = sorted(self._members - here)
         if missing:
             (now, beats) = yield Look(tuple(f"beat/{each}" for each in missing))
-            numbers = {index: fields.beat_number(beat) for index, beat in enumerate(beats)}
-            watched = dict(zip(missing, numbers.items(), strict=True))
-            lost = leases.observe(now, {each: number for each, (_, number) in watched.items()})
-            silent.update(lost)
-            silent.update(
-                each for each, beat in zip(missing, beats, strict=True) if fields.has_left(beat)
-            )
-        (now, gone) = yield Gone()
+            by_id = dict(zip(missing, beats, strict=True))
+            numbers = {each: fields.beat_number(beat) for each, beat in by_id.items()}
+            self._silent.update(self._leases.observe(now, numbers))
+            self._silent.update(each for each, beat in by_id.items() if fields.has_left(beat))
+        (_, gone) = yield Gone()
         # Who has arrived is not gone, whatever was thought of it: its record is younger than the call.
-        gone = frozenset((gone | silent) - here)
-        (now, waiting) = yield Count(f"{generation}/waiting")
+        gone = frozenset((gone | self._silent) - here)
+        (now, waiting) = yield Count(f"{self._generation}/waiting")
         needed = 0
-        if node.generation is not None:
+        if self._node.generation is not None:
             (now, needed) = yield Needed()
-        standing = Standing(
-            arrivals=arrivals,
-            first_round=not members,
+        return now, Standing(
+            arrivals=self._arrivals,
+            first_round=not self._members,
             missing=frozenset(missing) - gone,
             waiting=waiting,
             gone=gone,
             survivors_needed=needed,
-            enough_since=enough_since,
-            out_of_time=now >= give_up,
+            enough_since=self._enough_since,
+            out_of_time=now >= self._give_up,
         )
-        match decide(now, settings, standing):
-            case Close(order, spares, _reason):
-                ids = [arrivals[slot].node_id for slot in order]
-                # A slot is taken once: no second attempt of this node writes under the same name.
-                plan = plans.make(f"{node.node_id}.{slot}", generation, order, spares, records)
-                yield Write(plans.ids_key(generation, plan), {"ids": ids})
-                plan["restarts"] = plans.restarts(
-                    [records[slot] for slot in order], whole=not members - here
-                )
-                (_, held) = yield Claim(f"{generation}/plan", plan)
-                yield Write("head", {"generation": generation + 1})
-                yield from _clear(generation - 2)
-                return held, slot
-            case NotYet() as not_yet:
-                if now >= give_up:
-                    given = tuple(
-                        a.given_rank for a in arrivals.values() if a.given_rank is not None
-                    )
-                    hosts = tuple(arrival.host for arrival in arrivals.values())
-                    return TimedOut(generation, hosts, not_yet.reason, given), slot
-                if enough_since is None and not_yet.enough:
-                    enough_since = now
-                if not_yet.reason != said and now - started > SILENCE:
-                    said = not_yet.reason
-                    until = give_up if not_yet.look_at is None else min(give_up, not_yet.look_at)
-                    yield Tell(f"{said}; waiting for up to {until - now:.0f} s")
-                # A slot that was taken and not yet filled comes first; else the one that may decide.
-                hole = next((each for each in range(filled) if each not in records), None)
-                awaited = max(filled, not_yet.slots - 1) if hole is None else hole
-                until = min(give_up, now + timing.lease / 5, not_yet.look_at or give_up)
-                key = f"{generation}/node/{awaited}"
-                (_, arrived) = yield Await(key, max(0.001, until - now))
-                if arrived is not None:
-                    known = max(known, awaited + 1)
+
+    def _publish(self, order: Sequence[int], spares: Sequence[int]) -> Steps:
+        """Close the round. Returns the plan that holds, which may be another leader's."""
+        generation, arrivals, records = self._generation, self._arrivals, self._records
+        ids = [arrivals[slot].node_id for slot in order]
+        # A slot is taken once: no second attempt of this node writes under the same name.
+        plan = plans.make(f"{self._node.node_id}.{self._slot}", generation, order, spares, records)
+        yield Write(plans.ids_key(generation, plan), {"ids": ids})
+        here = {arrival.node_id for arrival in arrivals.values()}
+        plan["restarts"] = plans.restarts(
+            [records[slot] for slot in order], whole=not self._members - here
+        )
+        (_, held) = yield Claim(f"{generation}/plan", plan)
+        yield Write("head", {"generation": generation + 1})
+        yield from _clear(generation - 2)
+        return held
+
+    def _timed_out(self, not_yet: NotYet) -> TimedOut:
+        arrivals = self._arrivals.values()
+        given = tuple(each.given_rank for each in arrivals if each.given_rank is not None)
+        hosts = tuple(each.host for each in arrivals)
+        return TimedOut(self._generation, hosts, not_yet.reason, given)
+
+    def _wait(self, now: float, filled: int, not_yet: NotYet) -> Steps:
+        """Wait for the next arrival, or until time alone may decide; tell the user for whom."""
+        assert self._started is not None
+        if self._enough_since is None and not_yet.enough:
+            self._enough_since = now
+        if not_yet.reason != self._said and now - self._started > SILENCE:
+            self._said = not_yet.reason
+            until = min(self._give_up, not_yet.look_at or self._give_up)
+            yield Tell(f"{self._said}; waiting for up to {until - now:.0f} s")
+        # A slot that was taken and not yet filled comes first; else the one that may decide.
+        hole = next((each for each in range(filled) if each not in self._records), None)
+        awaited = max(filled, not_yet.slots - 1) if hole is None else hole
+        until = min(self._give_up, now + self._timing.lease / 5, not_yet.look_at or self._give_up)
+        key = f"{self._generation}/node/{awaited}"
+        (_, arrived) = yield Await(key, max(0.001, until - now))
+        if arrived is not None:
+            self._known = max(self._known, awaited + 1)
 
 
 # How long a leader waits before it says for whom.
