@@ -30,11 +30,8 @@ Errors hold facts as attributes and build the message in ``__str__``. All of the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    from rallypoint.launch.output.report import FailureReport
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 
 class RallyError(Exception):
@@ -137,6 +134,94 @@ class LaunchError(RallyError, RuntimeError):
     """The job's processes could not be started or watched."""
 
 
+class Failure(Protocol):
+    """One worker that failed, or was stopped because of another one."""
+
+    @property
+    def host(self) -> str:
+        """The name of its host."""
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of its node."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank in the job."""
+
+    @property
+    def local_rank(self) -> int:
+        """Its rank on its node."""
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+
+    @property
+    def generation(self) -> int:
+        """The generation it was part of."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None if a signal ended it."""
+
+    @property
+    def signal(self) -> int | None:
+        """The number of the signal that ended it, or None."""
+
+    @property
+    def stderr(self) -> tuple[str, ...]:
+        """The last lines of its stderr."""
+
+    @property
+    def stopped_by_us(self) -> bool:
+        """Whether it was stopped because of another failure."""
+
+    def headline(self) -> str:
+        """What happened to it, in a few words: ``raised ValueError``."""
+        ...
+
+
+class Report(Protocol):
+    """Why a job failed."""
+
+    @property
+    def failures(self) -> Sequence[Failure]:
+        """Every worker that failed or was stopped, the root cause first."""
+
+    @property
+    def root_cause(self) -> Failure | None:
+        """The worker to blame, or None."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers of the job."""
+
+    @property
+    def exit_code(self) -> int:
+        """The root cause's, as a shell would see it."""
+
+    @property
+    def reason(self) -> str:
+        """Why the job failed, if no worker is to blame; else empty."""
+
+    @property
+    def log_folder(self) -> str | None:
+        """The folder with the logs of the last generation, or None."""
+
+    @property
+    def report_file(self) -> str | None:
+        """The file with the same report as JSON, or None."""
+
+    def text(self, width: int = 100, *, colour: bool = False) -> str:
+        """The report as it is shown at the end of a job: lines of at most ``width`` characters."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as it is written to ``report.json``."""
+        ...
+
+
 class WorkersFailed(LaunchError):
     """At least one worker failed; ``str()`` gives the failure report.
 
@@ -144,7 +229,7 @@ class WorkersFailed(LaunchError):
         report: all failed workers, the root cause first.
     """
 
-    def __init__(self, report: FailureReport) -> None:
+    def __init__(self, report: Report) -> None:
         super().__init__(report)
         self.report = report
 
