@@ -404,3 +404,19 @@ def test_log_folder_on_a_full_disk(tmp_path, mount_small, files: int, exit_code:
     assert str(disk) in answer.line
     assert "No space left on device" in answer.line
     assert "--log-dir" in answer.line
+
+
+def test_ctrl_c_while_it_still_imports_ends_without_a_traceback():
+    code = (
+        "import sys, runpy\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'rallypoint.launch.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "runpy.run_module('rallypoint', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "")
