@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rallypoint._core import process
-from supervisors import may_be_forked, shared
+from supervisors import Popen
 
 
 WORKER = Path(__file__).parent / "faults" / "scripts" / "elastic_worker.py"
@@ -260,20 +260,18 @@ class Cluster:
             # Gloo binds to the address of the host's name unless told which interface to use.
             full["GLOO_SOCKET_IFNAME"] = "eth0"
         full |= env or {}
-        if prefix or not may_be_forked(env or {}):
-            if host is not None:
-                prefix = (*self.hosts.prefix(host), *prefix)
-            begun: Any = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "rallypoint", "run", *words, *script],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=full,
-                cwd=self.folder,
-                start_new_session=True,  # a Ctrl-C at the tests is not for it
-            )
-        else:
-            begun = shared().start([*words, *script], self.folder, full, **place)
+        if prefix and host is not None:
+            prefix, place = (*self.hosts.prefix(host), *prefix), {}
+        begun = Popen(
+            [*prefix, sys.executable, "-m", "rallypoint", "run", *words, *script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=full,
+            cwd=self.folder,
+            start_new_session=True,  # a Ctrl-C at the tests is not for it
+            **place,
+        )
         self.nodes.append(Node(name, begun, tmp))
         return self.nodes[-1]
 

@@ -1,237 +1,240 @@
-"""`rally run` in a fork of a process that has imported it: less than starting Python for it.
+"""Programs in forks of a process that has imported torch and rallypoint: none waits for an interpreter or an import.
 
-Everything below the supervisor (fork server, workers) is started as ever.
+Everything else is as ever: a supervisor, its fork server and the workers are processes of their own, each a child
+of the one that it would be a child of.
 
-    with Supervisors() as supervisors:
-        code, out, err = supervisors.run(["--nproc-per-node", "2", "train.py"], cwd=folder, env=env)
-        node = supervisors.start(words, cwd=folder, env=env)  # much like a Popen
+    done = run([sys.executable, "-m", "rallypoint", "run", *words], cwd=folder, env=env)
+    node = Popen([RALLY, "run", *words], cwd=folder, env=env)
+
+Both are as those of :mod:`subprocess`, and start what cannot be forked: another program, this one with flags, one on a
+terminal, one with variables that Python or torch reads when it is loaded and that nobody has asked for before.
+
+[Note: Fork servers]
+A supervisor starts its fork server with :class:`subprocess.Popen`. In a forked supervisor that forks instead, and the
+fork runs the same code, with modules of rallypoint that were loaded for it alone. torch is there already when it
+imports it. Its environment and that of the supervisor are shown in /proc as if programs had been started with them,
+since tests look for processes by marks in it.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 import json
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any
 
 from rallypoint._core import process
 
 
-_SERVER = """\
-import ctypes, importlib, json, os, runpy, signal, socket, sys
-import rallypoint.launch.cli, rallypoint.launch.supervisor
-
-line = socket.socket(fileno=int(sys.argv[1]))
-for name in sys.argv[2:]:
-    importlib.import_module(name)
-
-def become(order, fds):
-    line.close()
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-    os.closerange(3, max(fds) + 1)
-    if order["net"]:
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open(order["net"]) as file:
-            assert libc.setns(file.fileno(), 0x40000000) == 0, "CLONE_NEWNET"
-        assert libc.unshare(0x04000000) == 0, "CLONE_NEWUTS"
-        socket.sethostname(order["host"])
-    if order["apart"]:
-        os.setsid()
-    os.chdir(order["cwd"])
-    os.environ.clear()
-    os.environ.update(order["env"])
-    sys.path[0] = order["cwd"]  # as `python -m` has it
-    sys.argv = ["rally", "run", *order["words"]]
-    runpy.run_module("rallypoint", run_name="__main__", alter_sys=True)
-
-while True:
-    message, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
-    if not message:
-        break
-    order = json.loads(message)
-    pid = os.fork()
-    if not pid and order["apart"]:
-        pid = os.fork()  # its parent ends: it becomes the child of who reaps here
-        if pid:
-            line.send(json.dumps([pid]).encode())
-            os._exit(0)
-    if not pid:
-        become(order, fds)
-        os._exit(0)  # it exits by itself
-    for fd in fds:
-        os.close(fd)
-    if not order["apart"]:
-        line.send(json.dumps([pid]).encode())
-    line.send(json.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
-"""
+_BIN = Path(sys.executable).parent
+RALLY = str(_BIN / "rally")
+TORCHRUN = str(_BIN / "torchrun")
+_MODULES = {RALLY: "rallypoint", TORCHRUN: "torch.distributed.run"}
+_ZYGOTE = Path(__file__).with_name("supervisor_zygote.py")
+# Bytes that a forked process can show as its environment and as its command line.
+ENVIRONMENT_ROOM = 1 << 15
+TITLE_ROOM = 1 << 11
+# The third is what torch imports when an optimizer first steps.
+TORCH = ("torch", "torch.distributed", "torch._dynamo")
+# What Python, torch and the libraries below it read when they are loaded.
+_READ_WHEN_LOADED = (
+    "PYTHON",
+    "TORCH_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "CUDA_",
+    "LD_",
+)
+# Processes to fork from, one for each set of such variables: as many, and the least used one goes.
+_MOST = 3
 
 
-class Supervisors:
-    """A process that supervisors are forked from.
+class Zygote:
+    """A process that others are forked from.
 
     Args:
-        imports: what it imports beforehand, beside what `rally run` does.
-        env: its variables, for what is read when it is imported.
+        imports: what it imports, beside what `rally run` does, for supervisors and fork servers.
+        env: its variables.
     """
 
-    def __init__(self, *imports: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *imports: str, env: Mapping[str, str]) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        room = max(
+            0, ENVIRONMENT_ROOM - sum(len(name) + len(value) + 2 for name, value in env.items())
+        )
         with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, "-c", _SERVER, str(theirs.fileno()), *imports],
+            self._process = subprocess.Popen(
+                [sys.executable, str(_ZYGOTE), str(theirs.fileno()), *imports, " " * TITLE_ROOM],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **(env or {})},
+                env={**env, "ROOM": " " * room},
+                stdin=subprocess.DEVNULL,
             )
 
-    def __enter__(self) -> Self:
-        return self
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
-    def __exit__(self, *_: object) -> None:
-        self._line.close()
-        self._server.wait(240)
-
-    def run(
-        self,
-        words: Sequence[str],
-        cwd: Path,
-        env: Mapping[str, str],
-        stdin: bytes = b"",
-        stdout: int | None = None,
-        timeout: float = 240.0,
-    ) -> tuple[int, bytes, bytes]:
-        """Run ``rally run WORDS``: its exit code (as of Popen), stdout and stderr.
+    def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
+        """Start a process as a child of this one. Returns its pid.
 
         Args:
-            stdout: a descriptor in place of the pipe; then nothing of it is returned.
-
-        Raises:
-            TimeoutError: it did not end in time, and was killed.
+            files: its stdin, stdout and stderr.
         """
-        stdin_end, to = os.pipe()
-        from_stdout, stdout_end = os.pipe() if stdout is None else (-1, stdout)
-        from_stderr, stderr_end = os.pipe()
-        order = _order(words, cwd, env)
-        ends = [stdin_end, stdout_end, stderr_end]
-        socket.send_fds(self._line, [json.dumps(order).encode()], ends)
-        for end in ends:
-            if end != stdout:
-                os.close(end)
-        self._line.settimeout(timeout)
-        with ThreadPoolExecutor(3) as pool:
-            pool.submit(_feed, to, stdin)
-            out, err = pool.submit(_read, from_stdout), pool.submit(_read, from_stderr)
-            (pid,) = json.loads(self._line.recv(1 << 10))
-            try:
-                code = json.loads(self._line.recv(1 << 10))
-            except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
-                raise
-            return code, out.result(), err.result()
-
-    def start(
-        self,
-        words: Sequence[str],
-        cwd: Path,
-        env: Mapping[str, str],
-        net: str = "",
-        host: str = "",
-        files: tuple[int, int] | None = None,
-    ) -> Forked:
-        """Begin ``rally run WORDS`` in a session of its own, as a child of this process.
-
-        Args:
-            net: path of a network namespace; ``host``: its host name there.
-            files: its stdout and stderr; else stderr is a pipe, and stdout goes nowhere.
-        """
-        null = os.open(os.devnull, os.O_RDWR)
-        from_stderr, stderr_end = os.pipe() if files is None else (-1, -1)
-        stdout, stderr = files or (null, stderr_end)
         was_subreaper = process.is_subreaper()
         process.set_subreaper(True)
         try:
-            order = _order(words, cwd, env) | {"apart": True, "net": net, "host": host}
-            socket.send_fds(self._line, [json.dumps(order).encode()], [null, stdout, stderr])
-            (pid,) = json.loads(self._line.recv(1 << 10))
-            assert json.loads(self._line.recv(1 << 10)) == 0
+            socket.send_fds(self._line, [json.dumps(order).encode()], files)
+            answer = self._line.recv(1 << 10)
+            self._line.recv(1)  # it is our child now
         finally:
             process.set_subreaper(was_subreaper)
-            os.close(null)
-            if files is None:
-                os.close(stderr_end)
-        return Forked(pid, os.fdopen(from_stderr, "rb") if files is None else None)
+        assert answer, "the process to fork from has ended"
+        return int(answer)
+
+    def close(self) -> None:
+        self._line.close()
+        self._process.wait(60)
 
 
-class Forked:
-    """A child of this process, with the methods of a Popen that tests need."""
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """As of :mod:`subprocess`; a fork if it is this Python that is started.
 
-    def __init__(self, pid: int, stderr: BinaryIO | None) -> None:
-        self.pid = pid
-        self.stderr = stderr
-        self.returncode: int | None = None
+    Args:
+        net: path of a network namespace that it is to be in, with the host name ``host``. Only what can be forked has it.
+        imports: what it and its fork server find imported, if it can be forked. With none, the fork server is started as
+            ever.
+        forked: False: it is an interpreter of its own, and waits for all imports.
+    """
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+    def __init__(
+        self,
+        words: Sequence[object],
+        *,
+        net: str = "",
+        host: str = "",
+        imports: Sequence[str] = TORCH,
+        forked: bool = True,
+        **options: Any,
+    ) -> None:
+        self._place = {"net": net, "host": host}
+        self._imports = tuple(imports)
+        self._forked = forked
+        super().__init__([str(word) for word in words], **options)
 
-    def wait(self, timeout: float) -> int:
-        if self.poll() is None:
-            fd = os.pidfd_open(self.pid)
-            try:
-                select.select([fd], [], [], timeout)
-            finally:
-                os.close(fd)
-            if self.poll() is None:
-                raise subprocess.TimeoutExpired("rally run", timeout)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-@functools.cache
-def shared() -> Supervisors:
-    """One for all tests of this process."""
-    made = Supervisors()
-    atexit.register(made.__exit__)
-    return made
-
-
-def may_be_forked(env: Mapping[str, str]) -> bool:
-    """Whether none of these variables is read when Python or torch starts."""
-    return not any(name.startswith(("PYTHON", "TORCH_CPP", "LD_")) for name in env)
-
-
-def _order(words: Sequence[str], cwd: Path, env: Mapping[str, str]) -> dict[str, object]:
-    place = {"cwd": str(cwd), "env": dict(env), "words": list(words)}
-    return place | {"apart": False, "net": "", "host": ""}
-
-
-def _feed(fd: int, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "wb") as file:
-        file.write(data)
+    def _execute_child(self, args: list[str], *more: Any) -> None:
+        (_, preexec, _, pass_fds, cwd, env, _, _, _, stdin, to, out, stdout, err, stderr, *rest) = (
+            more
+        )
+        zygote = None
+        task = _task(args)
+        if self._forked and task is not None and not (preexec or pass_fds):
+            first = bool(self._place["net"])
+            zygote = _zygote(dict(os.environ if env is None else env), self._imports, first=first)
+        files = [
+            own if theirs == -1 else theirs for own, theirs in enumerate((stdin, stdout, stderr))
+        ]
+        if zygote is None or any(os.isatty(each) for each in files):
+            assert not self._place["net"], "it has to be forked"
+            super()._execute_child(args, *more)  # type: ignore[misc]
+            return
+        order = {
+            **self._place,
+            **task,
+            "command": args,
+            "cwd": os.fspath(cwd or os.getcwd()),
+            "env": dict(os.environ if env is None else env),
+            "new_session": rest[5],
+            "fork_server": "forked" if self._imports else "started",
+        }
+        try:
+            self.pid = zygote.fork(order, files)
+        finally:
+            self._child_created = True
+            self._close_pipe_fds(stdin, to, out, stdout, err, stderr)  # type: ignore[attr-defined]
 
 
-def _read(fd: int) -> bytes:
-    if fd < 0:
-        return b""
-    with os.fdopen(fd, "rb") as file:
-        return file.read()
+def run(
+    words: Sequence[object],
+    *,
+    input: Any = None,  # noqa: A002
+    timeout: float | None = 240.0,
+    check: bool = False,
+    capture_output: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """As of :mod:`subprocess`; a fork if it is this Python that is started."""
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(words, **options) as started:
+        try:
+            out, err = started.communicate(input, timeout)
+        except BaseException:
+            started.kill()
+            raise
+    done = subprocess.CompletedProcess(words, started.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _task(command: Sequence[str]) -> dict[str, Any] | None:
+    """What a command line has Python do; None: something that a fork cannot do."""
+    match command:
+        case [program, *words] if program in _MODULES:
+            return {"run": "module", "name": _MODULES[program], "words": words}
+        case [program, *_] if program != sys.executable:
+            return None
+        case [_, "-m", name, *words]:
+            return {"run": "module", "name": name, "words": words}
+        case [_, "-c", code, *words]:
+            return {"run": "code", "name": code, "words": words}
+        case [_, name, *words] if not name.startswith("-"):
+            return {"run": "script", "name": name, "words": words}
+    return None
+
+
+_zygotes: dict[tuple[Any, ...], Zygote | None] = {}
+
+
+def _zygote(env: dict[str, str], imports: tuple[str, ...], *, first: bool) -> Zygote | None:
+    """One that has read the same variables, if it pays: who asks first for these is not served unless ``first``."""
+    read = {k: v for k, v in env.items() if k.startswith(_READ_WHEN_LOADED)}
+    read.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    if "PYTHONSAFEPATH" in read:
+        return None
+    key = (imports, *sorted(read.items()))
+    if key not in _zygotes and not first:
+        _zygotes[key] = None
+        return None
+    zygote = _zygotes.pop(key, None) or Zygote(*imports, env={**_plain(os.environ), **read})
+    _zygotes[key] = zygote  # the last one is the one used last
+    while sum(each is not None for each in _zygotes.values()) > _MOST:
+        oldest = next(key for key, each in _zygotes.items() if each is not None)
+        _zygotes.pop(oldest).close()  # type: ignore[union-attr]
+    return zygote
+
+
+def _plain(env: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in env.items() if not k.startswith(_READ_WHEN_LOADED)}
+
+
+def kept() -> set[int]:
+    """Pids of what stays for other tests."""
+    return {each.pid for each in _zygotes.values() if each is not None}
+
+
+@atexit.register
+def _close_all() -> None:
+    for each in _zygotes.values():
+        if each is not None:
+            each.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import supervisors
 from rallypoint._core import process
 from stub_torch import STUB
 
@@ -65,7 +66,7 @@ class Job:
             command += [str(SCRIPTS / script), *worker]
         self.stderr_path = folder / "rally-stderr"
         with self.stderr_path.open("wb") as stderr:
-            self.popen = subprocess.Popen(
+            self.popen = supervisors.Popen(
                 command, **{"env": env, "stdout": subprocess.DEVNULL, "stderr": stderr, **popen}
             )
 
@@ -73,7 +74,7 @@ class Job:
 
     def alive(self) -> dict[int, str]:
         """Every running process of the job: pid and command line."""
-        pids = set(process.descendants(os.getpid())) - self.before
+        pids = set(process.descendants(os.getpid(), keep=supervisors.kept())) - self.before
         pids |= set(process.marked_processes(f"{MARK}={self.mark}".encode(), exclude=()))
         return {pid: _command_line(pid) for pid in sorted(pids)}
 
@@ -141,7 +142,7 @@ class Job:
             self.popen.kill()
         self.popen.wait()
         for pid in process.children(os.getpid()):
-            if pid not in self.before:
+            if pid not in self.before | supervisors.kept():
                 try:
                     os.waitpid(pid, os.WNOHANG)
                 except ChildProcessError:

@@ -787,10 +787,10 @@ def test_a_fork_server_that_is_killed_costs_its_node_and_is_told_to_the_others(
     nodes = words("1:2") if elastic else ("--nnodes", "2", "--shutdown-timeout", "2")
     endpoint = f"127.0.0.1:{free_port()}"
     # Interpreters of their own: what they have in memory is theirs.
-    apart = {"PYTHONHASHSEED": "0"}
+    python = ("env",)
     for index in range(2):
         rank = () if elastic else ("--node-rank", str(index))
-        local.start(f"n{index}", *nodes, *rank, "--rdzv-endpoint", endpoint, env=apart)
+        local.start(f"n{index}", *nodes, *rank, "--rdzv-endpoint", endpoint, prefix=python)
     first = local.formed(2)
     local.goes_on(first)
     for node in local.nodes:

@@ -238,7 +238,7 @@ def test_who_is_waited_for_is_said_and_what_to_do(start, number):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_while_torch_is_being_imported_starts_nothing(start, times):
-    job = start(*two("--nproc-per-node", "2"))
+    job = start(*two("--nproc-per-node", "2"), forked=False)
     _wait_for_title(job.server())
     began = time.monotonic()
     for _ in range(times):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import supervisors
 from rallypoint._core import process
 
 
@@ -49,7 +50,7 @@ def test_a_stopped_server_is_woken_and_workers_save(start, times):
 def test_a_stopped_server_of_a_function_launch_is_woken(tmp_path, method):
     script = tmp_path / "program.py"
     script.write_text(FUNCTION)
-    with subprocess.Popen(
+    with supervisors.Popen(
         [sys.executable, str(script), method], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as program:
         try:

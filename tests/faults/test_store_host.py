@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import supervisors
 from pace import pace
 
 
@@ -28,7 +29,7 @@ LEASE = 2.0
 def forks() -> Iterator[Callable[[dict[str, Any]], int]]:
     """Starts a node; the process it is forked from has loaded torch."""
     env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    parent = subprocess.Popen(
+    parent = supervisors.Popen(
         [sys.executable, str(SCRIPT)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

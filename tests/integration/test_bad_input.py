@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import supervisors
+
 
 pytestmark = pytest.mark.integration
 
@@ -57,7 +59,7 @@ class Asker:
         plain = {"PATH": f"{Path(RALLY).parent}:/usr/bin:/bin", "HOME": str(self.folder)}
         plain |= {"TMPDIR": str(self.tmp), "RALLY_TEST": marker, "PYTHONDONTWRITEBYTECODE": "1"}
         before = sorted(self.folder.rglob("*"))
-        done = subprocess.run(
+        done = supervisors.run(
             [RALLY, *words],
             cwd=self.folder,
             env=plain | env,

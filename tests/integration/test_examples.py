@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+import supervisors
+
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -58,7 +60,7 @@ def command(launcher: str, *options: str) -> list[str]:
 
 
 def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return supervisors.run(
         [str(argument) for argument in arguments],
         cwd=cwd,
         env=ENVIRONMENT,

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+import supervisors
 from rallypoint.launch.output.report import columns
 from stub_torch import STUB
 
@@ -98,7 +99,7 @@ def run(
     path.write_text(source.replace("{failure}", failure))
     error_file = folder / "outer" / "error.json"
     stub = {} if "torch" in source else {"PYTHONPATH": str(STUB)}
-    done = subprocess.run(
+    done = supervisors.run(
         [
             *(
                 *through,

@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import supervisors
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 from rallypoint.launch import (
     MultiprocessConfig,
@@ -465,7 +466,7 @@ def test_init_and_run_joins_by_tcp_and_leaves(tmp_path):
     )
     url = f"tcp://127.0.0.1:{free_port()}"
     ranks = [
-        subprocess.Popen(
+        supervisors.Popen(
             [sys.executable, script, str(rank), url], stdout=subprocess.PIPE, text=True
         )
         for rank in range(2)
@@ -623,7 +624,7 @@ def test_forks_leave_the_callers_children_buffers_and_threads_alone(tmp_path):
         print(child.exitcode)
         """)
     )
-    done = subprocess.run(
+    done = supervisors.run(
         [sys.executable, script], capture_output=True, text=True, timeout=100, env=buffered()
     )
     assert done.returncode == 0, done.stderr
@@ -658,7 +659,7 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
         print(results == [Result(0), Result(1)], [type(r) is Result for r in results])
         """)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    done = supervisors.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "top of the script\nTrue [True, True]\n"
 
@@ -734,7 +735,7 @@ except KeyboardInterrupt:
     ],
 )
 def test_a_signal_to_the_caller_ends_the_workers_then_has_its_effect(number, method, out, tmp_path):
-    caller = subprocess.Popen(
+    caller = supervisors.Popen(
         [sys.executable, "-c", INTERRUPTED, tmp_path, method],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pytest
 
+import supervisors
 from stub_torch import STUB
 
 
@@ -51,7 +52,7 @@ def command(tmp_path: Path, script: str, *flags: str) -> list[str]:
 def run(
     tmp_path: Path, script: str, *flags: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return supervisors.run(
         command(tmp_path, script, *flags),
         env=environment(tmp_path, **(env or {})),
         cwd=tmp_path,
@@ -100,7 +101,7 @@ def test_templates_give_each_worker_arguments_of_its_own(tmp_path, start):
     )
     for flags, shown in ((), list(words[-3:])), (("--templates",), ["--seed=0", "0-0-0", "{x}"]):
         line = [words[0], "run", "--start-method", start, *flags, *words[2:]]
-        done = subprocess.run(line, env=environment(tmp_path), capture_output=True, text=True, timeout=TIMEOUT, check=True)  # fmt: skip
+        done = supervisors.run(line, env=environment(tmp_path), capture_output=True, text=True, timeout=TIMEOUT, check=True)  # fmt: skip
         assert done.stdout == f"{shown}\n"
 
 
@@ -228,7 +229,7 @@ def check_burst(text: str) -> None:
 def job(
     command: list[str], cwd: Path, stdout: int, stderr: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
+    process = supervisors.Popen(
         command,
         cwd=cwd,
         env=environment(cwd),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from supervisors import shared
+from supervisors import Popen
 
 
 pytestmark = pytest.mark.integration
@@ -69,13 +69,9 @@ class Node:
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
         self.process: Any
         with self.out.open("wb") as out, self.err.open("wb") as err:
-            if not prefix:
-                files = (out.fileno(), err.fileno())
-                self.process = shared().start(words, folder, env, files=files)
-                return
             command = [*prefix, sys.executable, "-m", "rallypoint", "run", *words]
             # Not in our process group's shadow: pytest's own Ctrl-C handling stays out of it.
-            self.process = subprocess.Popen(
+            self.process = Popen(
                 command, stdout=out, stderr=err, env=env, cwd=folder, start_new_session=True
             )
 

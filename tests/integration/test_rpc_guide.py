@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import supervisors
 from rallypoint import rpc
 
 
@@ -41,7 +42,7 @@ rpc.shutdown()
 
 
 def start(folder, *command):
-    return subprocess.Popen(
+    return supervisors.Popen(
         [sys.executable, *map(str, command)],
         cwd=folder,
         env=os.environ

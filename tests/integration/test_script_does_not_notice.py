@@ -32,7 +32,7 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,8 +40,8 @@ from typing import Any
 
 import pytest
 
+import supervisors
 from stub_torch import STUB
-from supervisors import Supervisors
 
 
 pytestmark = pytest.mark.integration
@@ -104,23 +104,14 @@ def stub_torch() -> Path:
 Runner = Callable[[Probe], dict[str, Done]]
 
 
-@pytest.fixture(scope="module")
-def supervisors() -> Iterator[dict[str, Supervisors]]:
-    with Supervisors() as for_forks, Supervisors() as for_execs:
-        yield {"forkserver": for_forks, "exec": for_execs}
-
-
 @pytest.fixture
-def run(tmp_path: Path, stub_torch: Path, supervisors: dict[str, Supervisors]) -> Runner:
+def run(tmp_path: Path, stub_torch: Path) -> Runner:
     """Run a probe in all three ways, each in a folder of its own; names of folders become ``<dir>``."""
 
     def run_all(probe: Probe) -> dict[str, Done]:
         hows = (PYTHON, *LAUNCHERS)
         with ThreadPoolExecutor(len(hows)) as pool:
-            jobs = {
-                how: pool.submit(run_one, probe, how, tmp_path, stub_torch, supervisors.get(how))
-                for how in hows
-            }
+            jobs = {how: pool.submit(run_one, probe, how, tmp_path, stub_torch) for how in hows}
             return {how: job.result() for how, job in jobs.items()}
 
     return run_all
@@ -131,7 +122,6 @@ def run_one(
     how: str,
     tmp_path: Path,
     stub_torch: Path,
-    supervisors: Supervisors | None = None,
 ) -> Done:
     folder = tmp_path / {PYTHON: "dir_plain", "forkserver": "dir_forks", "exec": "dir_execs"}[how]
     folder.mkdir()
@@ -141,19 +131,14 @@ def run_one(
     if not probe.real_torch:
         env["PYTHONPATH"] = str(stub_torch)
     stdout = subprocess.PIPE if probe.stdout is None else probe.stdout()
-    # What Python reads when it starts, it has to read.
-    if supervisors is not None and not (probe.python_flags or probe.env or probe.real_torch):
-        words = ["--start-method", how, *probe.flags, *probe.target]
-        try:
-            code, out, err = supervisors.run(
-                words, folder, env, probe.stdin, None if probe.stdout is None else stdout, TIMEOUT
-            )
-        finally:
-            if probe.stdout is not None:
-                os.close(stdout)
-        return done_of(probe, folder, code, out, err)
+    # What Python reads when it starts, it has to read. No fork server is a fork: workers are compared with a process
+    # that nobody has prepared.
+    start = supervisors.Popen
+    if how == PYTHON or probe.python_flags or probe.env or probe.real_torch:
+        start = subprocess.Popen
+    more = {} if start is subprocess.Popen else {"imports": ()}
     try:
-        process = subprocess.Popen(
+        process = start(
             [
                 sys.executable,
                 *probe.python_flags,
@@ -166,6 +151,7 @@ def run_one(
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=subprocess.PIPE,
+            **more,
         )
     finally:
         if stdout != subprocess.PIPE:

@@ -1,0 +1,183 @@
+"""The process that ``supervisors.py`` forks supervisors from. Run as a program: ``LINE IMPORT…``.
+
+It reads orders from the descriptor LINE, forks, and answers with pids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from rallypoint._core import process
+from rallypoint.launch.worker import bootstrap, ending, preloaded
+
+
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
+# Loaded for fork servers alone: what a supervisor does to its own modules does not reach them.
+_servers_modules: dict[str, types.ModuleType] = {}
+
+
+def main() -> NoReturn:
+    line = socket.socket(fileno=int(sys.argv[1]))
+    for name in ("rallypoint.launch.server.forkserver", *sys.argv[2:-1]):
+        with contextlib.suppress(ImportError):  # tests/stub has less than torch has
+            importlib.import_module(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
+        _servers_modules[name] = sys.modules.pop(name)
+    importlib.import_module("rallypoint.launch.cli")
+    importlib.import_module("rallypoint.launch.supervisor")
+    os.environ.pop("ROOM", None)
+    gc.collect()
+    gc.freeze()  # a collector that looks at objects copies their pages in every fork
+    while True:
+        message, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
+        if not message:
+            os._exit(0)
+        order = json.loads(message)
+        pid = os.fork()
+        if not pid:
+            pid = os.fork()  # its parent ends: it becomes the child of who reaps here
+            if pid:
+                line.send(str(pid).encode())
+                os._exit(0)
+            line.close()
+            _become(order, fds)
+        for fd in fds:
+            os.close(fd)
+        os.waitpid(pid, 0)
+        line.send(b".")
+
+
+def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+    os.closerange(3, max(fds) + 1)
+    if order["net"]:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(order["net"]) as file:
+            assert libc.setns(file.fileno(), CLONE_NEWNET) == 0, "CLONE_NEWNET"
+        assert libc.unshare(CLONE_NEWUTS) == 0, "CLONE_NEWUTS"
+        socket.sethostname(order["host"])
+    if order["new_session"]:
+        os.setsid()
+    os.chdir(order["cwd"])
+    _take_environment(order["env"])
+    process.set_title(" ".join(order["command"]))
+    sys.orig_argv = order["command"]
+    if order["fork_server"] == "forked":
+        subprocess.Popen = _Popen  # type: ignore[misc]
+    known_modules = frozenset(sys.modules)
+    code, interrupted = 0, False
+    try:
+        _run(order["run"], order["name"], order["words"])
+    except SystemExit as error:
+        code = ending.exit_code(error)
+    except BaseException as error:
+        error.__traceback__ = _without_us(error.__traceback__)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        code = ending.show(error)
+    # All that an interpreter does at its end, but for taking torch apart.
+    ending.leave(code, interrupted=interrupted, known_modules=known_modules)
+
+
+def _run(what: str, name: str, words: list[str]) -> None:
+    """What the command line asks for, as Python does."""
+    if what == "module":
+        sys.path[0] = os.getcwd()
+        sys.argv = [name, *words]
+        if name != "rallypoint":
+            _be_fresh()
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    _be_fresh()
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    if what == "code":
+        sys.path[0], sys.argv = "", ["-c", *words]
+        exec(compile(name, "<string>", "exec"), vars(main))
+        return
+    sys.path[0], sys.argv = os.path.dirname(os.path.realpath(name)), [name, *words]
+    main.__file__ = name
+    with open(name, "rb") as file:
+        code = compile(file.read(), name, "exec")
+    exec(code, vars(main))
+
+
+def _be_fresh() -> None:
+    bootstrap._own_state()
+    preloaded.hide("torch")
+
+
+def _without_us(tb: types.TracebackType | None) -> types.TracebackType | None:
+    while tb is not None and tb.tb_frame.f_code.co_filename in {__file__, "<frozen runpy>"}:
+        tb = tb.tb_next
+    return tb
+
+
+def _take_environment(env: dict[str, str]) -> None:
+    """Have these variables, and show them in /proc."""
+    os.environ.clear()
+    os.environ.update(env)
+    with open("/proc/self/stat") as file:
+        start, end = map(int, file.read().rpartition(")")[2].split()[47:49])
+    text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    assert len(text) <= end - start, "more than supervisors.ENVIRONMENT_ROOM"
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+class _Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """Forks where a fork server would be started; everything else is started."""
+
+    def __new__(cls, words: Sequence[str], **options: Any) -> Any:
+        if not isinstance(words, list) or not any(
+            "forkserver import main" in word for word in words
+        ):
+            return super().__new__(cls)
+        code = words.index("-c")
+        if words[1:code] != subprocess._args_from_interpreter_flags():  # type: ignore[attr-defined]
+            return super().__new__(cls)
+        assert options["start_new_session"]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _become_fork_server(words[code + 1], options["env"], options["pass_fds"])
+            finally:
+                os._exit(1)
+        return types.SimpleNamespace(pid=pid, returncode=None)
+
+
+def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> None:
+    # As executing another program would leave it.
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            default = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if default else signal.SIG_DFL)
+    os.setsid()
+    kept = sorted({0, 1, 2, *fds})
+    for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(before + 1, after)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
+        del sys.modules[name]
+    sys.modules.update(_servers_modules)
+    subprocess.Popen = _Popen.__base__  # type: ignore[misc]
+    _take_environment(env)
+    sys.argv = ["-c"]
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(code, vars(module))
+
+
+if __name__ == "__main__":
+    main()
