@@ -24,6 +24,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,7 @@ from rallypoint._core import process
 
 _BIN = Path(sys.executable).parent
 RALLY = str(_BIN / "rally")
-TORCHRUN = str(_BIN / "torchrun")
-_MODULES = {RALLY: "rallypoint", TORCHRUN: "torch.distributed.run"}
+_MODULES = {RALLY: "rallypoint"}
 _ZYGOTE = Path(__file__).with_name("supervisor_zygote.py")
 # Bytes that a forked process can show as its environment and as its command line.
 ENVIRONMENT_ROOM = 1 << 15
@@ -88,6 +88,10 @@ class Zygote:
         Args:
             files: its stdin, stdout and stderr.
         """
+        with _one_at_a_time:
+            return self._fork(order, files)
+
+    def _fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
         was_subreaper = process.is_subreaper()
         process.set_subreaper(True)
         try:
@@ -137,7 +141,10 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         task = _task(args)
         if self._forked and task is not None and not (preexec or pass_fds):
             first = bool(self._place["net"])
-            zygote = _zygote(dict(os.environ if env is None else env), self._imports, first=first)
+            with _choosing:
+                zygote = _zygote(
+                    dict(os.environ if env is None else env), self._imports, first=first
+                )
         files = [
             own if theirs == -1 else theirs for own, theirs in enumerate((stdin, stdout, stderr))
         ]
@@ -203,6 +210,9 @@ def _task(command: Sequence[str]) -> dict[str, Any] | None:
     return None
 
 
+# Tests start programs in several threads.
+_one_at_a_time = threading.Lock()
+_choosing = threading.Lock()
 _zygotes: dict[tuple[Any, ...], Zygote | None] = {}
 
 

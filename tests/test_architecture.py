@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": {"_core"},
     "rpc": {"_core", "rendezvous", "wire"},
     "compat": {"rpc"},
+    "testing": {"_core"},
 }
 # These import torch when they are loaded; who imports them does so inside functions, but for each other.
 OVER_TORCH = {"parallel", "join", "rpc", "compat"}
@@ -56,6 +57,7 @@ TORCH_INSIDE_FUNCTIONS = {
     "rendezvous/c10d.py",
     "rendezvous/create.py",
     "rendezvous/torchrun.py",
+    "testing/ranks.py",
 }
 # Decisions only: no clock, no socket, no thread, no environment, no files.
 SANS_IO = {

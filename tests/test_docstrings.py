@@ -18,7 +18,16 @@ PACKAGES = [
     "rallypoint",
     *(
         f"rallypoint.{name}"
-        for name in ("compat", "events", "join", "launch", "parallel", "rendezvous", "rpc")
+        for name in (
+            "compat",
+            "events",
+            "join",
+            "launch",
+            "parallel",
+            "rendezvous",
+            "rpc",
+            "testing",
+        )
     ),
 ]
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")

@@ -19,8 +19,8 @@ import pytest
 
 from elastic import PORT, Cluster, Hosts, Node, free_port, make_hosts, wait_until
 from rallypoint._core import process
+from rallypoint.testing import FaultProxy
 from servers.etcd_server import EtcdCluster, require_etcd
-from servers.fault_proxy import FaultProxy
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]

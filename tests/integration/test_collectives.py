@@ -26,7 +26,7 @@ from rallypoint.parallel import (
     reduce_scatter_sequence,
     scatter_to,
 )
-from ranks import Ranks
+from rallypoint.testing import Ranks
 
 
 pytestmark = pytest.mark.integration

@@ -15,7 +15,7 @@ import pytest
 import rpc_workers
 from rallypoint import events, rpc
 from rallypoint.errors import PeerLost
-from ranks import Ranks
+from rallypoint.testing import Ranks
 from rpc_workers import Workers
 from stub_torch import STUB
 

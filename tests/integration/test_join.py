@@ -25,7 +25,7 @@ from rallypoint.join import (
     gather_samples,
     mean_over_samples,
 )
-from ranks import CaseFailed, Ranks
+from rallypoint.testing import CaseFailed, Ranks
 
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.join import Join
-from ranks import Ranks
+from rallypoint.testing import Ranks
 
 
 pytestmark = pytest.mark.integration

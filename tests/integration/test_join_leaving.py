@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.errors import JoinError
 from rallypoint.join import Join
-from ranks import Ranks
+from rallypoint.testing import Ranks
 
 
 pytestmark = pytest.mark.integration

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from rallypoint.errors import JoinError
 from rallypoint.join import Join
 from rallypoint.join.state import digest
-from ranks import Ranks
+from rallypoint.testing import Ranks
 
 
 pytestmark = pytest.mark.integration

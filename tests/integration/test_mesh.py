@@ -12,7 +12,7 @@ from rallypoint.errors import ConfigError
 from rallypoint.parallel import ParallelLayout, ParallelMesh, all_reduce, members
 from rallypoint.parallel.layout import AXES
 from rallypoint.parallel.mesh import STANDARD
-from ranks import Ranks
+from rallypoint.testing import Ranks
 
 
 pytestmark = pytest.mark.integration

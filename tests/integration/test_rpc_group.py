@@ -30,6 +30,7 @@ from rallypoint.rpc.groups.group_store import Calls
 from rallypoint.rpc.groups.member import Member, dump
 from rallypoint.rpc.groups.signing import PUBLIC, Signer
 from rallypoint.rpc.groups.static_group import StaticGroup
+from rallypoint.testing import ManualClock
 
 
 pytestmark = pytest.mark.integration
@@ -411,15 +412,9 @@ def test_who_reports_and_dies_does_not_keep_the_lost_one_in(place: Place) -> Non
         assert names(a) == ["a"]
 
 
-class Slowed:
-    """A clock on which a second takes a minute: who has to be waited for is never given up."""
-
-    def now(self) -> float:
-        return time.monotonic() / 60
-
-
 def test_many_reports_of_one_death_are_one_entry(tcp: Place) -> None:
-    clock = Slowed()
+    # A second takes a minute on it: who has to be waited for is never given up.
+    clock = ManualClock(rate=1 / 60)
     groups = [DynamicGroup.join(tcp.open(), member(f"w{i}"), i, 5.0, clock=clock) for i in range(6)]
     with closing(*groups):
         for group in groups:

@@ -26,7 +26,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ranks import CaseFailed, Ranks
+from rallypoint.testing import CaseFailed, Ranks
 
 
 SUITE: Final = "torch.testing._internal.distributed.distributed_test"

@@ -22,7 +22,7 @@ from parity.join_suite import (
     prepare,
     run_test,
 )
-from ranks import Ranks
+from rallypoint.testing import Ranks
 
 
 pytestmark = pytest.mark.parity

@@ -30,7 +30,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import _register_out_of_tree_handlers
 
-import supervisors
 from rallypoint import errors
 from rallypoint.rendezvous import torchrun
 from rallypoint.rendezvous.torchrun import create_handler
@@ -135,7 +134,7 @@ class Job:
         log = self.folder / f"{node}.log"
         env = {**os.environ, "TEST_NODE": node, "TEST_FAIL": fail, "OMP_NUM_THREADS": "1"}
         with log.open("wb") as out:
-            popen = supervisors.Popen(
+            popen = subprocess.Popen(
                 [*command, str(script), str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -1,25 +1,23 @@
-"""Ranks that stay: processes with a Gloo group, started once for many cases.
+"""Ranks that stay: processes with a Gloo group, started once for many cases."""
 
-    ranks = Ranks(3)
-    losses = ranks.run(train, steps)  # train(steps) on every rank; the results in rank order
-    ranks.close()
-
-A case that fails or hangs on any rank ends them all; the next ``run`` starts new ones.
-"""
+from __future__ import annotations
 
 import atexit
 import contextlib
 import inspect
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
+
+from .torch_private import FIRST_STEP
 
 
 # Seconds for one case, unless it says otherwise.
@@ -27,39 +25,94 @@ LIMIT = 60.0
 # Seconds after which a collective gives up.
 GROUP_TIMEOUT = 30.0
 
-_context = multiprocessing.get_context("forkserver")
-# torch._dynamo: imported when an optimizer first steps.
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+StartMethod = Literal["forkserver", "fork", "spawn"]
 
 
 class CaseFailed(AssertionError):
-    """A rank raised; its traceback is in the text."""
+    """A rank raised, died or did not end in time. The text has the traceback of each such rank."""
+
+
+def run_ranks(
+    case: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    limit: float = LIMIT,
+    start_method: StartMethod = "forkserver",
+) -> list[Any]:
+    """Call ``case(*args)`` on ranks that are there for this call alone. Blocks until all have returned.
+
+    Args:
+        case: called in each process, in a Gloo group of ``world_size`` ranks. Any function, lambdas as well.
+        world_size: number of ranks.
+        args: what it is called with.
+        limit: seconds that it may take.
+        start_method: as of :mod:`multiprocessing`.
+
+    Returns:
+        What it returned, by rank.
+
+    Raises:
+        CaseFailed: a rank raised, died, or did not end within ``limit``.
+    """
+    ranks = Ranks(world_size, start_method=start_method)
+    try:
+        return ranks.run(case, *args, limit=limit)
+    finally:
+        ranks.close()
 
 
 class Ranks:
-    """``world_size`` processes in one Gloo group.
+    """``world_size`` processes in one Gloo group, started when the first case runs.
+
+    A case that fails or hangs on any rank ends them all; the next one gets new ones::
+
+        ranks = Ranks(3)
+        losses = ranks.run(train, steps)  # train(steps) on every rank
+        ranks.close()
 
     Args:
-        world_size: how many.
+        world_size: number of ranks.
         group_timeout: seconds after which a collective gives up.
+        start_method: as of :mod:`multiprocessing`. ``"forkserver"`` imports torch once for all.
     """
 
-    def __init__(self, world_size: int, group_timeout: float = GROUP_TIMEOUT) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        group_timeout: float = GROUP_TIMEOUT,
+        start_method: StartMethod = "forkserver",
+    ) -> None:
         self.world_size = world_size
         self._group_timeout = group_timeout
+        self._context: Any = multiprocessing.get_context(
+            start_method
+        )  # its subclasses have a Process each
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         atexit.register(self.close)
 
     @property
     def pids(self) -> list[int]:
+        """Pids by rank; empty while there are no processes.
+
+        Returns:
+            Process ids.
+        """
         return [process.pid for process in self._processes]
 
     def run(self, case: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
-        """Call ``case(*args)`` on every rank; what it returned, in rank order.
+        """Call ``case(*args)`` on every rank. Blocks until all have returned.
+
+        Args:
+            case: any function, lambdas as well.
+            args: what it is called with.
+            limit: seconds that it may take.
+
+        Returns:
+            What it returned, by rank.
 
         Raises:
-            CaseFailed: a rank raised, died, or did not end in time. The ranks are ended then.
+            CaseFailed: a rank raised, died, or did not end within ``limit``. All ranks are ended then.
         """
         results = self.outcomes(case, *args, limit=limit)
         failures = [f"rank {i}: {each}" for i, (ok, each) in enumerate(results) if not ok]
@@ -71,7 +124,16 @@ class Ranks:
     def outcomes(
         self, case: Callable[..., Any], *args: Any, limit: float = LIMIT
     ) -> list[tuple[bool, Any]]:
-        """As :meth:`run`, but whatever happens: for each rank whether it succeeded, and the result or the traceback."""
+        """As :meth:`run`, but failures are results as well.
+
+        Args:
+            case: any function, lambdas as well.
+            args: what it is called with.
+            limit: seconds that it may take.
+
+        Returns:
+            By rank: true and what it returned, or false and the traceback. With any failure all ranks are ended.
+        """
         if not self._pipes:
             self._start()
         # Test modules cannot be imported by name in the ranks.
@@ -87,7 +149,7 @@ class Ranks:
         deadline = time.monotonic() + limit
         while len(found) < self.world_size:
             open_pipes = {p: i for i, p in enumerate(self._pipes) if i not in found}
-            ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
             for pipe in ready:
                 rank = open_pipes[pipe]
                 try:
@@ -102,6 +164,7 @@ class Ranks:
         return [found[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
+        """End all ranks. The next case starts new ones."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -111,10 +174,14 @@ class Ranks:
         self._pipes, self._processes = [], []
 
     def _start(self) -> None:
-        meeting = tempfile.mktemp(prefix="ranks-")  # the ranks' FileStore makes and removes it
+        if self._context.get_start_method() == "forkserver":
+            self._context.set_forkserver_preload(["torch", "torch.distributed", FIRST_STEP])
+        # The ranks' FileStore removes it.
+        handle, meeting = tempfile.mkstemp(prefix="ranks-")
+        os.close(handle)
         for rank in range(self.world_size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
                 target=_rank,
                 args=(theirs, rank, self.world_size, meeting, self._group_timeout),
                 daemon=True,
@@ -132,7 +199,7 @@ def _rank(pipe: Connection, rank: int, world_size: int, meeting: str, timeout: f
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(meeting, world_size)
+    store = dist.FileStore(meeting, world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
@@ -142,6 +209,6 @@ def _rank(pipe: Connection, rank: int, world_size: int, meeting: str, timeout: f
             try:
                 case, args = cloudpickle.loads(work)
                 answer = (True, case(*args))
-            except BaseException:
+            except BaseException:  # noqa: BLE001  whatever a case raises is its result
                 answer = (False, traceback.format_exc())
             pipe.send_bytes(cloudpickle.dumps(answer))

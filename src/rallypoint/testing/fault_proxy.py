@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves on request: it delays, stalls, cuts and resumes.
+"""A TCP proxy that fails on request: it delays, stalls, cuts and resumes.
 
 One thread with an event loop of its own. What has been sent is never lost unless the line is cut.
 """
@@ -8,14 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class FaultProxy:
-    """Forwards connections to ``target``; listens at 127.0.0.1, ``port``.
+    """A TCP proxy at 127.0.0.1 that delays, holds and cuts connections when told to.
+
+    It has a thread of its own, until :meth:`close`.
 
     Args:
-        target: host and port.
+        target: host and port that connections are forwarded to.
+
+    Attributes:
+        port: where it listens.
+        delay: seconds that data takes in each direction; may be set at any time.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -35,11 +41,11 @@ class FaultProxy:
     # -- what tests ask for -----------------------------------------------------------------------
 
     def stall(self) -> None:
-        """Nothing passes; connections stay open, and new ones are taken."""
+        """From now on nothing passes. Connections stay open, and new ones are accepted."""
         self._call(self._flows.clear)
 
     def cut(self) -> None:
-        """Every connection ends, and new ones end at once."""
+        """End every connection at once, and from now on each new one."""
 
         def cut() -> None:
             self._refuses = True
@@ -49,6 +55,8 @@ class FaultProxy:
         self._call(cut)
 
     def resume(self) -> None:
+        """Undo :meth:`stall` and :meth:`cut`. What was held passes now; what was cut stays so."""
+
         def resume() -> None:
             self._refuses = False
             self._flows.set()
@@ -56,13 +64,19 @@ class FaultProxy:
         self._call(resume)
 
     def close(self) -> None:
+        """End all connections and the thread. Blocks until it has ended."""
         self._call(self._stop.set)
         self._thread.join(10)
         assert not self._thread.is_alive()
 
-    def _call(self, function) -> None:
+    def _call(self, function: Callable[[], object]) -> None:
         done = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
+
+        def call() -> None:
+            function()
+            done.set()
+
+        self._loop.call_soon_threadsafe(call)
         assert done.wait(10)
 
     # -- the thread -------------------------------------------------------------------------------

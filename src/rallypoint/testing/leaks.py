@@ -1,0 +1,112 @@
+"""What a piece of code leaves behind in its process: descriptors, threads, children, shared memory.
+
+[Note: Waiting]
+Some of it ends shortly after the code that used it: a thread that was told to stop, a killed child. So threads are joined
+and children waited for, up to the time allowed. Descriptors and shared memory are looked at once, after a garbage
+collection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import threading
+from collections.abc import Callable, Iterator
+
+from rallypoint._core import process
+from rallypoint._core.clock import Deadline
+
+
+class Leak(AssertionError):
+    """Something is left; the text names each thing."""
+
+
+@contextlib.contextmanager
+def no_leaks(
+    patience: float = 5.0, *, ignore: Callable[[str], bool] | None = None
+) -> Iterator[None]:
+    """Hold a block to leaving nothing in this process that was not there before.
+
+    Looks at open descriptors, threads (daemons as well), child processes, and shared memory
+    (files in ``/dev/shm`` that this process has mapped, and anonymous memory files). Blocks until threads and children
+    have ended, at most for ``patience``.
+
+    Args:
+        patience: seconds that threads and child processes have for their end.
+        ignore: called with the description of each thing that is left; true for what may stay.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        Leak: something is left. Not raised if the block raises.
+    """
+    may_stay = ignore or (lambda _: False)
+    before = _holdings()
+    known = set(threading.enumerate()), set(process.children(os.getpid()))
+    yield
+    new = {what: target for what, target in _holdings().items() if what not in before}
+    threads = set(threading.enumerate()) - known[0]
+    children = set(process.children(os.getpid())) - known[1]
+    if not (new or threads or children):
+        return
+    deadline = Deadline(patience)
+    for thread in threads:
+        if not may_stay(_of_thread(thread)):
+            thread.join(deadline.remaining())
+    for pid in children:
+        if not may_stay(_of_child(pid)):
+            _wait_for_end(pid, deadline)
+    gc.collect()
+    left = [target for what, target in _holdings().items() if what not in before]
+    left += [_of_thread(each) for each in threads if each.is_alive()]
+    left += [_of_child(pid) for pid in children if process.is_running(pid)]
+    left = sorted(each for each in left if not may_stay(each))
+    if left:
+        raise Leak(f"left behind: {'; '.join(left)}")
+
+
+def _of_thread(thread: threading.Thread) -> str:
+    return f"thread {thread.name}"
+
+
+def _of_child(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = "ended"
+    return f"child process {pid} ({command[:80]})"
+
+
+def _wait_for_end(pid: int, deadline: Deadline) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.poll((deadline.remaining() or 0.0) * 1000)
+    finally:
+        os.close(pidfd)
+
+
+def _holdings() -> dict[tuple[str, str], str]:
+    """Descriptors and shared memory: what tells each from others, and how to name it."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the one that the list was read from
+            continue
+        found["descriptor", f"{fd} {target}"] = f"descriptor {fd} of {target}"
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.split(maxsplit=5)[-1].strip()
+            if path.startswith(("/dev/shm/", "/memfd:")):  # noqa: S108  it is only looked at
+                inode = line.split(maxsplit=5)[4]
+                found["memory", f"{inode} {path}"] = f"shared memory {path}"
+    return found
