@@ -205,7 +205,7 @@ MISTAKES = [
     _mistake("--max-restarts x train.py", "--max-restarts 'x'", "whole number"),
     _mistake("--shutdown-timeout inf train.py", "--shutdown-timeout 'inf'", "number of seconds"),
     _mistake("--monitor-interval x train.py", "--monitor-interval 'x'", "number of seconds"),
-    _mistake("--signals-to-handle SIGFOO train.py", "'SIGFOO'", "names as in `kill -l`"),
+    _mistake("--signals-to-handle SIGFOO train.py", "'SIGFOO'", "`kill -l` lists the names"),
     _mistake("--signals-to-handle SIGTERM,KILL train.py", "'KILL'", "cannot be forwarded"),
     _mistake("--signals-to-pass SIGFOO train.py", "--signals-to-pass 'SIGFOO'", "`kill -l`"),
     _mistake(

@@ -294,8 +294,12 @@ def test_a_store_that_nobody_serves_is_named(caplog, monkeypatch):
     [
         ({"world_size": 4}, 2, "rank_offset 2: expected 0 to 0"),
         ({"world_size": 4, "local_world_size": 2}, 3, "rank_offset 3: expected 0 to 2"),
-        ({"world_size": 4, "local_world_size": 2}, 2, "master_port: a job of 4 workers"),
-        ({"world_size": 4, "rank": 1}, 0, "rank 1: the launch gives each worker its rank"),
+        (
+            {"world_size": 4, "local_world_size": 2},
+            2,
+            "master_port: 2 of the job's 4 workers start here",
+        ),
+        ({"world_size": 4, "rank": 1}, 0, "rank 1: a launch assigns the ranks of its workers"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(fields, offset, words):

@@ -177,4 +177,4 @@ def test_an_interpreter_that_may_not_be_executed(tmp_path):
     python = tmp_path / "python"
     python.write_text("")
     said = rally(tmp_path, env={**os.environ, "PYTHON_EXEC": str(python)})
-    assert f"PYTHON_EXEC '{python}': may not be executed" in said
+    assert f"PYTHON_EXEC '{python}': not executable" in said

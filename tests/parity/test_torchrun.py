@@ -30,7 +30,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.flags import FLAGS, find, resolve, take_apart
+from rallypoint.launch.flags import FLAGS, find, parse, resolve
 from stub_torch import STUB
 
 
@@ -542,7 +542,7 @@ def test_every_flag_of_torchrun_is_known_in_each_spelling(parser: Any) -> None:
 
 
 def test_defaults_are_those_of_torchrun(parser: Any) -> None:
-    values, _ = resolve(take_apart(["script.py"]), {})
+    values, _ = resolve(parse(["script.py"]), {})
     for option in _options(parser):
         if option.dest == "start_method":
             # There it is about functions alone, and scripts are always started by exec.
@@ -558,7 +558,7 @@ def test_every_variable_of_torchrun_is_honoured_and_no_other(parser: Any) -> Non
         flag = find("--" + option.dest)
         assert flag.env == isinstance(option, env | check_env), flag.name
         text = flag.choices[0] if flag.choices else "1"
-        values, origins = resolve(take_apart(["script.py"]), {f"PET_{option.dest.upper()}": text})
+        values, origins = resolve(parse(["script.py"]), {f"PET_{option.dest.upper()}": text})
         assert (origins[option.dest] != "default") == flag.env
         assert (values[option.dest] == text) == flag.env
 
@@ -606,7 +606,7 @@ def test_what_torchrun_understands_we_understand_alike(parser: Any, argv: list[s
     ):
         theirs = vars(parser.parse_args(argv))
     try:
-        taken = take_apart(argv)
+        taken = parse(argv)
         values, _ = resolve(taken, {})
         ours = taken.target
     except ConfigError as error:

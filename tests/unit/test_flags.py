@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.flags import FLAGS, Flag, find, help_text, resolve, take_apart
+from rallypoint.launch.flags import FLAGS, Flag, find, help_text, parse, resolve
 
 
 WITH_VALUE = [flag for flag in FLAGS if not flag.is_switch]
@@ -50,7 +50,7 @@ ARGUMENTS = st.lists(
 @given(flags_as_written(), SCRIPTS, ARGUMENTS)
 def test_nothing_of_the_script_is_lost_and_no_flag_of_ours(written, script, arguments):
     values, words = written
-    taken = take_apart([*words, script, *arguments])
+    taken = parse([*words, script, *arguments])
     assert taken.values == values
     assert taken.target == (script, *arguments)
     assert not taken.help
@@ -59,7 +59,7 @@ def test_nothing_of_the_script_is_lost_and_no_flag_of_ours(written, script, argu
 @given(flags_as_written(), ARGUMENTS)
 def test_two_dashes_end_the_flags_whatever_follows(written, arguments):
     values, words = written
-    taken = take_apart([*words, "--", *arguments])
+    taken = parse([*words, "--", *arguments])
     assert taken.values == values
     assert taken.target == tuple(arguments)
 
@@ -69,7 +69,7 @@ def test_any_words_are_taken_apart_or_refused_by_name(words):
     """No other exception than ours, and the end of the line is always the target."""
     taken, refused = None, ""
     try:
-        taken = take_apart(words)
+        taken = parse(words)
     except ConfigError as error:
         refused = error.field
     if taken is None:
@@ -99,15 +99,15 @@ def test_any_words_are_taken_apart_or_refused_by_name(words):
     ],
 )
 def test_taken_apart(words, values, target):
-    taken = take_apart(words.split())
+    taken = parse(words.split())
     assert taken.values == values
     assert taken.target == tuple(target.split())
 
 
 def test_help_is_ours_only_before_the_script():
-    assert take_apart(["--nproc-per-node", "2", "--help"]).help
-    assert take_apart(["-h", "x.py"]).help
-    assert not take_apart(["x.py", "--help"]).help
+    assert parse(["--nproc-per-node", "2", "--help"]).help
+    assert parse(["-h", "x.py"]).help
+    assert not parse(["x.py", "--help"]).help
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_help_is_ours_only_before_the_script():
 )
 def test_what_cannot_be_is_named(words, field, text):
     with pytest.raises(ConfigError) as caught:
-        take_apart(words.split())
+        parse(words.split())
     assert caught.value.field == field
     assert text in str(caught.value)
 
 
 def test_a_value_with_a_space_may_begin_with_a_dash():
-    assert take_apart(["--role", "-a b", "x.py"]).values == {"--role": "-a b"}
+    assert parse(["--role", "-a b", "x.py"]).values == {"--role": "-a b"}
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_names_are_unambiguous():
 def test_a_flag_beats_its_variable_and_that_the_default(flag, on_line, in_env, data):
     values = st.sampled_from(flag.choices) if flag.choices else st.text(max_size=5)
     line, env = data.draw(values), data.draw(values)
-    taken = take_apart([*([f"{flag.name}={line}"] if on_line else []), "x.py"])
+    taken = parse([*([f"{flag.name}={line}"] if on_line else []), "x.py"])
     found, origins = resolve(taken, {flag.variable: env} if in_env else {})
     if on_line:
         expected = line, "flag"
@@ -211,24 +211,24 @@ def test_a_flag_beats_its_variable_and_that_the_default(flag, on_line, in_env, d
 
 @pytest.mark.parametrize("flag", SWITCHES, ids=lambda flag: flag.name)
 def test_a_switch_is_on_by_flag_or_by_a_number_but_zero(flag):
-    assert resolve(take_apart(["x.py"]), {})[0][flag.dest] == "0"
-    assert resolve(take_apart([flag.name, "x.py"]), {flag.variable: "0"})[0][flag.dest] == "1"
+    assert resolve(parse(["x.py"]), {})[0][flag.dest] == "0"
+    assert resolve(parse([flag.name, "x.py"]), {flag.variable: "0"})[0][flag.dest] == "1"
     if flag.env:
-        assert resolve(take_apart(["x.py"]), {flag.variable: "1"})[0][flag.dest] == "1"
+        assert resolve(parse(["x.py"]), {flag.variable: "1"})[0][flag.dest] == "1"
         for value in ("", "yes", "²", "+-1", "1.0"):
             with pytest.raises(ConfigError, match=flag.variable):
-                resolve(take_apart(["x.py"]), {flag.variable: value})
+                resolve(parse(["x.py"]), {flag.variable: value})
 
 
 def test_every_flag_has_a_value_and_an_origin():
-    values, origins = resolve(take_apart(["x.py"]), {})
+    values, origins = resolve(parse(["x.py"]), {})
     assert set(values) == set(origins) == {flag.dest for flag in FLAGS}
 
 
 @pytest.mark.parametrize("flag", [f for f in FLAGS if f.choices], ids=lambda flag: flag.name)
 def test_choices_are_listed_when_none_of_them_was_taken(flag):
     with pytest.raises(ConfigError) as caught:
-        resolve(take_apart([flag.name, "other", "x.py"]), {})
+        resolve(parse([flag.name, "other", "x.py"]), {})
     assert all(choice in str(caught.value) for choice in flag.choices)
 
 

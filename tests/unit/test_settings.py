@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from rallypoint.errors import ConfigError
 from rallypoint.launch import settings
 from rallypoint.launch.config import LaunchConfig, StartMethod, StreamChoice, Streams, TargetKind
-from rallypoint.launch.flags import take_apart
+from rallypoint.launch.flags import parse
 from rallypoint.launch.settings import config_from
 
 
@@ -32,7 +32,7 @@ def configure(line: str, /, **env: str) -> tuple[LaunchConfig, list[str]]:
 
 
 def configure_aloud(line: str, /, **env: str) -> tuple[LaunchConfig, list[str]]:
-    return config_from(take_apart(line.split()), {"PATH": os.environ["PATH"], **env})
+    return config_from(parse(line.split()), {"PATH": os.environ["PATH"], **env})
 
 
 def config(line: str, /, **env: str) -> LaunchConfig:
@@ -193,7 +193,7 @@ def test_a_job_without_a_name_gets_one_where_torchrun_gives_one(line, run_id):
     ],
 )
 def test_settings_of_the_rendezvous(conf, join, lease, without_effect):
-    taken = take_apart(["--nnodes", "2", "--node-rank", "0", "--rdzv-conf", conf, "x.py"])
+    taken = parse(["--nnodes", "2", "--node-rank", "0", "--rdzv-conf", conf, "x.py"])
     made, remarks = config_from(taken, {"RALLY_SECRET": "nothing to warn of"})
     assert made.rendezvous.join_timeout == join
     assert made.rendezvous.lease == lease
@@ -365,7 +365,7 @@ def test_start_method(line, python_exec, method):
     ],
 )
 def test_signals(text, numbers):
-    taken = take_apart(["--signals-to-handle", text, "x.py"])
+    taken = parse(["--signals-to-handle", text, "x.py"])
     assert config_from(taken, {})[0].signals == numbers
 
 
@@ -388,7 +388,7 @@ def test_shutdown_timeout(line, env, seconds):
     [("", ()), ("a,b", ("a", "b")), ("a,,b,c", ("a,b", "c")), (",a,", ("a",)), (",,", (",",))],
 )
 def test_words_of_filters(text, words):
-    taken = take_apart(["--duplicate-stderr-filters", text, "x.py"])
+    taken = parse(["--duplicate-stderr-filters", text, "x.py"])
     assert config_from(taken, {})[0].logs.stderr_filters == words
 
 

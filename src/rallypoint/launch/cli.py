@@ -21,7 +21,7 @@ usage: rally COMMAND …
 
   rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
   rally secret [FILE]                  make the secret that the nodes of a job share
-  rally env                            list the environment variables rally listens to
+  rally env                            list the environment variables that rally reads
   rally --version
 
 rally run --help lists the flags."""
@@ -84,12 +84,12 @@ def _no_such_command(words: list[str]) -> ConfigError:
     else:
         near = difflib.get_close_matches(command, _COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_COMMANDS)}"
-    return ConfigError("command", command, "there is no such command", hint)
+    return ConfigError("command", command, "no such command", hint)
 
 
 def run(words: Sequence[str]) -> int:
     """``rally run``. Returns the exit code: the root cause's, 0, 128 + signal, or 2."""
-    given = flags.take_apart(words)
+    given = flags.parse(words)
     if given.help:
         from rallypoint.rendezvous.catalogue import catalogue
 

@@ -78,7 +78,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="--standalone",
         group=_SIZE,
-        help="this machine alone, whatever else is set about nodes",
+        help="run on this machine alone; other flags about nodes have no effect",
     ),
     Flag(
         name="--max-restarts",
@@ -101,15 +101,15 @@ FLAGS: tuple[Flag, ...] = (
         default="5",
         env=False,
         group=_RESTART,
-        help="when workers fail only since a peer is gone, seconds until the rest get SIGTERM: the"
-        " one with the cause may still be cleaning up",
+        help="if workers failed only because a peer is gone, seconds to wait for the worker that caused it,"
+        " which may still be cleaning up, before the rest get SIGTERM",
     ),
     Flag(
         name="--signals-to-handle",
         metavar="LIST",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         group=_RESTART,
-        help="signals that are passed on to the workers and end the job",
+        help="signals that are forwarded to the workers and end the job",
     ),
     Flag(
         name="--signals-to-pass",
@@ -118,13 +118,13 @@ FLAGS: tuple[Flag, ...] = (
         default="",
         env=False,
         group=_RESTART,
-        help="signals that are passed on to the workers while the job goes on: USR1,USR2",
+        help="signals that are forwarded to the workers while the job continues: USR1,USR2",
     ),
     Flag(
         name="--log-dir",
         metavar="DIR",
         group=_LOGS,
-        help="where logs and failure reports go; each run makes a folder of its own in it",
+        help="folder for logs and failure reports; each run adds a folder of its own",
     ),
     Flag(
         name="--redirects",
@@ -155,7 +155,7 @@ FLAGS: tuple[Flag, ...] = (
         metavar="WORDS",
         default="",
         group=_LOGS,
-        help="collect teed stdout lines that hold one of these words in filtered_stdout.log",
+        help="also write teed stdout lines that contain one of these words to filtered_stdout.log",
     ),
     Flag(
         name="--duplicate-stderr-filters",
@@ -169,14 +169,14 @@ FLAGS: tuple[Flag, ...] = (
         metavar="R",
         default="0",
         group=_NODES,
-        help="which node this is (0 to nnodes-1); left out with --rdzv-endpoint: one is assigned",
+        help="rank of this node (0 to nnodes-1); if left out with --rdzv-endpoint, one is assigned",
     ),
     Flag(
         name="--master-addr",
         metavar="HOST",
         default="127.0.0.1",
         group=_NODES,
-        help="host of node 0, as all nodes can reach it",
+        help="host of node 0, reachable from all nodes",
     ),
     Flag(
         name="--master-port",
@@ -221,29 +221,29 @@ FLAGS: tuple[Flag, ...] = (
         metavar="FILE",
         group=_NODES,
         env=False,
-        help="the job's secret, the same on all nodes: `rally secret FILE` makes one (else RALLY_SECRET,"
-        " RALLY_SECRET_FILE, ~/.config/rallypoint/secret; one node needs none: it makes its own)",
+        help="the job's secret, the same on all nodes; `rally secret FILE` makes one. Default: RALLY_SECRET,"
+        " RALLY_SECRET_FILE or ~/.config/rallypoint/secret; a job of one node makes its own",
     ),
     Flag(
         name="--bind",
         own=True,
         metavar="ADDRESS",
         group=_NODES,
-        help="listen on this address of this node, * for all; default: the one by which the others reach it,"
-        " with one node the loopback",
+        help="address of this node to listen on, * for all. Default: the one that the other nodes use; with one"
+        " node, the loopback",
     ),
     Flag(
         name="--insecure",
         own=True,
         group=_NODES,
         env=False,
-        help="several nodes without a secret: everybody who reaches the job's ports is trusted",
+        help="run several nodes without a secret: whoever can reach the job's ports is trusted",
     ),
     Flag(
         name="--local-addr",
         metavar="HOST",
         group=_NODES,
-        help="the address of this node that the others can reach",
+        help="address of this node that the other nodes can reach",
     ),
     Flag(
         name="--role", metavar="NAME", default="default", group=_OTHER, help="ROLE_NAME of workers"
@@ -257,7 +257,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="--no-python",
         group=_START,
-        help="the target is any program, started as it is",
+        help="the target is any program, not a Python script",
     ),
     Flag(
         name="--start-method",
@@ -282,24 +282,24 @@ FLAGS: tuple[Flag, ...] = (
         short="-u",
         group=_START,
         env=False,
-        help="workers' stdout is unbuffered, as under python -u (and under torchrun); by default each"
-        " line is written when it is complete",
+        help="workers' stdout is unbuffered, as with python -u and torchrun; by default, a line is"
+        " written when it is complete",
     ),
     Flag(
         name="--block-buffered",
         own=True,
         group=_START,
         env=False,
-        help="workers' stdout is buffered in blocks where it is a file or pipe: faster for megabytes"
-        " of output, lost if a worker is killed",
+        help="workers' stdout is buffered in blocks if it is a file or pipe: faster for megabytes"
+        " of output, but lost if a worker is killed",
     ),
     Flag(
         name="--templates",
         own=True,
         group=_START,
         env=False,
-        help="{rank}, {local_rank}, {node_rank} and {generation} in the script's arguments become the"
-        " worker's own numbers",
+        help="replace {rank}, {local_rank}, {node_rank} and {generation} in the script's arguments by the"
+        " worker's own",
     ),
     Flag(
         name="--virtual-local-rank",
@@ -319,26 +319,26 @@ FLAGS: tuple[Flag, ...] = (
         metavar="S",
         default="0.1",
         group=_OTHER,
-        help="without effect: workers' ends are events here",
+        help="no effect: a worker that ends is noticed at once",
     ),
     Flag(
         name="--event-log-handler",
         metavar="NAME",
         default="null",
         group=_OTHER,
-        help="without effect: failures are in report.json",
+        help="no effect: set RALLY_EVENTS=FILE instead",
     ),
     Flag(
         name="--logs-specs",
         metavar="NAME",
         env=False,
         group=_OTHER,
-        help="without effect: the flags above say where logs go",
+        help="no effect: use the flags for logs above",
     ),
     Flag(
         name="--run-path",
         group=_OTHER,
-        help="without effect: scripts run this way here anyhow",
+        help="no effect: scripts always run this way",
     ),
 )
 
@@ -352,7 +352,7 @@ BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS} | {
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A command line taken apart.
+    """A parsed command line.
 
     Args:
         values: flag -> value ("1" for switches), for flags on the command line alone.
@@ -365,8 +365,8 @@ class Given:
     help: bool = False
 
 
-def take_apart(argv: Sequence[str]) -> Given:
-    """Flags, then the target: everything from the first word that is no flag belongs to the script.
+def parse(argv: Sequence[str]) -> Given:
+    """Parse flags, then the target: the first word that is not a flag, and all that follows it.
 
     Raises:
         ConfigError: an unknown or ambiguous flag (the nearest is named), or one without its value.
@@ -501,8 +501,8 @@ def help_text(backends: Sequence[Backend] = (), width: int = 100) -> str:
         "       rally run [flags] -m package.module [its arguments]",
         "       rally run [flags] --no-python program [its arguments]",
         "",
-        "Start a distributed PyTorch job on this machine, or this machine's share of one, and explain",
-        "how it failed if it does. A command line of torchrun works here unchanged.",
+        "Start a distributed PyTorch job on this machine, or this machine's part of one. If it fails, report",
+        "why. Command lines of torchrun work unchanged.",
         "",
         "  rally run --nproc-per-node 4 train.py --epochs 3",
         "  rally run --nproc-per-node gpu --max-restarts 3 train.py",
@@ -529,10 +529,10 @@ def help_text(backends: Sequence[Backend] = (), width: int = 100) -> str:
             lines += entry(f"  {option.name}=", option.help)
     lines += [
         "",
-        "Flags may be written --a-b or --a_b and shortened while unambiguous. A flag that is not given",
-        "takes its value from PET_FLAG_NAME (PET_NPROC_PER_NODE=4), as under torchrun. Inside Slurm,",
-        "Open MPI, MPICH or a cluster that sets MASTER_ADDR, nodes and ranks are found by themselves.",
-        "Exit code: that of the worker that failed first; 128+N if signal N ended it; 2 for a mistake in",
-        "the command line.",
+        "Flags may be written --a-b or --a_b, and shortened as long as they are unambiguous. Without a flag,",
+        "PET_FLAG_NAME gives its value (PET_NPROC_PER_NODE=4), as with torchrun. Nodes and ranks are",
+        "detected with Slurm, Open MPI, MPICH, and clusters that set MASTER_ADDR, RANK and WORLD_SIZE.",
+        "Exit code: that of the worker that failed first; 128+N if signal N ended it; 2 if the command line",
+        "is wrong.",
     ]
     return "\n".join(lines)

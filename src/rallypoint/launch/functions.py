@@ -1,8 +1,7 @@
-"""Run a function on several workers and use what it returns: no script, no command line.
+"""Run a function on several workers and return its results: no script, no command line.
 
-The public face of function launches; what it stands on are files of their own: the config
-(``multiprocess_config``), the call's way to the workers and back (``payload``), their process group
-(``process_group``, ``backends``) and, as for ``rally run``, the supervisor.
+Its parts: the config (``multiprocess_config``), the pickled call and results (``payload``), the process group of the
+workers (``process_group``, ``backends``) and, as for ``rally run``, the supervisor.
 """
 
 from __future__ import annotations
@@ -77,36 +76,36 @@ def launch_subprocesses(
     ``sys.argv``, environment and folder. They do not run the caller's script again, so it needs no
     ``__main__`` guard. Their output appears on the caller's ``sys.stdout`` and ``sys.stderr``.
 
-    Functions may be lambdas, closures, partials, bound methods or of ``__main__``: what cannot be imported travels by
-    value (cloudpickle). Results too; return CPU tensors, not CUDA ones. A worker that calls
+    Functions may be lambdas, closures, partials, bound methods or from ``__main__``: what cannot be imported is pickled by
+    value (cloudpickle). So are results; return CPU tensors, not CUDA ones. A worker that calls
     ``sys.exit()`` without an error returns None.
 
-    With ``cfg.world_size`` 1 nothing is started: ``func`` is called in this process, inside a process group
-    of one, with the same variables, which are put back afterwards. What it raises is
-    raised as it is then. A default process group that exists already is used and kept.
+    With ``cfg.world_size`` 1 no worker is started: ``func`` is called in this process, inside a process group
+    of one, with the same variables, which are restored afterwards. Its exceptions are not wrapped.
+    A default process group that exists already is used and kept.
 
     A job in several parts (several machines): each part is a launch with the same ``world_size``, ``master_addr``
     and ``master_port``, its own ``rank_offset``, and ``local_world_size`` for the number of its workers. The part
     with ``rank_offset=0`` serves the store, until its own workers have ended.
 
-    Blocks: until all workers have ended and nothing of them is left.   Threads: may be called from any
-    thread; signals are only noticed where Python delivers them, in the main thread.
-    Signals: Ctrl-C is passed to the workers (a second one kills them), then KeyboardInterrupt is raised here. SIGTERM,
-    SIGHUP and SIGQUIT end the workers too, then have the effect that they had before.
+    Blocks: until all workers and their processes have ended.   Threads: may be called from any
+    thread; signals are only noticed in the main thread, where Python delivers them.
+    Signals: Ctrl-C is forwarded to the workers (a second one kills them), then KeyboardInterrupt is raised here. SIGTERM,
+    SIGHUP and SIGQUIT end the workers too, and then take their previous effect.
     Args:
-        func: what to call; with ``launch_method="fork"`` anything, else what can be pickled.
-        cfg: sizes, place and backend; what is unset is resolved from this machine.
+        func: the function; unless ``launch_method`` is ``fork``, it must be possible to pickle it.
+        cfg: sizes, addresses and backends; unset fields are resolved from this machine.
         *args: arguments for ``func``; every worker gets a copy.
         setup: called without arguments in each worker before the process group is formed, so it
             may configure logging, register a backend, or set variables that a backend reads.
         rank_offset: rank of the first worker.
         **kwargs: keyword arguments for ``func``.
     Returns:
-        What each worker's call returned, by rank, of the workers started here.
+        The results of the workers started here, by rank.
     Raises:
-        ConfigError: a setting cannot be, or the call cannot be pickled; nothing has been started.
-        WorkersFailed: a worker failed or its result cannot be pickled; the text is the report.
-        LaunchError: the job's processes could not be run, or a result cannot be loaded here.
+        ConfigError: a setting cannot work, or the call cannot be pickled; nothing has been started.
+        WorkersFailed: a worker failed, or its result cannot be pickled; the text is the report.
+        LaunchError: the job's processes could not be run, or a result cannot be unpickled here.
     """
     _check_calls(func, setup)
     multiprocess_config.check(cfg)
@@ -127,7 +126,7 @@ def launch_subprocesses(
 
 def _check_calls(func: object, setup: object) -> None:
     if not callable(func):
-        raise ConfigError("func", func, "expected something that can be called")
+        raise ConfigError("func", func, "expected a callable")
     if (problem := limits.working_directory()) is not None:
         raise LaunchError(
             f"the working directory of this process: {problem}; os.chdir to another one"
@@ -170,7 +169,7 @@ def _check_part(cfg: MultiprocessConfig, rank_offset: int) -> bool:
     assert cfg.local_world_size is not None
     if cfg.rank:
         raise ConfigError(
-            "rank", cfg.rank, "the launch gives each worker its rank", "use rank_offset"
+            "rank", cfg.rank, "a launch assigns the ranks of its workers", "use rank_offset"
         )
     most = cfg.world_size - cfg.local_world_size
     if not 0 <= rank_offset <= most:
@@ -186,8 +185,8 @@ def _check_part(cfg: MultiprocessConfig, rank_offset: int) -> bool:
         raise ConfigError(
             "master_port",
             cfg.master_port,
-            f"a job of {cfg.world_size} workers of which {cfg.local_world_size} start here needs a port"
-            " that all its launches know",
+            f"{cfg.local_world_size} of the job's {cfg.world_size} workers start here, so all launches of the job"
+            " need the same port",
         )
     if by_file and not in_parts:
         path = cfg.init_method.removeprefix("file://")
@@ -219,7 +218,7 @@ def _check_fork(cfg: MultiprocessConfig) -> None:
         raise ConfigError(
             "launch_method",
             "fork",
-            "this process is in a process group, which its forks would inherit",
+            "this process has a process group, which its forks would inherit",
             hint,
         )
 
@@ -246,7 +245,7 @@ def _run_inline(call: payload.Call, cfg: MultiprocessConfig, *, by_default: bool
     if by_default:
         # Somebody who asked for workers and gets none should see it with logging as Python sets it up.
         _log.warning(
-            "%s runs in this process: world_size is unset, and no CUDA device or only one was found;"
+            "%s runs in this process: world_size is unset, and this machine has no CUDA device, or only one;"
             " set world_size to start workers",
             name,
         )
@@ -390,8 +389,8 @@ def _secret(*, alone: bool) -> bytes | None:
     found = secret.shared(env)
     if found is None:
         _log.warning(
-            "no secret: anybody who can reach this job's ports can run code as you where workers use rpc; make one"
-            " with `rally secret` and have all machines use it (RALLY_SECRET_FILE)"
+            "no secret: anyone who can reach this job's ports can run code as you if workers use rpc; make one with"
+            " `rally secret` and set RALLY_SECRET_FILE on all machines"
         )
     return found
 
@@ -410,7 +409,7 @@ def _results(outcome: Outcome, cfg: MultiprocessConfig, rank_offset: int) -> lis
     assert cfg.world_size is not None
     silent = [rank_offset + index for index, data in enumerate(outcome.results) if not data]
     if silent:
-        reason = f"rank {silent[0]} exited with code 0 before its function returned (os._exit?)"
+        reason = f"rank {silent[0]} exited with code 0 before its function returned; does it call os._exit?"
         raise WorkersFailed(FailureReport(failures=(), world_size=cfg.world_size, reason=reason))
     return [
         payload.unpack_result(rank_offset + index, data)

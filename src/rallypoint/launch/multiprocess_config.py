@@ -34,9 +34,9 @@ _VARIABLES = {
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessConfig:
-    """How many workers, where they meet, and over what they talk.
+    """Sizes, addresses and backends of a function launch.
 
-    Everything may be left unset; :meth:`resolve` says what it then is.
+    Every field may be left unset; :meth:`resolve` fills in the defaults.
 
     Args:
         rank: this process's rank in the job; None or -1 leaves it unset. A launch gives each worker its own.
@@ -45,12 +45,12 @@ class MultiprocessConfig:
         world_size: number of workers of the job. Default: one for each CUDA device, else 1.
         local_world_size: number of workers on this machine. Default: ``world_size``.
         master_addr: the host at which workers find their store. Default: ``localhost``.
-        master_port: its port. Default, and 0: a free one, which is chosen when it is bound, so
-            nobody can take it in between.
+        master_port: its port. Default, and 0: a free one, chosen when it is bound, so no other process can take it
+            first.
         init_method: ``env://`` (a store at ``master_addr:master_port``), ``tcp://HOST:PORT`` (the same,
-            in one word) or ``file:///PATH`` (a file that all can write and that does not exist yet).
+            in one word) or ``file:///PATH`` (a file that all workers can write and that does not exist yet).
         model_parallelism: workers that share one model (neighbouring ranks); 1 for none.
-        pipeline_parallelism: pipeline stages (ranks furthest apart); 1 for none. What is left of
+        pipeline_parallelism: pipeline stages (ranks furthest apart); 1 for none. The rest of
             ``world_size`` is data parallel.
         backend: of the default group. Default: ``get_distributed_backend()``.
         model_parallel_backend: of the groups along the mesh axis ``mp``. Default: ``backend``.
@@ -61,7 +61,7 @@ class MultiprocessConfig:
             results; locks held by other threads and an initialised CUDA do not survive it).
 
     Raises:
-        ConfigError: a field cannot be, or two do not go together.
+        ConfigError: a value is not possible, or two contradict each other.
     """
 
     rank: int | None = None
@@ -156,13 +156,15 @@ class MultiprocessConfig:
         return self.world_size // (self.model_parallelism * self.pipeline_parallelism)
 
     def resolve(self) -> MultiprocessConfig:
-        """The same, with what is unset set from this machine's devices (see the class).
+        """Fill in unset fields from this machine's devices.
 
-        ``master_port`` stays unset: it is chosen at the moment it is bound. Imports torch where
+        ``master_port`` stays unset: it is chosen when it is bound. Imports torch if
         devices must be counted, but does not initialise CUDA.
 
+        Returns:
+            A copy with every other field set.
         Raises:
-            ConfigError: what was found does not go with what was set.
+            ConfigError: the machine's devices contradict a field.
         """
         sized = self.with_sizes()
         assert sized.local_world_size is not None
@@ -181,7 +183,11 @@ class MultiprocessConfig:
         )
 
     def with_sizes(self) -> MultiprocessConfig:
-        """The part of :meth:`resolve` that needs torch only if the world's size is unset: sizes and address."""
+        """Fill in sizes and address only; imports torch only if ``world_size`` is unset.
+
+        Returns:
+            A copy with them set.
+        """
         world_size = self.world_size or self.local_world_size or max(1, backends.num_cuda_devices())
         addr, port = self.master_addr or "localhost", self.master_port or None
         if self.init_method.startswith("tcp://"):
@@ -195,10 +201,14 @@ class MultiprocessConfig:
         )
 
     def with_environment(self, env: Mapping[str, str]) -> MultiprocessConfig:
-        """The same, with what is unset taken from ``env``, a worker's variables (``RANK``, ``WORLD_SIZE``, …).
+        """Fill in unset fields from a worker's variables (``RANK``, ``WORLD_SIZE``, …).
 
+        Args:
+            env: the variables.
+        Returns:
+            A copy with those fields set.
         Raises:
-            ConfigError: a variable is not a number, or does not go with what was set.
+            ConfigError: a variable is not a number, or contradicts a field.
         """
         found: dict[str, int] = {}
         for name, variable in _VARIABLES.items():
@@ -214,17 +224,13 @@ class MultiprocessConfig:
 
 
 def check(cfg: object) -> None:
-    """Whether ``cfg`` is a config at all: functions that take one take anything behind it.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError unless ``cfg`` is a config: anything may follow it among the arguments."""
     if not isinstance(cfg, MultiprocessConfig):
         raise ConfigError(
             "cfg",
             cfg,
             "expected a MultiprocessConfig",
-            "the order is: func, cfg, arguments of func",
+            "pass func, cfg, then the arguments of func",
         )
 
 

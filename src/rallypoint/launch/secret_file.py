@@ -14,19 +14,19 @@ from rallypoint.errors import ConfigError
 HELP = """\
 usage: rally secret [--force] [FILE]
 
-Make a file with a new secret for jobs of several nodes. Only you can read it (mode 0600). Nodes that
-have the same secret take part in one job; nobody else can change what they agree on, or call functions.
+Make a file with a new secret for jobs of several nodes. Only you can read it (mode 0600). Only nodes with
+the job's secret can take part in it or call its functions.
 
-  FILE      default: ~/.config/rallypoint/secret, which `rally run` uses wherever several nodes meet
-            and no other secret is given
-  --force   replace the file if it is there; jobs that run keep the old secret"""
+  FILE      default: ~/.config/rallypoint/secret, which `rally run` uses for several nodes if no other
+            secret is given
+  --force   replace the file if it exists; running jobs keep the old secret"""
 
 
 def command(words: Sequence[str], env: Mapping[str, str]) -> str:
-    """Carry out ``rally secret``; returns what to tell the user.
+    """Run ``rally secret``; returns the text to print.
 
     Raises:
-        ConfigError: a flag or the file is not possible.
+        ConfigError: a flag is unknown, or the file cannot be made.
     """
     if {"-h", "--help"} & set(words):
         return HELP
@@ -38,10 +38,10 @@ def command(words: Sequence[str], env: Mapping[str, str]) -> str:
                 "secret", name, "no such flag (known: --force)", "rally secret --help"
             )
     if len(names) > 1:
-        raise ConfigError("secret", names[1], "one file at most", "rally secret --help")
+        raise ConfigError("secret", names[1], "expected at most one file", "rally secret --help")
     default = secret.user_file(env)
     if not names and default is None:
-        raise ConfigError("secret", None, "this user has no home folder", "name a FILE")
+        raise ConfigError("secret", None, "this user has no home folder", "give a FILE")
     path = Path(names[0]).absolute() if names else default
     assert path is not None
     if path == default:
@@ -73,7 +73,7 @@ def make_file(path: Path, *, force: bool) -> bytes:
                 raise
     except FileExistsError:
         raise ConfigError(
-            "secret", str(path), "there is such a file already", "rally secret --force replaces it"
+            "secret", str(path), "this file exists already", "rally secret --force replaces it"
         ) from None
     except OSError as error:
         raise ConfigError("secret", str(path), error.strerror or str(error)) from None
@@ -83,7 +83,7 @@ def make_file(path: Path, *, force: bool) -> bytes:
 def _instructions(path: Path, made: bytes, *, by_default: bool) -> str:
     lines = [f"{path}: a new secret, fingerprint {secret.fingerprint(made)}"]
     if by_default:
-        lines.append("Nodes that share this home folder use it from now on.")
+        lines.append("Nodes that share this home folder now use it.")
     lines.append(f"On other nodes:  scp -p {path} NODE:{path}")
     if by_default:
         lines.append("Start the job:   rally run --nnodes 2 --rdzv-endpoint HOST … train.py")

@@ -120,13 +120,13 @@ def _start(values: Values, kind: TargetKind) -> tuple[StartMethod, str | None]:
     python = values.env.get("PYTHON_EXEC")
     if python and not _same_file(python, sys.executable):
         if shutil.which(python, path=values.env.get("PATH")) is None:
-            problem = "may not be executed" if os.path.exists(python) else "no such interpreter"
+            problem = "not executable" if os.path.exists(python) else "no such interpreter"
             raise ConfigError("PYTHON_EXEC", python, problem)
         return StartMethod.EXEC, python
     if kind is TargetKind.PROGRAM:
         method = StartMethod.EXEC
     if method is StartMethod.EXEC and values.text("preload"):
-        values.remarks.append("--preload has no effect: workers are not forks of one process")
+        values.remarks.append("--preload has no effect without --start-method forkserver")
     return method, None
 
 
@@ -188,9 +188,8 @@ def _secret(values: Values, *, alone: bool) -> bytes | None:
     if (found := secret.shared(values.env)) is not None:
         return found
     values.remarks.append(
-        "no secret: anybody who can reach this job's ports can change what its nodes agree on, and run code"
-        " as you where workers use rpc; make one with `rally secret` and give it to all nodes (--secret-file),"
-        " or say --insecure on a network that you trust"
+        "no secret: anyone who can reach this job's ports can disturb it, and run code as you if workers use rpc;"
+        " make one with `rally secret` and pass it to all nodes (--secret-file), or use --insecure on a trusted network"
     )
     return None
 
@@ -233,7 +232,7 @@ def _signals(values: Values) -> tuple[tuple[signal.Signals, ...], tuple[signal.S
         raise ConfigError(
             values.shown("signals_to_pass"),
             values.text("signals_to_pass"),
-            f"{', '.join(both)} cannot both end the job ({values.shown('signals_to_handle')}) and not",
+            f"{', '.join(both)} is in {values.shown('signals_to_handle')} as well, and would end the job",
             "name it in one of the two",
         )
     return tuple(each for each in ending if each not in passed), passed
@@ -246,7 +245,7 @@ def _signal_list(values: Values, dest: str) -> tuple[signal.Signals, ...]:
     for word in filter(None, (item.strip().upper() for item in text.split(","))):
         name = word if word.startswith("SIG") else f"SIG{word}"
         if name not in signal.Signals.__members__:
-            raise ConfigError(shown, word, "no such signal", "names as in `kill -l`: SIGUSR1")
+            raise ConfigError(shown, word, "no such signal", "`kill -l` lists the names")
         number = signal.Signals[name]
         if number in {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
             raise ConfigError(shown, word, "this signal cannot be forwarded")
@@ -263,10 +262,10 @@ def _remark_on_what_has_no_effect(values: Values) -> None:
             values.shown("monitor_interval"), interval, "expected a number of seconds"
         ) from None
     reasons = {
-        "monitor_interval": "workers' ends are events here, nothing is polled",
-        "event_log_handler": "what happened is in report.json",
-        "logs_specs": "--log-dir, --redirects and --tee say where logs go",
-        "run_path": "scripts run that way here anyhow",
+        "monitor_interval": "a worker that ends is noticed at once",
+        "event_log_handler": "set RALLY_EVENTS=FILE instead",
+        "logs_specs": "use --log-dir, --redirects and --tee",
+        "run_path": "scripts always run this way",
     }
     for dest, reason in reasons.items():
         flag = BY_NAME["--" + dest.replace("_", "-")]

@@ -1,4 +1,4 @@
-"""The interface between those who need a round and those who make one (torchelastic's, typed)."""
+"""The interface of a rendezvous: torchelastic's, typed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Member:
 
     Args:
         rank: its node rank in this round.
-        host: its name, for people.
-        facts: what it told about itself (JSON values): workers, address of its store.
+        host: its host name.
+        facts: what it told the other nodes (JSON values): number of workers, address of its store.
     """
 
     rank: int
@@ -45,17 +45,19 @@ class RendezvousStoreInfo:
     def build(
         rank: int, store: Any, local_addr: str | None, server_port: int | None = None
     ) -> RendezvousStoreInfo:
-        """Settle one address and port: node 0 writes them into ``store``, all read them there.
+        """Agree on one address and port: node 0 writes them into ``store``, all nodes read them there.
 
         The port is not held between this call and its use; a handler that serves the store itself
         binds the port first and constructs the object.
 
-        Collective over the nodes.   Blocks: until node 0 has come, for as long as the store waits for a key.
+        Collective over the nodes.   Blocks: until node 0 has written, at most as long as the store waits for a key.
         Args:
             rank: of this node.
             store: a c10d store that all nodes share.
             local_addr: the address by which the others reach this node; default: its host name.
             server_port: default: a port that is free on this node now.
+        Returns:
+            The address and port that node 0 wrote.
         """
         if rank == 0:
             addr, port = local_addr or socket.getfqdn(), server_port or _free_port()
@@ -75,11 +77,11 @@ class RendezvousInfo:
     """One agreed membership. Unpacks as ``(store, rank, world_size)``; ranks count nodes.
 
     Args:
-        store: the job's coordination store: c10d's with keys of its own in each round, from a handler made by
-            the name of its backend; the backend's own for who makes the handler.
+        store: a c10d store with a new set of keys in each round, if the handler was made by the name of its
+            backend; else the backend's own :class:`Store`.
         rank: of this node.
         world_size: number of nodes.
-        bootstrap_store_info: where workers meet, if the round settled that; else None.
+        bootstrap_store_info: where workers meet, if the nodes agreed on that; else None.
         members: all of them, by rank.
         generation: the round's number.
     """
@@ -96,11 +98,15 @@ class RendezvousInfo:
 
 
 class RendezvousHandler(ABC):
-    """One node's way into rounds. Not thread-safe; calls block and have deadlines."""
+    """One node's part in a rendezvous. Not thread-safe; calls that block have deadlines."""
 
     @abstractmethod
     def get_backend(self) -> str:
-        """Name of the backend."""
+        """Name of the backend.
+
+        Returns:
+            As it is registered.
+        """
 
     @property
     def use_agent_store(self) -> bool:
@@ -112,32 +118,51 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:
-        """Take part in the next round. Collective over the nodes; blocks until it is complete.
+        """Take part in the next round.
 
+        Collective over the nodes.   Blocks: until the round is complete, at most for ``join_timeout`` seconds.
+        Returns:
+            The round.
         Raises:
-            RendezvousTimeout: some nodes did not come in time.
+            RendezvousTimeout: too few nodes arrived in time.
             RendezvousConnectionError: the store cannot be reached or served.
-            RendezvousClosedError: no further round will be formed.
-            RendezvousStateError: what the store holds cannot be understood.
-            RendezvousGracefulExitError: the job goes on without this node, which may leave.
+            RendezvousClosedError: no further round will form.
+            RendezvousStateError: the store holds corrupt state.
+            RendezvousGracefulExitError: the job continues without this node, which may leave.
         """
 
     @abstractmethod
     def is_closed(self) -> bool:
-        """Whether no further round will be formed."""
+        """Whether the rendezvous is closed. Asks the store.
+
+        Returns:
+            True if no further round will form.
+        """
 
     @abstractmethod
     def set_closed(self) -> None:
-        """Form no further round."""
+        """Close the rendezvous, for all nodes: no further round will form."""
 
     @abstractmethod
     def num_nodes_waiting(self) -> int:
-        """Nodes that came too late for the current round; 0 where membership is fixed."""
+        """How many nodes arrived too late for the current round. Asks the store.
+
+        Returns:
+            Their number; 0 if membership is fixed.
+        """
 
     @abstractmethod
     def get_run_id(self) -> str:
-        """The job's name."""
+        """The job's name.
+
+        Returns:
+            The ``run_id`` of the parameters.
+        """
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Leave, and release what is held. True if that went well."""
+        """Leave, and release all resources. Blocks for a few seconds at most.
+
+        Returns:
+            Whether that succeeded.
+        """

@@ -15,7 +15,7 @@ from rallypoint.errors import RendezvousConnectionError
 
 
 class StoreSilent(RendezvousConnectionError):
-    """No answer came for as long as a store may take, or we hung up ourselves: it need not be asked again."""
+    """The store did not answer in time, or this end closed the connection: asking again is pointless."""
 
 
 MAX_KEY = 512
@@ -23,46 +23,96 @@ MAX_VALUE = 1024 * 1024
 
 
 class Store(Protocol):
-    """Shared keys. Every operation takes effect at once and for all (linearizable)."""
+    """Shared keys. Every operation takes effect at once and for all clients (linearizable)."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Have ``key`` hold ``value``, whatever it held; whoever waits for it is told."""
+        """Set a key, whatever it holds, and wake those that wait for it.
+
+        Args:
+            key: the key.
+            value: its new value.
+        """
 
     def get(self, key: str, timeout: float) -> bytes:
-        """The value; waits for the key. Raises ``TimeoutError`` if it does not come in ``timeout`` seconds."""
+        """The value of a key. Blocks until the key exists.
+
+        Args:
+            key: the key.
+            timeout: the most seconds to wait.
+        Returns:
+            Its value.
+        Raises:
+            TimeoutError: the key did not appear in time.
+        """
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """What the keys hold now, None for those that do not exist. Does not wait.
+        """The present values of several keys, in a constant number of round trips for a few hundred of them.
 
-        A constant number of round trips for each few hundred keys.
+        Args:
+            keys: the keys.
+        Returns:
+            A value for each, None for those that do not exist.
         """
 
     def peek(self, key: str) -> bytes | None:
-        """What one key holds now, in one round trip.
+        """The present value of one key, in one round trip.
 
-        For keys that nobody waits for: those who do may be kept busy by it.
+        Args:
+            key: a key that nobody waits for: looking at it may wake those that do.
+        Returns:
+            Its value, or None if it does not exist.
         """
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the counter ``key`` (0 if new) and return the sum.
+        """Add to a counter. N callers at once cost O(1) round trips each: there is no race of compare-and-set.
 
-        N callers at once cost O(1) round trips each: no compare-and-set race.
+        Args:
+            key: the counter, 0 if it does not exist. Its value is the sum, as decimal text.
+            amount: what to add.
+        Returns:
+            The sum.
         """
 
     def put_new(self, key: str, value: bytes) -> bytes:
-        """Set ``key`` to ``value`` if it does not exist; return what it holds now, ours or another's."""
+        """Set a key if it does not exist.
+
+        Args:
+            key: the key.
+            value: its value.
+        Returns:
+            What the key holds now: ``value``, or what another client has set.
+        """
 
     def exists(self, key: str) -> bool:
-        """Whether ``key`` has been set."""
+        """Whether a key exists.
+
+        Args:
+            key: the key.
+        Returns:
+            True if it does.
+        """
 
     def delete(self, key: str) -> bool:
-        """Remove a key or counter; False if there was none."""
+        """Remove a key or counter.
+
+        Args:
+            key: the key.
+        Returns:
+            Whether it existed.
+        """
 
     def clone(self) -> Store:
-        """The same store over a connection of its own: a blocked call does not hold up others."""
+        """Another connection to the same store: a call that blocks on one does not delay the other.
+
+        Returns:
+            The connection; it is closed on its own.
+        """
 
     def close(self) -> None:
-        """Give the connection back. A second call does nothing; other clones stay usable."""
+        """Close this connection, but no clones; a second call does nothing.
+
+        A call that blocks in another thread ends with ``RendezvousConnectionError``.
+        """
 
 
 @runtime_checkable
@@ -72,7 +122,7 @@ class ComparingStore(Store, Protocol):
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set the key if it holds ``expected``, and return what it holds now.
 
-        Empty ``expected`` stands for a key that does not exist, too. Where there is no key, and one
+        Empty ``expected`` also stands for a key that does not exist. If there is no key, and one
         was expected, nothing is set and ``expected`` is returned: c10d's rules.
         """
 
@@ -82,4 +132,4 @@ class CountingStore(Store, Protocol):
     """A store that can tell how many keys it has."""
 
     def num_keys(self) -> int:
-        """Keys and counters of this job."""
+        """The number of keys and counters of this job."""
