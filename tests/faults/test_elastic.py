@@ -237,7 +237,7 @@ def test_all_nodes_are_restarted_in_turn(cluster: Cluster, hosts: Hosts) -> None
         cluster.goes_on(formed)
         cluster.measure(f"n{index} restarted, all train again", formed.at - at)
     for node in cluster.nodes:
-        assert node.says().count("going there") <= 2, node
+        assert node.says().count("connecting there") <= 2, node
     finish(cluster, *formed.names)
 
 
@@ -312,7 +312,7 @@ def test_whoever_is_cut_off_waits_and_comes_back(cluster: Cluster, hosts: Hosts)
         return [e for e in cluster.notes("generation", since=at) if e["node"] in {"n2", "n3"}]
 
     # It gathers around a store of its own, and waits; or it is wrong, and trains.
-    waits = "the others may go on without us"
+    waits = "the others may continue without this node"
     other_half = [cluster.node(name) for name in ("n2", "n3")]
     wait_until(
         lambda: of_the_other_half() or any(node.said(waits, since=at) for node in other_half),

@@ -309,7 +309,7 @@ def test_a_newcomer_at_the_old_endpoint_is_led_to_the_new_one(nodes: Nodes) -> N
     newcomer = nodes.start()
     nodes.together()
     print(f"newcomer at the old endpoint, in a round of 4 after {nodes.formed() - started:.2f} s")
-    assert any("going there" in each["text"] for each in newcomer.notes("says"))
+    assert any("connecting there" in each["text"] for each in newcomer.notes("says"))
 
 
 def test_who_was_led_on_from_its_own_store_goes_on_when_the_next_one_is_lost(nodes: Nodes) -> None:

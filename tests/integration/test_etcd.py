@@ -168,7 +168,7 @@ def test_the_leader_dies_during_waits_and_adds_and_counts_stay_exact(tmp_path: P
         assert time.monotonic() - before < 30
         for endpoint in cluster.endpoints:
             assert endpoint in str(caught.value)
-        assert "does not answer for 1.5 s" in str(caught.value)
+        assert "has not answered for 1.5 s" in str(caught.value)
         waiting.join(30)  # a member alone would let it wait until the end of the slice
         assert ended and ended[0] - before < 10
         for one in (first, lonely, watcher, *adders, *waiters):
@@ -191,7 +191,7 @@ def test_nobody_there_is_told_with_the_reason() -> None:
     for call in (lambda: store.get("k", 0.1), lambda: store.set("k", b""), store.delete_prefix):
         with pytest.raises(RendezvousConnectionError) as caught:
             call()
-        assert f"etcd at 127.0.0.1:{port} does not answer for 0.3 s: connection refused" == str(
+        assert f"etcd at 127.0.0.1:{port} has not answered for 0.3 s: connection refused" == str(
             caught.value
         )
     store.close()
@@ -624,9 +624,9 @@ def test_a_missing_library_is_told_with_what_to_install(monkeypatch: pytest.Monk
         ({"user": "me"}, "a user and its password go together"),
         ({"ca_cert": "/none/ca.pem"}, "ca_cert '/none/ca.pem': no such file"),
         ({"cert": "/none/me.pem"}, "cert '/none/me.pem': no such file"),
-        ({"key": __file__}, "a key without its certificate"),
-        ({"ca_cert": __file__}, "no certificates in PEM"),
-        ({"cert": __file__}, "no certificate in PEM"),
+        ({"key": __file__}, "expected a certificate (cert) beside the key"),
+        ({"ca_cert": __file__}, "contains no PEM certificates"),
+        ({"cert": __file__}, "contains no PEM certificate"),
     ],
 )
 def test_settings_that_cannot_work_are_named(settings: dict, expected: str) -> None:

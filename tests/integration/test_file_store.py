@@ -444,7 +444,7 @@ def test_broken_mount_is_one_line_that_names_folder_and_operation(
             call()
         text = str(caught.value)
         assert text.startswith(f"the job's store in {folder} cannot {operation}: ")
-        assert says in text and "is the file server there" in text and "\n" not in text
+        assert says in text and "is the file server up" in text and "\n" not in text
     monkeypatch.undo()
     assert store.get("some/key", 0.0) == b"1"
     assert temporaries_in(folder) == []
@@ -803,7 +803,7 @@ def test_folder_that_everybody_may_write_to_is_refused(tmp_path):
         folder.mkdir()
         folder.chmod(mode)
         text = refusal(folder)
-        assert "everybody may write to it" in text
+        assert "everyone can write to it" in text
         assert f"chmod o-w {folder}" in text
         assert everything_in(folder) == []
     folder.chmod(0o770)

@@ -77,7 +77,7 @@ def test_the_same_line_on_every_node_meets_and_assigns_ranks(cluster: Cluster) -
 @pytest.mark.parametrize(
     ("one", "other", "says"),
     [
-        (("--rdzv-id", "a"), ("--rdzv-id", "b"), "another job meets here"),
+        (("--rdzv-id", "a"), ("--rdzv-id", "b"), "another job uses this endpoint"),
         (("--secret-file", "one"), (), "give all nodes the same --secret-file"),
         pytest.param(
             ("--secret-file", "one"),
@@ -157,7 +157,7 @@ def test_a_store_of_another_program_is_named(cluster: Cluster) -> None:
         assert other.stdout is not None
         port = int(other.stdout.readline())
         node = start(cluster, "n0", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
-        node.wait_said("is served by no node of a job")
+        node.wait_said("is not served by a node of a job")
         stop(node)
         other.kill()
 

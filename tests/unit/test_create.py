@@ -174,7 +174,7 @@ def test_one_node_needs_no_endpoint_several_do() -> None:
         ("static", {"node_rank": "2"}, "--node-rank 2: expected 0 to 0"),
         ("static", {"node_rank": "x"}, "--rdzv-conf node_rank 'x'"),
         ("etcd", {"ttl": "long"}, "--rdzv-conf ttl 'long'"),
-        ("etcd", {"ttl": "0"}, "ttl 0: whole seconds"),
+        ("etcd", {"ttl": "0"}, "ttl 0: expected whole seconds"),
         ("etcd", {"ca_cert": "/nowhere"}, "ca_cert '/nowhere': no such file"),
         ("etcd", {"user": "me"}, "a user and its password go together"),
     ],

@@ -65,7 +65,7 @@ def test_who_goes_with_the_host_leaves_nothing_and_hears_nothing(store):
 @pytest.mark.parametrize(
     ("differs", "says"),
     [
-        ({"run_id": "b"}, "another job meets here"),
+        ({"run_id": "b"}, "another job uses this endpoint"),
         ({"secret": b"x"}, "has a secret"),
         ({"torch": "2.12"}, "install the same"),
     ],
@@ -117,14 +117,14 @@ def test_a_stored_introduction_of_a_job_that_is_gone_turns_nobody_away(store):
 def test_a_store_that_no_node_serves_is_called_so(store, monkeypatch):
     monkeypatch.setattr(guestbook, "HOST_PATIENCE", 0.05)
     guest = Node(store, "guest").come()
-    assert "node0:29400 is served by no node of a job" in guest.lines[0]
+    assert "node0:29400 is not served by a node of a job" in guest.lines[0]
     with pytest.raises(ConfigError, match="the port is in use"):
         Node(store, "node0").come(should_serve=True)
 
 
 def test_node_0_whose_port_another_job_has_is_told_whose(store):
     Node(store, "other", run_id="b").serve()
-    with pytest.raises(ConfigError, match="another job meets here: 'b', of other"):
+    with pytest.raises(ConfigError, match="another job uses this endpoint: 'b', of other"):
         Node(store, "node0").come(should_serve=True)
 
 

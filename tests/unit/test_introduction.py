@@ -94,7 +94,14 @@ def test_nodes_that_go_together_differ_in_nothing():
         (replace(OTHER, run_id="more"), None, None, "--rdzv-id", "'more', of host-b", False),
         # Of another job nothing else is compared.
         (replace(OTHER, run_id="more", nodes="9"), None, None, "--rdzv-id", "'more'", False),
-        (replace(OTHER, run_id="more"), b"a", b"a", "--rdzv-id", "another job meets here", False),
+        (
+            replace(OTHER, run_id="more"),
+            b"a",
+            b"a",
+            "--rdzv-id",
+            "another job uses this endpoint",
+            False,
+        ),
         (replace(OTHER, run_id="more", nodes="9"), b"a", b"b", "--secret-file", "another", False),
         (OTHER, b"a", b"b", "--secret-file", "host-b has another secret", False),
         (OTHER, b"a", None, "--secret-file", "this node has a secret and host-b has none", False),

@@ -250,7 +250,7 @@ class DynamicRendezvous(RendezvousHandler):
         return closed is not None
 
     def set_closed(self) -> None:
-        self.close_rendezvous("it was closed by a node")
+        self.close_rendezvous("a node closed it")
 
     def close_rendezvous(self, reason: str) -> None:
         """Form no further round; nodes that wait for one are told ``reason``."""
@@ -376,7 +376,9 @@ class DynamicRendezvous(RendezvousHandler):
         with self._lock:
             self._dead.add(str(self._plan["store"]))
         deadline = Deadline(self._timing.join)
-        self._recover(RendezvousConnectionError("the node that serves the store leaves"), deadline)
+        self._recover(
+            RendezvousConnectionError("the node that serves the store is leaving"), deadline
+        )
         self._connected(deadline)
 
     def note_gone(self, rank: int, *, certain: bool) -> None:
@@ -456,7 +458,7 @@ class DynamicRendezvous(RendezvousHandler):
             note = notes.written(moved)
             records.improve("moved", lambda held: {} if held == note else None)
             return
-        self._say(f"the job's store is at {moved.addr}:{moved.port} now: going there")
+        self._say(f"the job's store has moved to {moved.addr}:{moved.port}; connecting there")
         self._home.follow(moved.addr, moved.port)
         self._disconnect(leaving=False)
         self._records = found

@@ -106,7 +106,7 @@ class Guestbook:
                 self._tell(str(each))
 
     def _note_no_host(self, *, in_the_way: bool) -> None:
-        text = f"the store at {self._place} is served by no node of a job: it may be torchrun's"
+        text = f"the store at {self._place} is not served by a node of a job; it may be torchrun's"
         if in_the_way:
             hint = "choose another port"
             raise ConfigError("--rdzv-endpoint", self._place, f"the port is in use: {text}", hint)

@@ -128,7 +128,7 @@ def mismatches(mine: Introduction, secret: bytes | None, guest: Guest) -> tuple[
         return (_secret(secret, guest),)
     if theirs.run_id != _shown_id(mine.run_id, secret):
         name = "" if secret is not None else f": {theirs.run_id!r}"
-        problem = f"another job meets here{name}, of {host}; this one is {mine.run_id!r}"
+        problem = f"another job uses this endpoint{name}, of {host}; this one is {mine.run_id!r}"
         hint = "give all nodes of a job the same --rdzv-id, and another job another port"
         return (Mismatch("--rdzv-id", mine.run_id, problem, hint),)
     return tuple(

@@ -45,7 +45,7 @@ BEATS_AFTER_REFUSAL = 4
 _CUT_AGAIN = 0.1
 
 # How a loss is told.
-ENDED = "has ended without a word (its process is gone)"
+ENDED = "has ended unexpectedly (its process is gone)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,7 +327,7 @@ class Pulse:
         if leases is None:
             return
         for each in leases.observe(now, numbers):
-            seconds = f"was not heard of for {self._lease:g} s"
+            seconds = f"has been silent for {self._lease:g} s"
             self._lose(Loss(watched[each], False, _lost(watched[each], seconds)))
 
     def _heed_end(self, neighbour: Neighbour) -> None:

@@ -244,7 +244,7 @@ def _wait_for_call(node: Node, generation: int, settings: Settings, timing: Timi
         if moved is not None:
             return moved
         if leases.observe(now, {0: fields.beat_number(beat)}):
-            yield Tell("no node of the running round is heard of: opening the next one")
+            yield Tell("all nodes of the running round are silent; opening the next one")
             return None
 
 

@@ -131,7 +131,7 @@ def decide(now: float, settings: Settings, standing: Standing) -> Close | NotYet
     if survivors < standing.survivors_needed:
         reason = (
             f"{survivors} of the last round's nodes are here, {standing.survivors_needed} are needed:"
-            " the others may go on without us behind a broken network"
+            " the others may continue without this node, behind a network failure"
         )
         return NotYet(reason, None, filled + 1)
     if count >= most:
@@ -147,13 +147,11 @@ def decide(now: float, settings: Settings, standing: Standing) -> Close | NotYet
         if not standing.missing and not late:
             return _close(present, settings, f"all {count} nodes that are left are here")
         if not standing.missing and now >= since + settings.straggler:
-            return _close(present, settings, f"{late} waiting nodes did not come")
+            return _close(present, settings, f"{late} waiting nodes did not arrive")
         if standing.missing:
-            reason = (
-                f"nodes of the last round that are alive and not here yet: {len(standing.missing)}"
-            )
+            reason = f"nodes of the last round that are alive but have not arrived: {len(standing.missing)}"
             return NotYet(reason, None, filled + 1, enough=True)
-        reason = f"{late} waiting nodes are not here yet"
+        reason = f"{late} waiting nodes have not arrived yet"
         return NotYet(reason, since + settings.straggler, filled + late, enough=True)
     if now >= since + settings.last_call:
         return _close(present, settings, f"{count} nodes are here and the last call is over")

@@ -162,7 +162,7 @@ class RecordStore:
                 continue
             if 0 < count <= MAX_COUNT:
                 return count
-            self._mention(full, f"{count} is no number of nodes")
+            self._mention(full, f"{count} is not a number of nodes")
         raise self._unusable(key)
 
     def count(self, key: str) -> int:
@@ -191,11 +191,11 @@ class RecordStore:
     def _mention(self, full: str, why: str) -> None:
         if full not in self._mentioned:
             self._mentioned.add(full)
-            _log.warning("ignored what stands under %s in the job's store: %s", full, why)
+            _log.warning("ignored the value of %s in the job's store: %s", full, why)
 
     def _unusable(self, key: str) -> RendezvousStateError:
         return RendezvousStateError(
-            f"the job's store holds nothing but foreign bytes under {self.full(key)}: another program"
+            f"the job's store contains only foreign data under {self.full(key)}: another program"
             " writes to it; give the job another --rdzv-id or a secret (--secret-file)"
         )
 

@@ -40,7 +40,7 @@ class C10dClient:
         while not self.exists(key):
             left = deadline.remaining() or 0.0
             if left <= 0:
-                raise TimeoutError(f"{key} did not come within {timeout:.1f} s")
+                raise TimeoutError(f"{key} did not appear within {timeout:.1f} s")
             if self._shared is not None:
                 self._closed.wait(min(_PAUSE, left))
                 continue

@@ -34,7 +34,7 @@ def greet(host: str, port: int, timeout: float) -> Reply:
             except OSError:
                 answer = b""
     except ConnectionRefusedError:
-        return Reply(Door.REFUSED, "nobody listens there yet")
+        return Reply(Door.REFUSED, "nothing listens there yet")
     except socket.gaierror as error:
         why = error.strerror or str(error)
         return Reply(Door.UNKNOWN, f"{host} has no address yet: {why}")

@@ -100,7 +100,9 @@ class EtcdAccess:
 
     def __post_init__(self) -> None:
         if not self.endpoints:
-            raise ConfigError("endpoints", None, "at least one host:port of the etcd cluster")
+            raise ConfigError(
+                "endpoints", None, "expected at least one host:port of the etcd cluster"
+            )
         for endpoint in self.endpoints:
             _parse(endpoint)
         if not self.patience > 0:
@@ -108,7 +110,7 @@ class EtcdAccess:
         if (self.user is None) != (self.password is None):
             raise ConfigError("user", self.user, "a user and its password go together")
         if self.key is not None and self.cert is None:
-            raise ConfigError("key", self.key, "a key without its certificate (cert)")
+            raise ConfigError("key", self.key, "expected a certificate (cert) beside the key")
         for name in ("ca_cert", "cert", "key"):
             path = getattr(self, name)
             if path is not None and not os.access(path, os.R_OK):
@@ -122,13 +124,15 @@ class EtcdAccess:
             if self.ca_cert is not None:
                 context.load_verify_locations(self.ca_cert)
         except OSError as error:
-            raise ConfigError("ca_cert", self.ca_cert, f"no certificates in PEM: {error}") from None
+            raise ConfigError(
+                "ca_cert", self.ca_cert, f"contains no PEM certificates: {error}"
+            ) from None
         try:
             if self.cert is not None:
                 # An empty password: an encrypted key must fail, not ask at the terminal.
                 context.load_cert_chain(self.cert, self.key, password="")
         except OSError as error:
-            problem = f"no certificate in PEM with its key {self.key or self.cert!r}: {error}"
+            problem = f"contains no PEM certificate with its key {self.key or self.cert!r}: {error}"
             raise ConfigError("cert", self.cert, problem) from None
 
     @property
@@ -222,7 +226,7 @@ class EtcdClient:
                 raise RendezvousConnectionError(f"{self.name}: {why}")
             if deadline.expired():
                 raise RendezvousConnectionError(
-                    f"{self.name} does not answer for {self.access.patience:g} s: {why}"
+                    f"{self.name} has not answered for {self.access.patience:g} s: {why}"
                 )
             if tries % len(self._members) == 0:
                 self.pause(min(pause, deadline.remaining() or 0.0))

@@ -92,9 +92,9 @@ class EtcdStore:
         lease: JobLease | None = None,
     ) -> None:
         if not prefix.strip("/"):
-            raise ConfigError("prefix", prefix, "a name: the keys of jobs must not mix")
+            raise ConfigError("prefix", prefix, "expected a name, so that jobs do not share keys")
         if ttl is not None and ttl < 1:
-            raise ConfigError("ttl", ttl, "whole seconds, at least 1")
+            raise ConfigError("ttl", ttl, "expected whole seconds, at least 1")
         access = EtcdAccess(
             endpoints=tuple(endpoints),
             ca_cert=ca_cert,
@@ -138,7 +138,7 @@ class EtcdStore:
                 trouble = trouble or Deadline(patience)
                 if trouble.expired():
                     raise RendezvousConnectionError(
-                        f"{self._client.name}: no watch lasts for {patience:g} s: {interruption}"
+                        f"{self._client.name}: no watch has worked for {patience:g} s: {interruption}"
                     ) from None
                 self._client.pause(min(pause, left))
                 pause = min(pause * 2, LONGEST_PAUSE)

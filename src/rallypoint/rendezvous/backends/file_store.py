@@ -323,7 +323,9 @@ class FileStore:
                 if not os.path.isdir(self._folder):
                     raise self._failed(operation, "the folder was removed") from None
                 if deadline.expired():
-                    raise self._failed(operation, f"others foil it for {PATIENCE:g} s") from None
+                    raise self._failed(
+                        operation, f"other writers have prevented it for {PATIENCE:g} s"
+                    ) from None
             except RendezvousConnectionError:
                 raise
             except OSError as error:
@@ -535,7 +537,7 @@ def _make(folder: str) -> None:
         problem = f"belongs to {_user(held.st_uid)}, and the files of this process to {_user(ours.st_uid)}"
         raise _refusal(folder, problem, f"run all nodes as one user, and {OWN_FOLDER}")
     if held.st_mode & stat.S_IWOTH:
-        problem = "everybody may write to it, and so decide what this job does"
+        problem = "everyone can write to it, and could control this job"
         raise _refusal(folder, problem, f"chmod o-w {folder}, or {OWN_FOLDER}")
 
 
@@ -593,7 +595,7 @@ def _connection_error(folder: str, operation: str, why: OSError | str) -> Rendez
     if isinstance(why, OSError) and why.errno in FULL:
         hint = "; make room there, or raise the quota"
     elif isinstance(why, OSError) and why.errno in PASSING | {errno.EIO, errno.ETIMEDOUT}:
-        hint = "; is the file server there, and the folder still mounted?"
+        hint = "; is the file server up, and the folder still mounted?"
     return RendezvousConnectionError(
         f"the job's store in {folder} cannot {operation}: {cause}{hint}"
     )

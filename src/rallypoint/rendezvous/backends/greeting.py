@@ -52,7 +52,7 @@ def read(answer: bytes) -> Reply:
     return Reply(Door.STRANGER, f"{server(answer)} answers there, not a rendezvous")
 
 
-SILENT = Reply(Door.STRANGER, "somebody listens there and does not answer")
+SILENT = Reply(Door.STRANGER, "a program listens there but does not answer")
 
 
 def server(answer: bytes) -> str:

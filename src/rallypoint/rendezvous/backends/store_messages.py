@@ -160,7 +160,7 @@ def _nothing() -> Reading[None]:
 def _value() -> Reading[bytes]:
     (size,) = _SIZE.unpack((yield _SIZE.size))
     if size > MOST:
-        raise ProtocolError(f"a value of {size} bytes was announced, {MOST} at most are taken")
+        raise ProtocolError(f"a value of {size} bytes was announced; at most {MOST} are accepted")
     return (yield size) if size else b""
 
 

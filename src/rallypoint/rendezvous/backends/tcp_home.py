@@ -195,7 +195,9 @@ class TcpHome:
         if not here:
             # A name that has no address yet, or one that only a NAT's outside has: this node was told to serve.
             what = (
-                "is no address of this machine" if addresses.exists(host) else "has no address yet"
+                "is not an address of this machine"
+                if addresses.exists(host)
+                else "has no address yet"
             )
             if not self._told:
                 self._say(f"{host} {what}; serving on all addresses of this machine")
@@ -416,7 +418,9 @@ class TcpHome:
         except OSError:
             # Another supervisor on this machine held the same port, and was first.
             listener.close()
-            raise RendezvousConnectionError("another node of this machine serves already") from None
+            raise RendezvousConnectionError(
+                "another node of this machine serves the store already"
+            ) from None
         old = self._current
         self._say(
             f"the job's store at {old.addr}:{old.port} is lost; serving it here, port {place.port}"
@@ -540,7 +544,7 @@ def _who_is_at(host: str, port: int) -> Reply:
 
 def _cannot_reach(names: str, reply: Reply, *, starting: bool) -> str:
     if starting:
-        return f"the rendezvous at {names} did not come to serve in time: look at the node there"
+        return f"the rendezvous at {names} did not start in time; check the node there"
     ask = "is `rally run` started there, is --rdzv-endpoint (or --master-addr) right, and is the port open?"
     if reply.door is Door.STRANGER:
         ask = "is --rdzv-endpoint (or --master-addr) right, and is the port free for the job?"

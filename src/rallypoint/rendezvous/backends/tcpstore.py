@@ -108,7 +108,7 @@ class TcpStore:
         deadline = Deadline(timeout)
         while True:
             if not self._wait(key, deadline):
-                raise TimeoutError(f"{key} did not come within {timeout:.1f} s")
+                raise TimeoutError(f"{key} did not appear within {timeout:.1f} s")
             value = self._ask(store_messages.get(key))
             # The server also wakes those who wait when another's compare-and-set of a key that is not there
             # fails; what they read then is nothing.
