@@ -23,7 +23,7 @@ from rallypoint._core import addresses
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousClosedError, RendezvousTimeout
 from rallypoint.rendezvous.api import RendezvousInfo
-from rallypoint.rendezvous.backend import Endpoint, HostPort
+from rallypoint.rendezvous.backend import Endpoint, HostPort, Meeting
 from rallypoint.rendezvous.backends.etcd_store import EtcdStore
 from rallypoint.rendezvous.backends.file_store import FileStore
 from rallypoint.rendezvous.backends.memory import MemoryStore
@@ -417,7 +417,7 @@ def test_a_store_the_job_has_left_leads_to_the_newer_one_and_never_back(order: i
         stores.append(records)
     old, new = stores
     endpoint = Endpoint(scheme="tcp", backend="tcpstore", hosts=(HostPort("127.0.0.1", ports[1]),))
-    home = home_for(endpoint, run_id="job", lease=LEASE)
+    home = home_for(Meeting(endpoint=endpoint, run_id="job", lease=LEASE))
     assert isinstance(home, TcpHome) and home._forward is not None
     at = [("127.0.0.1", port) for port in ports]
     home._forward(new.store, old.store, at[1], at[0])

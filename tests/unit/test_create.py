@@ -13,6 +13,7 @@ import pytest
 
 from rallypoint.errors import ConfigError, RendezvousTimeout
 from rallypoint.rendezvous import (
+    Meeting,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -27,6 +28,10 @@ from rallypoint.rendezvous.quorum import Settings
 def made(backend: str, endpoint: str, nodes: tuple[int, int] = (1, 1), **options: Any) -> Any:
     params = RendezvousParameters(backend, endpoint, "job", *nodes, "127.0.0.1", **options)
     return rendezvous_handler_registry.create_handler(params)
+
+
+def job(endpoint: str, run_id: str = "job") -> Meeting:
+    return Meeting(endpoint=parse_endpoint(endpoint), run_id=run_id, lease=5)
 
 
 def meet(handlers: list[RendezvousHandler]) -> list[RendezvousInfo]:
@@ -196,9 +201,9 @@ def test_static_nodes_do_not_come_and_go() -> None:
 )
 def test_options_in_a_url_are_known_or_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="no option 'x'"):
-        create.home_for(parse_endpoint(endpoint), run_id="job", lease=5)
+        create.home_for(job(endpoint))
     with pytest.raises(ConfigError, match="did you mean prefix"):
-        create.home_for(parse_endpoint("etcd://h?prefx=1"), run_id="job", lease=5)
+        create.home_for(job("etcd://h?prefx=1"))
 
 
 def test_a_folder_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> None:
@@ -223,7 +228,7 @@ def etcd_settings(
             pass
 
     monkeypatch.setattr(etcd, "EtcdStore", Recorded)
-    create.home_for(parse_endpoint(endpoint), run_id=run_id, lease=5, options=options)
+    create.home_for(job(endpoint, run_id), options)
     return {name: value for name, value in found[0].items() if value is not None}
 
 
@@ -265,7 +270,8 @@ def test_making_handlers_imports_no_torch() -> None:
         "make(RendezvousParameters('tcpstore', 'localhost:0', 'job', 1, 1));"
         "import rallypoint.rendezvous.torchrun;"
         "assert 'torch' not in sys.modules; assert 'requests' not in sys.modules;"
-        "home = create.home_for(parse_endpoint('memory://x'), run_id='job', lease=5);"
+        "meeting = Meeting(endpoint=parse_endpoint('memory://x'), run_id='job', lease=5);"
+        "home = create.home_for(meeting);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)

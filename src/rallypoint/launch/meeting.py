@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rallypoint._core import addresses
-from rallypoint.rendezvous.backend import Endpoint, HostPort
+from rallypoint.rendezvous.backend import Endpoint, HostPort, Meeting
 from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
 from rallypoint.rendezvous.home import Prepare
@@ -61,22 +61,21 @@ def rendezvous_for(
     )
     # With ranks given beforehand node 0 serves, whatever its name on this machine is.
     is_host = meeting.is_host if meeting.node_rank is None else meeting.node_rank == 0
-    home = home_for(
-        endpoint,
+    job = Meeting(
+        endpoint=endpoint,
         run_id=meeting.run_id,
         lease=meeting.lease,
-        secret=config.secret,
-        is_host=is_host,
-        options=meeting.options,
-        bind=config.bind,
         # Jobs without a name all have the same one.
         mark_end=meeting.run_id != DEFAULT_RUN_ID,
-        say=say,
+        secret=config.secret,
+        is_host=is_host,
+        bind=config.bind,
         prepare=prepare,
+        say=say,
         flag="--master-port" if meeting.endpoint is None else "--rdzv-endpoint",
     )
     return DynamicRendezvous(
-        home,
+        home_for(job, meeting.options),
         backend=endpoint.backend,
         split_brain_guard=meeting.split_brain_guard,
         given_rank=meeting.node_rank,

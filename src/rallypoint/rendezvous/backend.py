@@ -116,12 +116,12 @@ class Meeting:
         run_id: the job's name, any text.
         options: the backend's own options that were given, by name, in the types it declared.
         lease: seconds of silence after which a connection counts as lost.
-        say: prints a line to the user.
         mark_end: whether a lasting store should record the end of the job for late nodes.
         secret: the secret that all nodes of the job share, or None.
         is_host: whether this node serves the store; None: the backend finds out.
         bind: address that a store served here listens on; ``*``: all; None: the endpoint's.
         prepare: makes the server of a store served here; None: this process serves it.
+        say: prints a line to the user; None: it is logged.
         flag: what the endpoint was given with, for errors.
     """
 
@@ -129,12 +129,12 @@ class Meeting:
     run_id: str
     options: Mapping[str, Any] = field(default_factory=dict)
     lease: float
-    say: Callable[[str], None]
     mark_end: bool = False
     secret: bytes | None = field(default=None, repr=False)
     is_host: bool | None = None
     bind: str | None = None
     prepare: Prepare | None = None
+    say: Callable[[str], None] | None = None
     flag: str = "--rdzv-endpoint"
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rallypoint._core import addresses, env as environment, secret
@@ -27,7 +28,7 @@ from .defaults import (
     READ_TIMEOUT,
 )
 from .dynamic import DynamicRendezvous, Listener, Say
-from .home import Home, Prepare
+from .home import Home
 from .parameters import RendezvousParameters
 from .protocol import Timing
 from .quorum import Settings
@@ -66,19 +67,18 @@ def handler_for(
     is_host = params.get_as_bool("is_host") if given is None else given == 0
     timing = Timing(join=params.get_as_seconds("join_timeout", JOIN_TIMEOUT), lease=_lease(params))
     found, label = _secret(params), str(params.get("label", ""))
-    home = home_for(
-        endpoint,
+    meeting = Meeting(
+        endpoint=endpoint,
         run_id=params.run_id,
         lease=timing.lease,
         secret=found,
         is_host=is_host,
-        options=params.config,
         say=say,
         bind=_bind(params),
     )
     guard = params.get_as_bool("split_brain_guard", True)
     return DynamicRendezvous(
-        home,
+        home_for(meeting, params.config),
         backend=name or endpoint.backend,
         run_id=params.run_id,
         settings=Settings(
@@ -101,45 +101,19 @@ def handler_for(
     )
 
 
-def home_for(
-    endpoint: Endpoint,
-    *,
-    run_id: str,
-    lease: float,
-    secret: bytes | None = None,
-    is_host: bool | None = None,
-    options: Mapping[str, Any] | None = None,
-    mark_end: bool = False,
-    say: Say = _log.info,
-    bind: str | None = None,
-    prepare: Prepare | None = None,
-    flag: str = "--rdzv-endpoint",
-) -> Home:
-    """The home of a job's store at an endpoint. Nothing is connected to yet.
+def home_for(meeting: Meeting, conf: Mapping[str, Any] | None = None) -> Home:
+    """The home of a job's store. Nothing is connected to yet.
 
     Args:
-        endpoint: from :func:`.parse_endpoint`.
-        options: of ``--rdzv-conf``; they win over the endpoint's own, and those of others are ignored.
-        run_id, lease, secret, is_host, mark_end, say, bind, prepare, flag: see :class:`.Meeting`.
+        meeting: the job, without options.
+        conf: of ``--rdzv-conf``. The backend's options among them win over the endpoint's; others are ignored.
 
     Raises:
         ConfigError: an option cannot work, a file or folder cannot be used, or a library is missing.
     """
-    backend = _backend_of(endpoint)
-    meeting = Meeting(
-        endpoint=endpoint,
-        run_id=run_id,
-        options=_options(backend, endpoint, options or {}, flag),
-        lease=lease,
-        mark_end=mark_end,
-        secret=secret,
-        is_host=is_host,
-        bind=bind,
-        prepare=prepare,
-        say=say,
-        flag=flag,
-    )
-    return backend.home(meeting)
+    backend = _backend_of(meeting.endpoint)
+    options = _options(backend, meeting.endpoint, conf or {}, meeting.flag)
+    return backend.home(replace(meeting, options=options))
 
 
 def _backend_of(endpoint: Endpoint) -> Backend:

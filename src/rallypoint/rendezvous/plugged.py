@@ -1,14 +1,14 @@
-"""A plug-in's rendezvous, as a launcher needs it.
+"""A third party's handler, as a launcher needs it.
 
-The plug-in's handler says who is in a round, with which rank, over which store. What a launcher needs beyond that
-(one plan for all, beats, the watch over a neighbour) comes from our own protocol, which is then played in that store, with
-those nodes and ranks. So a plug-in implements torchelastic's interface and no more.
+The handler determines the members of a round, their ranks and the store. Everything else (one plan for all, heartbeats,
+watching a neighbour) comes from our own protocol, which then runs in that store with those nodes and ranks. So a plug-in
+implements torchelastic's interface and no more.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from rallypoint.errors import (
 from .api import RendezvousHandler, RendezvousInfo
 from .backends.native_store import load
 from .dynamic import DynamicRendezvous
+from .fixed_home import FixedHome
 from .home import LastRound, Recovery
 from .store import Store
 
@@ -34,16 +35,14 @@ ASK_EVERY = 1.0
 ANSWER_PATIENCE = 5.0
 
 
-class _RoundsHome:
-    """Where the store is: wherever the plug-in's last round has it. Implements :class:`.home.Home`."""
-
-    serves = False
-    host: str | None = None
+class _RoundsHome(FixedHome):
+    """The store of the plug-in's last round."""
 
     def __init__(self) -> None:
         self.store: Store | None = None
+        super().__init__(self._clone)
 
-    def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
+    def _clone(self) -> Store:
         assert self.store is not None
         return self.store.clone()
 
@@ -55,27 +54,6 @@ class _RoundsHome:
         stop: threading.Event,
     ) -> Recovery:
         raise error  # the next round may have another
-
-    def follow(self, addr: str, port: int) -> None:
-        pass
-
-    def visit(self, addr: str, port: int) -> Store | None:
-        return None
-
-    def redirect(self, store: Store) -> None:
-        pass
-
-    def standby(self, addr: str) -> Mapping[str, Any]:
-        return {}
-
-    def towards(self) -> tuple[str, int] | None:
-        return None
-
-    def clear(self, store: Store, *, well: bool) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class PluggedRendezvous(DynamicRendezvous):

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # noqa: F401  # loaded once, for all of them
 
-from rallypoint.rendezvous.backend import Endpoint, HostPort
+from rallypoint.rendezvous.backend import Endpoint, HostPort, Meeting
 from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
 from rallypoint.rendezvous.protocol import Timing
@@ -35,13 +35,14 @@ def run(order: dict[str, Any]) -> None:
             file.write(json.dumps({"what": what, "at": time.monotonic(), **more}) + "\n")
 
     hosts = tuple(HostPort(host, port) for host, port in order["hosts"])
-    home = home_for(
-        Endpoint(scheme="tcp", backend="tcpstore", hosts=hosts),
+    meeting = Meeting(
+        endpoint=Endpoint(scheme="tcp", backend="tcpstore", hosts=hosts),
         run_id="job",
         lease=order["lease"],
         is_host=order.get("is_host"),
         say=lambda text: tell("says", text=text),
     )
+    home = home_for(meeting)
     changed = threading.Event()
 
     def on_loss(loss: Any) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from rallypoint.rendezvous.backend import Backend, Meeting, Scheme
 from rallypoint.rendezvous.defaults import RENDEZVOUS_PORT
 from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.store import Store
+
+
+_log = logging.getLogger(__name__)
 
 
 def _home(meeting: Meeting) -> Home:
@@ -23,7 +27,7 @@ def _home(meeting: Meeting) -> Home:
         [(each.host, each.port) for each in meeting.endpoint.hosts],
         silence=meeting.lease,
         is_host=meeting.is_host,
-        say=meeting.say,
+        say=meeting.say or _log.info,
         bind=meeting.bind,
         option=meeting.flag,
         **served_by,
