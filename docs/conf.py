@@ -50,7 +50,9 @@ _OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 _linked: set[str] = set()
 
 
-def _collect_links(_app: Sphinx, _page: str, source: list[str]) -> None:
+def _collect_links(_app: Sphinx, page: str, source: list[str]) -> None:
+    if "/" in page:
+        return  # from a subfolder, ../ leads to another page
     _linked.update(_OUTSIDE.findall(source[0]))
     source[0] = _OUTSIDE.sub(r"](repository:\1", source[0])
 
