@@ -179,7 +179,7 @@ def test_a_private_folder_goes_after_a_restart_that_led_to_success(tmp_path):
 def test_a_private_folder_with_output_is_kept_and_named(tmp_path):
     done = run(tmp_path, "print('find me')", *EXEC, "--redirects", "1")
     folder = the_run(tmp_path / "tmp")
-    assert done.stderr == f"rally: output that goes to files is in {folder}\n"
+    assert done.stderr == f"rally: output redirected to files is in {folder}\n"
     assert (folder / "attempt_0" / "0" / "stdout.log").read_text() == "find me\n"
 
 

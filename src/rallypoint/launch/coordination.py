@@ -1,8 +1,8 @@
-"""How this node's supervisor hears of the others: events for the supervisor's loop.
+"""The supervisor's interface to the other nodes.
 
-With one node there is nobody to hear of (:class:`LoneNode`); several nodes meet through a rendezvous
-(:mod:`rallypoint.launch.peers`). Both look the same to the supervisor: requests return at once, what
-comes of them is an event, and a descriptor becomes readable when there are events.
+With one node it is :class:`LoneNode`; several nodes meet through a rendezvous (:mod:`rallypoint.launch.peers`). Both
+look the same to the supervisor: requests return at once, their results are events, and a descriptor is readable while
+events are waiting.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .policy import Verdict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """What this node brings to a round.
+    """What this node contributes to a round.
 
     Args:
-        num_workers: how many it will start.
-        store_addr: where the workers' store would be, if this is node 0; empty: at the address by which the
-            other nodes reach this one.
+        num_workers: how many workers it will start.
+        store_addr: the address of the workers' store, if this becomes node 0. Empty: the address at which the other
+            nodes reach this one.
         store_port: its port.
-        restarts: how much of the restart budget is used, as far as we know.
-        verdict: what the end of the last generation means for it.
+        restarts: how much of the restart budget is used, as far as this node knows.
+        verdict: what the end of the last generation means for the budget.
     """
 
     num_workers: int
@@ -38,15 +38,15 @@ class NodeFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundReady:
-    """All nodes are there.
+    """The nodes have agreed on a round.
 
     Args:
-        node_rank: ours.
+        node_rank: this node's rank.
         workers_of_nodes: number of workers of each node, by node rank.
         master_addr: host of the workers' store.
         master_port: its port.
         restarts: how much of the restart budget is used, as all nodes count it.
-        serves: the job's own store lives in this process.
+        serves: this node serves the job's store.
     """
 
     generation: int
@@ -62,7 +62,7 @@ class RoundReady:
 class PeerEvent:
     """``failed``, ``stopped``, ``leaving``, ``lost``, ``waiting`` (a node, to be admitted).
 
-    From or about a node (its rank), in a generation. ``all_done`` and ``reports`` come once every node has told.
+    From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported.
     """
 
     what: str
@@ -74,25 +74,25 @@ class PeerEvent:
 
 @dataclass(frozen=True, slots=True)
 class NotNeeded:
-    """The job has ended well while this node waited to take part."""
+    """The job succeeded while this node waited to take part."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinationFailed:
-    """No round can be formed any more; ``error`` says why."""
+    """No further round can be formed; ``error`` says why."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class ServeStore:
-    """This node is to serve the job's store: a process is wanted for it (see :mod:`.server.job_store`).
+    """This node is to serve the job's store, and needs a process for that (see :mod:`.server.job_store`).
 
-    Whoever takes this has to close both.
+    The receiver must close both.
 
     Args:
         listener: the bound socket.
-        line: the process's end of its line to this one.
+        line: the process's end of its connection to this one.
     """
 
     listener: socket.socket
@@ -103,23 +103,23 @@ CoordinationEvent = RoundReady | PeerEvent | NotNeeded | CoordinationFailed | Se
 
 
 class Coordination(Protocol):
-    """What the supervisor asks of it. No call blocks, except :meth:`close` for a bounded time."""
+    """What the supervisor needs. No call blocks, except :meth:`close`, for a bounded time."""
 
     @property
     def serves_store(self) -> bool | None:
-        """Whether this node is to serve the workers' store; None while ranks are not known."""
+        """Whether this node is to serve the workers' store. None: ranks are not known yet."""
 
     @property
     def broken(self) -> bool:
-        """Whether the others cannot be reached any more."""
+        """Whether the other nodes can no longer be reached."""
 
     def fileno(self) -> int:
-        """Readable when :meth:`take` has something."""
+        """A descriptor that is readable while :meth:`take` has events."""
 
     def join(self, generation: int, facts: NodeFacts) -> None:
         """Meet the others; ends in :class:`RoundReady`, :class:`NotNeeded` or :class:`CoordinationFailed`.
 
-        ``generation`` is the one expected; where members come and go the round tells which it is.
+        ``generation`` is the expected one; in an elastic job, the round determines it.
         """
 
     def tell(
@@ -128,14 +128,14 @@ class Coordination(Protocol):
         """``failed``, ``stopped``, ``leaving``, ``done`` or ``report`` (all failures of a generation).
 
         Args:
-            reason: why this node fails or leaves, if no worker and no signal is the cause.
+            reason: why this node fails or leaves, if neither a worker nor a signal is the cause.
         """
 
     def reports(self) -> tuple[WorkerFailure, ...]:
-        """The failures that nodes have reported (``report``), the root cause first."""
+        """The failures that all nodes have reported (``report``), the root cause first."""
 
     def take(self) -> list[CoordinationEvent]:
-        """The events that came since the last call."""
+        """The events since the last call."""
 
     def close(self, ending: str, if_last: str = "") -> None:
         """Leave.

@@ -1,4 +1,4 @@
-"""The workers of one generation, as the supervisor sees them: started, listened to, dated, let go."""
+"""The workers of one generation, as the supervisor sees them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .output.worker_streams import WorkerStreams
 from .placement.ranks import WorkerRanks
 
 
-# A worker says little on its line: an exception, a native stack. More than this is not read.
+# A worker reports little: an exception, a native stack. More than this is not read.
 MAX_LINE_DATA = 1024 * 1024
-# How long the last lines of a worker that told nothing are waited for; children of it may hold stderr.
+# How long to wait for the last lines of a worker that reported nothing; its children may hold stderr open.
 LAST_WORDS_PATIENCE = 0.2
 
 
@@ -29,14 +29,14 @@ class Worker:
     """One worker.
 
     Args:
-        ranks: its place.
-        name: what the fork server knows it by; no two of a job have the same.
-        line: our end of the socket on which it says how it failed.
+        ranks: its ranks.
+        name: its name in the fork server, unique within the job.
+        line: the supervisor's end of the socket on which it reports how it failed.
         streams: its output.
         result_fd: function launches: the memory file for its result.
-        pid: 0 until the fork server has told.
-        said: what came on its line.
-        status: as ``waitpid`` gave it, or None while it runs.
+        pid: 0 until the fork server has reported it.
+        said: what it reported.
+        status: as ``waitpid`` returned it; None while it runs.
         ended_at: when it was reaped, on this host's monotonic clock.
     """
 
@@ -51,7 +51,7 @@ class Worker:
     ended_at: float = 0.0
 
     def listen(self) -> bool:
-        """Take what it said. False once nothing more can come."""
+        """Read what it has reported. Returns False once nothing more can come."""
         while True:
             try:
                 data = self.line.recv(64 * 1024)
@@ -65,7 +65,7 @@ class Worker:
                 self.said += data
 
     def result(self) -> bytes:
-        """What a function's worker left in its memory file."""
+        """The result of a function launch, from the worker's memory file."""
         if self.result_fd is None:
             return b""
         size = os.fstat(self.result_fd).st_size
@@ -80,7 +80,7 @@ class Worker:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Let go of all descriptors. A second call does nothing."""
+        """Close all descriptors. A second call does nothing."""
         self.line.close()
         self.streams.given()
         if self.result_fd is not None:
@@ -89,7 +89,7 @@ class Worker:
 
 
 class Generation:
-    """All workers of one generation on this node, and what was done to them.
+    """All workers of one generation on this node, and the signals they were sent.
 
     Args:
         number: the generation.
@@ -123,17 +123,17 @@ class Generation:
         return [worker.name for worker in self._workers if worker.status is None]
 
     def note_signal(self, number: int) -> None:
-        """We send this signal now: who ends of it is a victim, not a cause."""
+        """The supervisor sends this signal now. Workers that end because of it are not to blame."""
         if self._stopped_at is None:
             self._stopped_at = clock.MONOTONIC.now()
         self._signals_sent.add(number)
 
     def is_echo(self, worker: Worker) -> bool:
-        """Whether a worker's failure says no more than that a peer is gone, or that we have stopped it."""
+        """Whether a worker's failure only reports a lost peer, or that the supervisor stopped it."""
         failure = self._failure_of(worker)
         if failure.raised is None or failure.raised.is_exit:
             worker.streams.drain(clock.Deadline(LAST_WORDS_PATIENCE))
-            failure = self._failure_of(worker)  # now with what it printed
+            failure = self._failure_of(worker)  # now with its last lines
         return failure.stopped_by_us or failure.is_symptom()
 
     def drain(self, timeout: float) -> None:
@@ -161,7 +161,7 @@ class Generation:
         )
 
     def failures(self) -> tuple[WorkerFailure, ...]:
-        """Every worker that has ended, and not well; in rank order."""
+        """The failures of all workers that have failed, in rank order."""
         return tuple(self._failure_of(worker) for worker in self._workers if worker.status)
 
     def _failure_of(self, worker: Worker) -> WorkerFailure:
@@ -175,12 +175,12 @@ class Generation:
             and raised.type != "KeyboardInterrupt"
             and number in self._signals_sent
         ):
-            # It had raised and was on its way out when our signal came: it failed by raising.
+            # It had raised and was ending when the signal came: the exception is what it failed with.
             code, number = 1, None
         stopped = self._was_stopped(worker, number, raised)
         at = worker.ended_at if raised is None else raised.at
         if stopped and raised is None:
-            raised = handled  # else it came through that, and ended for another reason
+            raised = handled  # otherwise it had recovered, and ended for another reason
         return WorkerFailure(
             host=addresses.hostname(),
             node_rank=self._node_rank,

@@ -1,9 +1,8 @@
-"""One generation's journal: entries that nodes write and all read in the same order.
+"""One generation's journal: any node may append an entry, and all nodes read the entries in the same order.
 
-So every node sees the same first failure and comes to the same decision by itself. An entry takes its
-place by adding to a counter and is then put there if nothing is: two operations, however many write at
-once. Whoever dies between the two leaves a hole; the next reader that has waited a while in front of it fills it
-with nothing.
+So every node sees the same first failure and reaches the same decision by itself. A writer increments a counter to
+reserve a place, then claims that place: two operations, regardless of the number of writers. A writer that dies between
+the two leaves a hole. The next reader that has waited for it long enough fills it with an empty entry.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from rallypoint.rendezvous.record_store import RecordStore
 
 
 class Journal:
-    """One connection's view of it.
+    """The journal, read and written over one connection.
 
     Args:
         records: the connection.
-        generation: whose journal this is.
+        generation: the generation it belongs to.
     """
 
     def __init__(self, records: RecordStore, generation: int) -> None:
@@ -30,7 +29,7 @@ class Journal:
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Write an entry at the end."""
-        # The id makes it ours: an equal entry of another writer must not pass for it.
+        # The id distinguishes this entry from an equal one of another writer.
         mine = {**entry, "id": uuid.uuid4().hex}
         while True:
             place = self._records.increment(self._key("places")) - 1

@@ -1,7 +1,7 @@
-"""The thread that follows one generation's journal; and, where our workers are done, those after it.
+"""The thread that follows the journal of a generation.
 
-A node whose workers have ended well and that serves the job's store stays as long as others need it: it is their
-*keeper*, and follows them through whatever rounds they need.
+A node whose workers have succeeded stays if it serves the job's store and other nodes still need it. It is then the
+*keeper*, and its reader follows the journals of their later rounds.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from rallypoint.rendezvous.record_store import RecordStore
 from .journal import Journal
 
 
-# How long its end may take.
+# How long the thread may take to end.
 END_PATIENCE = 5.0
-# A node that keeps the store for others believes after so many leases of silence that nobody is left.
+# After this many leases of silence, a keeper assumes that no node is left.
 LEASES_TO_GIVE_UP = 3
 
 
 class Round:
-    """What this node knows of the round it is in."""
+    """What this node knows about its round."""
 
     def __init__(self, generation: int, rank: int, num_nodes: int) -> None:
         self.generation = generation
         self.rank = rank
         self.num_nodes = num_nodes
         self.gone: set[int] = set()  # ranks that are lost or have left
-        self.keeps = False  # our workers have ended well; we stay because we serve the store
-        self.kept_for = generation  # then: the others' round
+        self.keeps = False  # this node is the keeper
+        self.kept_for = generation  # as the keeper: the round of the others
         self.store_lost = False
-        self.unheard = False  # lost without a word: what we write nobody reads
+        self.unheard = False  # the store was lost: entries of this node are not read
         self.reported = False
 
 
@@ -44,30 +44,37 @@ NO_ROUND = Round(-1, -1, 0)
 
 
 class Follower(Protocol):
-    """Whom the reader tells; all from its thread."""
+    """Receives what the reader finds. All methods are called in the reader's thread."""
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """Of the round this node is in."""
+        """The plan of this node's round."""
 
     def heed(self, current: Round, entry: Mapping[str, Any]) -> None:
         """An entry of this generation."""
 
     def heed_next_round(self, current: Round) -> None:
-        """The next one has been called; told again as long as it is."""
+        """The next round has been called. Repeated until this node joins it."""
 
     def heed_as_keeper(self, current: Round, entry: Mapping[str, Any]) -> None:
-        """An entry of a later one, which goes on without us."""
+        """An entry of a later round that this node is not part of."""
 
     def nobody_is_left(self, current: Round) -> None:
-        """The members for whom we keep the store are gone, and did not end well."""
+        """The members for whom this node keeps the store are gone without success."""
 
     def reader_lost(self, error: RendezvousConnectionError) -> None:
-        """The store is."""
+        """The connection to the store is lost."""
 
 
 class JournalReader:
-    """The thread that follows one generation's journal."""
+    """Follows the journal of one generation in a thread of its own.
+
+    Args:
+        follower: receives what it finds.
+        current: this node's round.
+        records: a connection for this thread alone; closed at the end.
+        lease: seconds of silence after which a node is lost.
+    """
 
     def __init__(
         self, follower: Follower, current: Round, records: RecordStore, lease: float
@@ -84,13 +91,13 @@ class JournalReader:
         self._thread.start()
 
     def end(self) -> None:
-        """It ends, even in the middle of a wait."""
+        """End the thread, even if it waits."""
         self._ended.set()
         self._records.close()
         self._thread.join(END_PATIENCE)
 
     def look(self, key: str) -> dict[str, Any] | None:
-        """A record, over the reader's own connection (from its thread)."""
+        """Read a record over the reader's connection. Called in its thread."""
         return self._records.look([key])[0]
 
     def _run(self) -> None:
@@ -117,13 +124,13 @@ class JournalReader:
         self._follower.heed(self._round, entry)
 
     def _look_ahead(self) -> None:
-        """Whoever lost the store for a while may have gone into the next round without a word here."""
+        """Check for the next round: nodes that had lost the store may have called it without an entry here."""
         call = self.look(f"{self._round.generation + 1}/call")
         if call is not None and "closed" not in call and not self._ended.is_set():
             self._follower.heed_next_round(self._round)
 
     def _keep(self, journal: Journal) -> None:
-        """Our workers are done, and the others need our store: follow them through whatever rounds they need."""
+        """Follow the later rounds of the nodes that still need this node's store."""
         current = self._round
         members = self._ids(current.generation, self._follower.plan)
         others = [each for rank, each in enumerate(members) if rank != current.rank]
@@ -154,12 +161,12 @@ class JournalReader:
             }
             if len(leases.observe(MONOTONIC.now(), beats)) < len(beats):
                 continue
-            if pause:  # what they have said before they went comes first
+            if pause:  # read the entries they left first
                 pause = 0.0
                 continue
             self._follower.nobody_is_left(current)
             return
 
     def _ids(self, generation: int, plan: Mapping[str, Any]) -> tuple[str, ...]:
-        """Who is in a round."""
+        """The members of a round."""
         return ids_in(self.look(ids_key(generation, plan)))

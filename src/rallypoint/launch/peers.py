@@ -1,15 +1,15 @@
-"""Several nodes: this supervisor's line to the others.
+"""Several nodes: how this supervisor communicates with the others.
 
 Theory of operation
 -------------------
 The nodes meet in a rendezvous (:mod:`rallypoint.rendezvous.dynamic`) and then share a journal
-(:mod:`.journal`) in the job's store. So every node sees the same first failure, the same nodes
-come and go, and comes to the same decision by itself.
+(:mod:`.journal`) in the job's store. So every node sees the same first failure and the same joins and losses, and
+reaches the same decision by itself.
 
-Threads, each with a connection of its own, so that a blocked wait never delays anything else: one carries
-out requests (join, tell, find the store again), one follows the journal of the current generation; the
-rendezvous has its pulse, which beats and watches the neighbour. What they learn becomes an event, and
-a byte in a pipe that the supervisor polls. Clocks of two hosts are never compared.
+There are three threads. Each has its own connection, so a blocked wait delays nothing else. One executes requests
+(join, tell, find the store again), one follows the journal of the current generation, and the rendezvous' pulse sends
+heartbeats and watches the neighbour. What they learn is queued as an event, and a byte in a pipe wakes the
+supervisor. Clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ from .output.failure import (
 from .server.job_store import hosting
 
 
-# How long leaving may take: for the node that serves the store, until the others have read the last entries.
+# How long leaving may take. The node that serves the store waits until the others have read the last entries.
 LEAVE_PATIENCE = 5.0
-# Failures in one entry are cut to this many: a root cause is not the hundredth.
+# An entry carries at most this many failures; the root cause comes first.
 MAX_FAILURES_TOLD = 64
-# Characters of the reason that another node gives for its failure.
+# At most this many characters of another node's reason are shown.
 MAX_REASON = 300
-# How long the store stays for spare nodes to read that they are not needed.
+# How long the store is kept so that spare nodes can read that they are not needed.
 SPARES_PATIENCE = 2.0
 
 Say = Callable[[str], None]
 
 
 def coordination_for(config: LaunchConfig, say: Say) -> Coordination:
-    """The line to the other nodes; with one node, nobody's."""
+    """The connection to the other nodes, or a stand-in for it if there is only one node."""
     alone = config.num_nodes == 1 and config.rendezvous.plug_in is None
     return LoneNode() if alone else PeerNodes(config, say)
 
@@ -95,16 +95,16 @@ class PeerNodes:
         self._reports: tuple[WorkerFailure, ...] = ()
         self._round = NO_ROUND
         self._broken = False
-        self._ending = ""  # what nodes that wait are told, where it is not the supervisor's to say
+        self._ending = ""  # what waiting nodes are told; empty: the supervisor decides
         self._stop = threading.Event()
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rendezvous: DynamicRendezvous | None = None
         self._worker = threading.Thread(target=self._work, name="rally-peers", daemon=True)
         self._reader: JournalReader | None = None
         self._joining = False
-        self._aside = threading.local()  # the connection of a thread that does one request
+        self._aside = threading.local()  # per thread: a connection for a single request
 
-    # -- what the supervisor asks ---------------------------------------------------------------
+    # -- called by the supervisor ---------------------------------------------------------------
 
     @property
     def serves_store(self) -> bool | None:
@@ -125,7 +125,7 @@ class PeerNodes:
                 on_store_lost=self._heed_store_lost,
                 on_waiting=self._heed_waiting,
             )
-            # A port that is in use must be known at once.
+            # Raises at once if the port is in use.
             prepare = hosting(lambda *both: self._post(ServeStore(*both)))
             self._rendezvous = rendezvous_for(self._config, self._say, listener, prepare)
             self._worker.start()
@@ -168,7 +168,7 @@ class PeerNodes:
             self._requests.put(None)
             asked.join(deadline.remaining())
         self._stop.set()
-        # A request for a store that nobody takes any more ends with its line.
+        # Requests to serve a store that were not taken end with their connections.
         with self._lock:
             self._events.clear()
         if self._reader is not None:
@@ -176,20 +176,20 @@ class PeerNodes:
         if self._rendezvous is not None:
             self._rendezvous.shutdown()
         if self._worker.is_alive():
-            self._worker.join(LEAVE_PATIENCE)  # its connection is closed: what it waits for ends
+            self._worker.join(LEAVE_PATIENCE)  # its connection is closed, which ends its wait
         with self._lock:
             os.close(self._read)
             os.close(self._write)
             self._read = self._write = -1
 
-    # -- what the journal's thread asks -----------------------------------------------------------
+    # -- called by the journal's thread -----------------------------------------------------------
 
     @property
     def plan(self) -> Mapping[str, Any]:
         assert self._rendezvous is not None
         return self._rendezvous.plan
 
-    # -- the thread of requests -----------------------------------------------------------------
+    # -- the request thread -----------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
@@ -204,19 +204,17 @@ class PeerNodes:
                     self._post(CoordinationFailed(error))
                     return
                 if self._broken:
-                    return  # it has been told as the loss of the node that served it
+                    return  # reported as the loss of the node that served the store
             except (RallyError, OSError, ValueError, KeyError) as error:
                 wrapped = error if isinstance(error, RallyError) else RendezvousError(str(error))
                 self._post(CoordinationFailed(wrapped))
                 return
-            except (
-                BaseException
-            ) as error:  # a mistake of ours must not leave the supervisor waiting
+            except BaseException as error:  # a bug must not leave the supervisor waiting
                 self._post(CoordinationFailed(RendezvousError(f"internal error: {error!r}")))
                 raise
 
     def _ask(self, request: Callable[[], None]) -> threading.Thread:
-        """Have it done, even while the thread of requests waits in a round; the thread that does it."""
+        """Execute a request, even while the request thread waits for a round. Returns the thread that executes it."""
         if not self._joining or self._round is NO_ROUND:
             self._requests.put(request)
             return self._worker
@@ -230,7 +228,7 @@ class PeerNodes:
         try:
             self._aside.records = records = self._clone()
         except RallyError:
-            return  # the store is gone, and the round that waits for it finds that out
+            return  # the store is gone; the waiting round notices
         try:
             request()
         except (RallyError, OSError, ValueError, KeyError):
@@ -266,7 +264,7 @@ class PeerNodes:
             self._post(NotNeeded())
             return
         except RendezvousConnectionError as error:
-            # It has looked for the store for as long as a round may take: there is none.
+            # It looked for the store until join_timeout.
             self._post(CoordinationFailed(error))
             return
         with self._lock:
@@ -279,7 +277,7 @@ class PeerNodes:
         self._post(self._round_ready(formed))
 
     def _close_is_heard(self) -> str:
-        """Why there is no further round; who serves the store waits for us to have read that."""
+        """Why there will be no further round. The node that serves the store waits until all have read this."""
         try:
             assert self._rendezvous is not None
             records = self._records()
@@ -311,10 +309,10 @@ class PeerNodes:
         addr = str(first.get("addr"))
         serving_host = self._rendezvous.store_host
         if addresses.is_loopback(addr) and serving_host is not None and formed.rank != 0:
-            # What node 0 calls itself (Kubeflow's master pod: localhost) may mean another host here.
+            # Node 0 may call itself localhost (Kubeflow's master pod does).
             addr = serving_host
         if formed.rank == 0 and not addresses.exists(addr):
-            addr = "localhost"  # the others have looked the name up; this node may do without
+            addr = "localhost"  # its own name need not resolve here
         return RoundReady(
             generation=formed.generation,
             node_rank=formed.rank,
@@ -328,7 +326,7 @@ class PeerNodes:
         )
 
     def _append(self, what: str, generation: int, **more: Any) -> None:
-        """Write into the journal; what is about an earlier generation nobody reads any more."""
+        """Append to the journal, unless the entry is about an earlier generation, whose journal nobody reads."""
         current = self._round
         if current is NO_ROUND or generation != current.generation or current.unheard:
             return
@@ -342,7 +340,7 @@ class PeerNodes:
             serves = self._rendezvous.serves
             self._append("leaving", generation, serves=serves, reason=reason)
             return
-        # The others have gone on without us, but with our store.
+        # The others continue without this node, but use its store.
         entry = {"what": "leaving", "node": -1, "serves": self._rendezvous.serves}
         Journal(self._records(), current.kept_for).append(entry)
 
@@ -359,17 +357,17 @@ class PeerNodes:
         if self._config.elastic:
             self._gather_if_all_told(current)
             if self._rendezvous.serves:
-                # The others need not wait for us, should they meet once more.
+                # If the others meet again, they need not wait for this node.
                 self._rendezvous.leave(finished=True)
                 current.keeps = True
 
     def _num_through(self, records: RecordStore, current: Round) -> int:
-        """How many members of the round are through with it: ended well or, where that is no failure, gone."""
+        """How many members have finished the round: they succeeded, or in an elastic job are gone."""
         counted = records.count(f"{current.generation}/done")
         gone = current.gone if self._config.elastic else set[int]()
         if counted < current.num_nodes and not gone:
             return counted
-        # Anybody can add to a counter; only members can make marks. And who is gone may have ended well before.
+        # Anyone could increment the counter; only members can write marks. A lost member may have succeeded first.
         ranks = range(current.num_nodes)
         marks = records.look([f"{current.generation}/done/{rank}" for rank in ranks])
         return sum(
@@ -377,13 +375,13 @@ class PeerNodes:
         )
 
     def _num_told(self, records: RecordStore, current: Round) -> int:
-        """How many members have reported their failures, or never will."""
+        """How many members have reported their failures, or cannot any more."""
         elastic = self._config.elastic
         silent = self._num_through(records, current) if elastic else len(current.gone)
         return records.count(f"{current.generation}/reports") + silent
 
     def _report(self, generation: int, told: str) -> None:
-        """Hand in this node's failures; whoever is last puts all of them together."""
+        """Publish this node's failures. The last node to do so merges all reports."""
         current = self._round
         records = self._records()
         records.write(f"{current.generation}/report/{current.rank}", {"failures": told})
@@ -396,7 +394,7 @@ class PeerNodes:
         failures: list[WorkerFailure] = []
         first = None if self._reader is None else self._reader.first_failure
         bodies = records.look(keys)
-        # The node whose failure the journal has first comes first: between hosts only order tells.
+        # The journal's first failure comes first: between hosts, only its order is comparable.
         order = sorted(range(len(bodies)), key=lambda rank: (rank != first, rank))
         for rank in order:
             body = bodies[rank]
@@ -406,7 +404,7 @@ class PeerNodes:
         self._append("reports", current.generation)
 
     def _leave(self, ending: str, if_last: str, deadline: Deadline) -> None:
-        """The last words of this node in this job."""
+        """Tell the others that this node leaves; close the rendezvous and clear the store if it is the last."""
         current, rendezvous = self._round, self._rendezvous
         assert rendezvous is not None
         ending = self._ending or ending
@@ -429,20 +427,20 @@ class PeerNodes:
                 records.wait(f"{kept_for}/all_left", deadline.remaining() or 0.0)
                 self._wait_for_spares(records)
         except RallyError:
-            pass  # the others are gone before us
+            pass  # the others are already gone
 
     def _wait_for_spares(self, records: RecordStore) -> None:
-        """Until all who have come and were in no round know that there will be none; a few may be gone without a word."""
+        """Wait until all spares have read that there will be no round. Some may have gone silently: hence the timeout."""
         if records.count("came") > records.count("settled"):
             records.wait("closed/all_heard", SPARES_PATIENCE)
 
-    # -- what happens elsewhere -----------------------------------------------------------------
+    # -- what happens on other nodes -----------------------------------------------------------------
 
     def _heed_loss(self, loss: Loss) -> None:
-        """The neighbour is gone (the pulse's thread)."""
+        """The neighbour is gone. Called in the pulse's thread."""
         generation = self._round.generation
         if loss.left:
-            # It said so itself, unless it had ended well before.
+            # It announced that itself, or had finished.
             self._requests.put(lambda: self._note_left(generation, loss))
             return
         rank, reason, certain = loss.neighbour.rank, loss.reason, loss.certain
@@ -463,7 +461,7 @@ class PeerNodes:
         self._store_lost(error)
 
     def _store_lost(self, error: RendezvousConnectionError) -> None:
-        """This generation cannot go on: nobody hears of anybody. Elsewhere there may be a next one."""
+        """This generation cannot continue, because nodes cannot communicate. An elastic job may form another one."""
         with self._lock:
             current = self._round
             known, current.store_lost = current.store_lost, True
@@ -472,13 +470,13 @@ class PeerNodes:
             return
         host = self._rendezvous.store_host if self._rendezvous is not None else None
         reason = f"the node that serves the job's store ({host}) is lost"
-        if host is None:  # no node does
+        if host is None:  # no node serves it
             reason = f"the job's store cannot be used: {error}"
         if not self._config.elastic:
             reason = f"node 0 is lost: {error}"
             self._broken = True
         self._post(PeerEvent("lost", 0, current.generation, reason=reason))
-        self._post(PeerEvent("reports", 0, current.generation))  # nobody can report any more
+        self._post(PeerEvent("reports", 0, current.generation))  # no node can report any more
         if self._config.elastic:
             self._requests.put(self._find_store)
 
@@ -487,11 +485,11 @@ class PeerNodes:
         self._rendezvous.find_store()
         current = self._round
         current.unheard = False
-        # Where it is the same store, and only we had lost it, the others must follow us into the next round.
+        # If only this node had lost the store, the others must be told to form the next round with it.
         self._append("parted", current.generation)
 
     def heed(self, current: Round, entry: Mapping[str, Any]) -> None:
-        """Take an entry of the journal in (the reader's thread)."""
+        """Handle an entry of the journal. Called in the reader's thread."""
         what, node = str(entry.get("what")), entry.get("node")
         node = node if isinstance(node, int) else -1
         own = node == current.rank
@@ -514,7 +512,7 @@ class PeerNodes:
                 self._rendezvous.note_gone(node, certain=True)
                 current.gone.add(node)
                 if entry.get("serves") is True:
-                    # Its store goes with it: the next round meets at another place already.
+                    # Its store ends with it, so the next round meets elsewhere.
                     current.store_lost = True
                     self._requests.put(self._rendezvous.abandon_store)
                 reason = str(entry.get("reason", ""))[:MAX_REASON]
@@ -556,21 +554,21 @@ class PeerNodes:
                 self._reports = failures_from_json(body["failures"])
 
     def heed_next_round(self, current: Round) -> None:
-        """Others are in it already, and what they may have said of it never came (the reader's thread)."""
+        """Other nodes are already in the next round, though no entry said so. Called in the reader's thread."""
         if self._config.elastic and not self._joining:
             reason = "the others have begun the next round"
             self._post(PeerEvent("lost", -1, current.generation, reason=reason))
 
     def heed_as_keeper(self, current: Round, entry: Mapping[str, Any]) -> None:
-        """An entry of a later round, which goes on without us (the reader's thread)."""
+        """Handle an entry of a later round that this node is not part of. Called in the reader's thread."""
         what, node = str(entry.get("what")), entry.get("node")
         if what in {"all_done", "stopped"}:
             rank = node if isinstance(node, int) else -1
             self._post(PeerEvent(what, rank, current.generation))
 
     def nobody_is_left(self, current: Round) -> None:
-        """The members for whom we keep the store are gone, and did not end well (the reader's thread)."""
-        self._ending = "its other nodes are gone"
+        """The members for whom this node kept the store are gone without success. Called in the reader's thread."""
+        self._ending = "all other nodes are gone"
         self._post(PeerEvent("all_done", -1, current.generation))
 
     def reader_lost(self, error: RendezvousConnectionError) -> None:
@@ -587,4 +585,4 @@ class PeerNodes:
                 try:
                     os.write(self._write, b"x")
                 except BlockingIOError:
-                    pass  # it is readable already
+                    pass  # the pipe is readable already

@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-``decide(now, state, event)`` gives a new state, commands for the shell to carry out, and the reason in
-words. The shell (``supervisor.py``) gathers events and interprets commands; it never decides.
+``decide(now, state, event)`` returns a new state, commands, and the reason in words. The shell (``supervisor.py``)
+gathers events and executes commands. It never decides.
 
 ::
 
@@ -15,20 +15,17 @@ words. The shell (``supervisor.py``) gathers events and interprets commands; it 
 
 Rules:
 
-1. One failure ends the generation for all: workers wait for each other in collectives.
-2. What ends a generation first decides what follows it (``aim``); later failures are victims. A signal
-   overrules a restart: who says stop means it.
-3. The restart budget is the job's, and the round says how much of it is used: all nodes know the same
-   number. A failure is charged. A node that is lost, leaves or joins is not (``elastic`` jobs); a failure that says
-   no more than that a peer is gone (*symptom*) is charged only if the next round finds nobody missing and
-   nobody who ended the generation for such a change.
-4. A generation is over only when ``swept``: nothing of it is left when the next one starts.
-5. An elastic node whose workers have ended well leaves at once, but the one that serves the job's store
-   (``serves``) stays until all others are done, whatever rounds they need for it.
-6. A failure that is only a symptom does not stop the others at once: the one with the cause may still
-   clean up. For ``moment`` seconds the rest are listened to, and asked what they handle, before SIGTERM.
-7. The channel to workers has room for a third answer beside stop and restart (tell the survivors the
-   new generation): it would be another ``Aim`` here and another command there.
+1. One failure ends the generation for all nodes, because workers wait for each other in collectives.
+2. The first event that ends a generation determines what follows it (``aim``). Later failures are consequences. A
+   signal overrules a restart.
+3. The restart budget belongs to the job. The round says how much of it is used, so all nodes agree. A failure is
+   charged. In ``elastic`` jobs, a node that is lost, leaves or joins is not. A failure that reports only a lost peer
+   (a *symptom*) is charged only if the next round misses no node and no node ended the generation for such a change.
+4. A generation is over when it is ``swept``: none of its processes is left when the next one starts.
+5. An elastic node whose workers have succeeded leaves at once. The node that serves the job's store (``serves``) stays
+   until all others have finished, through all their rounds.
+6. A symptom does not stop the other workers at once, because the one with the cause may still be cleaning up. For
+   ``moment`` seconds the supervisor listens to them and asks which exceptions they handle. Then it sends SIGTERM.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ class Verdict(StrEnum):
     """Why a generation ended, as far as the restart budget is concerned."""
 
     NONE = ""
-    CHANGED = "changed"  # members came or went: free
-    SUSPECT = "suspect"  # a failure that may be the echo of a lost node
+    CHANGED = "changed"  # members joined or left: not charged
+    SUSPECT = "suspect"  # a failure that may be the consequence of a lost node
     FAILED = "failed"
 
 
@@ -59,7 +56,7 @@ class Phase(StrEnum):
 
 
 class Aim(StrEnum):
-    """What follows once everything of this generation is gone."""
+    """What follows once all processes of this generation are gone."""
 
     SUCCEED = "succeed"
     RESTART = "restart"
@@ -67,9 +64,9 @@ class Aim(StrEnum):
     SIGNALLED = "signalled"
 
 
-# What is left after all workers ended (daemons, forgotten children) gets SIGTERM and this long.
+# Processes that outlive all workers (daemons, forgotten children) get SIGTERM and this long.
 LEFTOVER_GRACE = 1.0
-# How long before the end of a moment the workers are asked a second time.
+# The workers are asked a second time this long before the moment ends.
 ANSWER_TIME = 0.3
 
 
@@ -79,17 +76,17 @@ class State:
 
     Args:
         grace: seconds between SIGTERM and SIGKILL.
-        moment: seconds that the others get, before SIGTERM, to tell the cause of a symptom.
+        moment: seconds after a symptom in which another worker may report the cause, before SIGTERM.
         num_nodes: with one node there are no peers to wait for.
         elastic: members may come and go; else a lost node is the end.
-        serves: the job's store lives in this process.
+        serves: this node serves the job's store.
         restarts: how much of the budget is used.
         verdict: what this generation's end means for the budget.
         running: local indices of workers that have not ended.
-        kill_at: when STOPPING turns into SIGKILL; in LISTENING, when its next step is due.
-        asked_again: LISTENING is about to end.
+        kill_at: STOPPING: when SIGKILL is due. LISTENING: when its next step is due.
+        asked_again: the workers were asked a second time; LISTENING is about to end.
         signal: the first signal received, if any.
-        passed: signals that are for the workers alone: the job goes on.
+        passed: signals for the workers alone; the job continues.
     """
 
     max_restarts: int
@@ -116,9 +113,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class RoundFormed:
-    """The nodes agreed; ``num_workers`` are to be started here.
+    """The nodes have agreed.
 
-    ``generation`` and ``restarts`` (budget used) are the job's; ``serves``: its store lives here.
+    Args:
+        num_workers: how many to start on this node.
+        generation: the job's.
+        restarts: how much of the job's budget is used.
+        serves: this node serves the job's store.
     """
 
     num_workers: int
@@ -129,7 +130,7 @@ class RoundFormed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """``symptom``: it says no more than that a peer is gone, or we have stopped it."""
+    """A worker has ended. ``symptom``: it only reports a lost peer, or the supervisor stopped it."""
 
     index: int
     failed: bool
@@ -138,7 +139,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerFailed:
-    """Another node told of a failure in this generation."""
+    """Another node reported a failure in a generation."""
 
     node_rank: int
     generation: int
@@ -147,31 +148,31 @@ class PeerFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Another node is gone, or this one counts as gone. With fixed membership nobody takes its place."""
+    """Another node is lost, or the others consider this one lost. With fixed membership, it is not replaced."""
 
     node_rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLeaves:
-    """Another node leaves in good order (it is preempted)."""
+    """Another node leaves in an orderly way, for example because it is preempted."""
 
     node_rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWaiting:
-    """A node wants to be admitted, and there is room."""
+    """A node waits to be admitted, and there is room."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeersDone:
-    """Every node has ended well."""
+    """All nodes have succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeersStopped:
-    """Another node was told to stop by a person: the job ends, without restart."""
+    """A user stopped another node: the job ends without a restart."""
 
     node_rank: int
 
@@ -188,17 +189,17 @@ class GraceOver:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Nothing of the generation is left."""
+    """No process of the generation is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotNeeded:
-    """The job has ended well while this node waited for a round."""
+    """The job succeeded while this node waited for a round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """This node cannot go on: it has lost its fork server."""
+    """This node cannot continue: it has lost its fork server."""
 
     reason: str
 
@@ -224,7 +225,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Meet the other nodes for this generation; ``restarts`` and ``verdict`` are what we know of the budget."""
+    """Meet the other nodes for a generation. ``restarts`` and ``verdict``: what this node knows about the budget."""
 
     generation: int
     restarts: int = 0
@@ -243,19 +244,19 @@ class SignalWorkers:
 
 @dataclass(frozen=True, slots=True)
 class PassOn:
-    """A signal that workers are to hear of, and that ends nothing."""
+    """Send the workers a signal that does not end the job."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskWorkers:
-    """Have those that run tell which exception they handle just now."""
+    """Ask running workers which exception they are handling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """End whatever is left: SIGTERM, ``grace`` seconds, SIGKILL."""
+    """End the remaining processes: SIGTERM, ``grace`` seconds, SIGKILL."""
 
     grace: float
 
@@ -269,7 +270,7 @@ class TellPeers:
 
 @dataclass(frozen=True, slots=True)
 class ReportRestart:
-    """Say in a line why there is a next generation."""
+    """Print why the workers are restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +299,7 @@ class Decision:
 
 
 def signal_name(number: int) -> str:
-    """``SIGTERM``; a number for real-time signals, most of which have no name."""
+    """``SIGTERM``, or ``signal 40`` for a real-time signal without a name."""
     try:
         return signals.Signals(number).name
     except ValueError:
@@ -310,7 +311,7 @@ def start(state: State) -> Decision:
 
 
 def decide(now: float, state: State, event: Event) -> Decision:
-    """The next state, what to do, and why. Total: every event is answered in every phase."""
+    """The next state, the commands, and the reason. Total: it accepts every event in every phase."""
     if state.phase is Phase.ENDED:
         return Decision(state, (), "the job has ended")
     match event:
@@ -352,7 +353,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
             return _swept(state)
         case Broken(reason):
             new = replace(state, phase=Phase.ENDED, aim=Aim.FAIL, running=frozenset())
-            # What has happened to this node alone costs an elastic job this node alone.
+            # An elastic job loses only this node.
             what = "leaving" if state.elastic else "failed"
             tell: tuple[Command, ...] = (TellPeers(what),) if state.num_nodes > 1 else ()
             return Decision(new, (*tell, Finish(Aim.FAIL)), reason)
@@ -374,7 +375,7 @@ def _round_formed(state: State, event: RoundFormed) -> Decision:
         verdict=Verdict.NONE,
     )
     if event.restarts > state.max_restarts:
-        # A failure that might have been the echo of a lost node was none: the budget is spent.
+        # A failure that could have been the consequence of a lost node was not one, so it is charged after all.
         new = replace(state, phase=Phase.ENDED, aim=Aim.FAIL)
         return Decision(new, (Finish(Aim.FAIL),), "the restart budget is spent")
     running = frozenset(range(event.num_workers))
@@ -399,7 +400,7 @@ def _peer_failed(
     if generation != state.generation or state.phase is Phase.JOINING:
         return Decision(state, (), why)
     if state.phase is Phase.WAITING and state.elastic:
-        return Decision(state, (), f"{why}: the others go on without us")
+        return Decision(state, (), f"{why}: the others continue without this node")
     if state.phase in _ALIVE or (state.verdict is not Verdict.FAILED and not symptom):
         return _stop(now, state, aim, why, tell=None, verdict=verdict, symptom=symptom)
     return Decision(state, (), why)
@@ -413,7 +414,7 @@ def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> D
     if state.phase is Phase.RUNNING or (state.phase is Phase.LISTENING and fatal):
         return _stop(now, state, Aim.RESTART, why, tell=None, verdict=Verdict.CHANGED)
     if state.phase is Phase.SWEEPING and state.aim is Aim.SUCCEED:
-        return Decision(state, (), f"{why}, and our workers have ended well")
+        return Decision(state, (), f"{why}, and the workers of this node have succeeded")
     return Decision(state, (), f"{why} while {state.phase}")
 
 
@@ -421,7 +422,7 @@ def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: b
     state = replace(state, running=state.running - {index})
     if state.phase in {Phase.RUNNING, Phase.LISTENING} and failed:
         aim, verdict = _after_failure(state, symptom)
-        # Once is enough, but for the cause.
+        # Report the first failure, and the cause if it comes later.
         tell = "failed" if state.phase is Phase.RUNNING or not symptom else None
         why = f"worker {index} failed"
         return _stop(now, state, aim, why, tell=tell, verdict=verdict, symptom=symptom)
@@ -435,7 +436,7 @@ def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: b
     elif state.phase is Phase.STOPPING:
         commands: tuple[Command, ...] = ()
         if failed and not symptom and state.verdict is Verdict.SUSPECT:
-            # The cause comes after its echo: now it is known.
+            # The cause arrives after its consequence.
             aim, verdict = _after_failure(state, symptom)
             state = replace(state, aim=_overruled(state.aim, aim), verdict=verdict)
             commands = (TellPeers("failed"),) if state.num_nodes > 1 else ()
@@ -456,7 +457,7 @@ def _stop(
     verdict: Verdict = Verdict.NONE,
     symptom: bool = False,
 ) -> Decision:
-    """Leave RUNNING (or a later phase of success) for STOPPING; after a symptom by way of LISTENING."""
+    """Go from RUNNING (or a later phase of success) to STOPPING; after a symptom, to LISTENING first."""
     commands: list[Command] = []
     order = list(Verdict)
     state = replace(state, verdict=max(state.verdict, verdict, key=order.index))
@@ -466,7 +467,7 @@ def _stop(
         new = replace(state, phase=Phase.ENDED, aim=aim)
         return Decision(new, (*commands, Finish(aim)), why)
     if state.phase is Phase.WAITING:
-        # Everything of ours has ended well and been swept already.
+        # The workers of this node have succeeded and are swept.
         return _swept(replace(state, phase=Phase.SWEEPING, aim=aim), tuple(commands), why)
     if state.phase is Phase.SWEEPING:
         return Decision(replace(state, aim=_overruled(state.aim, aim)), tuple(commands), why)
@@ -483,7 +484,9 @@ def _stop(
         new = replace(
             state, phase=Phase.LISTENING, aim=aim, kill_at=ask_again_at, asked_again=False
         )
-        return Decision(new, (*commands, AskWorkers()), f"{why}: of what, is not known yet")
+        return Decision(
+            new, (*commands, AskWorkers()), f"{why}: a symptom, the cause is not known yet"
+        )
     number = state.signal if aim is Aim.SIGNALLED and state.signal else signals.SIGTERM
     commands.append(SignalWorkers(number))
     new = replace(state, phase=Phase.STOPPING, aim=aim, kill_at=now + state.grace)
@@ -495,12 +498,12 @@ def _moment_over(now: float, state: State) -> Decision:
         return Decision(state, (), "the moment is not over")
     if not state.asked_again:
         new = replace(state, asked_again=True, kill_at=now + ANSWER_TIME)
-        return Decision(new, (AskWorkers(),), "nobody has told the cause: asking again")
-    return _stop(now, state, state.aim, "nobody has told the cause", tell=None)
+        return Decision(new, (AskWorkers(),), "no worker has reported the cause: asking again")
+    return _stop(now, state, state.aim, "no worker has reported the cause", tell=None)
 
 
 def _overruled(aim: Aim, by: Aim) -> Aim:
-    """Which aim wins when two ends meet: a signal over all, a failure over success."""
+    """Which of two aims wins: a signal over all others, a failure over a restart, a restart over success."""
     order = [Aim.SUCCEED, Aim.RESTART, Aim.FAIL, Aim.SIGNALLED]
     return max(aim, by, key=order.index)
 
@@ -508,17 +511,17 @@ def _overruled(aim: Aim, by: Aim) -> Aim:
 def _signalled(now: float, state: State, number: int) -> Decision:
     name = signal_name(number)
     if number in state.passed:
-        # Where no worker runs yet, none has a handler: the signal would end it.
+        # A worker that has not started has no handler; the signal would end it.
         commands = (PassOn(number),) if state.running else ()
         return Decision(state, commands, f"{name} received: for the workers")
     if state.signal is None:
         state = replace(state, signal=number)
-        # An elastic job goes on without a node that is preempted; Ctrl-C means the job.
+        # SIGTERM means preemption: an elastic job continues without this node. Ctrl-C stops the job.
         leaves = state.elastic and number == signals.SIGTERM
         tell = "leaving" if leaves else "stopped"
         decision = _stop(now, state, Aim.SIGNALLED, f"{name} received", tell=tell)
         if state.phase is Phase.STOPPING:
-            # Already stopping for another reason: pass the signal on, the grace time stays as it is.
+            # It is stopping for another reason: pass the signal on without extending the grace period.
             return replace(decision, commands=(*decision.commands, SignalWorkers(number)))
         return decision
     if state.phase in {Phase.STOPPING, Phase.RUNNING, Phase.SWEEPING}:

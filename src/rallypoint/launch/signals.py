@@ -1,7 +1,7 @@
-"""Signals: as events for the supervisor, and kept away from processes of ours that they are not meant for.
+"""Signals as events for the supervisor, and protection of the other processes of a job.
 
-Batch systems signal every process of a job. What is meant for the workers must not end the processes around
-them: the fork server notes it, the store ignores it, and workers start with the defaults.
+Batch systems signal every process of a job. A signal that is meant for the workers must not end the processes around
+them: the fork server takes note of it, the store ignores it, and workers start with default handlers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 
-# They end no process by default, are not sent by others, or Python ignores them already.
+# These end no process by default, are not sent by other processes, or are ignored by Python.
 _NOT_OURS = frozenset(
     {
         *(signal.SIGKILL, signal.SIGSTOP),
@@ -25,17 +25,17 @@ _NOT_OURS = frozenset(
         *(signal.SIGABRT, signal.SIGTRAP),
     }
 )
-# A shell ignores these two for what it starts in the background: nobody asked it to.
+# A shell without job control ignores these for processes in the background; the user did not ask for that.
 IGNORED_BY_SHELLS = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
 def ending() -> frozenset[int]:
-    """The signals that others may send to a process, and that end it unless it does something about them."""
+    """The signals that other processes may send and that end a process without a handler."""
     return frozenset(signal.valid_signals()) - _NOT_OURS
 
 
 def block() -> Iterable[int]:
-    """Hold :func:`ending` signals back in this thread, and in what it starts; what was held back before."""
+    """Block :func:`ending` signals in this thread and its children. Returns the previous mask."""
     return signal.pthread_sigmask(signal.SIG_BLOCK, ending())
 
 
@@ -45,9 +45,9 @@ def restore(mask: Iterable[int]) -> None:
 
 
 def note(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have ``handler`` called for each of them, and end of none; one that was ignored stays so (``nohup``).
+    """Call ``handler`` for each :func:`ending` signal; ignored ones stay ignored (``nohup``). Unblocks all.
 
-    A handler, unlike ignoring, is not inherited by a program that is executed. Nothing is held back afterwards.
+    Unlike an ignored signal, a handler is not inherited by an executed program.
     """
     for number in ending():
         if number in IGNORED_BY_SHELLS or signal.getsignal(number) is not signal.SIG_IGN:
@@ -56,21 +56,21 @@ def note(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 def ignore() -> None:
-    """Ignore all of them, in what this process executes too."""
+    """Ignore all :func:`ending` signals, also in programs that this process executes."""
     for number in ending():
         signal.signal(number, signal.SIG_IGN)
     restore(())
 
 
 class SignalEvents:
-    """While entered, the given signals are collected instead of acted on, also if they were held back (blocked).
+    """A context in which the given signals are collected, even if they were blocked before.
 
-    Outside of the main thread Python cannot handle signals; then nothing is collected and the
-    descriptor never becomes readable. A signal that was ignored when we came stays ignored (``nohup``).
+    Outside the main thread Python cannot handle signals: nothing is collected, and the descriptor never becomes
+    readable. Signals that were ignored before stay ignored (``nohup``).
 
     Args:
         numbers: the signals to collect.
-        even_ignored: those of them that are collected although they were ignored when we came.
+        even_ignored: those of them that are collected even if they were ignored before.
     """
 
     def __init__(self, numbers: Iterable[int], even_ignored: Iterable[int] = ()) -> None:
@@ -115,7 +115,7 @@ class SignalEvents:
         return self._read
 
     def take(self) -> list[int]:
-        """The signals that came since the last call, in order."""
+        """The signals received since the last call, in order."""
         try:
             while os.read(self._read, 4096):
                 pass

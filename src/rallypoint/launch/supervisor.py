@@ -1,7 +1,7 @@
-"""The shell around :mod:`rallypoint.launch.policy`: gathers events, carries commands out.
+"""The shell around :mod:`rallypoint.launch.policy`: gathers events and executes commands.
 
-One loop over descriptors: signals, the line to the fork server, the fork server's pidfd, the workers'
-lines, the other nodes. It sleeps until one of them has something, or until the policy's own deadline.
+One loop over descriptors: signals, the connection to the fork server, the fork server's pidfd, the workers' sockets, the
+other nodes. It sleeps until one of them is readable, or until the policy's next deadline.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ from .spawner import Spawner
 from .worker.job import WorkerFds
 
 
-# What every fork server imports.
+# Modules that every fork server imports.
 TORCH = ("torch", "torch.distributed")
-# How long the fork server may take to end everything.
+# How long the fork server may take to end all processes.
 SERVER_PATIENCE = 8.0
-# Who signals every process of a job does so one by one. For this long a signal may still be on its way to the
-# fork server (then the workers get it too, and not from us as well).
+# A batch system signals the processes of a job one by one. For this long the same signal may still be on its way to the
+# fork server. If it arrives there, the workers have got it too, and the supervisor does not send it again.
 SAME_SIGNAL = 0.25
-# For this long a worker's death of it may be ahead of it: whoever signals may have to wait for a core in between.
+# For this long a worker may die of a signal before the supervisor receives it: the sender may have to wait for a CPU.
 DEATH_AHEAD = 1.0
-# The same between hosts.
+# The same, if the signal is sent on several hosts.
 SAME_SIGNAL_ELSEWHERE = 1.0
-# When it is said what is waited for.
+# After this long, the supervisor prints what it waits for.
 SILENCE = 2.0
-# How long output may still be on its way when its writers are gone.
+# How long output may still arrive after its writers have ended.
 DRAIN_PATIENCE = 2.0
-# How long the nodes wait, beyond the grace, for each other's failures before they print the report.
+# How long the nodes wait for each other's failures before they print the report, beyond the grace period.
 GATHER_PATIENCE = 5.0
 
 Say = Callable[[str], None]
@@ -84,7 +84,7 @@ class Outcome:
     Args:
         aim: success, failure or a signal.
         report: of the last generation, if it failed.
-        signal: the signal that ended it.
+        signal: the signal that ended it, or None.
         results: function launches: the result bytes of each local worker, in rank order.
         generation: the last one.
     """
@@ -97,16 +97,16 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs one node's workers from start to end. Used once.
+    """Runs the workers of one node from start to end. Used once.
 
     Args:
         config: what to run.
         coordination: the other nodes.
         console: where workers' output is shown.
-        say: prints one line to the person at the terminal.
+        say: prints a line for the user.
         payload_fd: function launches: a memory file with the pickled call.
         call: function launches by ``fork``: what a worker calls.
-        token: names this job among others of the user; unguessable.
+        token: identifies this job among the user's jobs; unguessable.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Supervisor:
         self._env = event_sinks.for_workers(environment.snapshot())
         self._relay: Relay
         self._workers = Generation(0, 0)
-        self._spawned: dict[str, int] = {}  # pids of what the fork server has not reaped
+        self._spawned: dict[str, int] = {}  # pids that the fork server has not reaped
         self._state = policy.State(
             max_restarts=config.max_restarts,
             grace=config.shutdown_timeout,
@@ -147,33 +147,33 @@ class Supervisor:
         self._probe_fd: int | None = None
         self._store_failure = ""
         self._failures: tuple[WorkerFailure, ...] = ()
-        self._lost = ""  # a node or the fork server that is gone, in words
-        self._broken = ""  # why it is this node that cannot go on
+        self._lost = ""  # which node or fork server is gone, in words
+        self._broken = ""  # why this node cannot continue
         self._peer_failures: tuple[WorkerFailure, ...] = ()
         self._results: tuple[bytes, ...] = ()
         self._gather_until: float | None = None
         self._later: list[tuple[float, Callable[[], None]]] = []
-        self._server_is_deaf = False  # it does not confirm what it is asked
-        self._left: set[int] = set()  # pids that do not die, as far as they have been named
+        self._server_is_deaf = False  # it does not confirm requests
+        self._left: set[int] = set()  # pids that survived SIGKILL and were reported
         self._signals_taken: set[int] = set()
-        self._peers_stop = False  # other nodes have got a signal, and so may this one
+        self._peers_stop = False  # other nodes were signalled, so this one may be, too
         self._held_ends: list[policy.WorkerEnded] = []
         self._finished: Outcome | None = None
         self._server: ServerProcess
         self._spawner: Spawner
-        self._open_files: int | None = None  # that a worker may have
-        self._reserve: list[int] = []  # descriptors that cleaning up can count on
+        self._open_files: int | None = None  # the limit for a worker
+        self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._poller = select.poll()
 
     # -- life ---------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Run the job. Blocks until it has ended and nothing of it is left.
+        """Run the job. Blocks until it has ended and none of its processes is left.
 
         Raises:
-            ConfigError: a setting turned out impossible (a port in use, no accelerator).
-            LaunchError: the job's processes could not be run.
-            RendezvousError: the nodes did not come together.
+            ConfigError: a setting cannot work (a port in use, no accelerator).
+            LaunchError: the job's processes could not be started or watched.
+            RendezvousError: the nodes could not agree.
         """
         config = self._config
         try:
@@ -194,7 +194,7 @@ class Supervisor:
                     )
                     self._folder = RunFolder(config.logs, config.rendezvous.run_id)
                     if self._folder.is_news:
-                        self._say(f"output that goes to files is in {self._folder.path}")
+                        self._say(f"output redirected to files is in {self._folder.path}")
                     self._spawner = Spawner(
                         config,
                         self._env,
@@ -218,7 +218,7 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             try:
                 received = stack.enter_context(self._signal_events())
-            except OSError:  # there is no descriptor for it
+            except OSError:  # no descriptor is left
                 self._coordination.close("")
                 raise
             yield received
@@ -229,8 +229,8 @@ class Supervisor:
         if os.isatty(self._console.stderr_fd):
             numbers.add(signal.SIGWINCH)
         if config.job.kind is TargetKind.FUNCTION:
-            return SignalEvents(numbers)  # the rest is the caller's
-        # Signals that workers may know what to do with end nothing here.
+            return SignalEvents(numbers)  # other signals belong to the caller
+        # Workers may handle any signal, so none of them may end the supervisor.
         return SignalEvents(numbers | signals.ending(), signals.IGNORED_BY_SHELLS & numbers)
 
     def _start_server(self) -> ServerProcess:
@@ -251,7 +251,7 @@ class Supervisor:
             {**secret.environment_of_workers(self._env, config.secret), **defaults},
             self._token,
             config.secret,
-            # A function launch runs in somebody's program, which may have children of its own.
+            # A function launch runs in the user's program, which may have children of its own.
             alone=config.job.kind is not TargetKind.FUNCTION,
             open_files=self._open_files,
         )
@@ -273,7 +273,7 @@ class Supervisor:
                 if worker.line.fileno() in ready and not worker.listen():
                     self._poller.unregister(worker.line)
                     if worker.status is None and not self._server_is_deaf:
-                        # It has ended, it seems. Who is to tell us must be able to.
+                        # It seems to have ended. Check that the fork server can report that.
                         server.ask({"do": "ping"})
             if self._probe_fd in ready:
                 self._finish_probe()
@@ -302,7 +302,7 @@ class Supervisor:
             self._do_without_server(message)
 
     def _in(self, seconds: float, what: Callable[[], None]) -> None:
-        """Do it then, in the loop."""
+        """Call ``what`` in the loop after this time."""
         self._later.append((clock.MONOTONIC.now() + seconds, what))
 
     def _milliseconds_to_wait(self) -> int | None:
@@ -321,7 +321,7 @@ class Supervisor:
         for fd in self._reserve:
             os.close(fd)
         if hasattr(self, "_server"):
-            # A server that still imports has nothing to end, a deaf one does nothing: neither is waited for.
+            # A fork server that still imports has nothing to end, and a deaf one does nothing. Neither is waited for.
             answers = self._server_ready and not self._server_is_deaf
             self._tell_what_is_left(self._server.end(SERVER_PATIENCE if answers else 0.0))
         done = self._state.phase is Phase.ENDED and self._state.aim is Aim.SUCCEED
@@ -332,18 +332,18 @@ class Supervisor:
         if self._probe_fd is not None:
             os.close(self._probe_fd)
         self._let_go()
-        # Who has told us to stop will not wait for a console that takes no output.
+        # After a signal, do not wait for a console that accepts no output.
         patient = self._finished is not None and self._finished.aim is not Aim.SIGNALLED
         if hasattr(self, "_relay"):
             self._relay.close(DRAIN_PATIENCE, received.fileno() if patient else None)
         folder: RunFolder | None = getattr(self, "_folder", None)
         if folder is not None:
             if self._finished is None and self._failures:
-                folder.keep()  # an error of ours: nobody has told of these
+                folder.keep()  # an internal error: these failures were not reported
             folder.close()
 
     def _why_it_ends(self) -> str:
-        """What nodes are told that wait for a further round; nothing if there may be one without us."""
+        """What to tell nodes that wait for another round. Empty if there may be one without this node."""
         state = self._state
         if state.phase is not Phase.ENDED:
             return ""
@@ -366,14 +366,14 @@ class Supervisor:
             self._signals_taken.add(number)
             events.emit(events.SignalReceived(name=policy.signal_name(number)))
             if number in config.signals:
-                self._gather_until = None  # no patience any more for other nodes' reports
+                self._gather_until = None  # do not wait for other nodes' reports
             self._decide(policy.SignalReceived(number))
             self._decide_held_ends()
         elif number == signal.SIGWINCH:
             self._relay.resize()
         elif number not in self._signals_taken:
             self._signals_taken.add(number)
-            # If all processes of the job have got it, so have the workers. The fork server knows, in a moment.
+            # If the signal went to all processes of the job, the workers have it, too. The fork server will know shortly.
             self._in(SAME_SIGNAL, lambda: self._ask({"do": "tell", "signal": number}))
 
     def _say_who_is_waited_for(self) -> None:
@@ -399,7 +399,7 @@ class Supervisor:
     # -- events -------------------------------------------------------------------------------
 
     def _hear(self, message: Message) -> None:
-        """A report of the fork server."""
+        """Handle a message from the fork server."""
         match message["is"]:
             case "ready":
                 self._server_is_ready(message["threads"])
@@ -452,7 +452,7 @@ class Supervisor:
     def _server_is_ready(self, threads: dict[str, int]) -> None:
         self._server_ready = True
         for module in self._config.preload:
-            # Those of torch's own import (OpenBLAS with OMP_NUM_THREADS unset) know about forks.
+            # Threads started by importing torch (OpenBLAS, if OMP_NUM_THREADS is unset) are prepared for forks.
             if module not in TORCH and threads.get(module, 0) > 0:
                 self._say(
                     f"--preload {module} has started {threads[module]} threads;"
@@ -515,9 +515,9 @@ class Supervisor:
             self._decide(end)
 
     def _may_be_ahead(self, status: int) -> bool:
-        """Whether a worker has died of a signal that may be on its way to us too, to end the whole job.
+        """Whether a worker ended because of a signal that may still arrive here and end the whole job.
 
-        Or has handled it: who saves a checkpoint and leaves says so by the exit code that shells have for it.
+        A worker may also have handled it, saved a checkpoint, and exited with 128 + signal.
         """
         code = os.waitstatus_to_exitcode(status)
         number = -code if code < 0 else code - 128
@@ -543,7 +543,7 @@ class Supervisor:
         self._server.channel.closed_by_peer = True
 
     def _fail_without_server(self, reason: str, left: list[int]) -> None:
-        # Those that died with it have become our children.
+        # Its children have become children of this process.
         process.reap(self._spawned.values(), DRAIN_PATIENCE)
         self._end_generation(left)
         self._lost, self._broken = self._lost or reason, reason
@@ -552,14 +552,14 @@ class Supervisor:
     # -- a fork server that does not answer ----------------------------------------------------
 
     def _ask(self, message: Message) -> None:
-        """Have the fork server do something, or do it in its place."""
+        """Send the fork server a request, or execute it here if the fork server is deaf."""
         if self._server_is_deaf:
             self._do_without_server(message)
         else:
             self._server.ask(message)
 
     def _do_without_server(self, message: Message) -> None:
-        """The fork server does not hear: somebody has stopped it for good, or it hangs in the kernel."""
+        """Execute a request that the fork server does not confirm: it is stopped, or hangs in the kernel."""
         server, state = self._server, self._state
         what = f"fork server (pid {server.pid}) does not answer ({server.why_silent()})"
         match message["do"]:
@@ -584,7 +584,7 @@ class Supervisor:
                     self._let_server_go()
                     self._fail_without_server(f"its {what}", server.kill())
             case _:
-                pass  # overtaken by events
+                pass  # no longer needed
 
     def _tell_what_is_left(self, left: list[int]) -> None:
         news = sorted(set(left) - self._left)
@@ -595,7 +595,7 @@ class Supervisor:
             )
 
     def _serve_job_store(self, event: ServeStore) -> None:
-        """Have the fork server make a process for it. If it cannot be asked any more, the line ends."""
+        """Ask the fork server for a process that serves the store. If that fails, the connection ends."""
         with event.listener as listener, event.line as line:
             message = {"do": "store", "name": "job's store", "port": listener.getsockname()[1]}
             self._server.channel.send(message, [listener.fileno(), line.fileno()])
@@ -633,7 +633,7 @@ class Supervisor:
                 case PeerEvent("reports"):
                     self._gather_until = None
                 case PeerEvent(_, _, generation) if generation < self._state.generation - 1:
-                    pass  # of a generation that is over
+                    pass  # about an earlier generation
                 case PeerEvent("lost", node_rank):
                     self._lost = self._lost or event.reason
                     self._decide(policy.PeerLost(node_rank))
@@ -686,14 +686,14 @@ class Supervisor:
                     self._workers.note_signal(number)
                     self._signal_workers(number)
                 case policy.PassOn(_) if self._start_is_due:
-                    pass  # there is nobody yet
+                    pass  # no worker has started
                 case policy.PassOn(number):
                     self._signal_workers(number)
                 case policy.AskWorkers() if not self._start_is_due:
                     ask = {"do": "query", "names": self._workers.running()}
                     self._server.channel.send(ask)
                 case policy.AskWorkers():
-                    pass  # none has started
+                    pass  # no worker has started
                 case policy.Sweep(grace):
                     self._workers.note_signal(signal.SIGKILL)
                     if self._server_ready:
@@ -713,7 +713,7 @@ class Supervisor:
 
     def _join(self) -> None:
         if self._num_workers is None:
-            return  # the probe's answer comes back here
+            return  # the probe's result leads back here
         addr, port = "", 0
         if self._coordination.serves_store is not False:
             addr, self._store_socket = store_socket.bind(self._config)
@@ -758,20 +758,20 @@ class Supervisor:
             held.close()
 
     def _start_nothing(self) -> None:
-        """Told to stop while the fork server still imports: the workers end before they began."""
+        """The job was stopped while the fork server still imports: count the workers as ended."""
         self._start_is_due = False
         self._close_store_socket()
         for index in sorted(self._state.running):
             self._decide(policy.WorkerEnded(index, failed=False))
 
     def _signal_workers(self, number: int) -> None:
-        # A Python script's own children are its own to end (a DataLoader's workers must not die
-        # while their trainer still saves); a program started as it is gets the signal as a group.
+        # A Python script ends its own children: a DataLoader's workers must not die while their trainer still saves. Other
+        # programs get the signal as a process group.
         group = self._config.job.kind is TargetKind.PROGRAM
         hold = SAME_SIGNAL if number in self._signals_taken else 0.0
         if self._peers_stop:
             hold = SAME_SIGNAL_ELSEWHERE
-        # Of a short time to end in, most is the workers'.
+        # Leave most of a short grace period to the workers.
         hold = min(hold, self._config.shutdown_timeout / 4)
         names = self._workers.running()
         self._ask({"do": "signal", "names": names, "signal": number, "group": group, "hold": hold})
@@ -779,7 +779,7 @@ class Supervisor:
     # -- ends ---------------------------------------------------------------------------------
 
     def _end_generation(self, left: list[int]) -> None:
-        """All processes are gone: collect what they said, make the failures of this generation."""
+        """All processes are gone: collect the failures and results of this generation."""
         self._tell_what_is_left(left)
         self._workers.drain(DRAIN_PATIENCE)
         self._failures = in_order_of_blame(self._workers.failures())
@@ -801,7 +801,7 @@ class Supervisor:
                 try:
                     self._poller.unregister(worker.line)
                 except KeyError:
-                    pass  # it had said all
+                    pass  # it had closed its socket
             worker.close()
         self._workers = Generation(self._state.generation, 0)
 
@@ -819,18 +819,16 @@ class Supervisor:
         return write_report(folder, report)
 
     def _report_restart(self) -> None:
-        state = self._state  # of the new generation, with the old one's verdict
+        state = self._state  # the new generation's, with the old one's verdict
         if state.verdict is policy.Verdict.CHANGED:
-            self._say(
-                f"{self._lost or 'the nodes of the job have changed'}; restarting all workers"
-            )
+            self._say(f"{self._lost or 'a node joined or left'}; restarting all workers")
             return
         attempt, budget = state.restarts + 2, state.max_restarts + 1
         again = f"attempt {attempt} of {budget}"
         if state.verdict is policy.Verdict.SUSPECT:
             again = "not counted as an attempt if a node joined or left"
         why = "another node failed"
-        # Where a peer told first, its failure is the cause of ours.
+        # If another node reported first, its failure is the cause.
         failures = in_order_of_blame((*self._peer_failures, *self._failures))
         if failures:
             why = f"rank {failures[0].rank} {in_a_line(failures[0])}"
@@ -839,7 +837,7 @@ class Supervisor:
         self._say(f"{why}; restarting all workers ({again})")
 
     def _finish(self, aim: Aim) -> None:
-        """The policy has ended; with several nodes, their failures are waited for a while."""
+        """The policy has ended. With several nodes, wait for their failures."""
         alone = self._config.num_nodes == 1 or self._coordination.broken or self._fails_alone
         if aim is Aim.FAIL and not alone:
             patience = self._config.shutdown_timeout + GATHER_PATIENCE
@@ -848,7 +846,7 @@ class Supervisor:
 
     @property
     def _fails_alone(self) -> bool:
-        """Whether only this node has come to its end, and the job goes on without it."""
+        """Whether only this node fails, and the job continues without it."""
         return bool(self._broken) and self._state.elastic
 
     def _conclude(self) -> None:
@@ -857,10 +855,10 @@ class Supervisor:
         if aim is Aim.FAIL:
             failures = self._failures
             if self._config.num_nodes > 1:
-                # Without everybody's report: what a peer has told, which may be the cause of ours.
+                # If reports are missing: use what other nodes told, which may include the cause.
                 known = (*self._peer_failures, *failures)
                 failures = in_order_of_blame(self._coordination.reports() or known)
-            # Workers that only saw their peers vanish, or were stopped, are not to blame.
+            # Workers that only lost their peers, or were stopped, are not to blame.
             blameless = all(each.stopped_by_us or each.is_symptom() for each in failures)
             reason = self._store_failure or (self._lost if blameless else "")
             self._folder.keep()
