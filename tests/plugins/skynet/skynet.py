@@ -11,17 +11,13 @@ def place(variables: ClusterVariables) -> Placement | None:
     if pod.value >= pods.value:
         raise ConfigError(pod.name, pod.value, f"expected 0 to {pods.value - 1}")
     job = variables.text("SKYNET_JOB")
-    return Placement(
+    return Placement.one_per_machine(
         source="Skynet" if job is None else f"Skynet job {job.text}",
         num_nodes=pods.value,
         node_rank=pod.value,
         master_addr="127.0.0.1",
         master_port=variables.need("SKYNET_PORT").value,
         run_id=None if job is None else job.text,
-        local_rank=0,
-        tasks_per_machine=1,
-        machine_rank=pod.value,
-        num_machines=pods.value,
         variables=(pod.name, pods.name),
     )
 

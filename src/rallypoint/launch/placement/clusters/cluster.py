@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Self
 
 from .variables import ClusterVariables
 
@@ -81,6 +82,39 @@ class Placement:
     num_machines: int
     machines_known: bool = True
     variables: tuple[str, ...] = ()
+
+    @classmethod
+    def one_per_machine(
+        cls,
+        *,
+        source: str,
+        num_nodes: int,
+        node_rank: int,
+        master_addr: str | None,
+        master_port: int | None,
+        run_id: str | None = None,
+        variables: tuple[str, ...] = (),
+    ) -> Self:
+        """A place in a job with one task per machine or pod.
+
+        Args:
+            source, num_nodes, node_rank, master_addr, master_port, run_id, variables: as of the class.
+        Returns:
+            The placement.
+        """
+        return cls(
+            source=source,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            run_id=run_id,
+            local_rank=0,
+            tasks_per_machine=1,
+            machine_rank=node_rank,
+            num_machines=num_nodes,
+            variables=variables,
+        )
 
     @property
     def one_worker_per_task(self) -> bool:

@@ -26,17 +26,12 @@ def _place(variables: ClusterVariables) -> Placement | None:
     # A loopback address is fine here: PyTorchJob gives "localhost" to its master pod.
     address = own_address(variables, 1)
     port = own_port(variables)
-    return Placement(
+    return Placement.one_per_machine(
         source="MASTER_ADDR/RANK/WORLD_SIZE",
         num_nodes=size.value,
         node_rank=rank.value,
         master_addr=None if address is None else address.text,
         master_port=MASTER_PORT if port is None else port.value,
-        run_id=None,
-        local_rank=0,
-        tasks_per_machine=1,
-        machine_rank=rank.value,
-        num_machines=size.value,
         variables=names(rank, size, address, port),
     )
 
