@@ -151,7 +151,7 @@ def _colour() -> bool:
 
 
 def _say(text: str, *, bare: bool = False) -> None:
-    """A line for the person at the terminal, on stderr. A closed stderr is no reason to fail."""
+    """Print a line to the user, on stderr. A closed stderr is ignored."""
     if sys.stderr is None:  # 2>&-
         return
     try:

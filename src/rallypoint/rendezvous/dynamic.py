@@ -62,12 +62,12 @@ def _ignore(_: object) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class Listener:
-    """Whom to tell what happens between rounds. Called from threads of the handler; must not block.
+    """Callbacks between rounds. They run in threads of the handler and must not block.
 
     Args:
-        on_loss: a member of the round is gone.
-        on_store_lost: the store is; the next ``next_rendezvous`` looks for it.
-        on_waiting: on rank 0: so many nodes wait to be admitted, and there is room.
+        on_loss: a member of the round is lost.
+        on_store_lost: the store is lost; the next ``next_rendezvous`` looks for it.
+        on_waiting: on rank 0: the number of nodes that wait to be admitted, if there is room.
     """
 
     on_loss: Callable[[Loss], None] = _ignore
@@ -76,12 +76,12 @@ class Listener:
 
 
 class StoreFor(Protocol):
-    """Makes what ``RendezvousInfo.store`` is of a round; it may then take back the one before."""
+    """Makes ``RendezvousInfo.store`` for a round; it may then close the one of the round before."""
 
     def __call__(self, records: RecordStore, generation: int) -> Any: ...
 
     def close(self) -> None:
-        """The handler is shut down: take back the last one."""
+        """Close the last one: the handler shuts down."""
 
 
 class DynamicRendezvous(RendezvousHandler):
@@ -93,16 +93,16 @@ class DynamicRendezvous(RendezvousHandler):
         run_id: the job's name; jobs with different names do not see each other.
         settings: how many nodes, and how long to wait for more.
         timing: seconds to join, and of the lease.
-        host: this node's name, for people and for the order of ranks.
-        label: where it stands (rack, switch), for ``settings.by_label``.
-        local_addr: the address other nodes reach this one at; None: the route to the endpoint tells.
-        secret: what all nodes of the job know; records without it are ignored.
-        split_brain_guard: a minority that is cut off does not go on by itself.
-        given_rank: this node's rank, where ranks are fixed beforehand.
-        say: prints a line for the person at the terminal.
+        host: this node's host name, for messages and for the order of ranks.
+        label: its rack or switch, for ``settings.by_label``.
+        local_addr: the address at which other nodes reach this one; None: the one on the route to the endpoint.
+        secret: the secret that all nodes of the job share; records without its MAC are ignored.
+        split_brain_guard: a minority that is cut off does not continue by itself.
+        given_rank: this node's rank, if ranks are fixed beforehand.
+        say: prints a line to the user.
         listener: see :class:`Listener`.
-        store_for: makes the store that users of a round are given; None for the job's own connection.
-        bind: address to listen on; ``*``: all; None: the one that the others are told.
+        store_for: makes the store for users of a round; None: the job's own connection.
+        bind: address to listen on; ``*``: all; None: the one that is announced to other nodes.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""What a job that has ended well leaves for a while in a store that outlives it: for nodes that come too late.
+"""The mark that a job which succeeded leaves for a minute in a store that outlives it, for late nodes.
 
-A name may be used again: the same line in a loop is a new job each time. So each host is told once: one
-that took part in the job, or was told already, comes for a new one. After :data:`ENDED_FOR` seconds the mark is void,
-by the clock of whoever keeps the store.
+A name may be used again: the same command in a loop is a new job each time. So each host is told once: one
+that took part in the job, or was told already, starts a new one. After :data:`ENDED_FOR` seconds the mark is void,
+by the store's clock.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class EndMark:
         self._told = False
 
     def come(self) -> None:
-        """This node wants to take part; a store that cannot be reached is none of this mark's concern.
+        """Called before this node takes part. Does nothing if the store cannot be reached.
 
         Raises:
-            RendezvousClosedError: the job has ended well, and this host did not know. It is raised again if this
-                node comes again: to say a last word, it must not begin the next job of the name.
+            RendezvousClosedError: the job has succeeded, and this host has not been told yet. It is raised again if this
+                node calls again: it must not start the next job of the name.
         """
         if self._told:
             raise RendezvousClosedError(ENDED_WELL)

@@ -35,7 +35,7 @@ class Guestbook:
     Args:
         mine: this node's introduction.
         secret: of its job.
-        say: prints a line for the person at the terminal.
+        say: prints a line to the user.
         place: of the store, if one of the job's nodes is to serve it; else empty.
     """
 

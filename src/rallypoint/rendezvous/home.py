@@ -18,17 +18,17 @@ from rallypoint.errors import RendezvousConnectionError
 from .store import Store
 
 
-# What nodes that come or wait are told when no further one is needed.
+# The reason that late and waiting nodes are given if the job needs no more.
 ENDED_WELL = "the job has ended well"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastRound:
-    """What a node remembers of the round it is (or wants to be) a member of, should the store be lost.
+    """What a node remembers of its round, in case the store is lost.
 
     Args:
-        plan: as it was published.
-        node_id: this node's.
+        plan: the round's plan.
+        node_id: this node's id.
         dead: ids of nodes that are known to have ended.
     """
 
@@ -43,7 +43,7 @@ class Recovery:
 
     Args:
         store: the connection.
-        moved: whether it is another place than before.
+        moved: whether the store is at another place now.
         dead: ids of nodes found to have ended meanwhile.
     """
 
@@ -58,23 +58,25 @@ class Server(Protocol):
     def close(self) -> None: ...
 
 
-# Gets all ready to serve a store on a bound socket, which may block for seconds; what it returns begins at once.
+# Prepares serving a store on a bound socket, which may block for seconds. The result starts to serve at once.
 Prepare = Callable[[socket.socket], Callable[[], Server]]
 
 
 class Home(Protocol):
-    """Calls block until ``deadline``, or until ``stop`` is set; both end in ``RendezvousConnectionError``."""
+    """Where a job's store is. Calls block until ``deadline``, or until ``stop`` is set, and then raise
+    ``RendezvousConnectionError``.
+    """
 
     @property
     def host(self) -> str | None:
-        """The node's host that serves the store; None if no node does."""
+        """The host of the node that serves the store; None if no node does."""
 
     @property
     def serves(self) -> bool:
-        """Whether this node serves the store: it ends with it."""
+        """Whether this node serves the store, which then ends with it."""
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
-        """The first connection. Time that a node needs to start is no time to wait: it moves the deadline."""
+        """The first connection. The time that the serving node needs to start does not count: it moves the deadline."""
 
     def recover(
         self,
@@ -83,34 +85,34 @@ class Home(Protocol):
         deadline: Deadline,
         stop: threading.Event,
     ) -> Recovery:
-        """A connection again after ``error``."""
+        """A new connection after ``error``."""
 
     def visit(self, addr: str, port: int) -> Store | None:
-        """A connection to the store at the place a note leads to; None if nobody serves there any more.
+        """A connection to the store that a note points to; None if none is served there any more.
 
         Raises:
-            RendezvousConnectionError: it does not answer; later it may.
+            RendezvousConnectionError: it does not answer now, but may later.
         """
 
     def follow(self, addr: str, port: int) -> None:
-        """The job's store is known to be elsewhere now."""
+        """From now on, the job's store is at this place."""
 
     def redirect(self, store: Store) -> None:
-        """Leave notes to the job's store in those that this node still serves beside it."""
+        """Leave notes that point to the job's store in other stores that this node still serves."""
 
     def standby(self, addr: str) -> Mapping[str, Any]:
-        """What others must know to find the store here, should it move here; empty if it never does."""
+        """What other nodes need to find the store if it moves to this node; empty if it cannot."""
 
     def towards(self) -> tuple[str, int] | None:
-        """A host that all nodes reach: our address on the way there is the one to tell others."""
+        """A host and port that all nodes reach: the local address on the route there is the one to announce."""
 
     def clear(self, store: Store, *, well: bool) -> None:
-        """The job is over and this is its last node: remove what it has left in a store that outlives it.
+        """Remove the job's keys from a store that outlives it. Called by the job's last node.
 
         Args:
             store: a connection.
-            well: the job has ended well; who comes too late may be told.
+            well: the job has succeeded, which late nodes may be told.
         """
 
     def close(self) -> None:
-        """Let go of everything; a store served here ends."""
+        """Release all resources; a store served here ends."""

@@ -28,7 +28,7 @@ class Introduction:
 
     Args:
         node_id: tells nodes of one host apart.
-        host: its name, for people.
+        host: its host name, for messages.
         run_id: its job.
         nodes: ``--nnodes``: "2", or "2:4".
         given_rank: whether it was given a rank.

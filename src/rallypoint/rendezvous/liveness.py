@@ -55,7 +55,7 @@ class Neighbour:
     Args:
         node_id: whose beat to read.
         rank: in the round.
-        host: its name, for people.
+        host: its host name, for messages.
         addr: where its process can be watched; None where it cannot.
     """
 
@@ -186,7 +186,7 @@ class Pulse:
         everybody: Sequence[Neighbour] = (),
         at_each_beat: Callable[[RecordStore], None] | None = None,
     ) -> None:
-        """Whom to watch from now on: the first of the one list that lives, all of the other by their beat."""
+        """Whom to watch from now on: the first of one list that is alive, and all of the other by their heartbeats."""
         self._watch(nearest_first, everybody, at_each_beat, only_proof=False)
 
     def prove(self, nodes: Sequence[Neighbour]) -> None:

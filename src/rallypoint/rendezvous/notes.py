@@ -1,9 +1,9 @@
 """Which of two stores is the job's, and the notes that lead from one to the other. Pure.
 
-When the job's store moves, others may stay behind: one that a restarted node serves anew at the endpoint, one of
-a part of the network that was cut off, one whose node was led on elsewhere. In each of them stands a note that
-leads to a newer store. All agree on which is newer (:class:`Age`), whatever they have seen, and ages only grow.
-So whoever follows notes comes to newer and newer stores, and never back: there are no circles.
+When the job's store moves, others may remain: one that a restarted node serves at the endpoint, one in a part of the
+network that was cut off, one whose node was redirected. Each of them gets a note that points to a newer store. All
+nodes agree on which of two is newer (:class:`Age`), and ages only grow. So notes lead to newer and newer stores:
+there are no circles.
 """
 
 from __future__ import annotations

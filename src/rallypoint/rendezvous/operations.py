@@ -76,7 +76,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Tell the person at the terminal."""
+    """Tell the user."""
 
     text: str
 

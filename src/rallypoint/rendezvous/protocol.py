@@ -63,7 +63,7 @@ class Node:
 
     Args:
         node_id: unique, the same in every round.
-        host: its name, for people.
+        host: its host name, for messages.
         label: where it stands, or empty.
         facts: what it tells the others (JSON values).
         generation: of the last round it was a member of, or None.

@@ -49,7 +49,7 @@ class Arrival:
     Args:
         slot: its place in the list, the order of arrival.
         node_id: tells it from all others, in every round.
-        host: its name, for people and for the order of ranks.
+        host: its host name, for messages and for the order of ranks.
         label: where it stands (rack, switch), or empty.
         last_rank: its rank in the last round, or None if it was not a member.
         given_rank: the rank its user has given it, or None.

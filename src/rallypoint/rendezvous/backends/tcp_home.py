@@ -81,13 +81,13 @@ class TcpHome:
     """Implements :class:`~rallypoint.rendezvous.home.Home` for c10d's ``TCPStore``.
 
     Args:
-        hosts: where the store may be found at first, in this order; the first one serves it.
+        hosts: where the store may be at first, in this order; the first one serves it.
         silence: seconds without an answer after which a connection counts as broken.
-        is_host: whether this node serves; None: if the first of ``hosts`` is this machine.
-        say: prints a line for the person at the terminal.
-        bind: address to listen on where this node serves; ``*``: all; None: the one that the others come to.
-        prepare: who serves the store where this node is to: this process, or another one of the node.
-        option: what the port was given by, for errors.
+        is_host: whether this node serves it; None: if the first of ``hosts`` is this machine.
+        say: prints a line to the user.
+        bind: address that a store served here listens on; ``*``: all; None: the one that other nodes connect to.
+        prepare: makes the server of a store served here: in this process, or in another one.
+        option: what the port was given with, for errors.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Cluster:
     """A kind of cluster, MPI or platform that starts several supervisors.
 
     Args:
-        name: what it is called, for people.
+        name: its name, for messages.
         level: where its tasks stand among those of other launchers.
         detect: whether it started this process as one of its tasks; a shell or script that merely runs inside an
             allocation is none. Must be cheap.
@@ -55,7 +55,7 @@ class Placement:
     a single worker: see :attr:`one_worker_per_task`.
 
     Args:
-        source: the cluster, for people: ``"Slurm job 1234"``, ``"Open MPI"``.
+        source: the cluster, for messages: ``"Slurm job 1234"``, ``"Open MPI"``.
         num_nodes: how many supervisors the job has: the number of the cluster's tasks.
         node_rank: which of them this one is, from 0.
         master_addr: the host of node 0.
