@@ -261,7 +261,14 @@ def test_etcd_by_options_under_torchs_names_which_win(monkeypatch: pytest.Monkey
     }
 
 
-def test_making_handlers_imports_no_torch() -> None:
+def test_a_password_in_the_options_is_not_shown() -> None:
+    meeting = Meeting(
+        endpoint=parse_endpoint("etcd://a"), run_id="j", lease=5, options={"password": "s3cret"}
+    )
+    assert "s3cret" not in repr(meeting)
+
+
+def test_making_handlers_and_listing_backends_imports_no_torch() -> None:
     program = (
         "import sys, tempfile; from rallypoint.rendezvous import *;"
         "from rallypoint.rendezvous import create;"
@@ -272,6 +279,8 @@ def test_making_handlers_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules; assert 'requests' not in sys.modules;"
         "meeting = Meeting(endpoint=parse_endpoint('memory://x'), run_id='job', lease=5);"
         "home = create.home_for(meeting);"
+        "from rallypoint.launch import cli; assert cli.main(['run', '--help']) == 0;"
+        "assert not {'etcd3gw', 'requests'} & set(sys.modules);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)

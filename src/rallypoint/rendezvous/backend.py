@@ -127,7 +127,7 @@ class Meeting:
 
     endpoint: Endpoint
     run_id: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # with passwords
     lease: float
     mark_end: bool = False
     secret: bytes | None = field(default=None, repr=False)
