@@ -19,6 +19,7 @@
     │   ├── PeerLost (also ConnectionError)  the other process is gone or unreachable
     │   ├── Expelled                       the group removed this process as lost; it may rejoin
     │   ├── CallCancelled                  the caller cancelled the call
+    │   ├── NotAllowed                     a worker's options do not allow what a message asks for
     │   ├── MessageTooLarge                a message over the receiver's limits; it was not sent
     │   └── ProtocolError                  received data that is not a valid message
     │       ├── AuthenticationError        the peer did not prove that it knows the job's secret
@@ -344,6 +345,12 @@ class Expelled(RpcError):
 
 class CallCancelled(RpcError):
     """The caller cancelled the call, or its connection closed."""
+
+
+class NotAllowed(RpcError):
+    """A message asks for something that the receiver's options do not allow (``exported_only``, ``allowed_calls``,
+    ``allowed_modules``). Nothing was called.
+    """
 
 
 class MessageTooLarge(RpcError):

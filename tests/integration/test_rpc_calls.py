@@ -847,7 +847,7 @@ def test_unknown_workers_are_refused_at_once_with_those_there_are(trio):
                 assert "w0" in str(caught.value)
                 assert "w2" in str(caught.value)
         for to in (1.0, None, True, ("w1",)):
-            with pytest.raises(ValueError, match="a worker is called by its name, its rank"):
+            with pytest.raises(ValueError, match="expected the name, rank or WorkerInfo"):
                 rpc.rpc_sync(to, double, (1,))
 
     trio.on(0, case)

@@ -288,7 +288,7 @@ def test_without_a_map_a_tensor_is_refused():
     for workers in workers_with(maps={}):
 
         def case():
-            with pytest.raises(ValueError, match="no device map says anything"):
+            with pytest.raises(ValueError, match="there is no device map"):
                 rpc.rpc_sync("w1", echo, (torch.ones(3, device="cuda:0"),))
             assert rpc.rpc_sync("w1", echo, (3,)) == 3
 

@@ -346,7 +346,7 @@ def test_what_only_dynamic_groups_do_is_refused_in_a_static_one():
                 lambda: rpc.on_join(print),
                 lambda: rpc.on_leave(print),
             ):
-                with pytest.raises(rpc.RpcError, match="members are fixed"):
+                with pytest.raises(rpc.RpcError, match="this group is static"):
                     way()
             epoch, found = rpc.members()
             assert (epoch, [each.name for each in found]) == (1, ["w0", "w1"])

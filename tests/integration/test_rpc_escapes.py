@@ -7,9 +7,11 @@ tried, too. ``w1`` hears by an audit hook what Python opens, loads and starts, a
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import inspect
 import os
+import pickle
 import pkgutil
 import sys
 import types
@@ -190,7 +192,7 @@ def test_no_function_of_our_own_or_of_torch_or_python_is_called(besieged, tmp_pa
 
 def test_a_refused_call_says_what_and_where_and_what_to_do(besieged):
     def refused(of: Any) -> str:
-        with pytest.raises(Exception, match="worker 'w1'") as caught:
+        with pytest.raises(rpc.NotAllowed, match="worker 'w1'") as caught:
             of()
         return str(caught.value)
 
@@ -206,9 +208,7 @@ def test_a_refused_call_says_what_and_where_and_what_to_do(besieged):
     said = besieged.on(0, case)
     assert f"{__name__}.canary" in said[0]
     for each in said[1:]:
-        assert each.startswith(
-            "numpy.ndarray.tofile is not on the list of what worker 'w1' lets others call"
-        )
+        assert each.startswith("worker 'w1' does not allow calls of numpy.ndarray.tofile: ")
     for each in said:
         assert "option" in each
         assert len(each) < 300
@@ -223,3 +223,113 @@ def test_a_reference_to_a_value_shows_what_may_be_called(besieged):
         assert rref.to_here().tolist() == [[1, 1], [1, 1]]
 
     besieged.on(0, case)
+
+
+# -- a worker with exported_only and nothing else ---------------------------------------------------
+
+
+@rpc.export
+def echo(value: Any) -> Any:
+    return value
+
+
+@pytest.fixture
+def strict() -> Iterator[Workers]:
+    with Workers(2) as workers:
+        pending = workers.begin(0, rpc_workers.join)
+        workers.on(1, lambda: rpc_workers.join(exported_only=True))
+        pending.result(20)
+        yield workers
+        workers.run(rpc_workers.leave)
+
+
+def _called(module: str, name: str) -> bytes:
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+# Instructions that run code, or lead to it, as a hand writes them. Each is the function in a call.
+OPCODES = {
+    "reduce": _called("os", "mkdir") + b"(V{path}\ntR",
+    "reduce of eval": _called("builtins", "eval") + b"(V__import__('os').mkdir('{path}')\ntR",
+    "inst": b"(V{path}\nios\nmkdir\n",
+    "obj": b"(" + _called("os", "mkdir") + b"V{path}\no",
+    "newobj": _called("subprocess", "Popen") + b"(V{path}\nt\x81",
+    "newobj_ex": _called("subprocess", "Popen") + b"(V{path}\nt}\x92",
+    "build": _called("rallypoint.errors", "RpcError")
+    + b")\x81}Vx\nK\1sb"
+    + _called("rallypoint.errors", "RpcError")
+    + b"}Vx\nK\1sb",
+    "extension": b"\x82\x07",
+    "persistent id": b"P{path}\n",
+    "getattr": _called("builtins", "getattr") + b"(" + _called("os", "path") + b"Vos\ntR",
+    "a path through a module": _called(__name__, "os.mkdir") + b"(V{path}\ntR",
+    "a partial": _called("functools", "partial") + b"(" + _called("os", "mkdir") + b"V{path}\ntR",
+    "an operator": _called("rallypoint.rpc.serialization.script", "load_torch_function")
+    + b"(Vfrom_file\ntR",
+}
+
+
+def test_instructions_written_by_hand_are_refused_over_the_wire(strict, tmp_path):
+    path = tmp_path / "made"
+
+    def attack(where: str) -> dict[str, str]:
+        from rallypoint.rpc.serialization import payload as payloads
+
+        real = payloads.known_call
+        got_in = {}
+        for what, program in OPCODES.items():
+            body = b"\x80\x05" + program.replace(b"{path}", where.encode()) + b")N\x87."
+            payloads.known_call = lambda _, body=body: body
+            try:
+                got_in[what] = repr(rpc.rpc_sync("w1", echo, (1,), timeout=20))
+            except (rpc.NotAllowed, pickle.UnpicklingError):
+                pass
+            except Exception as error:
+                got_in[what] = repr(error)
+            finally:
+                payloads.known_call = real
+        assert rpc.rpc_sync("w1", echo, (1,)) == 1
+        return got_in
+
+    assert strict.on(0, attack, str(path)) == {}
+    assert not path.exists()
+
+
+def test_methods_of_references_and_futures_are_refused(strict):
+    """They wait, call back, and reach other workers."""
+
+    def attempts(kind: type, value: Any) -> list[str]:
+        got_in = []
+        for name in dir(kind):
+            function = getattr(kind, name)
+            if name in ("__class__", "__doc__") or not callable(function):
+                continue
+            for args in ((), (value,), (value, canary)):
+                try:
+                    got_in.append(f"{name}: {rpc.rpc_sync('w1', function, args, timeout=10)!r}")
+                except (rpc.NotAllowed, AttributeError, TypeError, pickle.PicklingError):
+                    pass
+        return got_in
+
+    def of_references() -> list[str]:
+        return attempts(rpc.RRef, rpc.remote("w1", echo, (1,)))
+
+    def of_their_values() -> list[str]:
+        got_in = []
+        rref = rpc.remote("w1", echo, (1,))
+        for name in dir(rpc.RRef):
+            try:
+                got_in.append(f"{name}: {rref.rpc_sync()._invoke(name, (), {})!r}")
+            except (rpc.NotAllowed, AttributeError):
+                pass
+        return got_in
+
+    def attack() -> list[str]:
+        future = type(rpc.rpc_async("w1", echo, (1,)))
+        got_in = [*attempts(torch.futures.Future, None), *attempts(future, None)]
+        got_in += [*of_references(), *of_their_values()]
+        gc.collect()  # errors hold the references
+        return got_in
+
+    assert strict.on(0, attack, limit=120) == []
+    assert strict.on(1, lambda: heard) == []

@@ -678,7 +678,7 @@ def test_strangers_write_ahead_in_the_journal_and_move_its_counter(
             assert names(second) == ["a", "b"]
             eventually(lambda: first.members() == second.members())
             store.add("rpc/next", 1 << 60)
-            with pytest.raises(RpcError, match=r"counter .* somebody else writes into the store"):
+            with pytest.raises(RpcError, match=r"counter .* another program writes to the store"):
                 DynamicGroup.join(tcp.open(), member("c"), None, 5.0)
             assert names(first) == names(second) == ["a", "b"]
     told = [each.getMessage() for each in caplog.records if "no member of" in each.getMessage()]
@@ -716,7 +716,7 @@ def test_a_record_that_a_stranger_goes_on_deleting_ends_in_an_error_that_says_so
                 for key, b in zip(keys, self._store.multi_get(keys), strict=True)
             ]
 
-    with pytest.raises(DeadlineExceeded, match=r"rank 1 .*somebody else writes into the store"):
+    with pytest.raises(DeadlineExceeded, match=r"rank 1 .*another program writes to the store"):
         store = tcp.open()
         store.set("rpc/rank/1", b"x")
         StaticGroup.form(Deletes(store), member("a", 0), 2, 1.0)

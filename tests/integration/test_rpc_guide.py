@@ -87,7 +87,7 @@ def test_the_encrypted_program_prints_what_it_says(folder):
 def test_only_what_is_exported_is_called(folder):
     output = finish(start(folder, "-m", "rallypoint", "run", "--nproc-per-node", 2, "exported.py"))
     assert {"3", "1"} <= set(output.splitlines())
-    assert "__main__.helper is not on the list of what worker 'worker1' lets others call" in output
+    assert "worker 'worker1' does not allow calls of __main__.helper" in output
     assert "put @rpc.export on it" in output
 
 

@@ -3,6 +3,7 @@
 import functools
 import gc
 import pickle
+import sys
 import threading
 import time
 import weakref
@@ -490,3 +491,32 @@ def test_references_cannot_be_used_after_shutdown():
         workers.on(0, hold)
         workers.run(rpc_workers.leave)
         workers.on(0, use)
+
+
+def absent(rref: Any) -> None:
+    """Taken away from w1."""
+
+
+def lacks_a_function() -> None:
+    delattr(sys.modules[Value.__module__], "absent")
+
+
+def count_owned() -> int:
+    return int(rpc.api._rref_context_get_debug_info()["num_owner_rrefs"])
+
+
+def test_a_reference_in_a_call_that_could_not_be_read_is_let_go(trio):
+    """The callee does not find the function, so it does not come to the reference among the arguments."""
+
+    def case() -> None:
+        rref = rpc.remote("w1", Value, (3,))
+        rref.to_here()
+        with pytest.raises(RuntimeError, match="Can't get attribute 'absent'"):
+            rpc.rpc_sync("w1", absent, (rref,))
+        with pytest.raises(RuntimeError, match="Can't get attribute 'absent'"):
+            list(rpc.rpc_stream("w1", absent, (rref,)))
+
+    trio.on(1, lacks_a_function)
+    trio.on(0, case)
+    trio.on(0, forget_all)
+    trio.on(1, lambda: eventually(lambda: count_owned() == 0, 10))

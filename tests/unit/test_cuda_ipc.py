@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rallypoint.errors import RpcError
+from rallypoint.errors import NotAllowed, RpcError
 from rallypoint.rpc.device_map import Device, NodeDevices
 from rallypoint.rpc.groups.member import Member
 from rallypoint.rpc.serialization import cuda_ipc
-from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.rpc.serialization.cuda_ipc import LEAST, Block, Way, decide, visible_names, way_to
 from rallypoint.rpc.serialization.payload import dumps, loads, unsent
 from rallypoint.rpc.serialization.tensor_writer import Devices, TensorWriter

@@ -301,7 +301,7 @@ def test_a_descriptor_that_is_no_socket(pair: Pair, make: Callable[[], tuple[int
     for fd in fds:
         os.close(fd)
     host.serve()
-    assert host.reasons == ["a descriptor came that is no socket"]
+    assert host.reasons == ["received a descriptor that is not a socket"]
 
 
 def test_a_descriptor_that_is_another_kind_of_socket(pair: Pair) -> None:
@@ -310,7 +310,7 @@ def test_a_descriptor_that_is_another_kind_of_socket(pair: Pair) -> None:
     with socket.socket() as other:
         hello_with(ours, other.fileno())
     host.serve()
-    assert host.reasons == ["a descriptor came that is no Unix socket"]
+    assert host.reasons == ["received a descriptor that is not a Unix socket"]
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 200])
@@ -391,7 +391,7 @@ def test_a_descriptor_that_came_is_not_inherited(pair: Pair) -> None:
 def test_one_that_never_answers_is_given_up_in_time(pair: Pair, side: bool) -> None:
     ours, _ = pair
     began = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"not proved itself in time"):
+    with pytest.raises(DeadlineExceeded, match=r"did not complete the handshake in time"):
         introduce(ours, SECRET, A, Deadline(0.2), side=side)
     assert 0.2 <= time.monotonic() - began < 2.0
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from rallypoint.errors import NotAllowed
 from rallypoint.rpc.serialization import out_of_band
-from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.rpc.serialization.payload import TooSlow, dumps, dumps_call, loads, loads_call
 
 
@@ -196,7 +197,9 @@ def test_an_allow_list_holds() -> None:
 
 @given(st.binary(max_size=60))
 def test_a_damaged_table_is_an_error_and_nothing_else(damage: bytes) -> None:
-    with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError)):
+    with pytest.raises(
+        (NotAllowed, pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError)
+    ):
         out_of_band.load(b"\x01" + damage + b"\x00", [bytearray(8)])
 
 

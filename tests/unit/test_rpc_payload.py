@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rallypoint.errors import MessageTooLarge
+from rallypoint.errors import MessageTooLarge, NotAllowed
 from rallypoint.rpc.agent.call_errors import translated
-from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.rpc.serialization.payload import dumps, dumps_call, loads, loads_call, packed_call
 from rallypoint.rpc.serialization.tensor_reader import DTYPES
 from rallypoint.rpc.serialization.tensor_writer import TensorWriter

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd
 import torch.jit._builtins
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
@@ -250,7 +251,9 @@ ATTRIBUTES = {
     "_pytree",
     "_reconstruct",
     "_scale",
+    "_Unpickler",
     "_static_graph_delay_allreduce_enqueued",
+    "_subclasses",
     "_thread",
     "_timeout",
 }
@@ -361,6 +364,8 @@ def test_private_attributes_of_tensors_and_futures() -> None:
     assert [each and each.rpartition(".")[2] for each in kinds] == ["vmap", "grad, vjp or jvp"]
     torch.func.functionalize(lambda x: kinds.append(of_rpc.stand_in(x)) or x)(tensor)  # type: ignore[func-returns-value]
     assert "functional tensor" in str(kinds[-1])
+    with FakeTensorMode():
+        assert "fake tensor" in str(of_rpc.stand_in(torch.empty(1)))
     assert type(torch.futures.Future().then(lambda done: done)) is of_rpc.NativeFuture
     for base, name in of_rpc.PUBLIC_NAMES.items():
         assert base in eval(name).__mro__, name

@@ -1,4 +1,4 @@
-"""Calls of functions on other workers: waited for, as a future, or item by item."""
+"""Calls to functions on other workers: blocking, as a future, or as a stream of items."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ def rpc_sync(
 
     Args:
         to: name, rank or info of the worker; this one is allowed.
-        func: known to both sides under the same module and name; may be ``async def``.
-        args, kwargs: its arguments; tensors on the CPU, or where a device map says.
-        timeout: seconds; 0: for ever; the default is the options' ``rpc_timeout``. A call that is served passes
-            what is left of its time on to the calls that it makes.
+        func: a function that both workers can import under the same module and name; may be ``async def``.
+        args, kwargs: its arguments. Tensors must be on the CPU, or on a device of a device map.
+        timeout: seconds; 0: no limit. The default is the ``rpc_timeout`` of the options. If this code itself serves a
+            call, the remaining time of that call is an upper limit.
 
     Returns:
-        What the function returned. Tensors keep their device where a device map says so, else they are on the CPU.
+        What the function returned. Tensors are on the CPU, or on the device that the device map assigns.
 
     Raises:
-        RpcError: there is no such worker, or this process is in no group.
-        RpcTimeout: no answer came in time. The function may still run.
+        RpcError: there is no such worker, or this process is not in a group.
+        RpcTimeout: no reply arrived in time. The function may still run.
         PeerLost: the worker is gone.
-        Exception: what the function raised, of its own type where that can be made here, else ``RemoteError``.
+        NotAllowed: the worker's options do not allow this call.
+        Exception: what the function raised, with its own type if this process has it, else as ``RemoteError``.
     """
     agent = required_agent()
     kind, flags, content = prepare(func, args, kwargs)
@@ -82,7 +83,7 @@ def rpc_async(
         :func:`rpc_sync` would; it can be awaited in a coroutine, and cancelled.
 
     Raises:
-        RpcError: there is no such worker, or this process is in no group.
+        RpcError: there is no such worker, or this process is not in a group.
     """
     agent = required_agent()
     kind, flags, content = prepare(func, args, kwargs)
@@ -102,21 +103,21 @@ def rpc_stream(
     *,
     window: int = WINDOW,
 ) -> RpcStream[Any]:
-    """Run a generator function (``async def`` too) on a worker, and iterate over what it yields, as it comes.
+    """Run a generator function (``async def`` too) on a worker, and iterate over its items as they arrive.
 
     Args:
         to: name, rank or info of the worker; this one is allowed.
-        func: a generator function, known to both sides under the same module and name.
+        func: a generator function that both workers can import under the same module and name.
         args, kwargs: its arguments.
         timeout: seconds for the whole stream; as for :func:`rpc_sync`.
-        window: how many items may be under way that have not been taken; the generator waits beyond that.
+        window: how many items may be sent ahead of the consumer. The generator pauses at this number.
 
     Returns:
-        An iterator, also for ``async for``. Each step blocks until the next item is there, and raises what
-        :func:`rpc_sync` would. Closing it, or dropping it, closes the generator.
+        An iterator, also for ``async for``. Each step blocks until the next item arrives, and raises the same errors as
+        :func:`rpc_sync`. Closing or dropping it closes the generator.
 
     Raises:
-        RpcError: there is no such worker, or this process is in no group.
+        RpcError: there is no such worker, or this process is not in a group.
     """
     _, _, content = prepare(func, args, kwargs)
     stream: RpcStream[Any] = required_agent().call_stream(to, func, content, timeout, window)
@@ -200,10 +201,13 @@ def read_foreign(content: Any) -> tuple[Any, Any, Any]:
 
 
 def get_rpc_timeout() -> float:
-    """Seconds that a call waits by default; 0: for ever.
+    """The default timeout of calls.
+
+    Returns:
+        Seconds; 0: no limit.
 
     Raises:
-        RpcError: this process is in no group.
+        RpcError: this process is not in a group.
     """
     seconds: float = required_agent().default_timeout
     return seconds

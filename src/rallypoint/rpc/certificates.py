@@ -21,17 +21,17 @@ _UNTIL = dt.datetime(9999, 1, 1, tzinfo=dt.UTC)
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """Certificate and key of this worker, as PEM files. They are looked at here, and read when the group is joined.
+    """Certificate and key of this worker, as PEM files. They are checked here, and loaded when the worker joins a group.
 
     Args:
-        certificate: the worker's, and after it those up to the authority's, if there are any between.
+        certificate: the worker's certificate, followed by intermediate certificates if there are any.
         key: its private key, not encrypted.
-        authority: certificates of those who may have signed a worker's: each end then takes nobody else's. They must
-            be good for both sides of a connection. Host names are not looked at, since jobs use addresses. None: a
-            certificate is taken from whoever proves that he knows the secret.
+        authority: certificates of the authorities that sign workers' certificates, valid for servers and clients. Each
+            end then rejects all other certificates. Host names are not checked, because jobs use addresses. None: any
+            certificate is accepted from a worker that proves that it knows the group's secret.
 
     Raises:
-        ConfigError: a file cannot be read, the two do not belong together, or the authority does not take this very
+        ConfigError: a file cannot be read, the key does not match the certificate, or the authority rejects the
             certificate.
     """
 
@@ -63,8 +63,8 @@ def check_tls(tls: bool | Tls | None) -> bool | Tls:
         raise ConfigError(
             "tls",
             True,
-            "needs the package cryptography, to make a certificate",
-            "pip install 'rallypoint[tls]', or give files: rpc.Tls(certificate=..., key=...)",
+            "needs the package cryptography, which creates the certificate",
+            "pip install cryptography, or give certificate files: rpc.Tls(certificate=..., key=...)",
         )
     return bool(tls)
 
@@ -91,7 +91,9 @@ def identity_of(tls: bool | Tls) -> Identity | None:
             context.load_verify_locations(cafile=tls.authority)
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                "tls.authority", str(tls.authority), f"holds no certificates in PEM ({_why(error)})"
+                "tls.authority",
+                str(tls.authority),
+                f"is not a file of PEM certificates ({_why(error)})",
             ) from None
     try:
         return Identity.of(accepting, connecting)
@@ -99,8 +101,8 @@ def identity_of(tls: bool | Tls) -> Identity | None:
         raise ConfigError(
             "tls.certificate",
             str(tls.certificate),
-            f"is not taken by the authority {str(tls.authority)!r} ({told(error)})",
-            "have it signed by that authority, for servers and clients, or give the one that has signed it",
+            f"is rejected by the authority {str(tls.authority)!r} ({told(error)})",
+            "have that authority sign it, for servers and clients, or give the authority that signed it",
         ) from None
 
 
@@ -110,7 +112,7 @@ def _load(context: ssl.SSLContext, tls: Tls) -> None:
         raise ConfigError(
             "tls.key",
             str(tls.key),
-            "is encrypted, and nobody is there to be asked for its password",
+            "is encrypted, and workers cannot ask for its password: give an unencrypted key",
             "openssl pkey -in KEY -out PLAIN",
         )
 
@@ -121,14 +123,14 @@ def _load(context: ssl.SSLContext, tls: Tls) -> None:
             raise ConfigError(
                 "tls.key",
                 str(tls.key),
-                f"does not belong to the certificate {str(tls.certificate)!r}",
-                "give the key that the certificate was made for",
+                f"does not match the certificate {str(tls.certificate)!r}",
+                "give the private key of that certificate",
             ) from None
         raise ConfigError(
             "tls.certificate",
             str(tls.certificate),
-            f"it and the key {str(tls.key)!r} cannot be read as PEM ({_why(error)})",
-            "give files that begin with -----BEGIN CERTIFICATE----- and -----BEGIN PRIVATE KEY-----",
+            f"cannot be loaded together with the key {str(tls.key)!r} ({_why(error)})",
+            "expected PEM files, which begin with -----BEGIN CERTIFICATE----- and -----BEGIN PRIVATE KEY-----",
         ) from None
 
 

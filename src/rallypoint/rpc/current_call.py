@@ -1,4 +1,4 @@
-"""The call that the running code serves: who has made it, and how long they wait."""
+"""The call that the running code serves: who made it, and how long they wait."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from .worker_info import WorkerInfo
 
 
 class CurrentCall:
-    """A call that is being served; :func:`current_call` gives it.
+    """A call that is being served. :func:`current_call` returns it.
 
     Attributes:
-        caller: who has made it.
-        cancelled: whether the caller has given it up. A function that takes long may look at it and return.
+        caller: the worker that made the call.
+        deadline: when the caller stops waiting, in seconds of ``time.monotonic()``; None without a limit.
+        cancelled: whether the caller has cancelled the call or timed out. A long function can check this and return.
     """
 
     __slots__ = ("caller", "cancelled", "deadline")
@@ -24,7 +25,11 @@ class CurrentCall:
         self.cancelled = False
 
     def time_left(self) -> float | None:
-        """Seconds until the caller waits no more, never negative; None without a limit."""
+        """How long the caller still waits.
+
+        Returns:
+            Seconds, 0 or more; None without a limit.
+        """
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
 
@@ -32,5 +37,9 @@ SERVING: ContextVar[CurrentCall | None] = ContextVar("rallypoint_rpc_call", defa
 
 
 def current_call() -> CurrentCall | None:
-    """The call that the running code serves, in coroutines too; None outside of calls."""
+    """The call that the running code serves. Works in ``async def`` functions too.
+
+    Returns:
+        The call; None in code that no other worker has called.
+    """
     return SERVING.get()

@@ -1,9 +1,9 @@
-"""Which device of a node stands for which device of another: checked before the first call, pure.
+"""Device maps: which device of one worker corresponds to which device of another. Checked before the first call. Pure.
 
-A tensor on a device of the caller arrives on the device that the caller's map for that node names; what comes
-back follows the map backwards. So a map is one to one, and both ends must have the devices that it names.
+A tensor on a device of the caller arrives on the device that the caller's map for that worker names; results follow the
+map backwards. So a map is one to one, and both workers must have the devices that it names.
 
-The first line of each message is torch's own, word for word: code and tests that look for it find it.
+The first line of each message is torch's, word for word, because programs and tests look for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rallypoint.errors import ConfigError
 
 @dataclass(frozen=True, order=True, slots=True)
 class Device:
-    """As torch writes it: ``cuda:1``, ``cpu``.
+    """A device, written as in torch: ``cuda:1``, ``cpu``.
 
     Args:
-        kind: ``cpu``, ``cuda``, or another accelerator's name.
-        index: which of its kind; the CPU is one.
+        kind: ``cpu``, ``cuda``, or the name of another accelerator.
+        index: its number among devices of this kind; 0 for the CPU.
     """
 
     kind: str
@@ -29,10 +29,16 @@ class Device:
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """A torch.device, its text, or the number of a CUDA device.
+        """Convert a device in any of torch's notations.
+
+        Args:
+            value: a ``torch.device``, its text, or the number of a CUDA device.
+
+        Returns:
+            The device.
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: ``value`` is none of these.
         """
         if isinstance(value, int) and not isinstance(value, bool):
             value = f"cuda:{value}"
@@ -57,13 +63,14 @@ Map = Mapping[Device, Device]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeDevices:
-    """What a node tells the others about its devices.
+    """The devices of a worker, as the other workers know them.
 
     Args:
-        counts: how many it has of each kind; the CPU need not be listed.
-        devices: those that it uses for calls; empty: all that maps name.
-        maps: for each node that it calls, own devices to that node's.
-        visible: what its GPUs are called by all processes of its host; empty: it opens nobody's memory.
+        counts: how many devices of each kind it has; the CPU need not be listed.
+        devices: the devices that it uses for calls; empty: all that occur in device maps.
+        maps: for each worker that it calls, its own devices mapped to that worker's.
+        visible: names of its GPUs that are the same in all processes of its host; empty: it opens no GPU memory of other
+            processes.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -72,7 +79,14 @@ class NodeDevices:
     visible: tuple[str, ...] = ()
 
     def lacks(self, devices: Iterable[Device]) -> bool:
-        """Whether it does not have all of ``devices``."""
+        """Whether some devices do not exist on this worker.
+
+        Args:
+            devices: what to look for.
+
+        Returns:
+            True if at least one is missing.
+        """
         return any(each.kind != "cpu" and each.index >= self._count(each) for each in devices)
 
     def _count(self, device: Device) -> int:
@@ -80,11 +94,14 @@ class NodeDevices:
 
 
 def find_problem(nodes: Mapping[str, NodeDevices], *, static: bool = True) -> str | None:
-    """What is wrong with the maps of a group, or None. Every node that knows all of them finds the same.
+    """Check the device maps of a group. Every worker that knows all of them finds the same problem.
 
     Args:
-        nodes: by name.
-        static: all members are known; else a map may name a node that has not joined yet.
+        nodes: the devices of each worker, by its name.
+        static: whether all members are known. If not, a map may name a worker that has not joined yet.
+
+    Returns:
+        The problem, in torch's words; None if the maps are valid.
     """
     for name, node in nodes.items():
         if len(set(node.devices)) < len(node.devices):
@@ -129,7 +146,15 @@ def _problem_of_map(
 
 
 def reverse_maps(name: str, nodes: Mapping[str, NodeDevices]) -> dict[str, dict[Device, Device]]:
-    """By which maps replies of node ``name`` travel back, for each of ``nodes`` that may call it."""
+    """The maps that replies of a worker follow.
+
+    Args:
+        name: the worker that is called.
+        nodes: the devices of each worker, by its name.
+
+    Returns:
+        For each caller that has a map for this worker, this worker's devices mapped to the caller's.
+    """
     return {
         caller: {theirs: own for own, theirs in node.maps[name].items()}
         for caller, node in nodes.items()
@@ -138,7 +163,15 @@ def reverse_maps(name: str, nodes: Mapping[str, NodeDevices]) -> dict[str, dict[
 
 
 def device_list(node: NodeDevices, reverse: Mapping[str, Map]) -> tuple[Device, ...]:
-    """The devices that a node's agent uses: those it said, else all that its maps and the ``reverse`` ones name; not the CPU."""
+    """The devices that a worker uses for calls.
+
+    Args:
+        node: the worker's devices.
+        reverse: the maps that its replies follow, from :func:`reverse_maps`.
+
+    Returns:
+        ``node.devices`` if any, else all devices that occur in the maps, without the CPU; sorted.
+    """
     if node.devices:
         return tuple(sorted(node.devices))
     named = {each for device_map in (*node.maps.values(), *reverse.values()) for each in device_map}

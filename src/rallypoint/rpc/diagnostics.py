@@ -1,4 +1,4 @@
-"""What a worker has done and has under way, for users."""
+"""Statistics and debug information of a worker."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from .torch_private import autograd_debug_info
 
 
 def statistics() -> dict[str, Any]:
-    """What this worker has done, and what is under way, as numbers and lists that JSON takes.
+    """Statistics of this worker, as values that JSON can represent. Does not block.
 
     Returns:
-        ``calls``: sent, served, failed, under way; ``latency_s``: quantiles in seconds; ``peers``, ``rrefs``, and the
-        transports that could not be used with the reason. The counts are statistics, and may lag by a call.
+        ``calls``: numbers of calls that were sent, served, failed, or are in progress; ``latency_s``: quantiles in seconds;
+        ``peers``; ``rrefs``; ``changed_frames``: messages that were altered in transit; ``transports_skipped``: transports
+        that are not used, with the reason. Counts may lag by a call.
 
     Raises:
-        RpcError: the backend is not the native one, or this process is in no group.
+        RpcError: the backend is not ``BackendType.RALLYPOINT``, or this process is not in a group.
     """
     agent = required_agent()
     if not isinstance(agent, Agent):
-        raise RpcError(f"a {type(agent).__name__} has no statistics: use the native backend")
+        raise RpcError(
+            f"the backend {type(agent).__name__} has no statistics: use BackendType.RALLYPOINT"
+        )
     counters = agent.counters
     return {
         "worker": {"name": agent.me.name, "id": agent.me.id},

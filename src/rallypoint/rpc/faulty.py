@@ -1,4 +1,4 @@
-"""A backend that loses, delays and fails messages on purpose: to test code that uses RPC."""
+"""A backend that drops, delays and fails messages on purpose, to test code that uses RPC."""
 
 from __future__ import annotations
 
@@ -31,13 +31,19 @@ RETRIED = ("RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE")
 
 
 class FaultyRpcBackendOptions(NativeRpcBackendOptions):
-    """Options of the fault-injecting backend.
+    """Options of the fault-injecting backend, ``BackendType.RALLYPOINT_FAULTY``.
 
     Args:
-        messages_to_fail: kinds of messages (``PYTHON_CALL``, ``RREF_FORK_REQUEST`` …) whose sending fails.
-        num_fail_sends: how often each of them fails before it passes; 0: always.
-        messages_to_delay: seconds by which the sending of each kind is delayed.
-        messages_to_drop: kinds that are lost without an error, ``num_fail_sends`` times as well.
+        messages_to_fail: kinds of messages that fail to be sent: ``PYTHON_CALL``, ``RREF_FORK_REQUEST`` …; None: the
+            kinds that are sent again on failure.
+        messages_to_delay: seconds by which messages of each kind are delayed.
+        messages_to_drop: kinds that are lost without an error.
+        num_fail_sends: how many times a message fails or is lost before it passes; 0: always.
+        num_worker_threads: how many functions run at the same time.
+        **options: as for :class:`NativeRpcBackendOptions`.
+
+    Raises:
+        ConfigError: there is no such kind of message.
     """
 
     def __init__(

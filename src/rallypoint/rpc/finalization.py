@@ -49,18 +49,20 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
 
 
 def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leave the group. Everything that the agent holds is given back, also if this raises.
+    """Leave the group. This worker has left, and its resources are released, even if this raises.
 
     Args:
-        graceful: in a static group, first wait until all workers call it, and until nobody has calls under
-            way: collective, blocks. In a dynamic group, until this worker has no calls under way.
-        timeout: seconds for waiting; 0: for ever.
+        graceful: whether to wait first. In a static group this is collective: it blocks until all workers have called
+            ``shutdown`` and no calls are in progress. In a dynamic group it blocks until this worker has no calls in
+            progress.
+        timeout: seconds to wait; 0: no limit.
 
     Raises:
-        DeadlineExceeded: others have not come in time; says who.
-        PeerLost: another one of a static group is gone.
-        RpcError: this process is in no group; or values of this worker are still referred to by others; or
-            a function that is being served calls this.
+        DeadlineExceeded: some workers did not call ``shutdown`` in time, which the error names, or calls were still in
+            progress.
+        PeerLost: another member of a static group is gone.
+        RpcError: this process is not in a group; others still have references to values of this worker; or a function
+            that serves a call called this.
     """
     agent = required_agent()
     if not isinstance(agent, Agent):
@@ -71,8 +73,8 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
         return
     if graceful and SERVING.get() is not None:
         raise RpcError(
-            "shutdown() in a function that another worker has called would wait for this very call: let the"
-            " function tell the main thread (threading.Event) to do it, or use graceful=False"
+            "shutdown() was called by a function that serves a call, and would wait for that call to end: signal the main"
+            " thread (threading.Event) to call shutdown(), or use graceful=False"
         )
     deadline = Deadline(timeout or None)
     patience = _CLOSING
@@ -134,9 +136,7 @@ def _work_of(agent: Agent) -> tuple[int, int, bool]:
 
 def _wait_idle(agent: Agent, deadline: Deadline) -> None:
     if not agent.wait_idle(deadline):
-        raise GatherTimeout(
-            f"calls were still under way when the shutdown's time was up: {agent.work()}"
-        )
+        raise GatherTimeout(f"shutdown() timed out while calls were in progress: {agent.work()}")
 
 
 def finalize(patience: float = _CLOSING) -> None:

@@ -17,8 +17,8 @@ R = TypeVar("R")
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     """Mark a function whose result comes later: the caller is answered when its future is done.
 
-    The thread that runs ``fn`` is free as soon as it returns. The mark stands innermost, under ``staticmethod`` and
-    ``classmethod``. An ``async def`` function needs none.
+    The thread that runs ``fn`` is free as soon as ``fn`` returns. Put this decorator innermost, below ``staticmethod`` or
+    ``classmethod``. An ``async def`` function does not need it.
 
     Args:
         fn: returns a ``torch.futures.Future`` (or :class:`Future`) of the result.
@@ -40,16 +40,19 @@ _exported: dict[int, object] = {}
 
 
 def export(thing: T) -> T:
-    """Have other workers call this, on workers with the option ``exported_only``; as a decorator, on functions and classes.
+    """Let other workers call a function or class of a worker with the option ``exported_only``. A decorator.
 
-    Of a class, its public methods may be called through references, its public static and class methods by name, and
-    the class itself. A subclass has what its exported base has. Nothing changes where the option is not set.
+    For a class, this covers the class itself, its public methods through references, and its public static and class
+    methods by name. A subclass inherits only the methods of an exported base. Without the option, this has no effect.
 
     Args:
-        thing: a function, a class, a static or class method; returned as it is.
+        thing: a function, a class, a static method or a class method.
+
+    Returns:
+        ``thing`` itself.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: ``thing`` is none of these.
     """
     found: Any = thing
     if isinstance(found, (staticmethod, classmethod)):

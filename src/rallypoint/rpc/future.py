@@ -159,7 +159,9 @@ class RpcFuture(Future[T]):
 
     def _check_process(self) -> None:
         if self._process is not forks.process and not _done(self):
-            raise RpcError(f"this future is not completed in a forked child: {ELSEWHERE}")
+            raise RpcError(
+                f"this future belongs to the parent process and never completes in a forked child: {ELSEWHERE}"
+            )
 
     def _look(self) -> None:
         """Somebody looks at the answer, or will when it comes."""

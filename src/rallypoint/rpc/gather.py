@@ -54,12 +54,12 @@ class Gatherings:
         """
         if name not in names:
             raise RpcError(
-                f"{name} is not expected to take part in this gathering: {sorted(names)}"
+                f"{name} does not take part in this all_gather, which is among {sorted(names)}"
             )
         with self._lock:
             state = self._states.setdefault(sequence_id, AllGatherStates())
             if name in state.gathered_objects:
-                raise RpcError(f"{name} has given its object for this gathering twice")
+                raise RpcError(f"{name} has sent its object for this all_gather twice")
             state.gathered_objects[name] = obj
             if set(names) == set(state.gathered_objects):
                 state.proceed_signal.set()
@@ -159,7 +159,9 @@ def _all_gather(
     )
     me = agent.me.name
     if me not in names:
-        raise RpcError(f"{me} is not among the workers that gather: {', '.join(names)}")
+        raise RpcError(
+            f"this worker, {me}, is not among the workers of this all_gather: {', '.join(names)}"
+        )
     leader = names[0]
     seconds = agent.default_timeout if timeout < 0 else timeout
     limit = seconds or None

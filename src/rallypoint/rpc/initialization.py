@@ -28,7 +28,11 @@ _init_lock = threading.Lock()
 
 
 def is_available() -> bool:
-    """Whether calls can be made at all: always. torch's own needs a torch that was built with it."""
+    """Whether RPC is available. For torch's own RPC, this depends on how torch was built.
+
+    Returns:
+        Always True.
+    """
     return True
 
 
@@ -41,23 +45,24 @@ def init_rpc(
     *,
     store: Any = None,
 ) -> None:
-    """Become a member of a group; calls may be made and are served from here on. So may one that was :class:`Expelled`.
+    """Join a group. From then on, this worker can make calls and serves those of others.
 
-    Collective, for a group of fixed size: every member calls it. Blocks until all have come.
+    In a static group, this is collective: every member calls it, and it blocks until all have joined. A worker that was
+    :class:`Expelled` can call it again.
 
     Args:
         name: this worker's name, unique in the group.
-        backend: by default the one that the options belong to, else the native one.
-        rank: this worker's id, unique in the group. May be left out in a dynamic group.
-        world_size: how many members there are; None: a dynamic group, which members join and leave at any time.
-        rpc_backend_options: the backend's options; by default its default ones, which meet at ``env://``.
-        store: a c10d store to meet in, instead of ``init_method``.
+        backend: the backend; by default the one that the options belong to, else ``BackendType.RALLYPOINT``.
+        rank: this worker's id, unique in the group. Optional in a dynamic group.
+        world_size: the number of members; None: a dynamic group, which members join and leave at any time.
+        rpc_backend_options: options of the backend; by default its defaults, which meet at ``env://``.
+        store: a c10d store for the members to meet in, instead of ``init_method``.
 
     Raises:
-        RpcError: this process is a member already; the name is taken; the group cannot be had.
-        DeadlineExceeded: some members have not come; says which.
-        TypeError: backend or options are none.
-        ConfigError: the rank is none of a group of that size.
+        RpcError: this process is a member already, the name is taken, or the group cannot be formed.
+        DeadlineExceeded: some members did not join in time; the error names them.
+        TypeError: ``backend`` or the options have the wrong type.
+        ConfigError: ``rank`` does not fit ``world_size``.
     """
     backend, options = _choose(backend, rpc_backend_options)
     if not _torch_rules:
@@ -67,7 +72,7 @@ def init_rpc(
         finalize()
     if member_agent() is not None:
         raise RpcError(
-            "RPC is already initialized in this process: shut it down before another init_rpc"
+            "RPC is already initialized in this process: call rpc.shutdown() before another init_rpc"
         )
     if not store:
         store = stores.open_store(
@@ -93,8 +98,8 @@ def _check_rank(rank: int, world_size: int | None) -> None:
         raise ConfigError(
             "rank",
             rank,
-            f"expected 0 to {world_size - 1}: each worker of a group of fixed size has a rank of its own",
-            "rank=int(os.environ['RANK']) where rally run starts the workers",
+            f"expected 0 to {world_size - 1}: each worker of a static group has its own rank",
+            "under rally run, pass rank=int(os.environ['RANK'])",
         )
 
 

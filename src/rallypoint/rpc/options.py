@@ -1,4 +1,4 @@
-"""What a worker of an RPC group can be told about how it is to work."""
+"""The options of a worker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from .device_map import Device
 
 
 class RpcBackendOptions:
-    """What every backend takes; third parties' options derive from it.
+    """Options of every backend. Options of third-party backends derive from this class.
 
     Args:
-        rpc_timeout: seconds that a call waits for its answer; 0: for ever.
-        init_method: where the members meet (``env://``, ``tcp://host:port``, ``file:///path``).
+        rpc_timeout: default timeout of calls in seconds; 0: no limit.
+        init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+
+    Raises:
+        ConfigError: ``rpc_timeout`` is negative.
+        TypeError: ``rpc_timeout`` is not a number.
     """
 
     def __init__(
@@ -36,31 +40,36 @@ class NativeRpcBackendOptions(RpcBackendOptions):
     """Options of the native backend.
 
     Args:
-        num_worker_threads: functions that are run at once; those that wait for other workers do not count.
-        rpc_timeout: seconds that a call waits for its answer; 0: for ever.
-        init_method: where the members meet.
-        device_maps: for each worker that is called, own devices to its devices.
-        devices: those that are used; None: all that maps name.
-        bind: address to listen on for other hosts; ``*``: all of this machine's; None: the one towards the host of the
-            group's store, and nothing but Unix sockets where the launcher has started all members on this host.
-        advertise: address that others are told; None: the one that the store's host sees us by.
-        port: the port, or a range of ports of which the first free one is taken; 0: any.
-        transports: ways to other workers, the best first; one that cannot be used is skipped.
-        secret: what all workers of the group know, 16 bytes or more; None: RALLY_SECRET, RALLY_SECRET_FILE, or the
-            launcher's; else, on one host, a key that only this user can read.
-        insecure: whether workers of several hosts may do without a secret, and are not warned.
-        tls: whether TCP is encrypted: True, with a certificate that each worker makes for itself; :class:`Tls`, with
-            files; None or False, not. The same for all workers.
-        heartbeat: seconds after which a peer whose packets vanish is lost.
-        pickle_by_value: functions without a name (lambdas, closures) travel, too; needs the same Python.
-        allowed_modules: what messages of others may be made of: modules and packages, for what these define, or
-            single names (``package.module.Class``). None: anything; with one of the next two, nothing but what needs no entry.
-        allowed_calls: the same of what others may call: functions, classes, methods. None: what is on ``allowed_modules``.
-        exported_only: others may call what has ``@rpc.export``, and what is on ``allowed_calls``; nothing else.
-        in_flight_bytes: of tensors, sent to one peer and not answered yet; more waits. Of a peer that leaves as many
-            bytes of its answers unread, no further calls are taken until it reads.
-        shared_memory_bytes: that all connections together may use for large tensors.
-        cuda_ipc: whether GPU tensors may go from process to process of one host without leaving the GPUs.
+        num_worker_threads: how many functions run at the same time. Functions that wait for other workers do not count.
+        rpc_timeout: default timeout of calls in seconds; 0: no limit.
+        init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        device_maps: for each worker that is called, own devices mapped to that worker's devices.
+        devices: the devices to use; None: all that occur in device maps.
+        bind: the address to listen on for other hosts; ``*``: all addresses. None: the address that faces the group's
+            store; only Unix sockets if the launcher started all members on this host.
+        advertise: the address given to other workers; None: the address by which this host reaches the store.
+        port: a port, or a range ``(first, last)`` of which the first free port is taken; 0: any port.
+        transports: transports in order of preference. One that does not work here is skipped.
+        secret: the secret of the group, at least 16 bytes. None: RALLY_SECRET, RALLY_SECRET_FILE or the launcher's
+            secret; without any, on one host, a key that only this user can read.
+        insecure: whether workers on several hosts may do without a secret.
+        tls: whether to encrypt connections between hosts: True uses a new certificate for each worker; :class:`Tls` uses
+            files. Must be the same on all workers.
+        heartbeat: seconds without an acknowledgement after which a host counts as lost.
+        pickle_by_value: whether to send lambdas and nested functions as well. Both workers need the same Python version.
+        allowed_modules: what messages of others may contain: modules and packages, for all that they define, or single
+            names (``package.module.Class``). None: anything, or, with one of the next two, only what needs no entry.
+        allowed_calls: what others may call: functions, classes, methods. None: what is in ``allowed_modules``.
+        exported_only: whether others may call only what has ``@rpc.export`` or is in ``allowed_calls``.
+        in_flight_bytes: how many bytes of tensors may be sent to one worker without a reply. Further calls wait. A
+            worker that leaves this many bytes of replies unread is not served until it reads them.
+        shared_memory_bytes: how many bytes of shared memory all connections together may use for large tensors.
+        cuda_ipc: whether GPU tensors may be shared between processes of one host without leaving the GPU.
+
+    Raises:
+        ConfigError: an option has a value that cannot work; the error names the option.
+        TypeError: a number has the wrong type.
+        ValueError: a device map is not one to one.
     """
 
     def __init__(
@@ -128,15 +137,16 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.cuda_ipc = cuda_ipc
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Tensors on a key's device arrive on its value's device when ``to`` is called; results go back the
-        other way.
+        """Add to the device map for a worker. In calls to it, a tensor on a key of the map arrives on the value; results
+        follow the map backwards.
 
         Args:
             to: the worker's name.
-            device_map: one to one; devices, their texts, or numbers of CUDA devices.
+            device_map: own devices mapped to the worker's, one to one: devices, their texts, or numbers of CUDA devices.
 
         Raises:
-            ValueError: two devices go to one, or one to two.
+            ValueError: the map would not be one to one.
+            ConfigError: one of them is not a device.
         """
         pairs = {Device.parse(key): Device.parse(value) for key, value in device_map.items()}
         merged = dict(self.device_maps.get(to, {}))
@@ -155,19 +165,23 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.device_maps[to] = merged
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """Name the accelerators whose streams are waited for.
+        """Set the accelerators that calls use.
 
         Args:
-            devices: as torch takes them: ``"cuda:0"``, 0, ``torch.device("cuda", 0)``.
+            devices: devices in any of torch's notations: ``"cuda:0"``, 0, ``torch.device("cuda", 0)``.
 
         Raises:
-            ConfigError: one of them is no device.
+            ConfigError: one of them is not a device.
         """
         self.devices = [Device.parse(each) for each in devices]
 
 
 class TensorPipeRpcBackendOptions(NativeRpcBackendOptions):
-    """torch's name for them. What only TensorPipe has (``_transports``, ``_channels``) is taken and has no effect."""
+    """torch's name for :class:`NativeRpcBackendOptions`. TensorPipe's ``_transports`` and ``_channels`` have no effect.
+
+    Args:
+        **options: as for :class:`NativeRpcBackendOptions`.
+    """
 
     def __init__(self, *, _transports: Any = None, _channels: Any = None, **options: Any) -> None:
         super().__init__(**options)

@@ -1,4 +1,4 @@
-"""RPC backends by name: ours, torch's TensorPipe, and what others register."""
+"""RPC backends by name: built-in, torch's TensorPipe, registered, and plug-ins."""
 
 from __future__ import annotations
 
@@ -113,7 +113,14 @@ class BackendType(metaclass=_Backends):
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether there is a backend called ``backend_name``, built in, registered or installed."""
+    """Whether a backend exists: built-in, registered or installed as a plug-in.
+
+    Args:
+        backend_name: its name in ``BackendType``.
+
+    Returns:
+        True if it exists.
+    """
     return BackendType._find(backend_name) is not None
 
 
@@ -122,17 +129,17 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> BackendType:
-    """Add a backend. Members of ``BackendType`` that somebody holds stay what they are.
+    """Add a backend. Existing members of ``BackendType`` stay valid.
 
     Args:
-        backend_name: the member of ``BackendType`` that it becomes.
+        backend_name: its name in ``BackendType``.
         construct_rpc_backend_options_handler, init_backend_handler: as in :class:`BackendValue`.
 
     Returns:
         The new member, for ``init_rpc(backend=…)``.
 
     Raises:
-        RuntimeError: there is one of this name.
+        RuntimeError: a backend of this name exists.
     """
     with BackendType._lock:
         if backend_registered(backend_name):
@@ -148,13 +155,13 @@ def construct_rpc_backend_options(
     init_method: str = constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> RpcBackendOptions:
-    """Make the options of a backend.
+    """Create the options of a backend.
 
     Args:
-        backend: whose.
-        rpc_timeout: seconds that a call waits by default; 0: for ever.
+        backend: the backend.
+        rpc_timeout: default timeout of calls in seconds; 0: no limit.
         init_method: where the members meet, as in ``torch.distributed.init_process_group``.
-        **kwargs: what else the backend's own options take.
+        **kwargs: further options of this backend.
 
     Returns:
         Options for ``init_rpc(rpc_backend_options=…)``.
@@ -166,14 +173,14 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:
-    """Make the agent of a backend; ``init_rpc`` does this for you.   Blocks: until the group is complete.
+    """Create the agent of a backend. Blocks until the group is complete. ``init_rpc`` calls this.
 
     Args:
-        backend: whose.
+        backend: the backend.
         args, kwargs: what its ``init_backend_handler`` takes: ``store``, ``name``, ``rank``, ``world_size``,
             ``rpc_backend_options``.
 
     Returns:
-        The agent, which does not serve yet.
+        The agent, which does not serve calls yet.
     """
     return backend.value.init_backend_handler(*args, **kwargs)

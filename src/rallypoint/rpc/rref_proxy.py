@@ -73,7 +73,9 @@ def call_method(rref: Reference, name: str, args: tuple[Any, ...], kwargs: dict[
     """Runs on the owner."""
     # A proxy has no such names. One that were called all the same would lead from any value to anything.
     if name.startswith("__"):
-        raise AttributeError(f"{name} is not called through a reference")
+        raise AttributeError(
+            f"{name} is private: only public methods can be called through a reference"
+        )
     agent = current_agent()
     value = rref.local_value()
     if agent is None or agent.allowed is None:

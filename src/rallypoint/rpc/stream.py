@@ -179,9 +179,13 @@ class ItemChannel(Generic[T]):
 
 
 class RpcStream(Generic[T]):
-    """What ``rpc_stream`` returns: an iterator over what the generator over there yields, and an asynchronous one.
+    """An iterator over the items of a generator on another worker; also asynchronous. ``rpc_stream`` returns it.
 
-    Leave it early with :meth:`close`, at the end of a ``with`` block, or by dropping it: the generator is closed, too.
+    To stop early, call :meth:`close`, leave a ``with`` block, or drop the stream. The generator is then closed as well.
+
+    Args:
+        channel: receives the items.
+        soon: runs a function on another thread.
     """
 
     def __init__(self, channel: ItemChannel[T], soon: Callable[[Callable[[], None]], None]) -> None:
@@ -204,7 +208,7 @@ class RpcStream(Generic[T]):
         return await anext(self._channel)
 
     def close(self) -> None:
-        """Take no more. A second call does nothing."""
+        """Stop, and close the generator. Does not block. A second call does nothing."""
         if self._process is forks.process:
             self._channel.close()
 

@@ -28,7 +28,7 @@ class TensorPipe:
         if options.tls:
             # The one option that must not be without effect.
             raise ConfigError(
-                "tls", None, "torch's own agent encrypts nothing", "use the backend RALLYPOINT"
+                "tls", None, "torch's own agent has no encryption", "use the backend RALLYPOINT"
             )
         self._torch = torch_rpc()
         theirs = self._torch.TensorPipeRpcBackendOptions(
@@ -91,7 +91,7 @@ class TensorPipe:
         return self._torch.remote(_plain(to), func, args, kwargs, timeout)
 
     def call_stream(self, *_: Any) -> Iterator[Any]:
-        raise RpcError("TensorPipe has no streams: use the native backend")
+        raise RpcError("TensorPipe has no streams: use BackendType.RALLYPOINT")
 
     def get_debug_info(self) -> dict[str, str]:
         return dict(torch_private.torch_agent(self._torch).get_debug_info())
@@ -120,5 +120,5 @@ def torch_rpc() -> Any:
     if found is None:
         found = importlib.import_module("torch.distributed.rpc")
     if not hasattr(found, "TensorPipeAgent") or not found.is_available():
-        raise RpcError("the installed torch has no RPC of its own: use the native backend")
+        raise RpcError("the installed torch was built without RPC: use BackendType.RALLYPOINT")
     return found

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import _thread
 import importlib
+import pickle
+import sys
 from functools import cache
 from typing import Any
 
@@ -18,6 +20,9 @@ from torch.jit._builtins import _get_builtin_table
 
 # Starts a thread from a signal handler: Thread.start takes locks that the interrupted code may hold.
 start_thread = _thread.start_new_thread
+
+# The unpickler in Python. The one in C does not let a subclass decide at each instruction.
+PythonUnpickler: Any = pickle._Unpickler
 
 # The C++ class of futures. Its own methods take no part in what torch.futures.Future and RpcFuture add to them, and
 # ``then`` returns it.
@@ -64,7 +69,10 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stand_in(tensor: Tensor) -> str | None:
-    """What a tensor without memory of its own is; None for any other."""
+    """What a tensor without data of its own is; None for any other."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    if fakes is not None and isinstance(tensor, fakes.FakeTensor):
+        return "a fake tensor (FakeTensorMode, torch.compile, torch.export)"
     functorch = torch._C._functorch  # torch itself asks there
     if functorch.is_batchedtensor(tensor):
         return "a tensor inside torch.func.vmap"

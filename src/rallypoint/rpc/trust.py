@@ -136,8 +136,8 @@ def _name_of_group(store: Any, secret: bytes, choice: Choice) -> str:
     theirs = next((each for each in Choice if len(fields) == 4 and fields[1] == each.name), None)
     if theirs is None:
         raise RpcError(
-            f"the group's store holds what no member has written under {_GROUP!r}: {held[:60]!r}; somebody else"
-            " writes there, or a member runs another release"
+            f"the group's store has an unexpected value under {_GROUP!r}: {held[:60]!r}; another program writes to the store,"
+            " or a member runs another release of rallypoint"
         )
     other = f"{theirs} ({fields[2][:12]})" if fields[2].isalnum() else str(theirs)
     own = f"{choice} ({mark})" if mark else str(choice)

@@ -1,4 +1,4 @@
-"""How one worker of a group is called."""
+"""Name and id of a worker."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from .groups.member import check_name
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's name and id (its rank).
+    """Name and id of a worker.
+
+    Args:
+        name: unique in the group. Letters, digits, ``-``, ``_`` and ``:``; at most 127 characters.
+        id: its rank in the group.
 
     Raises:
-        RpcError: the name is none.
+        RpcError: ``name`` cannot be a worker's name.
     """
 
     name: str

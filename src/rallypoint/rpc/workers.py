@@ -1,4 +1,4 @@
-"""The workers of the group: who they are, and hearing of those that come and go."""
+"""The members of the group, and callbacks for those that join and leave."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from .worker_info import WorkerInfo
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """Name and rank of a worker.
+    """Look up a worker. Does not block.
 
     Args:
         worker_name: name or rank; None: this worker.
 
+    Returns:
+        Its name and rank.
+
     Raises:
-        RpcError: there is no such worker, or this process is in no group.
+        RpcError: there is no such worker, or this process is not in a group.
     """
     found: WorkerInfo = required_agent().info(worker_name)
     return found
@@ -33,18 +36,18 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 
 
 def wait_for(names: str | Sequence[str], timeout: float | None = None) -> tuple[WorkerInfo, ...]:
-    """Wait until workers of these names are members of the dynamic group. Blocks.
+    """Wait until workers are members of the dynamic group. Blocks.
 
     Args:
-        names: one name, or several.
-        timeout: seconds; None: for ever.
+        names: the name of one worker, or several names.
+        timeout: seconds; None: no limit.
 
     Returns:
         Their infos, in the order of ``names``.
 
     Raises:
-        DeadlineExceeded: some have not come; says which.
-        RpcError: the group is a static one, or this process is in none.
+        DeadlineExceeded: some did not join in time; the error names them.
+        RpcError: the group is static, or this process is not in a group.
     """
     group = _dynamic_group()
     wanted = [names] if isinstance(names, str) else list(names)
@@ -53,7 +56,7 @@ def wait_for(names: str | Sequence[str], timeout: float | None = None) -> tuple[
 
 
 def members() -> tuple[int, tuple[WorkerInfo, ...]]:
-    """Who is in the group now. Does not ask the store.
+    """The current members of the group. Does not block.
 
     Returns:
         The membership's epoch, a number that only grows (in a static group it is 1), and the members by rank.
@@ -69,25 +72,25 @@ def members() -> tuple[int, tuple[WorkerInfo, ...]]:
 
 
 def on_join(callback: Callable[[WorkerInfo], None]) -> None:
-    """Have each worker announced that joins the dynamic group from here on.
+    """Call a function for each worker that joins the dynamic group from now on.
 
     Args:
-        callback: called as ``callback(worker)`` on a thread of the group's, one call after the other. What it raises is logged.
+        callback: called as ``callback(worker)`` on a background thread, one call at a time. Exceptions are logged.
 
     Raises:
-        RpcError: the group is a static one, or this process is in none.
+        RpcError: the group is static, or this process is not in a group.
     """
     _dynamic_group().on_join(lambda member: callback(WorkerInfo(member.name, member.id)))
 
 
 def on_leave(callback: Callable[[WorkerInfo, str], None]) -> None:
-    """Have each worker announced that leaves the dynamic group or is lost from here on.
+    """Call a function for each worker that leaves the dynamic group, or is lost, from now on.
 
     Args:
         callback: called as ``callback(worker, reason)``, as for :func:`on_join`.
 
     Raises:
-        RpcError: the group is a static one, or this process is in none.
+        RpcError: the group is static, or this process is not in a group.
     """
     _dynamic_group().on_leave(
         lambda member, reason: callback(WorkerInfo(member.name, member.id), reason)
@@ -98,7 +101,6 @@ def _dynamic_group() -> DynamicGroup:
     group = required_agent().group
     if not isinstance(group, DynamicGroup):
         raise RpcError(
-            "this group's members are fixed: only in a dynamic one (init_rpc without world_size) do"
-            " members come and go"
+            "this group is static: its members do not change. For a dynamic group, call init_rpc without world_size"
         )
     return group

@@ -142,6 +142,7 @@ class Agent:
             job=service.new_job,
             read=replies.read,
             suspect=self._suspect,
+            inquire=lambda to, forks: self.rrefs.inquire(to, forks),
         )
         self.acceptor = Acceptor(
             connections,

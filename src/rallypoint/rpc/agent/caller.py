@@ -341,6 +341,7 @@ class Caller:
             flags |= FLAG_REFS
         if tensors.forks:
             flags |= FLAG_REFS
+            call.forks = tensors.forks
             outgoing.sent_references.add(tensors.forks, self.rrefs.unsettled)
         if not tensors.buffers:
             outgoing.begin(kind, call, payload, flags=flags, block=block)

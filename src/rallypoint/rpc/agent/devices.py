@@ -44,8 +44,8 @@ class PeerDevices:
             if found is None:
                 known = ", ".join(f"{a}: {b}" for a, b in pairs.items())
                 raise ValueError(
-                    f"the device map for {to.name!r} does not say where tensors on {device} go (it has"
-                    f" {known}); add it with options.set_device_map"
+                    f"the device map for {to.name!r} has no entry for {device} (it has {known});"
+                    " add one with options.set_device_map"
                 )
             return str(found)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
-from rallypoint.errors import CallCancelled, RpcError
+from rallypoint.errors import CallCancelled, NotAllowed, RpcError
 from rallypoint.rpc.calling import read_foreign
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.messages import (
@@ -35,7 +35,7 @@ from rallypoint.rpc.connections.messages import (
 from rallypoint.rpc.current_call import SERVING, CurrentCall
 from rallypoint.rpc.references.rref_table import RRefTable, check_ids
 from rallypoint.rpc.rref_proxy import AnswerLater
-from rallypoint.rpc.serialization.allowlist import AllowList, NotAllowed
+from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.rpc.serialization.arrays import is_array, memory_of_array
 from rallypoint.rpc.serialization.payload import (
     dumps_whole,
@@ -246,8 +246,8 @@ class Request:
         elif frame.flags & FLAG_FOREIGN:
             if allowed is not None:
                 raise NotAllowed(
-                    "a peer has sent what another pickler than ours has written: this worker's allow-list (option"
-                    " allowed_modules) cannot look into it"
+                    "the call was pickled by a pickler of the caller's own, which cannot be checked against this worker's"
+                    " allowed_modules and allowed_calls"
                 )
             content = read_foreign(content)
         if allowed is not None and frame.kind <= STREAM and frame.kind not in _FETCHES:

@@ -202,7 +202,7 @@ class Acceptor:
 
     def _crowd_out(self, listener: _Door, victim: Welcome, source: str) -> None:
         """There is no room for all: this one has had its time."""
-        victim.close("others have come since, and it has not proved itself")
+        victim.close("it made room for newer connections, and had not authenticated")
         with self._lock:
             self._crowded_out[listener.kind, source] += 1
             warns, self._warns = self._warns, True
@@ -216,8 +216,8 @@ class Acceptor:
             self._warn_in = _NEXT_WARNING
         (kind, source), most = crowded.most_common(1)[0]
         logger.warning(
-            "strangers crowd this worker's ports: %d connections were closed before they had proved anything, to make room"
-            " for others; %d of them came by %s from %s. Members still get in",
+            "too many unauthenticated connections: %d were closed to make room for others, %d of them by %s from %s. Members of"
+            " the group can still connect",
             crowded.total(),
             most,
             kind,
@@ -233,7 +233,7 @@ class Acceptor:
             ": give the process more descriptors (ulimit -n)" if error.errno in EXHAUSTED else ""
         )
         logger.warning(
-            "nobody can connect to this worker by %s for now (%s)%s",
+            "this worker cannot accept connections by %s for now (%s)%s",
             listener.kind,
             error.strerror or error,
             advice,
@@ -250,7 +250,7 @@ class Acceptor:
                         for each in half_open:
                             each.until = now + PATIENCE
                 else:
-                    oldest.close("it has not proved itself in time")
+                    oldest.close("it did not authenticate in time")
             if oldest is not None and (following is None or oldest.until < following):
                 following = oldest.until
         return following

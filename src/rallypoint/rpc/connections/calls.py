@@ -7,9 +7,10 @@ its time run out. Completion is the pop from the table: whoever gets the call ou
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from rallypoint.rpc.references.ids import Fork
 from rallypoint.wire.frames import Frame
 
 
@@ -28,6 +29,7 @@ class Call:
         has_callbacks: whether ``on_done`` runs code of the user's, which may take long.
         held: kept until the answer comes, as the buffers that were sent.
         size: bytes that count as in flight.
+        forks: references that were sent with it.
         is_owed: whether it was sent, and the peer still has to say something about it.
     """
 
@@ -35,6 +37,7 @@ class Call:
         "deadline",
         "done",
         "error",
+        "forks",
         "frame",
         "future",
         "has_callbacks",
@@ -69,6 +72,7 @@ class Call:
         self.waiter: threading.Lock | None = None
         self.held: Any = None
         self.size = 0
+        self.forks: Sequence[Fork] = ()
         self.kind = 0
         self.number = 0
         self.future: Any = None

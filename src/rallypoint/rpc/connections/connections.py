@@ -11,13 +11,14 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import Expelled, PeerLost, RpcTimeout
 from rallypoint.rpc.groups.member import Member
 from rallypoint.rpc.groups.roster import Roster
+from rallypoint.rpc.references.ids import Fork
 from rallypoint.rpc.threads.poller import READ, WRITE, Poller
 from rallypoint.rpc.threads.task_queue import Task
 from rallypoint.rpc.threads.thread_pool import Job, ThreadPool, waiting
@@ -55,6 +56,7 @@ class Connections:
         read: takes the content of a reply.
         suspect: called with a peer and a reason when its connection has ended (which is to be closed by
             :meth:`close_ended`), or when nobody listens there any more.
+        inquire: asks a worker which of these references have come to it.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Connections:
         job: Callable[[Incoming, Frame], Job],
         read: Callable[[Frame, Outgoing], Any],
         suspect: Callable[[WorkerInfo, str, Outgoing | Incoming | None], None],
+        inquire: Callable[[int, Sequence[Fork]], None],
     ) -> None:
         self._dialer = dialer
         self._roster = roster
@@ -81,6 +84,7 @@ class Connections:
         self._job = job
         self._read = read
         self._suspect = suspect
+        self._inquire = inquire
         # Those with frames that wait for more.
         self._kept: deque[Outgoing] = deque()
         self._lock = threading.Lock()
@@ -317,6 +321,9 @@ class Connections:
 
     def wake_at(self, when: float) -> None:
         self._pool.wake_at(when)
+
+    def failed(self, outgoing: Outgoing, forks: Sequence[Fork]) -> None:
+        self._pool.submit(Task(lambda: self._inquire(outgoing.info.id, forks)))
 
     def unwanted(self, outgoing: Outgoing, frame: Frame) -> None:
         """An answer that nobody waits for any more carries references: they are taken, and dropped."""

@@ -191,7 +191,7 @@ class Dialer:
                 if side is not None:
                     side.close()
                 raise ProtocolError(
-                    f"{peer.get('name')!r} listens there now, not the worker that was looked for"
+                    f"another worker, {peer.get('name')!r}, now listens at this address"
                 )
             if side is not None:
                 sharing = self._lines.share(side)
@@ -211,6 +211,6 @@ class Dialer:
 def _crowded(times: int) -> str:
     often = "once" if times == 1 else f"{times} times"
     return (
-        f"the other end closed the connection {often} before the handshake was over: strangers may crowd its port"
-        " (its log says from where), or it is about to end"
+        f"the other end closed the connection {often} during the handshake: it is ending, or too many unauthenticated"
+        " clients connect to its port (its log says from where)"
     )

@@ -94,12 +94,14 @@ def introduce(
         while not talk.done:
             left = deadline.remaining()
             if left == 0.0:
-                raise DeadlineExceeded("the other end has not proved itself in time")
+                raise DeadlineExceeded("the other end did not complete the handshake in time")
             sock.settimeout(left)
             try:
                 data = sock.recv(_CHUNK)
             except TimeoutError:
-                raise DeadlineExceeded("the other end has not proved itself in time") from None
+                raise DeadlineExceeded(
+                    "the other end did not complete the handshake in time"
+                ) from None
             except BlockingIOError:
                 # Less than a record.
                 continue
@@ -126,7 +128,7 @@ def introduce(
 
 def _secure(sock: TlsSocket, deadline: Deadline) -> None:
     """The connecting side's TLS handshake. Blocks; raises what :func:`introduce` does."""
-    late = "the other end has not finished the TLS handshake in time"
+    late = "the other end did not complete the TLS handshake in time"
     try:
         sock.settimeout(deadline.remaining())
         while not sock.step():
@@ -247,9 +249,9 @@ class Welcome:
                 self._side = forks.close_in_child(socket.socket(fileno=fd))
             except OSError:
                 os.close(fd)
-                raise ProtocolError("a descriptor came that is no socket") from None
+                raise ProtocolError("received a descriptor that is not a socket") from None
             if self._side.family != socket.AF_UNIX:
-                raise ProtocolError("a descriptor came that is no Unix socket")
+                raise ProtocolError("received a descriptor that is not a Unix socket")
         return data
 
     def _send(self, data: bytes) -> None:

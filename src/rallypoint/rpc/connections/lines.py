@@ -70,8 +70,8 @@ class Lines:
         self.num_changed += 1
         if self.num_changed == 1:
             logger.warning(
-                "a frame was changed on its way to this worker: somebody on the network alters packets, or a device damages"
-                " them; each such connection ends, and rpc.statistics()['changed_frames'] counts them"
+                "a message was altered in transit: someone on the network changes packets, or hardware damages them. The connection"
+                " was closed; rpc.statistics()['changed_frames'] counts such messages"
             )
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcError, RpcTimeout
 from rallypoint.rpc.current_agent import ELSEWHERE
 from rallypoint.rpc.interruptions import DUE, Lent, Rest
+from rallypoint.rpc.references.ids import Fork
 from rallypoint.rpc.references.sent import SentReferences
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame, Shared, encode
@@ -27,7 +28,7 @@ from rallypoint.wire.sharing import Sharing
 
 from .calls import Call, CallTable
 from .idle import IdleCondition
-from .messages import CANCEL, FLAG_REFS, GIVEN_UP, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
+from .messages import CANCEL, FAILURE, FLAG_REFS, GIVEN_UP, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
 
 
 # Bytes of small requests that go out in one write.
@@ -56,6 +57,9 @@ class Watch(Protocol):
         """It has ended, and all its calls with it; called once."""
 
     def wake_at(self, when: float) -> None: ...
+
+    def failed(self, outgoing: Outgoing, forks: Sequence[Fork]) -> None:
+        """A call that carried these references has failed, perhaps before the peer read them."""
 
     def unwanted(self, outgoing: Outgoing, frame: Frame) -> None:
         """An answer came too late that must not simply be dropped."""
@@ -345,6 +349,8 @@ class Outgoing:
             self.discard(frame)
             return
         call.frame = frame
+        if call.forks and kind == FAILURE:
+            self._watch.failed(self, call.forks)
         self._settle(call, theirs)
 
     def discard(self, frame: Frame) -> None:

@@ -328,8 +328,8 @@ class DynamicGroup:
         first = self._view.epoch + 1
         if last - first > MOST_AHEAD:
             raise RpcError(
-                f"the counter of the group's journal stands at {last}, and entry {first} is the next to be read: somebody else"
-                " writes into the store; protect it, or give the group one of its own"
+                f"the counter of the group's journal is {last}, but entry {first} is the next to be read: another program writes"
+                " to the store; protect the store, or give the group its own"
             )
         numbers = range(first, last + 1)
         absent: tuple[int, ...] = ()

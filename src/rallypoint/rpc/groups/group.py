@@ -62,7 +62,7 @@ def agree_on_kind(calls: Calls, kind: bytes) -> None:
         raise RpcError(
             "RPC group mixes statically and dynamically initialized members which is not supported."
             f" This one is {kind.decode()}, the first was {held.decode(errors='replace')}; give all"
-            " of them the same world_size, or none of them any"
+            " members the same world_size, or none"
         )
 
 

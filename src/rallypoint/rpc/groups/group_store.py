@@ -93,8 +93,8 @@ class Calls:
             # Where it is gone again meanwhile, some stores answer with what was expected.
             expected = b"" if held == expected else held
         raise RpcError(
-            f"somebody else keeps writing into the group's store, under {_key(key)!r}: protect the store, or give the"
-            " group one of its own"
+            f"another program keeps writing to the group's store, under {_key(key)!r}: protect the store, or give the"
+            " group its own"
         )
 
     def _content(self, key: str, value: bytes) -> bytes | None:

@@ -65,7 +65,7 @@ class Roster:
             to = to.id
         elif isinstance(to, bool) or not isinstance(to, (str, int)):
             raise ValueError(  # noqa: TRY004  # torch's, for a rank that is a float
-                f"a worker is called by its name, its rank or its WorkerInfo, not by {to!r}"
+                f"expected the name, rank or WorkerInfo of a worker, but got {to!r}"
             )
         assert self.group is not None
         return self.group.find(to)

@@ -74,8 +74,7 @@ class StaticGroup:
         held = calls.announce_new(f"rank/{me.id}", record)
         if held != record:
             raise RpcError(
-                f"rank {me.id} is taken by {_taker(held)}: each process needs a rank of its own, and"
-                " a group that forms anew a store prefix of its own"
+                f"rank {me.id} is taken by {_taker(held)}: each process needs its own rank, and a new group its own store prefix"
             )
         keys = [f"rank/{rank}" for rank in range(world_size)]
         if not calls.wait_interruptibly(keys, timeout):
@@ -154,8 +153,8 @@ def _read_all(
             bad = missing or [key for key, each in zip(keys, found, strict=True) if each is None]
             ranks = ", ".join(key.removeprefix("rank/") for key in bad)
             raise DeadlineExceeded(
-                f"the records of rank {ranks} in the group's store were deleted, or are none of a member's: somebody else writes"
-                " into the store; protect it, or give the group one of its own"
+                f"the records of rank {ranks} in the group's store were deleted or overwritten: another program writes to the"
+                " store; protect the store, or give the group its own"
             )
         pause.wait(_LOOK_AGAIN if left is None else min(left, _LOOK_AGAIN))
         missing = calls.absent(keys)
@@ -207,7 +206,7 @@ def _confirm(calls: Calls, members: tuple[Member, ...]) -> Member | None:
     while (held := calls.put_new("formed", seal)) != seal:
         if not held.startswith(_GIVEN_UP):
             raise RpcError(
-                "other processes have formed a group under this store prefix; give each group one of its own"
+                "other processes have formed a group under this store prefix: give each group its own prefix"
             )
         gave_up = next((member for member in members if _given_up(member) == held), None)
         if gave_up is not None:

@@ -59,14 +59,14 @@ class Holder(Calls, Peers, Protocol):
 
 
 class RRef(Generic[T]):
-    """A reference to a value on some worker: its *owner*. It keeps the value alive.
+    """A reference to a value that lives on one worker, its *owner*. The value exists as long as any reference to it.
 
     Args:
-        value: to be referred to; this worker owns it.
-        type_hint: its type, where the value does not tell.
+        value: the value. This worker becomes its owner.
+        type_hint: the type of the value, as in torch; has no effect.
 
     Raises:
-        RpcError: this process is in no group.
+        RpcError: this process is not in a group.
     """
 
     _made_by: Holder
@@ -138,37 +138,56 @@ class RRef(Generic[T]):
     # -- who ----------------------------------------------------------------------------------------
 
     def owner(self) -> WorkerInfo:
-        """The worker on which the value lives."""
+        """The worker that has the value.
+
+        Returns:
+            Its name and id.
+        """
         self._check_process()
         return self._owner
 
     def owner_name(self) -> str:
-        """The name of the worker on which the value lives."""
+        """The name of the worker that has the value.
+
+        Returns:
+            Its name.
+        """
         self._check_process()
         return self._owner.name
 
     def is_owner(self) -> bool:
-        """Whether the value lives on this worker."""
+        """Whether this worker has the value.
+
+        Returns:
+            True on the owner.
+        """
         self._check_process()
         return self._fork_id is None
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows of this reference, so that it keeps the value alive."""
+        """Whether the owner has acknowledged this reference. Does not block.
+
+        Returns:
+            True on the owner, and on other workers once the acknowledgement has arrived.
+        """
         agent = self._agent
         return self._fork_id is None or agent.rrefs.is_confirmed(self._fork_id)
 
     # -- the value ----------------------------------------------------------------------------------
 
     def to_here(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> T:
-        """A copy of the value; on its owner the value itself. Blocks until it has been made.
+        """Fetch the value. Blocks until the owner has computed it.
 
         Args:
-            timeout: seconds; 0: for ever; the default is the options' ``rpc_timeout``.
+            timeout: seconds; 0: no limit. The default is the ``rpc_timeout`` of the options.
+
+        Returns:
+            A copy of the value; on the owner, the value itself.
 
         Raises:
-            RpcTimeout: it has not come in time.
+            RpcTimeout: the value did not arrive in time.
             PeerLost: the owner is gone.
-            Exception: what making it has raised.
+            Exception: what the function that computes the value raised.
         """
         if self._fork_id is None:
             return self._wait_here(timeout)
@@ -193,11 +212,15 @@ class RRef(Generic[T]):
             return cast("T", future.wait())
 
     def local_value(self) -> T:
-        """The value itself, on its owner. Blocks until it has been made.
+        """The value itself; only on its owner. Blocks until it has been computed.
+
+        Returns:
+            The value, not a copy.
 
         Raises:
             RpcError: this worker is not the owner.
-            RpcTimeout: in a call that is served: its caller waits no longer, and the value has not been made.
+            RpcTimeout: this code serves a call, and the caller's time ran out first.
+            Exception: what the function that computes the value raised.
         """
         if self._fork_id is not None:
             raise RpcError(
@@ -242,28 +265,37 @@ class RRef(Generic[T]):
     # -- calls on the value -------------------------------------------------------------------------
 
     def rpc_sync(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """Call a method of the value: ``rref.rpc_sync().method(…)`` runs it on the owner and returns its result. Blocks.
+        """Call a method of the value on its owner: ``rref.rpc_sync().method(…)`` blocks and returns the result.
 
         Args:
             timeout: seconds for the call, as for :func:`rpc_sync`.
+
+        Returns:
+            A proxy with the methods of the value.
         """
         self._check_process()
         return RRefProxy(self, rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """Call a method of the value without waiting: ``rref.rpc_async().method(…)`` returns a future of its result.
+        """Call a method of the value without waiting: ``rref.rpc_async().method(…)`` returns a future of the result.
 
         Args:
             timeout: seconds for the call, as for :func:`rpc_sync`.
+
+        Returns:
+            A proxy with the methods of the value.
         """
         self._check_process()
         return RRefProxy(self, rpc_async, timeout)
 
     def remote(self, timeout: float = constants.UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """Call a method of the value and leave the result there: ``rref.remote().method(…)`` returns a reference to it.
+        """Call a method of the value and keep the result on its owner: ``rref.remote().method(…)`` returns a reference.
 
         Args:
             timeout: seconds for the call, as for :func:`rpc_sync`.
+
+        Returns:
+            A proxy with the methods of the value.
         """
         self._check_process()
         return RRefProxy(self, remote, timeout, checks=True)
@@ -292,15 +324,14 @@ class RRef(Generic[T]):
             raise
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run autograd from the value, which must be a scalar tensor of this worker.
+        """Run autograd from the value, which must be a scalar tensor on this worker.
 
         Args:
-            dist_autograd_ctx_id: -1, for gradients in ``.grad``; no other is supported.
-            retain_graph: keep the graph for another backward.
+            dist_autograd_ctx_id: only -1 is supported: gradients go to ``.grad``.
+            retain_graph: whether to keep the graph for another backward pass.
 
         Raises:
-            RpcError: the value lives on another worker: the engine that goes from worker to worker is not part of
-                this package (yet).
+            RpcError: the value is on another worker. Distributed autograd is not supported.
         """
         backward(self, dist_autograd_ctx_id, retain_graph)
 
@@ -450,20 +481,20 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float = constants.UNSET_RPC_TIMEOUT,
 ) -> RRef[T]:
-    """Run a function on a worker and leave its result there. Does not wait for it.
+    """Run a function on a worker and keep the result there. Does not wait for it.
 
     Args:
         to: name, rank or info of the worker; this one is allowed.
-        func: known to both sides under the same module and name.
-        args, kwargs: its arguments; tensors on the CPU, or where a device map says.
-        timeout: seconds until the value must have been made; as for :func:`rpc_sync`.
+        func: a function that both workers can import under the same module and name.
+        args, kwargs: its arguments. Tensors must be on the CPU, or on a device of a device map.
+        timeout: seconds until the function must have returned; as for :func:`rpc_sync`.
 
     Returns:
-        A reference to the result. The worker keeps the value for as long as any worker holds a reference; what the
-        function raised is raised where the value is used.
+        A reference to the result. The worker keeps the value as long as any worker has a reference. If the function
+        raised, using the value raises the same.
 
     Raises:
-        RpcError: there is no such worker, or this process is in no group.
+        RpcError: there is no such worker, or this process is not in a group.
     """
     agent = required_agent()
     _, _, (func, arguments, keywords) = prepare(func, args, kwargs)

@@ -7,22 +7,20 @@ only begin in a module that is on it:
 - a path goes through classes only: ``module.os.system`` and ``module.function.__globals__`` are no names of the module;
 - what a module has imported from elsewhere is elsewhere's;
 - a method is called if it is public, of a class that may be called, and not one of those that reach beyond their
-  object (:mod:`.reach`);
+  object (:mod:`.unsafe_methods`);
 - our own functions, of which messages are made, put tensors and references together (:class:`Rebuilder`) or do what the
   package's own calls ask (:class:`Served`). They are no functions to whoever reads the message, and cannot be passed on.
 
 It holds for what callers send and for what those answer who are called: values, items of streams, exceptions. Tensors, arrays,
-references and the exceptions of Python and of this package need no entry. How a message is read is in :mod:`.careful`.
+references and the exceptions of Python and of this package need no entry. How a message is read is in :mod:`.restricted_unpickler`.
 
 A list is as narrow as what is on it: who lists ``torch`` has listed ``torch.load``.
 """
 
 from __future__ import annotations
 
-import builtins
 import importlib
 import inspect
-import pickle
 import sys
 from collections.abc import Callable, Collection
 from functools import partial
@@ -31,87 +29,16 @@ from typing import Any
 
 import torch
 
-from rallypoint import errors
+from rallypoint.errors import NotAllowed
 from rallypoint.rpc.functions import is_exported
-from rallypoint.rpc.torch_private import NUMPY_REBUILDERS, PUBLIC_NAMES
+from rallypoint.rpc.torch_private import PUBLIC_NAMES
 
+from .own_names import CLASSES, REBUILDERS, SERVED
 from .script import builtin_name
 from .tensor_reader import rebuild_weights
 from .unsafe_methods import is_unsafe_method, is_unsafe_operator, makes_from_memory, name_of
 
 
-class NotAllowed(pickle.UnpicklingError):
-    """A peer has named something that is not on this process's allow-list."""
-
-
-# Put together what a message consists of. Nothing here calls what a message names.
-_REBUILDERS = (
-    frozenset(
-        f"rallypoint.rpc.{name}"
-        for name in (
-            "serialization.out_of_band.rebuild_view",
-            "serialization.cuda_ipc.arrive_handed",
-            "serialization.cuda_ipc.arrive_shared",
-            "serialization.cuda_ipc.arrive_staged",
-            "references.rref.rebuild_rref",
-            # These two look at the list themselves.
-            "serialization.script.load_script_function",
-            "serialization.script.load_torch_function",
-            "serialization.tensor_reader.rebuild_compressed",
-            "serialization.tensor_reader.rebuild_coo",
-            "serialization.tensor_reader.rebuild_empty",
-            "serialization.tensor_reader.rebuild_empty_there",
-            "serialization.tensor_reader.rebuild_grad",
-            "serialization.tensor_reader.rebuild_meta",
-            "serialization.tensor_reader.rebuild_mkldnn",
-            "serialization.tensor_reader.rebuild_on_device",
-            "serialization.tensor_reader.rebuild_parameter",
-            "serialization.tensor_reader.rebuild_small",
-            "serialization.tensor_reader.rebuild_small_view",
-            "serialization.tensor_reader.rebuild_spread",
-            "serialization.tensor_reader.rebuild_spread_there",
-            "serialization.tensor_reader.rebuild_strided",
-            "serialization.tensor_reader.rebuild_tensor",
-            "serialization.tensor_reader.rebuild_there",
-        )
-    )
-    | NUMPY_REBUILDERS
-)
-# What the package's own calls are calls of. Each looks itself at what it is asked for.
-_SERVED = frozenset(
-    f"rallypoint.rpc.{name}"
-    for name in (
-        "gather._broadcast_to_followers",
-        "gather._gather_to_leader",
-        "rref_proxy.call_method",
-        "rref_proxy.rref_type",
-    )
-)
-# Values that Python's pickles have no sign of their own for, and classes of this package's messages.
-_HARMLESS = frozenset(f"builtins.{name}" for name in ("bytearray", "complex", "range", "slice")) | {
-    "rallypoint.rpc.references.ids.Fork",
-    "rallypoint.rpc.references.ids.ForkId",
-    "rallypoint.rpc.references.ids.RRefId",
-    "rallypoint.rpc.worker_info.WorkerInfo",
-    "numpy.dtype",
-    "numpy.ndarray",
-}
-# So that they are raised as what they are. To make one does nothing; of those that end a program, a caller takes the
-# text only.
-_ERRORS = frozenset(
-    {
-        f"builtins.{name}"
-        for name, kind in vars(builtins).items()
-        if isinstance(kind, type) and issubclass(kind, BaseException)
-    }
-    | {f"rallypoint.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)}
-    | {
-        "_pickle.PicklingError",
-        "_pickle.UnpicklingError",
-        "rallypoint.rpc.serialization.allowlist.NotAllowed",
-    }
-)
-_CLASSES = _HARMLESS | _ERRORS
 # How much a chain of partials may hold.
 _DEEPEST = 16
 
@@ -178,6 +105,9 @@ class AllowList:
         self._called = _Names((called or ()) if self._is_split else rebuilt)
         self._exported = exported
         self._whose = f"worker {worker!r}" if worker else "this worker"
+        # For errors: what makes something callable.
+        self._option = "allowed_calls" if self._is_split else "allowed_modules"
+        self._export = "mark it with @rpc.export, or " if exported else ""
         self._instead: dict[tuple[str, str], Callable[..., Any]] = {
             ("builtins", "getattr"): self.method,
             ("rallypoint.rpc.serialization.tensor_reader", "rebuild_saved"): rebuild_weights,
@@ -210,13 +140,13 @@ class AllowList:
 
     def _find(self, module: str, name: str, full: str) -> tuple[Any, Any]:
         """What is there, and what the message gets of it."""
-        if full in _SERVED:
+        if full in SERVED:
             found = _look_up(importlib.import_module(module), name, full)
             return found, Served(full, found)
-        if full in _REBUILDERS:
+        if full in REBUILDERS:
             found = _look_up(importlib.import_module(module), name, full)
             return found, Rebuilder(full, found)
-        if full in _CLASSES:
+        if full in CLASSES:
             found = _look_up(importlib.import_module(module), name, full)
             return found, found
         is_called = full in self._called or self._called.has_module(module)
@@ -229,7 +159,7 @@ class AllowList:
         else:
             raise self._not_listed(full, module)
         if isinstance(found, ModuleType):
-            raise NotAllowed(f"a peer has named {full}: a module is nothing to be sent")
+            raise NotAllowed(f"a message names the module {full}: modules cannot be sent")
         tells = isinstance(found, (type, FunctionType)) or (
             isinstance(found, BuiltinFunctionType) and found.__module__ is not None
         )
@@ -265,7 +195,8 @@ class AllowList:
         full = f"torch.{name}"
         if is_unsafe_operator(name):
             raise NotAllowed(
-                f"a peer has named {full}, which reads or writes files: list it by its name ({self._options()})"
+                f"{self._whose} does not allow {full}, which reads or writes files:"
+                f" add {full!r} to the option {self._option} there"
             )
         raise self._not_listed(full, "torch")
 
@@ -287,8 +218,8 @@ class AllowList:
             found = func
             return found
         raise NotAllowed(
-            f"a peer has had {_told(func)} called while its message was read: not on the list of what {self._whose} lets"
-            " messages rebuild (option allowed_modules)"
+            f"unpickling a message calls {_told(func)}, which {self._whose} does not allow:"
+            " add it to the option allowed_modules there"
         )
 
     def class_to_make(self, kind: Any) -> Any:
@@ -299,7 +230,7 @@ class AllowList:
         """
         if isinstance(kind, type) and self._rebuilds(kind) and not self._is_raw(kind):
             return kind
-        raise self._no_listed_class(f"made a value of {_told(kind)}")
+        raise self._no_listed_class(f"an object of {_told(kind)}")
 
     def class_to_fill(self, made: Any) -> type:
         """The class of an object whose attributes or items a message sets.
@@ -312,16 +243,16 @@ class AllowList:
             made, (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
         ) and self._rebuilds(kind):
             return kind
-        raise self._no_listed_class(f"set attributes or items of a value of {name_of(kind)}")
+        raise self._no_listed_class(f"attributes or items of an object of {name_of(kind)}")
 
     def _no_listed_class(self, what: str) -> NotAllowed:
         return NotAllowed(
-            f"a peer has {what}: no class on the list of what {self._whose} lets messages rebuild"
-            " (option allowed_modules)"
+            f"a message contains {what}, a class that {self._whose} does not allow:"
+            " add it to the option allowed_modules there"
         )
 
     def _rebuilds(self, kind: type) -> bool:
-        if name_of(kind) in _CLASSES or self._rebuilt.has(kind) or _is_in(self._rebuilt_as, kind):
+        if name_of(kind) in CLASSES or self._rebuilt.has(kind) or _is_in(self._rebuilt_as, kind):
             return True
         # Each type of element has a class of its own.
         return any(name_of(each) == "numpy.dtype" for each in kind.__mro__)
@@ -362,10 +293,10 @@ class AllowList:
             NotAllowed: the function may not be called.
         """
         if type(content) is not tuple or len(content) != 3:
-            raise NotAllowed("a peer has sent a call that is none")
+            raise NotAllowed("a call does not consist of function, arguments and keyword arguments")
         func, args, kwargs = content
         if type(args) not in (tuple, list) or not (kwargs is None or type(kwargs) is dict):
-            raise NotAllowed("a peer has sent a call whose arguments are none")
+            raise NotAllowed("the arguments of a call are not a tuple and a dict")
         return self.callee(func), args, kwargs
 
     def method(self, value: Any, name: str) -> Any:
@@ -438,22 +369,19 @@ class AllowList:
     # -- in words ------------------------------------------------------------------------------------
 
     def _not_listed(self, full: str, module: str) -> NotAllowed:
-        return NotAllowed(
-            f"a peer has named {full}, and module {module!r} is not on the allow-list of {self._whose} ({self._options()})"
-        )
+        where = f"add it, or its module {module!r}, to the option {self._option} there"
+        if self._is_split:
+            where += ", or to allowed_modules if it is sent and not called"
+        return NotAllowed(f"{self._whose} does not allow {full}: {self._export}{where}")
 
     def _refusal(self, full: str, found: Any, *, method: bool = False) -> NotAllowed:
         home = None if method else getattr(found, "__module__", None)
         name = getattr(found, "__qualname__", "")
-        whose = f", which is {home}.{name}" if home and f"{home}.{name}" != full else ""
+        whose = f", which is {home}.{name}" if home and name and f"{home}.{name}" != full else ""
         return NotAllowed(
-            f"{full}{whose} is not on the list of what {self._whose} lets others call ({self._options()})"
+            f"{self._whose} does not allow calls of {full}{whose}: {self._export}add it to the option {self._option}"
+            " there"
         )
-
-    def _options(self) -> str:
-        if self._exported:
-            return "option exported_only: put @rpc.export on it, or list it in allowed_calls"
-        return "option allowed_calls" if self._is_split else "option allowed_modules"
 
 
 def _public_name(kind: type) -> str:
@@ -463,7 +391,7 @@ def _public_name(kind: type) -> str:
 def _look_up(found: Any, name: str, full: str) -> Any:
     for depth, part in enumerate(name.split(".")):
         if (depth and not isinstance(found, type)) or part.startswith("__"):
-            raise NotAllowed(f"a peer has named {full}: only what classes have is found below them")
+            raise NotAllowed(f"a message names {full}: only attributes of classes can be named")
         found = getattr(found, part)
     return found
 

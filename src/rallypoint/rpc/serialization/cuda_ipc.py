@@ -223,7 +223,7 @@ class CudaMemory:
         with torch.cuda.device(flat.device):
             gpu = self._name(flat.device.index)
             if not gpu:
-                raise RuntimeError("this version of torch does not tell the UUIDs of GPUs")
+                raise RuntimeError("this version of torch does not report the UUIDs of GPUs")
             return Block(gpu, *torch_private.share_cuda(flat.untyped_storage()))
 
     def find(self, gpu: str) -> tuple[int, int] | None:
@@ -324,7 +324,7 @@ def arrive_staged(staged: Tensor, target: str) -> Tensor:
 def arrive_handed(number: int) -> Tensor:
     found = _handed.pop(number, None)
     if found is None:
-        raise RpcError("a tensor was handed over that is not there: was its message read twice?")
+        raise RpcError("a tensor of this message was taken already: was the message read twice?")
     return found
 
 
@@ -342,7 +342,9 @@ def arrive_shared(target: str, *block: Any) -> Tensor:
     key = wanted.counter, wanted.counter_offset
     found = memory.find(wanted.gpu)
     if found is None:
-        raise RpcError(f"a tensor has come that is on GPU {wanted.gpu}, unseen here; {_ADVICE}")
+        raise RpcError(
+            f"received a tensor on GPU {wanted.gpu}, which this process cannot see; {_ADVICE}"
+        )
     index, total = found
     if wanted.size + wanted.offset > total:
         raise RpcError(
@@ -352,7 +354,7 @@ def arrive_shared(target: str, *block: Any) -> Tensor:
         mapped = memory.open(index, wanted)
     except RuntimeError as error:
         raise RpcError(
-            f"a tensor of another worker on cuda:{index} cannot be opened here: {error}; {_ADVICE}"
+            f"cannot map a tensor of another worker on cuda:{index}: {error}; {_ADVICE}"
         ) from error
     _counted.append(key)
     # What was mapped goes with the last reference to it: with this function's.

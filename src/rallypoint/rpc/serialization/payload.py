@@ -28,7 +28,7 @@ from .out_of_band import LEAST_CUT, assemble, has_table, load, reduce_view
 from .restricted_unpickler import RestrictedUnpickler
 from .script import check_with, load_script_function, load_torch_function
 from .tensor_reader import TensorReader, read_with, unpack
-from .tensor_writer import Devices, TensorWriter, pack
+from .tensor_writer import Devices, TensorWriter, pack, refuse_stand_in
 
 
 # What a pickler of ours does with objects of a type: (pickler, object) -> what __reduce__ returns.
@@ -70,7 +70,11 @@ class Writer(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         reducer = _REDUCERS.get(type(obj))
-        return NotImplemented if reducer is None else reducer(self, obj)
+        if reducer is None:
+            if isinstance(obj, torch.Tensor):
+                refuse_stand_in(obj)
+            return NotImplemented
+        return reducer(self, obj)
 
 
 _by_value_class: type | None = None
@@ -92,6 +96,8 @@ def _by_value() -> type:
             def reducer_override(self, obj: Any) -> Any:
                 reducer = _REDUCERS.get(type(obj))
                 if reducer is None:
+                    if isinstance(obj, torch.Tensor):
+                        refuse_stand_in(obj)
                     return super().reducer_override(obj)
                 return reducer(self, obj)
 
@@ -180,12 +186,23 @@ def dumps_whole(content: object) -> bytes:
 
 
 def _explain(error: BaseException) -> None:
-    """Say what can be done about an object that cannot be pickled."""
-    if isinstance(error, (AttributeError, TypeError, pickle.PicklingError)):
-        error.add_note(
-            "while a message was pickled: functions and classes travel by name, so both sides must find them in a"
-            " module (the option pickle_by_value has lambdas and functions in functions travel, too)"
+    """Add to the error of an object that cannot be pickled what to do instead."""
+    if type(error) not in (AttributeError, TypeError, pickle.PicklingError) or len(error.args) != 1:
+        return
+    text = str(error)
+    if "local object" in text or "<lambda>" in text or "not the same object" in text:
+        advice = (
+            "functions and classes are sent by name; define it at the top level of a module that both workers can"
+            " import, or give this worker the option pickle_by_value=True"
         )
+    elif "cannot pickle" in text:
+        advice = (
+            "it exists in this process only; send what it is made from, or let the other worker create it and use a"
+            " reference (rpc.remote)"
+        )
+    else:
+        return
+    error.args = (f"{text}: {advice}",)
 
 
 def _dump_plain(content: object) -> bytes:

@@ -13,19 +13,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .allowlist import NotAllowed
+from rallypoint.errors import NotAllowed
+from rallypoint.rpc.torch_private import PythonUnpickler
 
 
 if TYPE_CHECKING:
     from .allowlist import AllowList
 
-# Python's own, written in Python; the one in C cannot be told what to do at each instruction.
-_Unpickler: Any = pickle._Unpickler  # noqa: SLF001
 # What a message fills, beside instances of classes on the list.
 _CONTAINERS = (list, dict, set)
 
 
-class RestrictedUnpickler(_Unpickler):  # type: ignore[misc]  # it has no types
+class RestrictedUnpickler(PythonUnpickler):  # type: ignore[misc]  # it has no types
     """One message.
 
     Args:
@@ -34,7 +33,7 @@ class RestrictedUnpickler(_Unpickler):  # type: ignore[misc]  # it has no types
         buffers: those that are out of band.
     """
 
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(PythonUnpickler.dispatch)
     # Of the base class, which has no types.
     stack: list[Any]
     metastack: list[list[Any]]
@@ -47,7 +46,7 @@ class RestrictedUnpickler(_Unpickler):  # type: ignore[misc]  # it has no types
         return self._allowed.find(module, name)
 
     def get_extension(self, code: int) -> None:
-        raise NotAllowed(f"a peer has named something by the number {code}, not by its name")
+        raise NotAllowed(f"a message names something by the number {code} instead of its name")
 
     def _instantiate(self, kind: Any, args: Any) -> None:
         self.stack.append(self._allowed.class_to_make(kind)(*args))
@@ -66,7 +65,7 @@ class RestrictedUnpickler(_Unpickler):  # type: ignore[misc]  # it has no types
         args = self.stack.pop()
         kind = self._allowed.class_to_make(self.stack[-1])
         if type(kwargs) is not dict:
-            raise pickle.UnpicklingError("arguments by name are no dict")
+            raise NotAllowed("the keyword arguments of a class are not a dict")
         self.stack[-1] = kind.__new__(kind, *_tuple(args), **kwargs)
 
     def build(self) -> None:
@@ -98,7 +97,7 @@ class RestrictedUnpickler(_Unpickler):  # type: ignore[misc]  # it has no types
 
 def _filling(name: str, depth: int = 0) -> Callable[[Any], None]:
     """An instruction that fills a container, which lies so deep in the stack; 0: below the last mark."""
-    fill: Callable[[Any], None] = getattr(_Unpickler, name)
+    fill: Callable[[Any], None] = getattr(PythonUnpickler, name)
 
     def checked(reader: RestrictedUnpickler) -> None:
         reader.check_container(reader.stack[depth] if depth else reader.metastack[-1][-1])
@@ -121,17 +120,17 @@ _instructions[pickle.ADDITEMS[0]] = _filling("load_additems")
 
 def _tuple(args: Any) -> tuple[Any, ...]:
     if type(args) is not tuple:
-        raise pickle.UnpicklingError("arguments are no tuple")
+        raise NotAllowed("the arguments of a function or class are not a tuple")
     return args
 
 
 def _check_attributes(state: Any) -> None:
     """Whether a message may set these: no names of Python's own, which change what an object is."""
     if not isinstance(state, Mapping):
-        raise pickle.UnpicklingError("a state is no dict")
+        raise NotAllowed("the attributes of an object are not a dict")
     for name in state:
         if type(name) is not str or (name.startswith("__") and name not in _HARMLESS):
-            raise NotAllowed(f"a peer has set {name!r}: names of Python's own are not set")
+            raise NotAllowed(f"a message sets the attribute {name!r}, which is reserved for Python")
 
 
 # Notes of an exception.

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import itertools
 import operator
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rallypoint.errors import NotAllowed
 
 from . import cuda_ipc
 
@@ -239,7 +242,10 @@ def rebuild_weights(data: bytes) -> Any:
     """The same for messages that may not name everything."""
     import io
 
-    return torch.load(io.BytesIO(data), weights_only=True)
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise NotAllowed("a tensor in torch.save's format contains more than weights") from error
 
 
 def rebuild_coo(

@@ -129,12 +129,8 @@ class TensorWriter:
         try:
             return self._reduce(tensor)
         except RuntimeError:
-            kind = torch_private.stand_in(tensor)
-            if kind is None:
-                raise
-            raise ValueError(
-                f"{kind} cannot be sent: it stands for other tensors, inside a transformation; make the call outside of it"
-            ) from None
+            refuse_stand_in(tensor)
+            raise
 
     def _reduce(self, tensor: Tensor) -> Reduced:
         if tensor.layout is not torch.strided:
@@ -265,8 +261,8 @@ class TensorWriter:
             return rebuild_meta, (size, stride, CODES[tensor.dtype], tensor.requires_grad)
         if self._devices is None:
             raise ValueError(
-                f"a tensor on {tensor.device} was to be sent to a worker that no device map says anything"
-                " about: set one with options.set_device_map, or send tensor.cpu()"
+                f"cannot send a tensor on {tensor.device}: there is no device map for this worker; set one with"
+                " options.set_device_map, or send tensor.cpu()"
             )
         target = self._devices.target(tensor.device)
         code = CODES.get(tensor.dtype)
@@ -363,3 +359,16 @@ def _address(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:
         return 0
+
+
+def refuse_stand_in(tensor: Tensor) -> None:
+    """Check that a tensor has data of its own.
+
+    Raises:
+        ValueError: it only stands for others.
+    """
+    kind = torch_private.stand_in(tensor)
+    if kind is not None:
+        raise ValueError(
+            f"{kind} cannot be sent, since it has no data: make the call outside"
+        ) from None

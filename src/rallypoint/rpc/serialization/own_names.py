@@ -1,0 +1,77 @@
+"""Names that need no entry on a worker's list: those that the package's own messages are made of."""
+
+from __future__ import annotations
+
+import builtins
+
+from rallypoint import errors
+from rallypoint.rpc.torch_private import NUMPY_REBUILDERS
+
+
+# Put together what a message consists of. Nothing here calls what a message names.
+REBUILDERS = (
+    frozenset(
+        f"rallypoint.rpc.{name}"
+        for name in (
+            "serialization.out_of_band.rebuild_view",
+            "serialization.cuda_ipc.arrive_handed",
+            "serialization.cuda_ipc.arrive_shared",
+            "serialization.cuda_ipc.arrive_staged",
+            "references.rref.rebuild_rref",
+            # These two look at the list themselves.
+            "serialization.script.load_script_function",
+            "serialization.script.load_torch_function",
+            "serialization.tensor_reader.rebuild_compressed",
+            "serialization.tensor_reader.rebuild_coo",
+            "serialization.tensor_reader.rebuild_empty",
+            "serialization.tensor_reader.rebuild_empty_there",
+            "serialization.tensor_reader.rebuild_grad",
+            "serialization.tensor_reader.rebuild_meta",
+            "serialization.tensor_reader.rebuild_mkldnn",
+            "serialization.tensor_reader.rebuild_on_device",
+            "serialization.tensor_reader.rebuild_parameter",
+            "serialization.tensor_reader.rebuild_small",
+            "serialization.tensor_reader.rebuild_small_view",
+            "serialization.tensor_reader.rebuild_spread",
+            "serialization.tensor_reader.rebuild_spread_there",
+            "serialization.tensor_reader.rebuild_strided",
+            "serialization.tensor_reader.rebuild_tensor",
+            "serialization.tensor_reader.rebuild_there",
+        )
+    )
+    | NUMPY_REBUILDERS
+)
+# What the package's own calls are calls of. Each looks itself at what it is asked for.
+SERVED = frozenset(
+    f"rallypoint.rpc.{name}"
+    for name in (
+        "gather._broadcast_to_followers",
+        "gather._gather_to_leader",
+        "rref_proxy.call_method",
+        "rref_proxy.rref_type",
+    )
+)
+# Values that Python's pickles have no sign of their own for, and classes of this package's messages.
+_HARMLESS = frozenset(f"builtins.{name}" for name in ("bytearray", "complex", "range", "slice")) | {
+    "rallypoint.rpc.references.ids.Fork",
+    "rallypoint.rpc.references.ids.ForkId",
+    "rallypoint.rpc.references.ids.RRefId",
+    "rallypoint.rpc.worker_info.WorkerInfo",
+    "numpy.dtype",
+    "numpy.ndarray",
+}
+# So that they are raised as what they are. To make one does nothing; of those that end a program, a caller takes the
+# text only.
+_ERRORS = frozenset(
+    {
+        f"builtins.{name}"
+        for name, kind in vars(builtins).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+    }
+    | {f"rallypoint.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)}
+    | {
+        "_pickle.PicklingError",
+        "_pickle.UnpicklingError",
+    }
+)
+CLASSES = _HARMLESS | _ERRORS
