@@ -17,6 +17,8 @@ from elastic import Cluster, free_port
 HERE = Path(__file__).parent
 BACKENDS, CLUSTERS = "rallypoint.rendezvous_backends", "rallypoint.clusters"
 
+pytestmark = pytest.mark.integration
+
 Install = Callable[[str, str, str], dict[str, str]]
 
 

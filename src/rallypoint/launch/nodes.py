@@ -41,7 +41,7 @@ def nodes_from(values: Values, placement: Placement | None) -> Nodes:
     """The nodes that a command line or the cluster asks for.
 
     Raises:
-        ConfigError: something cannot be, named as it was spelled.
+        ConfigError: a setting cannot work; named as the user spelled it.
     """
     least, most = _count(values)
     if placement is not None:

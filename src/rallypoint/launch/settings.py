@@ -56,7 +56,7 @@ def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, lis
     """The launch that a command line asks for, and remarks for the user.
 
     Raises:
-        ConfigError: something cannot be, named as it was spelled.
+        ConfigError: a setting cannot work; named as the user spelled it.
     """
     flags, origins = resolve(given, env)
     values = Values(flags, origins, env)

@@ -103,7 +103,7 @@ class Codec:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _finite(text: str) -> float:

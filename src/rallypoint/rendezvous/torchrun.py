@@ -7,20 +7,20 @@ subclasses torch's, so it is made when it is first asked for.
 [Note: A store for each generation]
 torchrun's workers are clients of a store that their agents serve (``use_agent_store``). Here each agent binds a
 free port before a round and tells it to the others; the one that becomes rank 0 serves a new store there.
-So nothing that workers of an earlier generation wrote can be read, and wherever rank 0 goes, all learn the new
-address with the plan of the round. The store before ends when the next round is formed, not sooner: workers
-that are being stopped elsewhere still talk to it.
+So nothing that workers of an earlier generation wrote can be read, and all learn the address of the new rank 0
+from the plan of the round. The previous store ends when the next round is formed, not sooner: workers
+that are being stopped on other nodes still use it.
 
 [Note: How an agent leaves]
-torchrun calls ``shutdown()`` at each end but a signal's, without saying which; the exception that is being
-handled tells. All workers succeeded: the node has finished, and others that still work are not disturbed.
-Workers failed for good: the job has, so the rendezvous is closed, and the others end too. Anything else
-(it came too late, say) is the end of this node only: to the others it is lost.
+torchrun calls ``shutdown()`` however it ends, except by a signal, and does not say why; the exception being handled
+does. If all workers succeeded, the node has finished, and other nodes continue undisturbed. If workers failed and no
+restart is left, the job has failed: the rendezvous is closed, and the other nodes end too. Anything else
+(it arrived too late, say) is the end of this node only: the others treat it as lost.
 
 [Note: Stopping together]
-An agent that sees nodes wait stops its workers; with Gloo, those of the others then fail at once, and an agent
-that finds failed workers before it has seen why spends one of its restarts, or ends the job where none is left.
-So the first agents to see it wait, shortly, for the others to have seen it too.
+An agent that sees waiting nodes stops its workers; with Gloo, those of the other nodes then fail at once. An agent
+that notices failed workers before it sees the waiting nodes uses one of its restarts, or ends the job if none is left.
+So the first agents wait briefly until the others have seen the waiting nodes too.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Ending(Enum):
 
 
 def handlers() -> Callable[[Any], Any]:
-    """The entry point: torchrun calls it without arguments, and what it returns with the parameters."""
+    """The entry point: torchrun calls it without arguments, and calls its result with the parameters."""
     return create_handler
 
 
@@ -93,7 +93,7 @@ def create_handler(params: Any) -> Any:
 
 
 class Rounds:
-    """What torchrun's agent asks for, in our types. Not thread-safe, as the agent is not.
+    """The requests of torchrun's agent, in our types. Not thread-safe; nor is the agent.
 
     Args:
         params: torch's ``RendezvousParameters``.
@@ -155,7 +155,7 @@ class Rounds:
                 )
 
     def num_nodes_waiting(self) -> int:
-        """Above 0 if the agent has to go into the next round, for whatever reason."""
+        """Above 0 if the agent has to join the next round, for whatever reason."""
         now = MONOTONIC.now()
         lost = self._news.is_set()
         if now < self._next_look and not lost:
@@ -202,7 +202,7 @@ class Rounds:
             self._server = None
 
     def _close(self) -> bool:
-        """End the job everywhere; False if nobody can be told."""
+        """End the job on all nodes; False if they cannot be told."""
         try:
             self.handler.close_rendezvous(
                 f"the workers of node {self._rank} ({addresses.hostname()}) failed for good"

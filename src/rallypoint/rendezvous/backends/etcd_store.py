@@ -462,4 +462,4 @@ def _number(key: str, held: bytes) -> int:
     try:
         return int(held)
     except ValueError:
-        raise ValueError(f"{key!r} is no counter: it holds {held[:40]!r}") from None
+        raise ValueError(f"{key!r} is not a counter: it holds {held[:40]!r}") from None
