@@ -88,7 +88,7 @@ def test_only_what_is_exported_is_called(folder):
     output = finish(start(folder, "-m", "rallypoint", "run", "--nproc-per-node", 2, "exported.py"))
     assert {"3", "1"} <= set(output.splitlines())
     assert "worker 'worker1' does not allow calls of __main__.helper" in output
-    assert "put @rpc.export on it" in output
+    assert "mark it with @rpc.export" in output
 
 
 def test_the_pieces_run_one_after_the_other(folder):
