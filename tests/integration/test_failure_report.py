@@ -447,7 +447,7 @@ time.sleep(60)
     flags = ("--cause-timeout", "1")
     result = run(tmp_path, TOGETHER, *flags, failure=failure, workers=3)
     assert result.root["rank"] == 0
-    assert "rank 2 did not come" in result.summary
+    assert "rank 2 never arrived" in result.summary
 
 
 def test_a_cause_that_nobody_tells_is_said_to_be_unknown(tmp_path):

@@ -216,7 +216,7 @@ def test_a_private_folder_stays_if_it_holds_something(
 
 def test_no_temporary_folder_can_be_made(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nope")
-    with pytest.raises(ConfigError, match="TMPDIR: no temporary folder can be made: No such file"):
+    with pytest.raises(ConfigError, match="TMPDIR: cannot create a temporary folder: No such file"):
         RunFolder(LogConfig(), "job")
 
 

@@ -1,4 +1,4 @@
-"""Where a person looks: descriptors, or the text streams of a notebook."""
+"""Where the user sees output: file descriptors, or the text streams of a notebook."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rallypoint._core.whole_writes import write_whole
 
 @dataclass(frozen=True, slots=True)
 class Console:
-    """Where the console is: descriptors, or with text streams (notebooks) functions to write to.
+    """The console: two descriptors, or functions that write to text streams (in notebooks).
 
     Args:
-        write_out: gets bytes of workers' stdout, if descriptor 1 is not what the user sees.
+        write_out: receives workers' stdout as bytes, if the user does not see descriptor 1.
         write_err: the same for stderr.
     """
 
@@ -24,7 +24,7 @@ class Console:
     write_err: Callable[[bytes], None] | None = None
 
     def writer(self, *, out: bool) -> Callable[[bytes], None]:
-        """What writes to its stdout (``out``) or its stderr."""
+        """The function that writes to stdout (``out``) or to stderr."""
         if out:
             return self.write_out or fd_writer(self.stdout_fd)
         return self.write_err or fd_writer(self.stderr_fd)
@@ -54,5 +54,5 @@ def _text_writer(stream: TextIO) -> Callable[[bytes], None]:
 
 
 def fd_writer(fd: int) -> Callable[[bytes], None]:
-    """Writes to a descriptor, all of it."""
+    """A function that writes all of its data to ``fd``."""
     return lambda data: write_whole(fd, data)

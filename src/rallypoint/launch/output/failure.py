@@ -1,13 +1,13 @@
-"""How workers failed, as records, and which of them is the root cause.
+"""Records of how workers failed, and the choice of the root cause.
 
-Which failure came first is not the order in which processes were seen to die. A worker that raises
-spends a while in its exit handlers; a peer whose connection it closed may be dead before. So:
+Processes do not die in the order in which they failed: a worker that raises still runs its exit
+handlers, and a peer that loses its connection may die first. So:
 
-* a worker failed when its exception was raised (it told us when, on this host's monotonic clock), or,
+* a worker failed when it raised its exception (it reports the time on this host's monotonic clock), or,
   without an exception, when it was reaped;
-* a failure that only says "my peer is gone" is a symptom while another one says more (:mod:`.symptoms`);
-* a worker that we stopped, and that had not raised anything before, is a victim, unless it was handling
-  an exception at that time and nobody else has an error of their own.
+* a failure that only says "my peer is gone" is a symptom if another one says more (:mod:`.symptoms`);
+* a worker that we stopped before it raised anything is a victim, unless it was handling an exception
+  at that time and no other worker has an error of its own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Raised:
     """An exception as data.
 
     Args:
-        type, message, traceback: its own; of a ``SystemExit``, of what was being handled.
-        at: when it was told, on the monotonic clock of its host.
-        timestamp: the same as seconds since 1970.
-        exited: the script ended by ``sys.exit`` while it handled this.
-        handled: the script had caught it and still ran when the supervisor asked.
-        chains: from this exception to each that it is a consequence of (several in an exception group).
+        type, message, traceback: of the exception; for a ``SystemExit``, of the one being handled.
+        at: when the worker reported it, on the monotonic clock of its host.
+        timestamp: the same time in seconds since 1970.
+        exited: the script called ``sys.exit`` while handling this exception.
+        handled: the script had caught it and was still running when the supervisor asked.
+        chains: from this exception back to each first cause (an exception group has several).
     """
 
     type: str
@@ -46,10 +46,10 @@ class Raised:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """From JSON.
+        """Build one from a decoded JSON record.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: it is none.
+            KeyError, TypeError, ValueError, OverflowError: ``record`` is not such a record.
         """
         return cls(
             type=str(record["type"]),
@@ -67,17 +67,17 @@ class Raised:
 
     @property
     def is_exit(self) -> bool:
-        """Whether it is a ``sys.exit`` and nothing else is known."""
+        """Whether this is a ``sys.exit`` without another exception behind it."""
         return self.type == "SystemExit"
 
     @property
     def chain(self) -> Chain:
-        """The chain that says the most."""
+        """The most informative chain."""
         return symptoms.best_chain(self.chains) or ((self.type, self.message),)
 
     @property
     def shown(self) -> symptoms.Link:
-        """Type and message to be shown: of the own error, where a lost peer came on top of it."""
+        """Type and message to show: the worker's own error, if it only lost its peers afterwards."""
         if self.says() is not Says.MASKED:
             return (self.type, self.message)
         return symptoms.telling(self.chain) or (self.type, self.message)
@@ -88,17 +88,17 @@ class Raised:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFailure:
-    """One worker that did not end well.
+    """One failed or stopped worker.
 
     Args:
-        exit_code: as the worker ended with it, or None if a signal ended it.
+        exit_code: the exit code, or None if a signal ended the worker.
         signal: the number of the signal that ended it, or None.
-        raised: the exception it ended with, if it was one.
-        native_stack: where Python stood at a native fault (faulthandler), or "".
-        cause: what is known beside, such as the OOM killer; or "".
+        raised: the exception that ended it, or None.
+        native_stack: the Python stack at a native fault (from faulthandler), or "".
+        cause: further evidence, such as the OOM killer; or "".
         stderr: the last lines of its stderr.
         at: when it failed, on the monotonic clock of ``host``.
-        stopped_by_us: it was ended because of another's failure.
+        stopped_by_us: we stopped it because another worker failed.
     """
 
     host: str
@@ -127,15 +127,15 @@ class WorkerFailure:
 
     @property
     def command_exit_code(self) -> int:
-        """What a shell would see."""
+        """The exit code as a shell reports it."""
         if self.says() in {Says.HANDLED, Says.PRINTED}:
-            return 1  # as if it had come to its own end
+            return 1  # as if it had not been stopped
         if self.signal is not None:
             return 128 + self.signal
         return self.exit_code or 1
 
     def says(self) -> Says:
-        """How much it tells about the root cause."""
+        """How much this failure says about the root cause."""
         raised = self.raised
         if self.stopped_by_us:
             if raised is not None and raised.handled and not symptoms.is_ordinary(raised.type):
@@ -149,21 +149,21 @@ class WorkerFailure:
             return raised.says()
         told = raised is not None and not raised.message.lstrip("-").isdigit()  # sys.exit("why")
         if self.signal in {None, signal.SIGABRT} and not told:
-            printed = symptoms.printed(self.stderr)  # which may be an echo
+            printed = symptoms.printed(self.stderr)  # perhaps itself only a symptom
             return Says.CAUSE if printed is None else symptoms.says(printed)
         return Says.CAUSE
 
     def is_symptom(self) -> bool:
-        """True if it says no more than that a peer is gone, so that the cause may still come."""
+        """Whether it says only that a peer is gone; the cause may still arrive."""
         return not self.stopped_by_us and self.says() is not Says.CAUSE
 
     @property
     def accused(self) -> frozenset[int]:
-        """The ranks it blames."""
+        """The ranks that the exception's message blames."""
         return frozenset() if self.raised is None else symptoms.accused(self.raised.message)
 
     def headline(self) -> str:
-        """What happened to it, in a few words."""
+        """What happened, in a few words."""
         raised = self.raised
         if self.stopped_by_us and raised is not None and raised.handled:
             return f"was handling {raised.shown[0]} when it was stopped"
@@ -179,7 +179,7 @@ class WorkerFailure:
 
 
 def failures_from_json(data: str) -> tuple[WorkerFailure, ...]:
-    """Failures that another node published (:func:`failures_to_json`)."""
+    """Read failures that another node published with :func:`failures_to_json`."""
     found = []
     for item in json.loads(data):
         raised = None if item["raised"] is None else Raised.from_record(item["raised"])
@@ -192,10 +192,10 @@ def failures_to_json(failures: Sequence[WorkerFailure]) -> str:
 
 
 def in_order_of_blame(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-    """The same failures, the root cause first, then by rank.
+    """Sort failures: the root cause first, the others by rank.
 
-    Failures of several hosts come in the order in which the job's store received them: their clocks
-    say nothing about each other, so between hosts only kind and order count.
+    Failures of several hosts must be in the order in which the job's store received them. Clocks of
+    different hosts are not comparable, so between hosts only kind and order count.
     """
     if not failures:
         return ()
@@ -234,10 +234,11 @@ def torchelastic_record(failure: WorkerFailure) -> dict[str, Any]:
 
 
 def parse_line_from_worker(data: bytes) -> tuple[Raised | None, bytes | None, str]:
-    """Read what a worker sent on its line: records in JSON, a line each, and faulthandler's text.
+    """Parse what a worker sent to its supervisor: JSON records, one per line, and faulthandler's text.
 
     Returns:
-        The exception it ended with (else the one it was handling when asked), a function's status record (raw) if there was one, and the native stack.
+        The exception that ended it (else the one it was handling when asked), the raw status
+        record of a function, if any, and the native stack.
     """
     raised: Raised | None = None
     handled: Raised | None = None
@@ -254,7 +255,7 @@ def parse_line_from_worker(data: bytes) -> tuple[Raised | None, bytes | None, st
                 else:
                     status = line
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                continue  # cut off, or written by the user's code: the line is a descriptor like any
+                continue  # truncated, or written to the descriptor by user code
         elif line:
             native.append(line.decode(errors="replace"))
     return raised or handled, status, "\n".join(native)

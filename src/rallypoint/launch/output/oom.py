@@ -1,8 +1,8 @@
-"""Did the kernel's OOM killer do it? Counters of cgroup v1 and v2, and of the whole machine.
+"""Detect the kernel's OOM killer by the counters of cgroup v1 and v2 and of the machine.
 
 A process killed for memory looks like any SIGKILL. The kernel counts its kills per memory cgroup
 (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine (``/proc/vmstat``); a counter
-that moved while the job ran is the evidence.
+that rose while the job ran is the evidence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class OomCounters:
-    """Kills so far: by counter file of each cgroup above us, and of the machine (None: unknown)."""
+    """OOM kills so far: per counter file of our cgroup and its ancestors, and on the machine (None: unknown)."""
 
     groups: Mapping[str, int]
     machine: int | None
@@ -23,7 +23,7 @@ class OomCounters:
 def read_counters(
     proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
 ) -> OomCounters:
-    """The counters as they are now. Never raises: what cannot be read is left out."""
+    """Read the counters. Never raises: unreadable ones are left out."""
     groups: dict[str, int] = {}
     for line in _read(proc / "self/cgroup").splitlines():
         hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -36,7 +36,7 @@ def read_counters(
         else:
             continue
         for root in roots:
-            # The limit that was hit may be an ancestor's, so walk up to the root of the hierarchy.
+            # The limit may be an ancestor's, so walk up to the root of the hierarchy.
             relative = Path(path.lstrip("/"))
             for folder in (relative, *relative.parents):
                 file = root / folder / name
@@ -47,7 +47,7 @@ def read_counters(
 
 
 def explain(before: OomCounters, after: OomCounters) -> str | None:
-    """A sentence if the OOM killer struck between two readings, else None."""
+    """A sentence if the OOM killer struck between the two readings, else None."""
     for file, kills in after.groups.items():
         if kills > before.groups.get(file, kills):
             return f"killed by the kernel's OOM killer: memory limit of the cgroup ({file})"

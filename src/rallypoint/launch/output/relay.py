@@ -1,6 +1,6 @@
-"""The relay: one thread that passes workers' output on, a chunk of whole lines at a time.
+"""The relay: one thread that forwards workers' output in whole lines.
 
-So teed lines of two workers cannot cut into each other.
+Lines of different workers therefore never mix.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rallypoint._core import clock
 from .terminal import take_size
 
 
-# What is kept of each stderr for a report.
+# How much of the end of each stderr is kept for a report.
 TAIL_BYTES = 8 * 1024
 TAIL_LINES = 20
 READ_SIZE = 64 * 1024
-# A line that never ends is passed on in pieces of this size.
+# Longer lines are forwarded in pieces of this size.
 MAX_LINE = 1024 * 1024
-# How long the rest of a line may take to come before what is there is shown (a prompt, a bar). Seconds.
+# Seconds to wait for the rest of a line before its beginning (a prompt, a progress bar) is shown.
 REST_PATIENCE = 0.03
-# The same where more has come at once than anybody writes as a prompt: the writer may be amid a long line, without a core.
+# The same after a burst too long for a prompt: the writer may be within a long line and waiting for a CPU.
 BURST_PATIENCE = 1.0
 BURST = select.PIPE_BUF
 
@@ -33,22 +33,22 @@ Sink = Callable[[bytes], None]
 
 @dataclass(slots=True)
 class Source:
-    """One stream of one worker, on its way through the relay. Owned by the relay's thread."""
+    """One stream of one worker. Owned by the relay's thread."""
 
     fd: int
     file: Sink | None
     console: Sink | None
-    prefix: bytes | None  # with a prefix the stream is passed on line by line
+    prefix: bytes | None  # if set, the stream is forwarded line by line
     filters: tuple[bytes, ...] = ()
     filtered: Sink | None = None
     owned: tuple[int, ...] = ()  # descriptors to close at the end
-    like: int | None = None  # the real terminal, if ``fd`` is a pseudo-terminal in its stead
-    lost: Callable[[str], None] | None = None  # is told why the file cannot be written
+    like: int | None = None  # the real terminal that the pseudo-terminal ``fd`` stands for
+    lost: Callable[[str], None] | None = (
+        None  # called with the reason if the file cannot be written
+    )
     tail: bytearray = field(default_factory=bytearray)
     line: bytearray = field(default_factory=bytearray)
-    show_at: float | None = (
-        None  # when the beginning of a line, without prefix, is no longer held back
-    )
+    show_at: float | None = None  # without a prefix: when to show an incomplete line
     done: threading.Event = field(default_factory=threading.Event)
 
     def feed(self, data: bytes) -> None:
@@ -68,8 +68,10 @@ class Source:
             self.end_line()
 
     def _pass_whole(self, patience: float) -> None:
-        """Pass on up to the end of the last line; what follows it may be half of one, cut by the pipe."""
-        bar = self.line.rfind(b"\r", 0, -1)  # what precedes a bar's new state
+        """Forward all complete lines; the pipe may have cut the last one in two."""
+        bar = self.line.rfind(
+            b"\r", 0, -1
+        )  # a progress bar redraws after \r: what precedes it is complete
         end = max(self.line.rfind(b"\n") + 1, bar) if bar > 0 else self.line.rfind(b"\n") + 1
         if len(self.line) > MAX_LINE:
             end = len(self.line)
@@ -101,7 +103,7 @@ class Source:
             self.filtered = self._pass(self.filtered, data)
 
     def _pass(self, sink: Sink | None, data: bytes) -> Sink | None:
-        """Write; a sink that fails (closed terminal, full disk) is dropped, the worker must not stop for it."""
+        """Write. A sink that fails (closed terminal, full disk) is dropped, so that it cannot stop the worker."""
         if sink is None:
             return None
         try:
@@ -115,13 +117,13 @@ class Source:
 
 
 def _states(line: bytes) -> list[bytes]:
-    """A progress bar goes back with \\r and never ends its line: each of its states is one."""
+    """Treat each state of a progress bar, which redraws with \\r and never ends its line, as a line."""
     *before, last = line.split(b"\r")
     return [*filter(None, before), last]
 
 
 class Relay:
-    """A thread that passes workers' output on. A console that blocks stops only this thread."""
+    """A thread that forwards workers' output. A blocked console stops only this thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,8 +132,8 @@ class Relay:
         self._resized = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread: threading.Thread | None = None
-        self._over_read, self._over_write = -1, -1  # hangs up when the thread has ended
-        self._writing = False  # the console (or a disk) has not taken yet what it was given
+        self._over_read, self._over_write = -1, -1  # closed when the thread ends
+        self._writing = False  # a write to the console or to a disk is in progress
         self._passed = 0  # bytes
 
     def add(self, source: Source) -> None:
@@ -146,38 +148,38 @@ class Relay:
         thread = threading.Thread(target=self._run, name="rally-relay", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # there may be no further thread
+        except RuntimeError:  # the limit of threads is reached
             os.close(self._over_read)
             os.close(self._over_write)
             raise
         self._thread = thread
 
     def resize(self) -> None:
-        """The real terminal has another size: workers' pseudo-terminals follow."""
+        """Give workers' pseudo-terminals the new size of the real terminal."""
         with self._lock:
             self._resized = True
         os.write(self._wake_write, b"x")
 
     def close(self, patience: float, give_up: int | None = None) -> None:
-        """Pass on what is there, then let go of everything.
+        """Forward the remaining output, then release everything.
 
-        A console that takes nothing (a pager that waits for its reader) is waited for, as by any
-        program that writes into a pipe. Streams whose writers are still there are not.
+        Waits for a console that accepts nothing (a pager, say), as any program that writes into a
+        pipe does. Does not wait for streams to reach their end.
 
         Args:
-            patience: seconds without anything to pass on, or with ``give_up`` None also without
-                the console taking anything, until the rest is left.
-            give_up: a descriptor that becomes readable when the user wants no more waiting.
+            patience: seconds without progress after which the rest is abandoned. A blocked console
+                counts as no progress only if ``give_up`` is None.
+            give_up: a descriptor that becomes readable when the user does not want to wait any longer.
         """
         with self._lock:
             self._stop = True
         if self._thread is not None:
             os.write(self._wake_write, b"x")
             if not self._wait(patience, give_up):
-                return  # a blocked console; the daemon thread goes with the process
+                return  # a blocked console; the daemon thread ends with the process
             self._thread.join()
             os.close(self._over_read)
-        for source in self._new:  # which no thread has come to take over
+        for source in self._new:  # added, but never seen by the thread
             _finish(source)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -218,7 +220,7 @@ class Relay:
             for source in new:
                 sources[source.fd] = source
                 poller.register(source.fd, select.POLLIN)
-            # When told to stop, one more look at each source takes what is there.
+            # After a stop, poll without waiting to read what is left.
             events = poller.poll(0 if stop else _milliseconds_to_wait(sources.values()))
             busy = False
             for fd, _event in events:
@@ -231,7 +233,7 @@ class Relay:
                     _finish(sources.pop(fd))
             now = clock.MONOTONIC.now()
             for source in sources.values():
-                # The console may have held us up for long: the rest may be there by now.
+                # The console may have blocked us for so long that the rest has arrived.
                 late = source.show_at is not None and now >= source.show_at
                 if late and not _is_readable(source.fd):
                     source.end_line()
@@ -241,7 +243,7 @@ class Relay:
                 return
 
     def _pump(self, source: Source) -> bool:
-        """Read once and pass on. False at the end of the stream."""
+        """Read once and forward. False at the end of the stream."""
         try:
             data = os.read(source.fd, READ_SIZE)
         except BlockingIOError:

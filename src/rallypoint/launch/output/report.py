@@ -1,7 +1,7 @@
-"""The failure report: as JSON, and as a person reads it, one short summary for a terminal of 100 columns.
+"""The failure report: as JSON, and as a short summary for a terminal of 100 columns.
 
-Everything in it that a worker said (messages, stacks, stderr, host names) is foreign text: it goes
-through :func:`clean`, so it can neither steer the terminal nor break the columns.
+Everything that comes from a worker (messages, stacks, stderr, host names) is untrusted text. It goes
+through :func:`clean`, so it can neither control the terminal nor break the columns.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .failure import WorkerFailure
 from .symptoms import Says, printed
 
 
-# A report must fit a screen: the root cause in full (the ends of long texts), the others in a line.
-# Together at most 40 lines, whatever came together.
+# A report must fit a screen, at most 40 lines: the root cause in full (the ends of long texts), the
+# others in one line.
 MAX_TRACEBACK_LINES = 14
 MAX_STDERR_LINES = 8
 MAX_VICTIM_LINES = 8
-# Narrower than this nothing is readable: then the terminal wraps.
+# Nothing is readable in fewer columns: let the terminal wrap.
 MIN_WIDTH = 60
-# Below the script on a worker's stack is only how we started it.
+# The frames below the script are only how we started it.
 _OURS = "rallypoint/launch/"
 _BEGINNING = "Traceback (most recent call last):"
 
@@ -37,9 +37,9 @@ class FailureReport:
     Args:
         failures: every worker that failed or was stopped, the root cause first.
         world_size: number of workers of the job.
-        max_restarts: the job's budget; ``generation`` of the root cause tells what is used.
+        max_restarts: the job's budget; ``generation`` of the root cause is how much is used.
         log_folder: where this generation's files are, or None.
-        report_file: where this report stands as JSON, or None.
+        report_file: this report as JSON, or None.
         reason: set if no worker is to blame (the fork server was killed, say).
     """
 
@@ -56,7 +56,7 @@ class FailureReport:
 
     @property
     def is_known(self) -> bool:
-        """Whether some worker told the cause; else the root cause is only the first to notice."""
+        """Whether a worker reported the cause; if not, the root cause is only the first worker to notice."""
         root = self.root_cause
         return root is None or root.says() <= Says.MISSING
 
@@ -70,7 +70,7 @@ class FailureReport:
         return 1 if root is None else root.command_exit_code
 
     def cause(self) -> str:
-        """The root cause in a line, or why the job failed if no worker is to blame."""
+        """The root cause in one line, or why the job failed if no worker is to blame."""
         root = self.root_cause
         return self.reason if root is None else f"rank {root.rank} {in_a_line(root)}"
 
@@ -106,9 +106,9 @@ def _as_json(failure: WorkerFailure) -> dict[str, Any]:
 
 
 def render(report: FailureReport, *, width: int = 100, colour: bool = False) -> str:
-    """The report as text, without a newline at its end.
+    """The report as text, without a final newline.
 
-    No line is wider than ``width``, but for the two paths, which are shown whole.
+    No line is wider than ``width``, except the two paths, which are never cut.
     """
     paint = _Paint(colour)
     width = max(width, MIN_WIDTH)
@@ -125,18 +125,18 @@ def render(report: FailureReport, *, width: int = 100, colour: bool = False) -> 
     return "\n".join(lines)
 
 
-# -- foreign text ---------------------------------------------------------------------------------
+# -- untrusted text ---------------------------------------------------------------------------------
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)?|\x1b[ -~]?")
 
 
 def clean(text: str) -> str:
-    """One line of foreign text, without anything that moves the cursor, changes colours or direction."""
+    """One line of untrusted text, without codes that move the cursor, change colours or direction."""
     if text.isascii() and text.isprintable():
         return text
     text = _ESCAPE.sub("", text.expandtabs(4))
-    # Cc, Cs, Cn, Co: control characters, half characters, unassigned, private.
-    # Zl, Zp: line and paragraph ends. Cf: joiners and directions, which draw nothing themselves.
+    # Cc, Cs, Cn, Co: control characters, surrogates, unassigned, private.
+    # Zl, Zp: line and paragraph ends. Cf: joiners and direction marks, which are invisible.
     kinds = ((char, unicodedata.category(char)) for char in text)
     return "".join(
         "\ufffd" if kind in {"Cc", "Cs", "Cn", "Co", "Zl", "Zp"} else char
@@ -146,7 +146,7 @@ def clean(text: str) -> str:
 
 
 def columns(text: str) -> int:
-    """How many columns of a terminal ``text`` takes."""
+    """How many terminal columns ``text`` takes."""
     if text.isascii():
         return len(text)
     return sum(_columns_of(char) for char in text)
@@ -159,7 +159,7 @@ def _columns_of(char: str) -> int:
 
 
 def _split(text: str, room: int) -> tuple[str, str]:
-    """The longest beginning of ``text`` that fits into ``room`` columns, and the rest."""
+    """The longest prefix of ``text`` that fits into ``room`` columns, and the rest."""
     used = 0
     for index, char in enumerate(text):
         used += _columns_of(char)
@@ -199,7 +199,7 @@ def _headline(report: FailureReport) -> str:
 
 
 def _others(victims: Sequence[WorkerFailure]) -> str:
-    """How many died of the root cause, and how many failed by themselves (the same mistake, mostly)."""
+    """How many workers died of the root cause, and how many failed on their own (mostly of the same bug)."""
     alike = sum(victim.says() is Says.CAUSE for victim in victims)
     died = len(victims) - alike
     text = f"; {alike} other worker{'s' * (alike > 1)} failed too" if alike else ""
@@ -248,7 +248,7 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
 
 
 def _because(root: WorkerFailure, report: FailureReport) -> str:
-    """What is to be known about the root cause beside its own words."""
+    """What the root cause's own message does not say."""
     raised = root.raised
     match root.says():
         case Says.MASKED if raised is not None:
@@ -259,7 +259,7 @@ def _because(root: WorkerFailure, report: FailureReport) -> str:
             return "likely: the other ranks only report a lost peer"
         case Says.MISSING:
             ranks = compact(root.accused)
-            return f"rank{'s' * (len(root.accused) > 1)} {ranks} did not come" if ranks else ""
+            return f"rank{'s' * (len(root.accused) > 1)} {ranks} never arrived" if ranks else ""
         case Says.CONNECTION | Says.TIMED_OUT | Says.PEER_LOST if report.victims:
             return _who_is_missing(report)
         case _:
@@ -267,12 +267,12 @@ def _because(root: WorkerFailure, report: FailureReport) -> str:
 
 
 def _who_is_missing(report: FailureReport) -> str:
-    """Where all failures are symptoms: those that still ran when the others had failed."""
+    """If all failures are symptoms: the ranks that were still running after the others had failed."""
     left = [each.rank for each in report.victims if each.says() is Says.STOPPED]
     if not left:
         return "it lost a peer, as did all others; no rank reported an error of its own"
     ranks = f"rank{'s' * (len(left) > 1)} {compact(left)}"
-    return f"it lost a peer, or one did not come; {ranks} still ran when all others had failed"
+    return f"it lost a peer, or one never arrived; {ranks} still ran when all others had failed"
 
 
 def _is_number(text: str) -> bool:
@@ -280,9 +280,9 @@ def _is_number(text: str) -> bool:
 
 
 def _with_inner(message: str) -> tuple[str, str]:
-    """A message that holds the traceback of another process (a DataLoader's worker, a pool's): apart.
+    """Split a message from another process's traceback in it (of a DataLoader's or a pool's worker).
 
-    Its last line, which says what happened, goes with the message.
+    The traceback's last line, which says what happened, stays with the message.
     """
     start = message.find(_BEGINNING)
     if start < 0:
@@ -294,16 +294,16 @@ def _with_inner(message: str) -> tuple[str, str]:
 
 
 def _frames(traceback: str) -> list[str]:
-    """The stack without its first line and without the message, which stands above it.
+    """The stack without its first line and without the message, which the report shows above it.
 
-    One that is too long, as those with a cause are, is shown without what points into lines and what only divides.
+    A stack that is too long is shown without ``^^^`` markers, blank lines and headings.
     """
     lines = traceback.rstrip().splitlines()
     if lines and lines[0] == _BEGINNING:
         lines = lines[1:]
     inside = [index for index, line in enumerate(lines) if line.startswith(" ")]
     end = inside[-1] + 1 if inside else 0
-    # A message of several lines may be indented, too. (In a group's tree frames stand behind bars.)
+    # Lines of the message may be indented too. (In an exception group, frames follow a bar.)
     frames = [index for index in inside if lines[index].startswith('  File "')]
     if frames and not any(lines[index].startswith("  |") for index in inside):
         end = frames[-1] + 1
@@ -316,7 +316,7 @@ def _frames(traceback: str) -> list[str]:
 
 
 def _native(stack: str) -> list[str]:
-    """faulthandler's text: the fault and the stack of the thread that had it, down to the script."""
+    """From faulthandler's text, the fault and the stack of its thread, down to the script."""
     kept: list[str] = []
     for line in stack.splitlines():
         if line.startswith("Extension modules:") or _OURS in line:
@@ -355,12 +355,12 @@ def _fate(victim: WorkerFailure) -> str:
         kind, message = victim.raised.shown
         first = (message.splitlines() or [""])[0]
         fate = f"{kind}: {_without_places(first)}"
-        return f"stopped while it handled {fate}" if victim.raised.handled else fate
+        return f"stopped while handling {fate}" if victim.raised.handled else fate
     return victim.headline() + (f", {victim.cause}" if victim.cause else "")
 
 
 def _without_places(text: str) -> str:
-    """Without C++ source positions and peers' addresses: equal fates then read as one."""
+    """Remove C++ source positions and addresses, so that equal fates read the same."""
     text = re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\]\s*", "", text)
     text = re.sub(r"\s*\[?\d+\.\d+\.\d+\.\d+\]?(:\d+)?", "", text)
     return " ".join(text.split()).split(". ")[0][:100]
@@ -392,7 +392,7 @@ def _wrapped(label: str, text: str, width: int, most: int = 4) -> list[str]:
 
 def _wrap(text: str, room: int) -> list[str]:
     if columns(text) <= room:
-        return [text.rstrip()]  # as it is: its own indentation may mean something
+        return [text.rstrip()]  # unchanged: its indentation may be meaningful
     lines = [""]
     for word in text.split():
         line = lines[-1]
@@ -412,7 +412,7 @@ def _wrap(text: str, room: int) -> list[str]:
 def _block(
     lines: Sequence[str], width: int, most: int, paint: _Paint, *, keep_end: bool = True
 ) -> list[str]:
-    """Quoted lines; of too many the end (or the beginning), of too long ones the beginning."""
+    """Quoted lines: the last (or first) ``most`` of them, each cut to the width."""
     shown = [clean(line) for line in lines]
     if len(shown) > most:
         left_out = f"… {len(shown) - most + 1} lines left out"
@@ -420,14 +420,14 @@ def _block(
     return [paint("  │ ", _DIM) + _fitted(line, width - 4) for line in shown]
 
 
-# A line of a stack, as Python and as faulthandler write it.
+# A stack frame as Python and faulthandler print it.
 _FRAME = re.compile(r'(\s*File ")(.+)(", line \d+.*)')
 
 
 def _fitted(line: str, room: int) -> str:
-    """The line cut to its room; in a frame it is the path that is cut, at its beginning.
+    """The line, cut to ``room`` columns; of a frame, the beginning of the path is cut.
 
-    The file's name and the line's number are what a person looks for.
+    Readers look for the file's name and the line number.
     """
     frame = _FRAME.fullmatch(line)
     too_long = columns(line) - room

@@ -14,7 +14,7 @@ from .report import FailureReport
 
 
 def write_error_files(folder: Path | None, failures: Sequence[WorkerFailure]) -> None:
-    """``attempt_N/LOCAL_RANK/error.json`` of each failed worker, where the worker did not write it itself."""
+    """Write ``attempt_N/LOCAL_RANK/error.json`` of each failed worker that did not write its own."""
     if folder is None:
         return
     for failure in failures:
@@ -24,9 +24,12 @@ def write_error_files(folder: Path | None, failures: Sequence[WorkerFailure]) ->
 
 
 def write_report(folder: Path | None, report: FailureReport) -> FailureReport:
-    """``report.json`` in the run's folder, and the root cause at our own ``TORCHELASTIC_ERROR_FILE``.
+    """Write ``report.json`` to the run's folder, and the root cause to our own ``TORCHELASTIC_ERROR_FILE``.
 
-    A full disk must not hide the failure: what cannot be written is left out.
+    A full disk must not hide the failure: files that cannot be written are skipped.
+
+    Returns:
+        The report, with ``report_file`` set if it was written.
     """
     root = report.root_cause
     outer = environment.get("TORCHELASTIC_ERROR_FILE")

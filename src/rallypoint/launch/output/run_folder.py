@@ -1,6 +1,6 @@
 """The folder of a run: ``<log-dir>/<run-id>_<random>/attempt_<generation>/<local-rank>/{stdout,stderr}.log, error.json``.
 
-The layout is torchrun's. A folder is never used twice, and never deleted once something is in it.
+The layout is torchrun's. A folder is never used twice, and never deleted if it holds output.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rallypoint.launch.config import LogConfig
 
 
 class RunFolder:
-    """The folder of one run. Made on construction; with ``/dev/null`` there is none.
+    """The folder of one run, created on construction; with ``/dev/null`` none is.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
 
     def __init__(self, config: LogConfig, run_id: str) -> None:
         self._keep = config.folder is not None or config.redirects.any() or config.tee.any()
         self.path: Path | None = None
-        # Only we know where it is, and the user wants what will be in it.
+        # The user asked for output but does not know this temporary folder: print its path.
         self.is_news = config.folder is None and self._keep
         if config.folder == os.devnull:
             return
@@ -41,8 +41,8 @@ class RunFolder:
                 raise ConfigError(
                     "TMPDIR",
                     None,
-                    f"no temporary folder can be made: {error.strerror}",
-                    "set it, or --log-dir, to a folder you may write to",
+                    f"cannot create a temporary folder: {error.strerror}",
+                    "set it, or --log-dir, to a writable folder",
                 ) from None
             return
         base = Path(config.folder).absolute()
@@ -53,16 +53,16 @@ class RunFolder:
             raise ConfigError(
                 "--log-dir",
                 config.folder,
-                f"cannot make a folder there: {error.strerror}",
-                "name a folder you may write to",
+                f"cannot create a folder there: {error.strerror}",
+                "name a writable folder",
             ) from None
         self.path = path
 
     def generation(self, generation: int) -> Path | None:
-        """The folder of one generation, made new.
+        """Create the folder of one generation.
 
         Raises:
-            LaunchError: it cannot be made: the disk is full, the run's folder was removed.
+            LaunchError: it cannot be created: the disk is full, or the run's folder was removed.
         """
         if self.path is None:
             return None
@@ -72,21 +72,21 @@ class RunFolder:
         return path
 
     def keep(self) -> None:
-        """Something in it is worth reading: a failure, output."""
+        """Do not remove the folder on close: it holds a failure or output."""
         self._keep = True
 
     def close(self) -> None:
-        """Remove a private folder that nobody asked for and that holds nothing of interest."""
+        """Remove the folder, unless the user asked for it or :meth:`keep` was called."""
         if not self._keep and self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 @contextmanager
 def needing(path: Path) -> Iterator[None]:
-    """Around writing to a path below the folder.
+    """Wraps code that writes to ``path``.
 
     Raises:
-        LaunchError: it cannot be written, for a reason that is not a limit of the system.
+        LaunchError: it cannot be written. (An OSError for a limit of the system passes unchanged.)
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""What a failure says about where it came from: its own error, or only that a peer is gone.
+"""What a failure says about its origin: an error of its own, or only that a peer is gone.
 
-When one worker of a job fails, its peers fail too, and often earlier: their connections break while it
-still cleans up. So failures are ranked by what they say (:class:`Says`), and only then by time.
+When one worker of a job fails, its peers fail too, and often die earlier: their connections break
+while it still cleans up. So failures are ranked by what they say (:class:`Says`), then by time.
 
-Messages are those of Gloo, NCCL, TCPStore and sockets in torch 2.13, and of this package.
+The messages are those of Gloo, NCCL, TCPStore and sockets in torch 2.13, and of this package.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from rallypoint.launch.torch_private import REMOTE_TRACEBACKS
 
 
 class Says(IntEnum):
-    """How much a failure tells about the root cause, the most telling first."""
+    """How much a failure says about the root cause, most first."""
 
     CAUSE = 0  # an error of its own
-    MASKED = 1  # an error of its own, then a lost peer while it cleaned up
-    HANDLED = 2  # stopped by us while it handled an error of its own
-    PRINTED = 3  # stopped by us after it had printed a traceback (of a thread, of a child)
-    MISSING = 4  # which other rank did not come
+    MASKED = 1  # an error of its own, then a lost peer during cleanup
+    HANDLED = 2  # stopped by us while handling an error of its own
+    PRINTED = 3  # stopped by us after printing a traceback (of a thread, of a child)
+    MISSING = 4  # names the rank that never arrived
     CONNECTION = 5  # a connection failed, perhaps to no peer at all
-    TIMED_OUT = 6  # somebody did not come, in time
+    TIMED_OUT = 6  # a peer did not arrive in time
     PEER_LOST = 7  # a peer closed its connection
     STOPPED = 8  # nothing: we stopped it
 
 
 # One exception: the name of its type, and its message.
 Link = tuple[str, str]
-# From the exception that was raised last to the first one, of which it is a consequence.
+# From the last exception raised back to the first, its cause.
 Chain = Sequence[Link]
 
 _MISSING = re.compile(r"ranks? [\d, ]+ failed to pass monitoredBarrier", re.IGNORECASE)
@@ -63,7 +63,7 @@ _CONNECTION = re.compile(
 )
 _CONNECTION_TYPES = {"ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError"}
 _CONNECTION_TYPES |= {"ConnectionAbortedError"}
-# Handled all the time by programs that only wait or look: nothing is wrong.
+# Programs handle these routinely while they wait or probe: nothing is wrong.
 _ORDINARY = {
     *("queue.Empty", "_queue.Empty", "queue.Full", "StopIteration", "StopAsyncIteration", "KeyError"),
     *("TimeoutError", "BlockingIOError", "InterruptedError", "FileNotFoundError", "AttributeError"),
@@ -73,7 +73,7 @@ _ORDINARY = {
 
 
 def says(link: Link) -> Says:
-    """What one exception says by itself."""
+    """Classify one exception by itself."""
     kind, message = link
     if _MISSING.search(message):
         return Says.MISSING
@@ -91,10 +91,10 @@ def says(link: Link) -> Says:
 
 
 def chain_says(chain: Chain) -> Says:
-    """What an exception says together with those it came from.
+    """Classify an exception together with its causes.
 
-    The first one raised decides: what follows a lost peer is a consequence, whatever it is called;
-    and a peer that is lost while an error is handled is one as well.
+    The first one raised decides: whatever follows a lost peer is a consequence of it, and so is a
+    peer lost while an error is being handled.
     """
     links = [link for link in chain if link[0] not in REMOTE_TRACEBACKS]
     if not links:
@@ -106,12 +106,12 @@ def chain_says(chain: Chain) -> Says:
 
 
 def best_chain(chains: Sequence[Chain]) -> Chain:
-    """Of an exception group's chains, the one that says the most."""
+    """The most informative chain of an exception group."""
     return min(chains, key=chain_says, default=())
 
 
 def telling(chain: Chain) -> Link | None:
-    """The exception of a chain to be shown: the last one raised that is no mere symptom."""
+    """The exception of a chain to show: the last one raised that is not just a symptom."""
     if not chain:
         return None
     if chain_says(chain) is Says.MASKED:
@@ -120,7 +120,7 @@ def telling(chain: Chain) -> Link | None:
 
 
 def is_ordinary(kind: str) -> bool:
-    """Whether programs handle this exception in their normal course (an empty queue, a retry)."""
+    """Whether programs handle this exception routinely (an empty queue, a retry)."""
     return kind in _ORDINARY
 
 
@@ -140,14 +140,14 @@ _ABORTED = re.compile(r"what\(\):\s*(.*)|caught collective operation timeout", r
 
 
 def printed(lines: Sequence[str]) -> Link | None:
-    """The last exception that stands in lines of stderr, of Python or of C++; None if there is none."""
+    """The last exception in lines of stderr, from Python or C++, or None."""
     for start in range(len(lines) - 1, -1, -1):
         line = lines[start]
         if _ABORTED.search(line):
             return ("C++ exception", "\n".join(lines[start:]))
         if line.endswith(_BEGINNING):
             return _exception_after(lines[start + 1 :])
-    # The beginning may have been cut off: then a frame comes first.
+    # The traceback's first line may have been cut off: look for a frame.
     frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
     return _exception_after(lines[frames[0] :]) if frames else None
 

@@ -1,4 +1,4 @@
-"""Pseudo-terminals, so that a worker's progress bars and colours stay if its output is shown on a terminal."""
+"""Pseudo-terminals: they keep workers' progress bars and colours if the output goes to a terminal."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import termios
 
 
 def pseudo_terminal(like: int) -> tuple[int, int]:
-    """A pseudo-terminal that passes bytes unchanged and has the size of the real one: (ours, the worker's)."""
+    """Open a pseudo-terminal of the real one's size that passes bytes unchanged: (our end, the worker's)."""
     ours, theirs = os.openpty()
     settings = termios.tcgetattr(theirs)
-    settings[1] &= ~termios.OPOST  # the real terminal turns newlines into what it needs
+    settings[1] &= ~termios.OPOST  # the real terminal translates newlines
     settings[3] &= ~termios.ECHO
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
     take_size(ours, like)
@@ -23,4 +23,4 @@ def take_size(terminal: int, like: int) -> None:
     try:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, b"\0" * 8))
     except OSError:
-        pass  # no size known: programs then assume 80 columns
+        pass  # size unknown: programs assume 80 columns

@@ -1,8 +1,8 @@
-"""The streams of workers: where each one goes, and the descriptors for it.
+"""Where each worker's stdout and stderr go, and the descriptors for them.
 
-A stream that leads to the console and nowhere else is handed to the worker as it is, except stderr: its last lines belong
-into a failure report, so it passes through the relay. If our stderr is a terminal, the worker gets a pseudo-terminal, so
-that progress bars and colours stay.
+If stdout goes only to the console, the worker inherits the console. stderr always passes through
+the relay or a file, because a failure report quotes its last lines. If our stderr is a terminal, the
+worker gets a pseudo-terminal, which keeps progress bars and colours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
 
 @dataclass(slots=True)
 class WorkerStreams:
-    """The descriptors one worker is started with, and how to read the end of its stderr."""
+    """The output descriptors of one worker, and the end of its stderr."""
 
     stdout: int
     stderr: int
@@ -39,18 +39,18 @@ class WorkerStreams:
     to_close: list[int] = field(default_factory=list)
 
     def given(self) -> None:
-        """The worker has them: close ours."""
+        """Close our copies, once the worker has its own."""
         for fd in self.to_close:
             os.close(fd)
         self.to_close.clear()
 
     def drain(self, deadline: clock.Deadline) -> None:
-        """Wait until all output has been passed on (its writers are gone), or the deadline."""
+        """Wait until all streams have ended and been forwarded, or until the deadline."""
         for source in self.sources:
             source.done.wait(deadline.remaining())
 
     def stderr_tail(self) -> tuple[str, ...]:
-        """The last lines of stderr, without escape sequences and what a progress bar overwrote."""
+        """The last lines of stderr, without escape sequences or overwritten states of progress bars."""
         data = b""
         if self.stderr_source is not None:
             data = bytes(self.stderr_source.tail)
@@ -75,10 +75,10 @@ class Route:
     """Where one stream of one worker goes.
 
     Args:
-        to_file: to a file, perhaps among other places.
-        teed: to the console too, line by line, with a prefix.
-        shown: on the console, as far as it is not in a file alone.
-        relayed: through the relay; otherwise the worker gets the destination itself.
+        to_file: to a file, possibly also elsewhere.
+        teed: to the file and the console, line by line, with a prefix.
+        shown: on the console, unless it goes to a file only.
+        relayed: through the relay; otherwise the worker writes to the destination directly.
     """
 
     to_file: bool
@@ -93,10 +93,10 @@ def route_of(
     """Decide where a stream goes.
 
     Args:
-        config: what the user wants.
+        config: the user's settings.
         which: stdout or stderr.
         local_rank: of the worker.
-        has_folder: False with ``--log-dir /dev/null``: there is nothing to redirect to.
+        has_folder: False with ``--log-dir /dev/null``: nothing is redirected to files.
         to_descriptor: whether the console is a descriptor, not a notebook's text stream.
     """
     teed = bool(config.tee.of(local_rank) & which)
@@ -105,7 +105,7 @@ def route_of(
         to_file=to_file,
         teed=teed,
         shown=config.console_ranks is None or local_rank in config.console_ranks,
-        # The end of stderr belongs into a failure report.
+        # A failure report quotes the end of stderr.
         relayed=teed or not (to_file or (which is Streams.OUT and to_descriptor)),
     )
 
@@ -114,10 +114,10 @@ class StreamFactory:
     """Makes the streams of the workers of one generation.
 
     Args:
-        config: what goes where.
+        config: where each stream goes.
         folder: the generation's folder, or None.
-        relay: passes on what does not go straight.
-        console: where the console is.
+        relay: forwards streams that workers do not write directly.
+        console: where the user sees output.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class StreamFactory:
         return None if self._folder is None else self._folder / str(local_rank)
 
     def open(self, local_rank: int, prefix: str) -> WorkerStreams:
-        """Descriptors for one worker; makes its folder.
+        """Open the descriptors of one worker, and create its folder.
 
         Raises:
-            LaunchError: its folder or its files cannot be made.
+            LaunchError: its folder or files cannot be created.
         """
         folder = self.worker_folder(local_rank)
         streams = WorkerStreams(-1, -1)
@@ -183,7 +183,7 @@ class StreamFactory:
     def _open_relayed(
         self, which: Streams, route: Route, path: Path | None, prefix: str, streams: WorkerStreams
     ) -> int:
-        """The worker's end of a pipe, or of a pseudo-terminal, whose other end the relay reads."""
+        """Returns the worker's end of a pipe or pseudo-terminal; the relay reads the other end."""
         console, config, out = self._console, self._config, which is Streams.OUT
         terminal = None
         if (
@@ -224,7 +224,7 @@ class StreamFactory:
         try:
             self._console.writer(out=False)(line)
         except (OSError, ValueError):
-            pass  # nobody is there to be warned
+            pass  # the console is gone
 
     def _open_filtered(self, name: str, filters: tuple[str, ...]) -> Sink | None:
         if not filters or self._folder is None:
