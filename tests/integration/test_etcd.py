@@ -338,7 +338,7 @@ def test_a_counter_can_be_set_and_text_cannot_be_added_to(store: EtcdStore) -> N
     with pytest.raises(ValueError, match="more than 64 bits"):
         store.add("n", 2**63)
     store.set("n", b"text")
-    with pytest.raises(ValueError, match="'n' is no counter: it holds b'text'"):
+    with pytest.raises(ValueError, match="'n' is not a counter: it holds b'text'"):
         store.add("n", 1)
     assert store.get("n", 1.0) == b"text"
 
