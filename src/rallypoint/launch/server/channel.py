@@ -1,10 +1,9 @@
 """JSON messages with file descriptors, over a Unix socket pair, without blocking.
 
 Supervisor and fork server talk over one ``SOCK_SEQPACKET`` pair: a message arrives whole or not at
-all, and the descriptors sent with it arrive with it. Both ends were created by the supervisor, so
-no other user's process can be on the line. Sending queues: a peer that is busy importing torch
-never stops the sender. A message that is too long for the socket (a job with thousands of file names
-as arguments) travels in a memory file.
+all, together with its descriptors. The supervisor creates both ends, so no other user's process can
+connect. Sending never blocks: messages queue while the peer is busy importing torch. A message that
+is too long for the socket (thousands of file names as arguments) travels in a memory file.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 # One message; a worker's environment delta is about 1 KB.
 MAX_MESSAGE = 64 * 1024
 MAX_FDS = 16
-# Stands for a message that is in the last descriptor.
+# Sent instead of a message that is in the last descriptor.
 _IN_FILE = b'"in file"'
 
 Message = dict[str, Any]  # Any: JSON values
@@ -36,7 +35,7 @@ class Channel:
     """One end of the line.
 
     Args:
-        sock: a connected ``SOCK_SEQPACKET`` socket; the channel owns it from here on.
+        sock: a connected ``SOCK_SEQPACKET`` socket, which the channel takes over.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -49,16 +48,16 @@ class Channel:
         return self._sock.fileno()
 
     def wants_write(self) -> bool:
-        """True while messages wait for the peer to read; watch for writability then call :meth:`flush`."""
+        """True while messages are queued: call :meth:`flush` once the socket is writable."""
         return bool(self._outgoing)
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message and send what the socket takes. ``fds`` are duplicated: the caller keeps its own."""
+        """Queue a message and send what the socket accepts. ``fds`` are duplicated: the caller keeps its own."""
         data = json.dumps(message, separators=(",", ":")).encode()
         own: list[int] = []
         try:
             for fd in fds:
-                own.append(os.dup(fd))  # noqa: PERF401  those made so far are closed if one cannot be
+                own.append(os.dup(fd))  # noqa: PERF401  if one fails, the earlier ones are closed
             if len(data) > MAX_MESSAGE:
                 own.append(_in_file(data))
                 data = _IN_FILE
@@ -86,10 +85,10 @@ class Channel:
                 os.close(fd)
 
     def receive(self, most: int | None = None) -> list[tuple[Message, list[int]]]:
-        """The messages that are there now, or the first ``most``. Sets ``closed_by_peer`` at the end of the line.
+        """Receive the pending messages, or the first ``most``. Sets ``closed_by_peer`` when the peer has closed.
 
         Raises:
-            OSError: EMFILE: there is no room for the descriptors of a message.
+            OSError: EMFILE: too many open files to receive a message's descriptors.
         """
         messages: list[tuple[Message, list[int]]] = []
         while not self.closed_by_peer and (most is None or len(messages) < most):

@@ -1,30 +1,30 @@
-"""The fork server: one process that imports torch once and of which every worker is a fork.
+"""The fork server: one process that imports torch once; every worker is a fork of it.
 
 Theory of operation
 -------------------
-The supervisor starts this process first of all and goes on with its own work. Here torch (and what
-``--preload`` names) is imported; then a loop takes requests from the supervisor and reports what
-became of the children. With ``--start-method exec`` nothing is imported and a worker is a fork that
-executes a plain interpreter: everything else is the same, so supervision has one shape.
+The supervisor starts this process first and continues with its own work. This process imports torch
+(and what ``--preload`` names); then a loop handles requests from the supervisor and reports how the
+children end. With ``--start-method exec`` nothing is imported, and a worker is a fork that executes a
+plain interpreter; supervision is the same.
 
 Rules:
 
-1. One thread. A fork of a process with threads inherits locks that nobody will release.
-2. Every process of the job is below this one. It is a *subreaper*: daemons and double forks come
-   back to it as orphans. So "everything below me" is the whole job, whatever user code does. (The process that serves the
-   job's store, where this node does, is below it too, but only the supervisor ends it: see ``job_store``.)
-3. If the supervisor goes (end of the line), everything below is killed, then this process ends. If
-   this process goes, the supervisor, a subreaper too, inherits everything and does the same; and
-   each worker asked the kernel to die with its parent. One of the three is enough.
-4. Pids are signalled only from here: a pid we have not reaped cannot have been given to a stranger. (If this
-   process does not answer, because somebody stopped it, the supervisor ends everything by itself.)
-5. A signal to this process is meant for the workers: batch systems signal every process of a job. It does
-   nothing here, but shows that the workers have got it too. So they are not sent it again when the supervisor asks
-   for that: a handler that raises, to write a last checkpoint, would be interrupted while it is written.
+1. One thread. A fork of a process with threads inherits locks that are never released.
+2. Every process of the job is a descendant of this one. It is a *subreaper*: orphaned daemons become
+   its children. So its descendants are the whole job, whatever user code does. (The process of the
+   job's store, if this node serves it, is one too, but only the supervisor ends it: see ``job_store``.)
+3. If the supervisor dies, this process kills all its descendants and ends. If this process dies, the
+   supervisor, a subreaper too, inherits them and kills them. Each worker also asks the kernel to die
+   with its parent. One of the three is enough.
+4. Only this process signals pids: the pid of a child it has not reaped cannot be reused. (If this
+   process is stopped and does not answer, the supervisor kills everything itself.)
+5. Batch systems signal every process of a job. So a signal that arrives here has reached the workers
+   too. It does nothing else, and the workers are not sent it again at the supervisor's request: a
+   second one would interrupt a handler that is writing a last checkpoint.
 
-Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``query`` · ``sweep`` · ``tell`` (whether a signal came
-here) · ``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` · ``failed`` (a limit
-was reached) · ``heard`` (a request that has a number, ``ask``). Fields are documented at their handlers.
+Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``query`` · ``sweep`` · ``tell`` (whether a signal
+arrived here) · ``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` ·
+``failed`` (a limit was reached) · ``heard`` (confirms a request with a number, ``ask``). Handlers document the fields.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from . import store_host
 from .channel import Channel, Message
 
 
-# How long the end of everything may take before we give up on processes that cannot die
-# (uninterruptible sleep in a driver or a dead network file system).
+# Seconds until we give up on processes that SIGKILL does not end (uninterruptible sleep in a driver
+# or on a dead network file system).
 KILL_PATIENCE = 5.0
-# Requests taken at a time: descriptors come with them.
+# Requests received at a time; limited because each brings descriptors.
 FEW = 8
-# A signal that we get is one that the workers have got, if it is to be passed on within this time.
+# A signal that arrived here this recently (seconds) has reached the workers too: see rule 5.
 SAME_SIGNAL = 1.0
 
 
 @dataclass(slots=True)
 class _Held:
-    """A signal that is passed on once it is clear that the workers do not get it anyway."""
+    """A signal to forward unless it turns out that the workers have received it too."""
 
     until: float
     number: int
@@ -75,15 +75,15 @@ class _Held:
 
 
 class ForkServer:
-    """The loop. ``run()`` returns only in the forks' stead: never, or by ``SystemExit``.
+    """The server's loop; :meth:`run` never returns.
 
     Args:
-        channel: the line to the supervisor.
+        channel: the connection to the supervisor.
         job: what to run, from the supervisor (``Job`` as JSON).
-        start_method: fork workers of this process, or have forks execute interpreters.
-        call: with ``fork`` (function launches), what a worker calls: this process was forked from
-            the caller's program, so the function is here already.
-        open_files: how many files a worker may have open, if that is less than this process may.
+        start_method: whether forks become workers or execute an interpreter.
+        call: with ``fork`` (function launches), what a worker calls: this process is a fork of the
+            caller's program, so it has the function already.
+        open_files: a worker's limit of open files, if lower than this process's.
     """
 
     def __init__(
@@ -99,41 +99,41 @@ class ForkServer:
         self._start_method = start_method
         self._call = call
         self._open_files = open_files
-        self._names: dict[int, str] = {}  # pid -> name the supervisor gave; workers and stores
+        self._names: dict[int, str] = {}  # pid -> the supervisor's name for it; workers and stores
         self._pids: dict[str, int] = {}
         self._stores: set[int] = set()
-        self._lasting: set[int] = set()  # the job's stores: they end when the supervisor says so
-        self._sweep_kill_at: float | None = None  # set while a sweep waits for its grace to end
+        self._lasting: set[int] = set()  # the job's stores: only the supervisor ends them
+        self._sweep_kill_at: float | None = None  # set during the grace period of a sweep
         self._sweep_give_up_at: float | None = None
         self._wakeup_read, self._wakeup_write = -1, -1
         self._supervisor = -1
-        self._unserved: set[int] = set()  # descriptors of requests not yet served
-        self._threads: dict[str, int] = {}  # module -> threads its import has started
-        self._started: dict[int, float] = {}  # pid -> when
-        self._came_at: dict[int, float] = {}  # when a signal last came to this process
+        self._unserved: set[int] = set()  # descriptors of requests not yet handled
+        self._threads: dict[str, int] = {}  # module -> threads that its import started
+        self._started: dict[int, float] = {}  # pid -> time of its fork
+        self._came_at: dict[int, float] = {}  # signal -> when it last arrived here
         self._held: list[_Held] = []
 
     # -- life ---------------------------------------------------------------------------------
 
     def run(self, preload: tuple[str, ...]) -> None:
-        """Import, report, serve. Ends the process."""
+        """Import, report, serve, and end the process."""
         signals.note(self._note_signal)
         process.set_subreaper(True)
         if self._start_method is StartMethod.FORKSERVER and not self._import(preload):
             self._drain_and_exit()
-        # Nothing that exists now needs to be looked at by a collector again; and a collector that
-        # looks writes to the objects it visits, which would un-share their pages in every worker.
+        # The collector writes to the objects it visits, which would copy their pages in every worker.
+        # Nothing that exists now needs to be visited again.
         gc.collect()
         gc.freeze()
         if self._start_method is StartMethod.FORKSERVER:
-            # What an import has printed and not yet written would be written by every fork.
+            # Every fork would print what the imports left in buffers.
             ending.flush_quietly()
             ctypes.CDLL(None).fflush(None)
         self._watch_children()
-        # The end of the line may come late: forks of a supervisor's program (function launches)
-        # inherit the other end. Its pidfd does not lie; it is our parent, or we would be dead.
+        # Watch the supervisor's pidfd, not only the channel: other forks of its program (function
+        # launches) may hold the channel open. It is still our parent, or we would be dead.
         self._supervisor = os.pidfd_open(os.getppid())
-        process.live_without_parent()  # from here on the loop itself notices, and cleans up
+        process.live_without_parent()  # from here on the loop watches the supervisor and cleans up
         self._report({"is": "ready", "threads": self._threads})
         self._serve()
 
@@ -142,7 +142,7 @@ class ForkServer:
             before = len(os.listdir("/proc/self/task"))
             try:
                 importlib.import_module(name)
-            except BaseException as error:  # noqa: BLE001  whatever the import of user code raises is reported, SystemExit too
+            except BaseException as error:  # noqa: BLE001  any error of user code is reported, SystemExit too
                 text = "".join(traceback.format_exception(error))
                 self._report(
                     {
@@ -237,8 +237,8 @@ class ForkServer:
         """Start a worker.
 
         ``name``: the supervisor's name for it. ``env``: variables on top of ours. ``cpus``: the CPUs
-        it is bound to, or null. ``args``: its arguments, or null: the job's. Descriptors: its stdout, its stderr, its line to the supervisor,
-        then for functions the memory files of payload and result.
+        it is bound to, or null. ``args``: its arguments, or null for the job's. Descriptors: stdout,
+        stderr, the connection to the supervisor, and for functions the memory files of payload and result.
         """
         worker = WorkerStart(
             env=message["env"],
@@ -257,7 +257,7 @@ class ForkServer:
         bootstrap.run_forked(job, worker, call=self._call)
 
     def _start_store(self, message: Message, fds: list[int]) -> None:
-        """Serve a store: ``name``, ``port``; descriptors: the socket, and for the job's store the line that it ends with."""
+        """Serve a store. ``name``, ``port``; descriptors: the socket, and for the job's store a connection to the supervisor."""
         serves_job = len(fds) > 1
         call, title = ("serve_job", "the job's store") if serves_job else ("serve", "store")
         args = fds[0], message["port"], *fds[1:]
@@ -276,7 +276,7 @@ class ForkServer:
         stores.add(self._fork(message["name"], become_store, fds, deaf=True, lasts=serves_job))
 
     def _probe(self, reply_fd: int) -> None:
-        """Count accelerators in a fork: asking CUDA here would spoil every later fork."""
+        """Count accelerators in a fork: once CUDA is initialised here, no fork could use it."""
 
         def count() -> None:
             import torch
@@ -291,9 +291,9 @@ class ForkServer:
         self._fork("probe", count, [reply_fd], deaf=True)
 
     def _signal(self, message: Message) -> None:
-        """Send ``signal`` to the workers ``names``; with ``group`` to their whole process groups.
+        """Send ``signal`` to the workers ``names``; with ``group``, to their process groups.
 
-        ``hold``: seconds in which we may still get it ourselves, which would show that they have it already.
+        ``hold``: seconds to wait for the signal to arrive here too, which would show that they have it already.
         """
         pids = [self._pids[name] for name in message["names"] if name in self._pids]
         until = clock.MONOTONIC.now() + message["hold"]
@@ -301,7 +301,7 @@ class ForkServer:
         self._pass_on_held()
 
     def _has_come(self, number: int) -> bool:
-        """Whether we got this signal ourselves a moment ago."""
+        """Whether this signal arrived here a moment ago."""
         return clock.MONOTONIC.now() - self._came_at.get(number, float("-inf")) < SAME_SIGNAL
 
     def _pass_on_held(self, *, all_of_it: bool = False) -> None:
@@ -320,10 +320,10 @@ class ForkServer:
         self._held = waiting
 
     def _query(self, names: list[str]) -> None:
-        """Have the workers ``names`` tell which exception they handle just now, where they can."""
+        """Ask the workers ``names`` which exception they are handling."""
         for name in names:
             pid = self._pids.get(name)
-            # One that is still becoming a worker, or has executed something else, would die of it.
+            # The signal would kill a process that is still starting or has executed another program.
             if pid is not None and process.catches(pid, ASK_SIGNAL):
                 try:
                     os.kill(pid, ASK_SIGNAL)
@@ -344,11 +344,11 @@ class ForkServer:
         """Fork a process of the job.
 
         Args:
-            deaf: it is one of ours: what is meant for workers does not end it.
-            lasts: it is not ours to end.
+            deaf: it ignores signals: it is not a worker, and signals to the job must not end it.
+            lasts: only the supervisor ends it.
         """
         server = os.getpid()
-        # What is sent to the new process before it is what it is to be must find it so: it waits.
+        # Block signals until the new process is set up; those sent before wait.
         mask = signals.block()
         try:
             pid = os.fork()
@@ -362,7 +362,7 @@ class ForkServer:
                 os.close(self._wakeup_read)
                 os.close(self._wakeup_write)
                 os.close(self._supervisor)
-                # Another worker's pipe held open here would not end when that worker does.
+                # A copy of another worker's pipe would keep it open after that worker ends.
                 for fd in self._unserved.difference(fds):
                     os.close(fd)
                 self._channel.close()
@@ -373,7 +373,7 @@ class ForkServer:
                 elif self._open_files is not None:
                     limits.limit_open_files(self._open_files)
                 become()
-            except BaseException:  # noqa: BLE001  a fork must never return into the server's loop
+            except BaseException:  # noqa: BLE001  a fork must not return to the server's loop
                 traceback.print_exc()
             finally:
                 os._exit(1)
@@ -397,7 +397,7 @@ class ForkServer:
             self._started.pop(pid, None)
             self._stores.discard(pid)
             self._lasting.discard(pid)
-            if name is not None:  # else an orphan we had adopted
+            if name is not None:  # else an adopted orphan
                 del self._pids[name]
                 self._report(
                     {"is": "exited", "name": name, "status": status, "at": clock.MONOTONIC.now()}
@@ -406,9 +406,9 @@ class ForkServer:
     # -- ends ---------------------------------------------------------------------------------
 
     def _begin_sweep(self, grace: float) -> None:
-        """End all that is left of a generation: SIGTERM, ``grace`` seconds, SIGKILL; then ``swept``.
+        """End what is left of a generation: SIGTERM, ``grace`` seconds, SIGKILL; then report ``swept``.
 
-        The stores go too, without a SIGTERM: they have nothing to save, but they go last.
+        Stores end last, without a SIGTERM: they have nothing to save.
         """
         now = clock.MONOTONIC.now()
         self._pass_on_held(all_of_it=True)
@@ -427,12 +427,12 @@ class ForkServer:
         left = self._left()
         if left and self._sweep_kill_at is not None and now >= self._sweep_kill_at:
             process.send(left, signal.SIGKILL)
-            # A process may have forked between our look and the signal: look again soon; each
-            # death of a child wakes us anyway.
+            # A process may have forked before the signal reached it: look again soon. The death of a
+            # child wakes us sooner.
             self._sweep_kill_at = now + 0.05
         if not left:
             process.send(self._stores, signal.SIGKILL)
-        # Not before all have been reaped: whoever hears "swept" has heard how each of them ended.
+        # Report "swept" only after every child is reaped and its "exited" is sent.
         if not (left or self._names) or now >= self._sweep_give_up_at:
             self._sweep_kill_at = self._sweep_give_up_at = None
             self._report({"is": "swept", "left": left})
@@ -446,7 +446,7 @@ class ForkServer:
             self._reap()
             if self._lasting.issuperset(process.children(os.getpid())):
                 break
-            poller.poll(50)  # each death wakes us; the limit is for forks we have not seen
+            poller.poll(50)  # each death wakes us; the timeout catches forks we have not seen
             self._drain_wakeups()
         os._exit(0)
 
@@ -477,23 +477,23 @@ def _one_line(error: BaseException) -> str:
 
 
 def main(fd: int) -> None:
-    """Entry of the process (see ``supervisor``): ``fd`` is its end of the line."""
+    """Entry point of the process; ``fd`` is its end of the channel to the supervisor."""
     channel = Channel(socket.socket(fileno=fd))
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     first: list[tuple[Message, list[int]]] = []
     while not first:
         poller.poll()
-        first = channel.receive(1)  # what else has come is for the loop
+        first = channel.receive(1)  # later messages are for the loop
         if channel.closed_by_peer:
             os._exit(0)
     hello, fds = first[0]
     adopt(from_descriptor(fds[0]) if hello["has_secret"] else None)
     for each in fds:
         os.close(each)
-    process.die_with_parent(hello["supervisor"])  # until the loop runs and can notice by itself
+    process.die_with_parent(hello["supervisor"])  # until the loop watches the supervisor
     job = Job.from_json(hello["job"])
-    # As a worker's title begins, and without our name: `pkill -f` with either finds workers too, or not us.
+    # Begins like a worker's title and lacks our name, so `pkill -f` with either matches workers too, or not us.
     process.set_title(f"{Path(sys.executable).name}: fork server of {job.title}")
     start_method = StartMethod(hello["start_method"])
     server = ForkServer(channel, job, start_method, open_files=hello["open_files"])

@@ -1,7 +1,7 @@
-"""The job's store, on the node that serves it: a process that the fork server forks, since torch is there already.
+"""The job's store, in a process forked from the fork server, which has imported torch already.
 
-It is the one process below the fork server that outlives it: other nodes read there how this node ended. It ends with its line to
-the supervisor, whatever that ended of.
+This process outlives the fork server, because other nodes read from the store how this node ended.
+It ends when its connection to the supervisor closes, for whatever reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rallypoint.errors import RendezvousConnectionError
 from .store_host import GO, READY
 
 
-# Has the fork server make the process: gets copies of the bound socket and of the line's other end.
+# Asks the fork server to start the process; takes copies of the bound socket and of the process's end of the connection.
 Ask = Callable[[socket.socket, socket.socket], None]
 
 
@@ -27,17 +27,17 @@ class HostedStore:
         self._line = line
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            # Not by closing alone: a fork of this process may have a copy.
+        with contextlib.suppress(OSError):  # the process has ended
+            # Closing is not enough: a fork of this process may hold a copy.
             self._line.shutdown(socket.SHUT_RDWR)
         self._line.close()
 
 
 def hosting(ask: Ask) -> Callable[[socket.socket], Callable[[], HostedStore]]:
-    """What gets a store's process ready. Blocks until the fork server has imported torch.
+    """A function that prepares a store's process. It blocks until the fork server has imported torch.
 
     Raises:
-        RendezvousConnectionError: the fork server has ended, or could not start it.
+        RendezvousConnectionError: from that function: the fork server has ended, or could not start the process.
     """
 
     def prepare(listener: socket.socket) -> Callable[[], HostedStore]:
@@ -48,10 +48,10 @@ def hosting(ask: Ask) -> Callable[[socket.socket], Callable[[], HostedStore]]:
             ask(listener.dup(), theirs.dup())
         if ours.recv(len(READY)) != READY:
             ours.close()
-            raise RendezvousConnectionError("no process could be started to serve the job's store")
+            raise RendezvousConnectionError("cannot start a process to serve the job's store")
 
         def begin() -> HostedStore:
-            with contextlib.suppress(OSError):  # it has ended: whoever comes is refused
+            with contextlib.suppress(OSError):  # the process has ended: clients are refused
                 ours.send(GO)
             listener.close()
             return HostedStore(ours)

@@ -1,4 +1,4 @@
-"""The fork server as its supervisor holds it: started, spoken to, watched, ended."""
+"""The supervisor's handle of the fork server: start it, talk to it, watch it, end it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rallypoint.launch.worker.job import WorkerFds
 from .channel import Channel, Message, socket_pair
 
 
-# The command line of the fork server becomes, in each worker, the script's own (process.set_title);
-# the kernel gives as much room as the original took.
+# Each worker overwrites the fork server's command line with its own (process.set_title), which
+# cannot be longer than the original.
 TITLE_ROOM = 2048
-# How long a process may take to die of SIGKILL.
+# Seconds that a process may take to die of SIGKILL.
 KILL_PATIENCE = 3.0
-# How long the server may take to confirm a request, and how long where it is asked only whether it lives: a
-# busy machine is no reason to end a job.
+# Seconds that the server may take to confirm a request, and to answer a ping. The latter is long,
+# because a busy machine is no reason to end a job.
 HEARD_PATIENCE = 3.0
 LIFE_PATIENCE = 30.0
-# In the environment of every process of a job: tells its processes from others of the caller.
+# In the environment of every process of a job: distinguishes them from the caller's other processes.
 JOB_MARKER = "RALLY_JOB"
 
 
@@ -39,12 +39,12 @@ class ServerProcess:
     """One running fork server.
 
     Args:
-        pid: of the server, a child of this process.
-        channel: the line to it.
-        marker: ``RALLY_JOB=…`` as it stands in the environment of everything it starts.
-        strangers: with None, only marked processes are ours to kill. Else this process is there for
-            the job alone, and everything below it is the job's, marked or not, but for these.
-        forked: the server is a fork of this program: its forks bear the mark in their memory only.
+        pid: the server's pid; it is a child of this process.
+        channel: the connection to it.
+        marker: ``RALLY_JOB=…`` as in the environment of everything it starts.
+        strangers: with None, only marked processes are killed. Otherwise this process only runs the
+            job, and all its descendants are the job's, marked or not, except these.
+        forked: the server is a fork of this program: its forks have the mark in memory only.
     """
 
     def __init__(
@@ -81,26 +81,29 @@ class ServerProcess:
         alone: bool,
         open_files: int | None = None,
     ) -> ServerProcess:
-        """Start a server in an interpreter of its own; it goes on importing when this returns.
+        """Start a server in a new interpreter. Returns while the server is still importing.
 
         Args:
-            secret: of the job; the server and its forks hold it in memory.
-            alone: this process does nothing but run the job, so orphans it gets are the job's.
-            open_files: how many files a worker may have open, if that is less than we have now.
+            secret: the job's; the server and its forks hold it in memory.
+            alone: this process only runs the job, so all orphans it adopts are the job's.
+            open_files: a worker's limit of open files, if lower than ours.
+
+        Raises:
+            LaunchError: the interpreter cannot be executed.
         """
-        # `helper & exec rally run …` in a shell: a child that was there before us.
+        # With `helper & exec rally run …` in a shell, this process has a child already.
         strangers = frozenset(process.children(os.getpid())) if alone else None
         ours, theirs = socket_pair()
         fd = theirs.fileno()
         code = f"from rallypoint.launch.server.forkserver import main; main({fd})"
-        # Until it has handlers of its own: what comes before waits.
+        # Block signals until the server has its handlers.
         mask = signals.block()
         try:
             child = subprocess.Popen(
                 [*bootstrap.python_command(code, job), " " * TITLE_ROOM],
                 env={**env, JOB_MARKER: token},
                 pass_fds=[fd],
-                start_new_session=True,  # the terminal's Ctrl-C is for the supervisor, which passes it on
+                start_new_session=True,  # Ctrl-C reaches the supervisor only, which forwards it
             )
         except BaseException as error:
             ours.close()
@@ -110,7 +113,7 @@ class ServerProcess:
         finally:
             signals.restore(mask)
             theirs.close()
-        child.returncode = 0  # we reap it ourselves, by pidfd: Popen must not wait for it or warn
+        child.returncode = 0  # we reap it ourselves: Popen must not wait for it or warn
         channel = Channel(ours)
         hello: dict[str, Any] = {"supervisor": os.getpid(), "job": job.to_json()}
         hello |= {"start_method": start_method.value, "preload": list(preload)}
@@ -123,7 +126,7 @@ class ServerProcess:
     def _of(cls, pid: int, channel: Channel, token: str, **more: Any) -> ServerProcess:
         try:
             return cls(pid, channel, f"{JOB_MARKER}={token}", **more)
-        except OSError:  # no descriptor is left for its pidfd
+        except OSError:  # too many open files for its pidfd
             channel.close()
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -133,7 +136,7 @@ class ServerProcess:
     def fork(
         cls, job: Job, call: Callable[[WorkerFds], None], token: str, secret: bytes | None
     ) -> ServerProcess:
-        """Start a server as a fork of this very process: functions need no pickling then."""
+        """Start a server as a fork of this process, so that functions need no pickling."""
         from .forkserver import ForkServer
 
         ours, theirs = socket_pair()
@@ -161,10 +164,10 @@ class ServerProcess:
         return cls._of(pid, Channel(ours), token, forked=True)
 
     def end(self, patience: float = 8.0) -> list[int]:
-        """Hang up: the server kills all that is left and ends; if it does not, we do both.
+        """Close the channel, so that the server kills everything and ends. If it does not, kill both here.
 
         Returns:
-            Pids that would not die.
+            Pids of processes that are still running.
         """
         self.channel.close()
         self.go_on()
@@ -173,17 +176,17 @@ class ServerProcess:
         return left
 
     def keep(self, pid: int) -> None:
-        """This process of the job is not to be ended with the rest: it serves the job's store."""
+        """Do not end this process with the rest: it serves the job's store."""
         self._lasting.add(pid)
 
     def reap_kept(self, patience: float = KILL_PATIENCE) -> None:
-        """Their lines are closed: wait for their ends. They have become our children, now that the server is gone."""
+        """Reap the kept processes once their connections are closed. The server is gone, so they are our children."""
         process.reap(self._lasting, patience)
 
-    # -- requests it must confirm ---------------------------------------------------------------
+    # -- confirmed requests ---------------------------------------------------------------
 
     def ask(self, message: Message) -> None:
-        """Send a request, and wake the server if somebody has stopped it."""
+        """Send a request that the server must confirm, and continue the server if it is stopped."""
         number = next(self._numbers)
         patience = LIFE_PATIENCE if message["do"] == "ping" else HEARD_PATIENCE
         self._unconfirmed[number] = clock.MONOTONIC.now() + patience, message
@@ -197,11 +200,11 @@ class ServerProcess:
 
     @property
     def patience_ends(self) -> float | None:
-        """When :meth:`unheard` may have something; None: not."""
+        """When the first request becomes overdue, or None."""
         return min((until for until, _ in self._unconfirmed.values()), default=None)
 
     def unheard(self) -> list[Message]:
-        """The requests that it has not confirmed in time, and will not be asked to any more. It is woken first."""
+        """Once a request is overdue, drop and return all unconfirmed ones. A stopped server first gets more time."""
         ends = self.patience_ends
         if ends is None or clock.MONOTONIC.now() < ends:
             return []
@@ -215,14 +218,14 @@ class ServerProcess:
         return messages
 
     def go_on(self) -> bool:
-        """If somebody has stopped it: wake it up."""
+        """Continue the server if it is stopped. Returns whether it was."""
         stopped = process.state(self.pid) in {"T", "t"}
         if stopped:
             os.kill(self.pid, signal.SIGCONT)
         return stopped
 
     def why_silent(self) -> str:
-        """In words."""
+        """Why the server does not answer, in words."""
         match process.state(self.pid):
             case "T" | "t":
                 return "it is stopped"
@@ -232,24 +235,24 @@ class ServerProcess:
                 return "it is busy, or frozen"
 
     def signal_children(self, pids: Iterable[int], number: int, *, group: bool) -> None:
-        """Signal workers in its place: while it does nothing, it reaps none, and no pid is given to others."""
+        """Signal workers in the server's place. While it hangs it reaps nothing, so no pid is reused."""
         for pid in set(process.children(self.pid)).intersection(pids):
             process.send([-pid if group else pid], number)
 
     # -- ends -----------------------------------------------------------------------------------
 
     def kill(self) -> list[int]:
-        """Kill the server and all that is below it, without its help.
+        """Kill the server and its descendants without its help.
 
         Returns:
-            Pids that would not die in time.
+            Pids of processes that are still running.
         """
         if self._reaped is None:
             os.kill(self.pid, signal.SIGKILL)
         return self.kill_orphans()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the server has ended, and reap it. False if the time ran out."""
+        """Wait for the server to end, and reap it. False on timeout."""
         if self._reaped is not None:
             return True
         poller = select.poll()
@@ -258,12 +261,12 @@ class ServerProcess:
             return False
         try:
             _, self._reaped = os.waitpid(self.pid, 0)
-        except ChildProcessError:  # somebody's waitpid(-1) in a caller's program took it
+        except ChildProcessError:  # a waitpid(-1) in the caller's program reaped it
             self._reaped = 0
         return True
 
     def how_it_ended(self) -> str:
-        """For the report, once :meth:`wait` was true."""
+        """How the server ended, for the report; valid once :meth:`wait` has returned True."""
         status = self._reaped or 0
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
@@ -271,12 +274,12 @@ class ServerProcess:
         return f"exited with code {os.waitstatus_to_exitcode(status)}"
 
     def kill_orphans(self, patience: float = KILL_PATIENCE) -> list[int]:
-        """Kill what a dead server has left, and what is still below one that does not die.
+        """Kill the orphans of a dead server, or the descendants of one that does not die.
 
-        We are a subreaper: what a dead one leaves becomes our children.
+        This process is a subreaper, so orphans become its children.
 
         Returns:
-            Pids that would not die in time.
+            Pids of processes that are still running.
         """
         deadline = clock.Deadline(patience)
         self.wait(0)
@@ -298,7 +301,7 @@ class ServerProcess:
                 poller.unregister(fd)
                 os.close(fd)
             self.wait(0)
-            process.reap(left)  # one whose parent is another orphan is not ours yet
+            process.reap(left)  # an orphan's child is not ours yet
 
     def _left(self) -> list[int]:
         found = set(process.marked_processes(self._marker, exclude=(os.getpid(),)))
@@ -313,7 +316,7 @@ class ServerProcess:
 
 
 def _send_with_secret(channel: Channel, hello: Message, secret: bytes | None) -> None:
-    """The secret travels beside the message, in a memory file: what a message holds may end up in an error's text."""
+    """Send the secret in a memory file, not in the message, whose content may appear in an error."""
     fds = [] if secret is None else [descriptor(secret)]
     try:
         channel.send(hello, fds)

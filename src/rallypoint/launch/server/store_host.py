@@ -1,10 +1,9 @@
-"""Processes that serve a store: one generation's, or the job's.
+"""The processes that serve a store: a generation's, or the job's.
 
-[Note: A generation's store] Workers meet at a c10d ``TCPStore``. It is served by a process of its own, so rank 0 may end early,
-and it is new in every generation, so no worker can read what an earlier generation wrote. The
-supervisor has bound the socket already: its port is known before torch is imported anywhere, and
-between "free" and "bound" there is no moment at which somebody else could take it. Workers that
-connect before we serve wait in the socket's backlog.
+[Note: A generation's store] Workers meet at a c10d ``TCPStore``. It has a process of its own, so rank 0 may end early, and each
+generation gets a new one, so no worker can read what an earlier generation wrote. The supervisor
+binds the socket: its port is known before torch is imported anywhere, and no other process can take
+it. Workers that connect before the store is served wait in the socket's backlog.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ def _without_stderr() -> Iterator[None]:
         os.close(null)
 
 
-# What the process of the job's store and its supervisor tell each other.
+# Messages between the process of the job's store and its supervisor.
 READY, GO = b"r", b"g"
 
 
 def serve(listen_fd: int, port: int) -> None:
     """Serve a generation's store on an already listening socket until killed. Does not return.
 
-    Where it cannot be served (no more open files allowed, say), that is said in a line.
+    An error, such as too many open files, is reported in one line.
     """
     _store = _serve(listen_fd, port, "workers' store")
     while True:
@@ -49,13 +48,13 @@ def serve(listen_fd: int, port: int) -> None:
 
 
 def serve_job(listen_fd: int, port: int, line_fd: int) -> None:
-    """Serve the job's store on a bound socket until the supervisor's end of the line is closed. Does not return.
+    """Serve the job's store on a bound socket until the supervisor closes its end. Does not return.
 
-    It begins when it is told to: until then, somebody else may answer at that socket.
+    Starts serving on :data:`GO`: until then, another process may answer at that socket.
     """
-    import torch.distributed  # noqa: F401  it takes its time: before it says that it is ready
+    import torch.distributed  # noqa: F401  slow, so import it before reporting READY
 
-    process.live_without_parent()  # whoever ends the fork server does not end the job's store
+    process.live_without_parent()  # the job's store outlives the fork server
     line = socket.socket(fileno=line_fd)
     with contextlib.suppress(OSError):  # the supervisor has ended
         line.send(READY)
@@ -68,8 +67,8 @@ def serve_job(listen_fd: int, port: int, line_fd: int) -> None:
 def _serve(listen_fd: int, port: int, what: str) -> object:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
 
-    # A TCPStore server also makes itself a client of itself.
-    # Without name servers c10d cannot tell whom it serves, and warns of that: nobody needs to know.
+    # A TCPStore server also connects to itself as a client. Without name servers c10d cannot resolve
+    # its peers' names, and warns; users do not need that warning.
     try:
         with socket.socket(fileno=os.dup(listen_fd)) as listener:
             host = reached_at(listener)
@@ -82,7 +81,7 @@ def _serve(listen_fd: int, port: int, what: str) -> object:
                 timeout=timedelta(seconds=30),
                 wait_for_workers=False,
                 master_listen_fd=listen_fd,
-                use_libuv=True,  # clients of ours count on how it answers
+                use_libuv=True,  # our client relies on its behaviour
             )
     except Exception as error:  # noqa: BLE001  c10d raises errors of several kinds
         why = (str(error) or type(error).__name__).splitlines()[0]
