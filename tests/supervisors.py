@@ -140,7 +140,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         zygote = None
         task = _task(args)
         if self._forked and task is not None and not (preexec or pass_fds):
-            first = bool(self._place["net"])
+            # Which modules there are is a choice of a whole file: it pays at once.
+            first = bool(self._place["net"]) or self._imports != TORCH
             with _choosing:
                 zygote = _zygote(
                     dict(os.environ if env is None else env), self._imports, first=first

@@ -13,8 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +66,13 @@ def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=TIMEOUT,
         check=False,
+        # What examples import, and torch when an optimizer first steps: seconds in every process.
+        imports=(*supervisors.TORCH, "sklearn.datasets", "sklearn.model_selection", "matplotlib"),
     )
+
+
+def python(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, *arguments, cwd=cwd)
 
 
 def succeed(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -84,60 +88,6 @@ def reported_accuracy(output: str) -> float:
     found = re.findall(r"accuracy ([\d.]+)% on \d+ held-out images", output)
     assert len(found) == 1, f"one rank reports once:\n{output}"
     return float(found[0]) / 100
-
-
-# What examples import, and torch when an optimizer first steps: seconds in every process that does so itself.
-IMPORTS = ("sklearn.datasets", "sklearn.model_selection", "torch._dynamo")
-PRELOADED = ("--preload", ",".join(IMPORTS)) if LAUNCHER == "rally" else ()
-
-# Reads orders, a line of JSON each; answers with the exit code of a fork that has run that script.
-PYTHON = """\
-import importlib, json, os, runpy, sys
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-for line in sys.stdin:
-    order = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT), number)
-        os.chdir(order["cwd"])
-        sys.argv = order["argv"]
-        sys.path[0] = os.path.dirname(sys.argv[0])
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-Python = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
-    """``python(script, *arguments, cwd=…)``: a process without launcher, that has imported torch already."""
-    folder = tmp_path_factory.mktemp("python")
-    server = subprocess.Popen(
-        [sys.executable, "-c", PYTHON, *IMPORTS],
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def run_script(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-        argv = [str(argument) for argument in arguments]
-        stdout, stderr = (Path(tempfile.mkstemp(dir=folder)[1]) for _ in range(2))
-        order = {"argv": argv, "cwd": str(cwd), "stdout": str(stdout), "stderr": str(stderr)}
-        server.stdin.write(json.dumps(order) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
-        assert answer, "the process that scripts are forked from has ended"
-        texts = stdout.read_text(), stderr.read_text()
-        return subprocess.CompletedProcess(argv, int(answer), *texts)
-
-    yield run_script
-    server.stdin.close()
-    server.wait(TIMEOUT)
-    server.stdout.close()
 
 
 def load_checkpoint(output: Path) -> dict:
@@ -233,7 +183,7 @@ def test_the_demo_goes_on_from_its_checkpoint_after_a_worker_was_killed(
     monkeypatch.setitem(ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
     done = succeed(
-        *command(LAUNCHER, "--max-restarts", "1", *PRELOADED),
+        *command(LAUNCHER, "--max-restarts", "1"),
         *("sabotage.py", EXAMPLES / "digits_ddp.py", "--epochs", "8", "--min-accuracy", "0"),
         cwd=tmp_path,
     )
@@ -247,7 +197,7 @@ def test_the_demo_goes_on_from_its_checkpoint_after_a_worker_was_killed(
     )
 
 
-def test_the_demo_fails_below_the_asked_accuracy(alone, python):
+def test_the_demo_fails_below_the_asked_accuracy(alone):
     # Both epochs are in the checkpoint already: this run only judges them.
     done = python(
         *(EXAMPLES / "digits_ddp.py", "--epochs", "2", "--resume", "--min-accuracy", "1"),
@@ -273,9 +223,7 @@ def losses_of(output: Path) -> list[float]:
     ("example", "flag"),
     [("digits_2d.py", "--tensor-parallel"), ("digits_moe.py", "--expert-parallel")],
 )
-def test_parallel_examples_learn_the_same_alone_and_on_several_ranks(
-    tmp_path, python, example, flag
-):
+def test_parallel_examples_learn_the_same_alone_and_on_several_ranks(tmp_path, example, flag):
     options = [EXAMPLES / example, "--epochs", "2", "--batch-size", "128", "--output"]
     done = well(python(*options, "alone", cwd=tmp_path))
     assert reported_accuracy(done.stdout) > 0.3
@@ -283,27 +231,27 @@ def test_parallel_examples_learn_the_same_alone_and_on_several_ranks(
     assert len(wanted) == 2
     assert wanted[1] < wanted[0]
     # Two replicas of two parts: every axis is of use.
-    launch = command(LAUNCHER, "--nproc-per-node", "4", *PRELOADED)
+    launch = command(LAUNCHER, "--nproc-per-node", "4")
     succeed(*launch, *options, "four", flag, "2", cwd=tmp_path)
     assert losses_of(tmp_path / "four") == pytest.approx(wanted, rel=1e-9)
 
 
-def test_uneven_shards_learn_what_one_process_learns(tmp_path, python):
+def test_uneven_shards_learn_what_one_process_learns(tmp_path):
     options = [EXAMPLES / "digits_uneven.py", "--epochs", "2", "--output"]
     done = well(python(*options, "alone", "--shards", "2", cwd=tmp_path))
     assert reported_accuracy(done.stdout) > 0.5
     wanted = losses_of(tmp_path / "alone")
     assert wanted[1] < wanted[0]
-    succeed(*command(LAUNCHER, *PRELOADED), *options, "two", cwd=tmp_path)
+    succeed(*command(LAUNCHER), *options, "two", cwd=tmp_path)
     assert losses_of(tmp_path / "two") == pytest.approx(wanted, rel=1e-9)
 
 
-def test_a_parameter_server_learns_what_one_process_learns(tmp_path, python):
+def test_a_parameter_server_learns_what_one_process_learns(tmp_path):
     options = [EXAMPLES / "parameter_server.py", "--output"]
     done = well(python(*options, "alone", cwd=tmp_path))
     assert reported_accuracy(done.stdout) > 0.95
     wanted = losses_of(tmp_path / "alone")
-    launch = command(LAUNCHER, "--nproc-per-node", "5", *PRELOADED)
+    launch = command(LAUNCHER, "--nproc-per-node", "5")
     done = succeed(*launch, *options, "five", "--epochs", "3", cwd=tmp_path)
     assert "69 steps of 4 workers" in done.stdout
     assert losses_of(tmp_path / "five") == pytest.approx(wanted[:3], rel=1e-9)

@@ -131,12 +131,12 @@ def run_one(
     if not probe.real_torch:
         env["PYTHONPATH"] = str(stub_torch)
     stdout = subprocess.PIPE if probe.stdout is None else probe.stdout()
-    # What Python reads when it starts, it has to read. No fork server is a fork: workers are compared with a process
-    # that nobody has prepared.
+    # What Python reads when it starts, it has to read. No worker is a fork of a process that tests have prepared.
     start = supervisors.Popen
     if how == PYTHON or probe.python_flags or probe.env or probe.real_torch:
         start = subprocess.Popen
-    more = {} if start is subprocess.Popen else {"imports": ()}
+    imports = () if how == "forkserver" else ("rallypoint",)
+    more = {} if start is subprocess.Popen else {"imports": imports}
     try:
         process = start(
             [
