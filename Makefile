@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Set in many container images. Without bytecode every launch of a test compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: wheel test-python public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,15 @@ test-beside: $(STAMP) ## its first part: four files in parallel
 test-clocks: $(STAMP) ## its second part: timing-sensitive tests
 	$(BIN)/python -m pytest -q -n 3 $(AT_A_TIME) -m "not long and alone and not wild and not wheel" \
 	    $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+
+# Another PYTHON than the tests' own; torch is not installed, and tests that need it are skipped (tests/conftest.py).
+OTHER = .venv-$(notdir $(PYTHON))
+test-python:     ## tests that need no torch, with another Python: make test-python PYTHON=python3.13
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet --constraint constraints.txt --constraint requirements-dev.txt \
+	    pytest pytest-timeout pytest-xdist hypothesis psutil cloudpickle cryptography etcd3gw
+	$(OTHER)/bin/pip install --quiet --no-deps --editable .
+	$(OTHER)/bin/python -m pytest -q -n 2 tests/unit tests/contract
 
 test-long: $(STAMP) ## long tests: slow connections, long silences
 	$(BIN)/python -m pytest -q -m long
@@ -126,4 +135,4 @@ memory-rpc: $(STAMP) ## five million calls and 20,000 tensors: memory must not g
 	$(BIN)/python bench/memory_rpc.py --output bench/results/memory_rpc.json
 
 clean:           ## remove the virtual environments and caches
-	rm -rf $(VENV) $(WILD) $(WHEEL) dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
+	rm -rf $(VENV) $(VENV)-* dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output

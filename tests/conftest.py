@@ -1,11 +1,14 @@
 """Held over every test: what a test changes in its own process, it puts back."""
 
+import importlib.util
 import multiprocessing.util
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -84,6 +87,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_FOLDER], ignore_errors=True)
 
+
+# -- without torch (`make test-python`) ------------------------------------------------------------
+
+_HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+def _needs_torch(report: pytest.CollectReport | pytest.TestReport) -> bool:
+    return not _HAS_TORCH and report.failed and "No module named 'torch" in str(report.longrepr)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    report = yield
+    return _skipped(report, collector.path) if _needs_torch(report) else report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    return _skipped(report, item.path) if _needs_torch(report) else report
+
+
+def _skipped(report: Any, path: Path) -> Any:
+    report.outcome, report.longrepr = "skipped", (str(path), 0, "needs torch")
+    return report
+
+
+# -- what each test puts back ----------------------------------------------------------------------
 
 # pytest's own note of where it is; torch's, when its first optimizer steps.
 _EXPECTED = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}

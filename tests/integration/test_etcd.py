@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pace import pace
 from rallypoint.errors import ConfigError, RendezvousConnectionError
 from rallypoint.rendezvous.backends import etcd_client, etcd_store as etcd
 from rallypoint.rendezvous.backends.etcd_client import EtcdClient, _Failed
@@ -165,7 +166,7 @@ def test_the_leader_dies_during_waits_and_adds_and_counts_stay_exact(tmp_path: P
         before = time.monotonic()
         with pytest.raises(RendezvousConnectionError) as caught:
             lonely.add("n", 1)
-        assert time.monotonic() - before < 30
+        assert time.monotonic() - before < 30 * pace()
         for endpoint in cluster.endpoints:
             assert endpoint in str(caught.value)
         assert "has not answered for 1.5 s" in str(caught.value)
@@ -387,7 +388,7 @@ def test_a_key_set_between_the_read_and_the_watch_is_not_missed(
     monkeypatch.setattr(EtcdClient, "watch", watch)
     before = time.monotonic()
     assert store.get("k", 60.0) == b"between"
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < 30 * pace()
     other.close()
 
 
@@ -459,7 +460,7 @@ def test_tls_that_cannot_work_is_told_at_once(
     before = time.monotonic()
     with pytest.raises(RendezvousConnectionError, match=expected) as caught:
         store.set("k", b"v")
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < 30 * pace()
     assert secured.endpoints[0] in str(caught.value) and "\n" not in str(caught.value)
     store.close()
 
@@ -517,7 +518,7 @@ def test_a_user_who_may_not_is_told_at_once(
         with pytest.raises(RendezvousConnectionError, match=expected) as caught:
             call()
         assert "\n" not in str(caught.value) and (password or "-") not in str(caught.value)
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < 30 * pace()
     store.close()
 
 
@@ -570,7 +571,7 @@ def test_keys_of_a_dead_job_vanish_and_those_of_a_live_one_stay(single: EtcdClus
     killed = time.monotonic()
     assert len(single.keys("leased/dead/")) == 5  # k, n's two digits, the writer, the lease
     while single.keys("leased/dead/"):
-        assert time.monotonic() - killed < 60
+        assert time.monotonic() - killed < 60 * pace()
         assert not threading.Event().wait(0.1)
     assert not threading.Event().wait(max(0.0, killed + 5 - time.monotonic()))  # 2.5 ttl
     assert live.get("k", 1.0) == b"v"

@@ -133,7 +133,7 @@ def test_connecting_takes_no_longer_than_the_call_may(place: Place, transport: s
     rref = call_remote(a, "b", add, (1, 2), None, 0.3)
     with pytest.raises(RpcTimeout, match="connection to 'b'"):
         rref._get_future().wait()
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 2.5 * pace()
 
 
 def test_calls_that_wait_for_the_same_connection_end_in_time_too(place: Place) -> None:
@@ -175,7 +175,7 @@ def test_a_peer_that_does_not_read_costs_no_more_than_the_time_out(
             call(a, "b", len, tensor, timeout=0.3)
         else:
             call_async(a, "b", len, tensor, timeout=0.3).wait()
-    assert time.monotonic() - began < 1.3
+    assert time.monotonic() - began < 1.3 * pace()
     assert not outgoing.calls
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pace import pace
 from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends import tcpstore
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
@@ -55,7 +56,7 @@ def test_a_server_that_stands_still_ends_every_call_once(server) -> None:
     before = time.monotonic()
     with pytest.raises(StoreSilent):
         records.increment("n")  # and does not try again over another connection
-    assert 0.8 < time.monotonic() - before < 3.0
+    assert 0.8 < time.monotonic() - before < 3.0 * pace()
     os.kill(process.pid, signal.SIGCONT)
     again = TcpStore("127.0.0.1", port, silence=1.0)
     assert again.get("x" if again.exists("x") else records.full("n"), 1.0)
@@ -68,7 +69,7 @@ def test_closing_ends_a_call_of_another_thread(server) -> None:
     before = time.monotonic()
     with pytest.raises(StoreSilent):
         store.get("never", 60.0)
-    assert time.monotonic() - before < 5.0
+    assert time.monotonic() - before < 5.0 * pace()
     with pytest.raises(StoreSilent, match="closed"):
         store.clone()
     with pytest.raises(StoreSilent, match="closed"):
@@ -110,7 +111,7 @@ def test_who_accepts_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPat
         before = time.monotonic()
         with pytest.raises(RendezvousConnectionError):
             TcpStore("127.0.0.1", mute.getsockname()[1], silence=1.0, timeout=1.0)
-        assert time.monotonic() - before < 10.0
+        assert time.monotonic() - before < 10.0 * pace()
 
 
 def test_who_was_stopped_itself_grants_the_other_side_as_much(server) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, strategies as st
 
+from pace import pace
 from rallypoint.rendezvous.records import MAX_DEPTH, MAX_RECORD, BadRecord, Codec
 
 
@@ -184,7 +185,7 @@ def test_the_worst_megabyte_is_judged_in_no_time(codec: Codec, data: bytes) -> N
         codec.unpack(KEY, data)
     except BadRecord:
         pass
-    assert time.monotonic() - before < 2
+    assert time.monotonic() - before < 2 * pace()
 
 
 def test_a_plan_of_4096_nodes_fits() -> None:
