@@ -13,6 +13,11 @@ import pytest
 from rallypoint.testing import CaseFailed, FaultProxy, Leak, ManualClock, no_leaks, run_ranks
 
 
+@pytest.fixture
+def nothing_is_left() -> None:
+    """Something is: the first ranks start multiprocessing's own fork server, which stays."""
+
+
 def test_ranks_return_their_results_in_order() -> None:
     def where() -> tuple[int, int]:
         import torch.distributed as dist

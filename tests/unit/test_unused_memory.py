@@ -1,7 +1,7 @@
 """Pooled memory goes back when nobody has used it for a minute, and nothing looks while there is none."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -25,7 +25,7 @@ class Agent:
         self.budget = Budget(64 * MB, unused.used)
         self.recycler = Recycler(on_use=unused.used)
         unused.watch(self.budget, self.recycler)
-        self.pool, _ = Pool.open(self.budget)
+        self.pool, self.control = Pool.open(self.budget)
         real = time.monotonic
         monkeypatch.setattr(unused_memory.time, "monotonic", lambda: real() + self.ahead)
 
@@ -39,8 +39,11 @@ class Agent:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
-    return Agent(monkeypatch)
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    made = Agent(monkeypatch)
+    yield made
+    made.pool.close()
+    vars(made).clear()  # files close with the last reference, and pytest holds this object
 
 
 def test_shared_memory_goes_a_minute_after_it_was_free(agent):
