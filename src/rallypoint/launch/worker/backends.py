@@ -1,4 +1,4 @@
-"""Which communication backend: by the machine's devices, or as the user said.
+"""The communication backend: chosen by the user, or by the machine's devices.
 
 torch is imported inside the functions: importing :mod:`rallypoint.launch` must not cost its import.
 """
@@ -11,15 +11,15 @@ from rallypoint.errors import ConfigError
 
 BACKEND_VARIABLE = "TORCH_DISTRIBUTED_BACKEND"
 
-# The device a backend's collectives work on, for those that do not work on the CPU.
+# The device type of each backend whose collectives do not run on the CPU.
 _DEVICES = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu"}
 
 
 def num_cuda_devices() -> int:
     """How many CUDA devices this process sees.
 
-    Asks NVML where it is there, so that CUDA is not initialised in this process: a process that
-    has done so can no longer be forked and use CUDA in the fork.
+    Uses NVML if available, which does not initialise CUDA: forks of a process that has initialised
+    CUDA cannot use it.
     """
     import torch
 
@@ -27,9 +27,10 @@ def num_cuda_devices() -> int:
 
 
 def default_backend() -> str:
-    """The backend that suits this machine: ``"nccl"`` with CUDA devices, else ``"gloo"``.
+    """The backend for this machine. Does not initialise CUDA.
 
-    Does not initialise CUDA.
+    Returns:
+        ``"nccl"`` with CUDA devices, else ``"gloo"``.
     """
     import torch.distributed as dist
 
@@ -37,19 +38,23 @@ def default_backend() -> str:
 
 
 def get_distributed_backend() -> str:
-    """The backend to use: what ``TORCH_DISTRIBUTED_BACKEND`` says, else :func:`default_backend`."""
+    """The backend to use.
+
+    Returns:
+        The value of ``TORCH_DISTRIBUTED_BACKEND``, else :func:`default_backend`.
+    """
     return environment.get(BACKEND_VARIABLE) or default_backend()
 
 
 def set_distributed_backend(name: str) -> None:
-    """Have :func:`get_distributed_backend` answer ``name``, here and in processes started from here.
+    """Make :func:`get_distributed_backend` return ``name``, in this process and those it starts.
 
     Args:
         name: what ``torch.distributed.init_process_group`` takes: ``gloo``, ``nccl``,
             ``cpu:gloo,cuda:nccl``, or a registered backend.
 
     Raises:
-        ConfigError: ``name`` is empty or not a text.
+        ConfigError: ``name`` is empty or not a string.
     """
     given: object = name
     if not isinstance(given, str) or not given.strip():
@@ -62,7 +67,7 @@ def set_distributed_backend(name: str) -> None:
 def device_of(backend: str) -> str:
     """The type of device on which ``backend`` can reduce: ``"cpu"``, ``"cuda"``, …
 
-    Of a backend per device (``cpu:gloo,cuda:nccl``) the first one.
+    Of several backends (``cpu:gloo,cuda:nccl``), the first one's.
     """
     device, colon, _ = backend.partition(",")[0].partition(":")
     return device if colon else _DEVICES.get(backend.lower(), "cpu")

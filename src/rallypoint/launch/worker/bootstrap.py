@@ -1,9 +1,9 @@
-"""Inside a worker: make a fork look like ``python script.py``, run the target, tell how it ended.
+"""Inside a worker: make a fork look like ``python script.py``, run the target, report how it ended.
 
-A user's script must not notice that it runs in a fork. What a fresh interpreter would have set up
-is set up here again, and what it would do at its end is done by :mod:`rallypoint.launch.worker.ending`.
-What remains visible is listed in docs/failure-modes.md, and is held by
-tests/integration/test_script_does_not_notice.py.
+A user's script must not notice that it runs in a fork. This module repeats the set-up of a fresh
+interpreter; :mod:`rallypoint.launch.worker.ending` does what an interpreter does at its end.
+docs/failure-modes.md lists the remaining differences, and
+tests/integration/test_script_does_not_notice.py checks them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .job import ASK_SIGNAL, WorkerFds, WorkerStart
 
 
 def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
-    """In a fork: execute an interpreter (or any program) in its place."""
+    """In a fork: replace it by an interpreter or another program."""
     _take_streams(worker.fds)
     _bind(worker.cpus)
     _default_signals()
-    # Python ignores two of these, and has a handler for the third; a program must not meet either.
+    # Python ignores the first two and handles the third; a program must start with the defaults.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     env = {**environment.snapshot(), **worker.env, **_secret_for_program()}
@@ -46,8 +46,8 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
         _exec(job.name, [job.name, *job.args], env)
     python = job.python or sys.executable
     if python != sys.executable:
-        # Another interpreter may not have this package: start it as anybody would.
-        # Nothing of ours can run in it to make whole lines; this way it is live at least.
+        # Another interpreter may lack this package, so none of our code runs there to write whole
+        # lines. Unbuffered output at least appears at once.
         unbuffered = [] if job.block_buffered else ["-u"]
         module = ["-m"] if job.kind is TargetKind.MODULE else []
         _exec(python, [python, *unbuffered, *module, job.name, *job.args], env)
@@ -57,13 +57,13 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     start = {"job": {**job.to_json(), "args": []}, "line": worker.fds.line}
     start |= {"payload": worker.fds.payload, "result": worker.fds.result}
     command = python_command("from rallypoint.launch.worker.bootstrap import main; main()", job)
-    # The arguments stay in sight for `ps` and `pgrep -f`, and there is their place: the start record,
-    # which goes first, is one argument, and the kernel takes no more than 128 KiB in one.
+    # Pass the arguments separately, not in the start record: `ps` and `pgrep -f` then show them, and
+    # the kernel accepts at most 128 KiB in one argument.
     _exec(python, [*command, json.dumps(start), job.name, *job.args], env)
 
 
 def _secret_for_program() -> dict[str, str]:
-    """What another program finds the job's secret by: a descriptor that it inherits."""
+    """The variable that passes the job's secret to another program: the number of an inherited descriptor."""
     held = secret.held()
     if held is None:
         return {}
@@ -86,9 +86,9 @@ def python_command(code: str, job: Job) -> list[str]:
 
 
 def import_path(job: Job) -> str | None:
-    """What ``sys.path[0]`` is when the target runs, or None if nothing is put there (``python -P``).
+    """``sys.path[0]`` while the target runs, or None if Python adds no entry (``python -P``).
 
-    User modules may shadow others from there, so torch too must be imported with it in place.
+    User modules there may shadow others, so it must be set before torch is imported too.
     """
     if sys.flags.safe_path or job.path is not None:
         return None
@@ -99,7 +99,7 @@ def import_path(job: Job) -> str | None:
 
 
 def main() -> None:
-    """In an interpreter started by :func:`exec_worker`: run the target and end in the ordinary way."""
+    """In an interpreter started by :func:`exec_worker`: run the target and exit normally."""
     start = json.loads(sys.argv[1])
     for name in ("line", "payload", "result"):
         if start[name] is not None:
@@ -112,7 +112,9 @@ def main() -> None:
     process.set_title(_title(job))
     outcome = _run(job, fds, None)
     if outcome.interrupted:
-        sys.excepthook = lambda *_: None  # it has been shown; now to die of it as Python does
+        sys.excepthook = lambda *_: (
+            None
+        )  # already printed; raise it again to die of SIGINT as Python does
         raise KeyboardInterrupt
     raise SystemExit(outcome.code)
 
@@ -122,8 +124,8 @@ def run_forked(
 ) -> NoReturn:
     """In a fork of the fork server: become the worker, run the target, end the process.
 
-    With ``call`` the fork server is itself a fork of the caller's program: its ``__main__`` stays,
-    and its exit handlers are the caller's to run.
+    With ``call`` the fork server is itself a fork of the caller's program: ``__main__`` stays, and
+    the caller's exit handlers do not run here.
     """
     _take_streams(worker.fds)
     _bind(worker.cpus)
@@ -152,14 +154,14 @@ def _exec(file: str, argv: list[str], env: dict[str, str]) -> NoReturn:
         os.execvpe(file, argv, env)
     except OSError as error:
         os.write(2, f"rally: cannot execute {file!r}: {error.strerror}\n".encode())
-        # The shell's exit codes: 126 is there but cannot be run, 127 is not there.
+        # As in a shell: 126 for a file that cannot be executed, 127 for one that does not exist.
         os._exit(127 if error.errno == errno.ENOENT else 126)
 
 
 def _take_streams(fds: WorkerFds) -> None:
     for fd, place in ((fds.stdout, 1), (fds.stderr, 2)):
         os.dup2(fd, place)
-    # A second descriptor would keep a pipe open that the script closes, and be seen by it.
+    # An extra copy would keep a pipe open after the script closes it.
     for fd in {fds.stdout, fds.stderr} - {1, 2}:
         os.close(fd)
 
@@ -170,7 +172,7 @@ def _bind(cpus: list[int] | None) -> None:
 
 
 def _default_signals() -> None:
-    """As a new interpreter has them: Python ignores SIGPIPE and SIGXFSZ and turns SIGINT into an exception."""
+    """Reset signals as in a new interpreter, which ignores SIGPIPE and SIGXFSZ and raises on SIGINT."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -179,14 +181,14 @@ def _default_signals() -> None:
 
 
 def _own_state() -> None:
-    """What a new process draws or notes for itself. (``random``, ``secrets`` and ``tempfile`` see to themselves.)"""
+    """Renew random state and keys, as in a new process. (``random``, ``secrets`` and ``tempfile`` do so themselves.)"""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "default_generator"):
-        # torch draws this seed when it is imported: all forks would share it. (A device's generator
-        # is made at first use, in the worker.)
+        # torch draws this seed on import, so all forks would share it. (A device's generator is
+        # created on first use, in the worker.)
         torch.default_generator.seed()
     mp_process = sys.modules.get("multiprocessing.process")
     if mp_process is not None:
@@ -195,7 +197,7 @@ def _own_state() -> None:
 
 
 def _fresh_main(job: Job) -> None:
-    """``sys.argv``, ``sys.orig_argv`` and an empty ``__main__``. (``sys.path`` is right: :func:`python_command`.)"""
+    """``sys.argv``, ``sys.orig_argv`` and an empty ``__main__``. (:func:`python_command` has set ``sys.path``.)"""
     module = ["-m"] if job.kind is TargetKind.MODULE else []
     sys.argv = [*(module or [job.name]), *job.args]
     sys.orig_argv = [sys.executable, *module, job.name, *job.args]
@@ -209,7 +211,7 @@ def _fresh_main(job: Job) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How the target ended. Without the exception: its frames would keep the script's objects."""
+    """How the target ended. Does not hold the exception, whose frames would keep the script's objects alive."""
 
     code: int
     interrupted: bool = False
@@ -218,14 +220,14 @@ class _Outcome:
 def _run(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> _Outcome:
     own_pid = os.getpid()
     if call is not None or not faulthandler.is_enabled():
-        # Where Python stood at a native fault goes to the report; stderr stays the script's own.
-        # (In a fork of the caller it may be enabled, but writes to a file of the caller's.)
+        # Send the stack at a native fault to the report; stderr belongs to the script. (In a fork of
+        # the caller, faulthandler may be enabled already, but writes to the caller's file.)
         faulthandler.enable(file=fds.line)
     _answer_what_is_handled(fds.line)
     error = _caught(job, fds, call)
-    told = os.getpid() == own_pid  # else a fork that the script made ran out of its own code
+    told = os.getpid() == own_pid  # else this is a fork of the script that has returned
     if call is None and job.kind is TargetKind.SCRIPT and not _is_container(Path(job.name)):
-        ending.flush_quietly()  # what was printed stands before the traceback
+        ending.flush_quietly()  # output precedes the traceback
     if error is None:
         return _Outcome(0)
     error.__traceback__ = ending.without_us(error.__traceback__)
@@ -284,7 +286,7 @@ def _run_script(name: str) -> None:
     if code is None:
         _run_file(full, space)
     else:
-        exec(code, space)  # noqa: S102  running the user's script is what we are for
+        exec(code, space)  # noqa: S102  runs the user's script
 
 
 def _compiled(full: str) -> types.CodeType | None:
@@ -297,9 +299,9 @@ def _compiled(full: str) -> types.CodeType | None:
 
 
 def _run_file(full: str, space: dict[str, Any]) -> None:
-    """Have the interpreter itself read the script: it words an error in a *file* in its own way.
+    """Let the interpreter read a script that does not compile, so that the error is worded as by Python.
 
-    (A character that is not UTF-8, a null byte.) Nothing has run yet, and now nothing will.
+    Messages for files differ (invalid UTF-8, a null byte). None of the script's code has run yet.
     """
     import ctypes
 
@@ -314,12 +316,12 @@ def _run_file(full: str, space: dict[str, Any]) -> None:
 
 
 def _full_name(name: str) -> str:
-    """An absolute name as ``python script.py`` makes it: joined, not tidied (pathconfig, _Py_abspath)."""
+    """An absolute path as ``python script.py`` builds it: joined, not normalised (_Py_abspath)."""
     return name if os.path.isabs(name) else f"{Path.cwd()}/{name}"
 
 
 def _is_container(path: Path) -> bool:
-    """A folder or an archive with a ``__main__.py``, which Python can run too."""
+    """Whether Python would run ``path`` as a folder or archive with a ``__main__.py``."""
     if path.is_dir():
         return True
     import zipfile
@@ -333,10 +335,10 @@ def _tell(line: int, error: BaseException, code: int) -> None:
 
 
 def _answer_what_is_handled(line: int) -> None:
-    """Tell the supervisor, when it asks by a signal, which exception this worker handles just now.
+    """Report the exception being handled when the supervisor asks by a signal.
 
-    It asks before it stops a worker whose peers say only that somebody is gone. Python runs the handler
-    between two steps of the main thread; one that stands in C code does not answer, and is not waited for.
+    It asks before it stops a worker if the failed peers report only a lost peer. Python runs the handler
+    between bytecodes of the main thread: a thread inside C code does not answer, and nobody waits for it.
     """
     own_pid = os.getpid()
 
@@ -349,7 +351,7 @@ def _answer_what_is_handled(line: int) -> None:
 
 
 def send_line(line: int, record: dict[str, Any]) -> None:
-    """One JSON record to the supervisor. A supervisor that is gone, or a closed descriptor, is no error."""
+    """Send one JSON record to the supervisor. Ignores a dead supervisor or a closed descriptor."""
     data = memoryview(json.dumps(record).encode() + b"\n")
     try:
         while data:

@@ -1,14 +1,14 @@
-"""How a Python process ends: what an uncaught exception prints, exit codes, and what happens on the way out.
+"""How a Python process ends: output for uncaught exceptions, exit codes, and finalization.
 
-The interpreter does this in C, for a script that it runs itself. A worker's script is run by us, so
-it is done here again, in the same order and words (Python/pythonrun.c, Python/pylifecycle.c).
+The interpreter does this in C, for a script that it runs itself. We run a worker's script, so we
+repeat it here, in the same order and words (Python/pythonrun.c, Python/pylifecycle.c).
 
 [Note: Exit]
-A worker of the fork server leaves by ``os._exit`` after everything Python promises at exit: threads
+A worker of the fork server exits by ``os._exit``, after all that Python promises at exit: threads
 joined, ``atexit`` functions called, the script's globals and modules dropped (so that ``__del__`` runs
-and files are flushed), Python's and C's streams flushed. Left out are C's exit handlers and the C++
-static destructors, which take longer in 8 forks of a process with torch (they touch, and so copy,
-every page) than their training step. ``--start-method exec`` ends in the ordinary way.
+and files are flushed), Python's and C's streams flushed. C's exit handlers and C++ static destructors
+do not run: with torch, in 8 forks, they take longer than a training step, because they touch, and so
+copy, every page. With ``--start-method exec`` workers exit normally.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from typing import Any, NoReturn
 from rallypoint.launch import torch_private
 
 
-# Where our own frames come from.
+# The folder of our own frames.
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-# What Python exits with when it cannot flush its streams.
+# Python's exit code if it cannot flush its streams.
 CANNOT_FLUSH = 120
-# How long files may take to flush that a daemon thread may be holding.
+# Seconds to flush files whose locks a daemon thread may hold.
 FLUSH_PATIENCE = 1.0
 
 
 def without_us(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without its first frames, which are this package's."""
+    """A traceback without its first frames that belong to this package."""
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OURS):
         tb = tb.tb_next
     return tb
 
 
-# -- an exception nobody caught -------------------------------------------------------------------
+# -- an uncaught exception -------------------------------------------------------------------
 #
-# These are called when the exception is no longer being handled: what a hook raises must not get
-# "During handling of the above exception", which plain Python does not print there.
+# Call these when the exception is no longer being handled. Otherwise an error of a hook would print
+# "During handling of the above exception", which plain Python does not.
 
 
 def exit_code(error: SystemExit) -> int:
@@ -62,7 +62,7 @@ def exit_code(error: SystemExit) -> int:
         stream = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace")
     try:
         print(error.code, file=stream, flush=True)
-    except BaseException:  # noqa: BLE001, S110  a broken __str__ or stream changes nothing about the code
+    except BaseException:  # noqa: BLE001, S110  a broken __str__ or stream does not change the code
         pass
     return 1
 
@@ -101,7 +101,7 @@ def _call_hook(hook: object, error: BaseException) -> BaseException | None:
 def _say(text: str) -> None:
     try:
         sys.stderr.write(text)
-    except BaseException:  # noqa: BLE001, S110  nowhere to say it
+    except BaseException:  # noqa: BLE001, S110  nowhere to write to
         pass
 
 
@@ -110,7 +110,7 @@ def _unraisable(error: BaseException, where: object) -> None:
     error.__traceback__ = without_us(error.__traceback__)
     hook: Any = getattr(sys, "unraisablehook", sys.__unraisablehook__)
     try:
-        if hook is sys.__unraisablehook__:  # takes a type that only the interpreter can make
+        if hook is sys.__unraisablehook__:  # needs a type that only the interpreter can create
             sys.stderr.write(f"Exception ignored in: {where!r}\n")
             traceback.print_exception(error, chain=False)
             return
@@ -123,7 +123,7 @@ def _unraisable(error: BaseException, where: object) -> None:
                 object=where,
             )
         )
-    except BaseException:  # noqa: BLE001, S110  there is nobody left to tell
+    except BaseException:  # noqa: BLE001, S110  nowhere to report it
         pass
 
 
@@ -131,7 +131,7 @@ def _unraisable(error: BaseException, where: object) -> None:
 
 
 def flush_streams() -> bool:
-    """Flush ``sys.stdout`` and ``sys.stderr``, whatever they are by now. False if it could not be done."""
+    """Flush the current ``sys.stdout`` and ``sys.stderr``. False if one could not be flushed."""
     done = True
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name, None)
@@ -158,22 +158,22 @@ def flush_quietly() -> None:
 def _is_closed(stream: object) -> bool:
     try:
         return bool(getattr(stream, "closed", False))
-    except BaseException:  # noqa: BLE001  as the interpreter takes it
+    except BaseException:  # noqa: BLE001  as in the interpreter
         return False
 
 
 def _flush_files() -> None:
-    """Flush files that something still holds (a frame, a module that was here before the script).
+    """Flush files that are still referenced (by a frame, or a module imported before the script).
 
-    The interpreter would take down what holds them, and a file that is let go of flushes itself.
+    The interpreter would destroy what refers to them, and files flush themselves when destroyed.
     """
     for thing in gc.get_objects():
-        kind = type(thing)  # not isinstance, which asks the object, and so may run its code
+        kind = type(thing)  # not isinstance, which may run the object's code
         if issubclass(kind, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
             try:
                 if not thing.closed:
                     thing.flush()
-            except BaseException:  # noqa: BLE001, S110  as its own end would pass it over
+            except BaseException:  # noqa: BLE001, S110  its finalizer would ignore this too
                 pass
 
 
@@ -183,12 +183,12 @@ def _flush_files() -> None:
 def leave(code: int, *, interrupted: bool, known_modules: Collection[str]) -> NoReturn:
     """End this fork as the interpreter ends a process.
 
-    No caller may hold the script's exception any more: its frames hold the script's objects.
+    Callers must not hold the script's exception: its frames keep the script's objects alive.
 
     Args:
         code: the exit code.
-        interrupted: by an uncaught KeyboardInterrupt: the process then dies of SIGINT.
-        known_modules: names of what was imported before the script ran.
+        interrupted: whether an uncaught KeyboardInterrupt ended it; the process then dies of SIGINT.
+        known_modules: names of the modules imported before the script ran.
     """
     _join_threads()
     try:
@@ -223,7 +223,7 @@ def _join_threads() -> None:
 
 
 def _end(code: int, *, interrupted: bool) -> NoReturn:
-    # The script may have put streams of its own before the real ones.
+    # The script may have replaced sys.stdout and sys.stderr.
     for stream in (sys.__stdout__, sys.__stderr__):
         try:
             if stream is not None and not stream.closed:
@@ -238,25 +238,24 @@ def _end(code: int, *, interrupted: bool) -> NoReturn:
 
 
 class _Canary:
-    """Tells whether the globals of ``__main__``, a dict, still live: it lives as long as they do."""
+    """Lives as long as a module's globals, a dict, which cannot be referenced weakly."""
 
     def __init__(self, space: dict[str, object]) -> None:
         self.space = space
 
 
 def _drop_script(known_modules: Collection[str]) -> None:
-    """Let go of ``__main__`` and of what it imported, so that ``__del__`` runs and files are flushed.
+    """Drop ``__main__`` and what it imported, so that ``__del__`` runs and files are flushed.
 
-    What can no longer be reached then goes, all at once and with its globals still in place, as in
-    the interpreter. Daemon threads, which it would have frozen, go on here, so they keep what they
-    can reach.
+    Unreachable objects are collected all at once, with their globals still in place, as in the
+    interpreter. It would freeze daemon threads; here they continue, so they keep what they can reach.
     """
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             setattr(sys, name, None)
-    # The order in which a collector finds things is the order in which it will finalize them: found
-    # from the module, a text file comes before its buffer. By age the buffer would be closed first,
-    # and what the text file holds be lost. The interpreter, too, collects once before it lets go.
+    # The collector finalizes objects in the order in which it finds them. By age, a file's buffer would
+    # be closed before the text file, whose data would be lost; found from the module, the text file
+    # comes first. The interpreter, too, collects once before it drops modules.
     gc.collect()
     daemons = threading.active_count() > 1
     names = [] if daemons else [name for name in sys.modules if name not in known_modules]
@@ -271,7 +270,7 @@ def _drop_script(known_modules: Collection[str]) -> None:
         del module
     gc.collect()
     if daemons:
-        # One of them may hold a file's lock for ever, so it is not this thread that waits for it.
+        # A daemon may hold a file's lock forever, so another thread waits for it.
         helper = threading.Thread(target=_flush_files, daemon=True)
         helper.start()
         helper.join(FLUSH_PATIENCE)
@@ -286,7 +285,7 @@ def _drop_script(known_modules: Collection[str]) -> None:
 
 
 def _empty(space: dict[str, object]) -> None:
-    """Drop the values of a module that somebody holds, but not what their ``__del__`` may want to call."""
+    """Drop the values of a module that is still referenced, but keep what their ``__del__`` may call."""
     tools = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
     for name, value in list(space.items()):
         if not name.startswith("__") and not issubclass(type(value), tools):

@@ -1,8 +1,8 @@
 """A worker's exception as data, for the supervisor.
 
-Nothing an exception does may get in the way: a ``__str__`` that raises, a message of megabytes, a
-chain without end. What only hides the user's own line (the frames of ``runpy``, of argparse and
-its like) is left out; the whole traceback is on the worker's stderr.
+Must survive any exception: a ``__str__`` that raises, a message of megabytes, an endless chain.
+Frames that hide the user's own line (of ``runpy``, argparse and the like) are left out; the whole
+traceback is on the worker's stderr.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rallypoint.launch import torch_private
 from . import ending
 
 
-# What travels to the report.
+# Limits of what is sent to the report, in characters and in exceptions.
 MAX_TRACEBACK = 32_000
 MAX_MESSAGE = 4_000
 MAX_CHAIN = 16
 MAX_LEAVES = 16
-# Files and packages between the script and the user's function, or between a mistake and its exit.
+# Files and packages whose frames stand between the script and the user's function, or an error and its exit.
 _WRAPPERS = frozenset({"argparse.py", "runpy.py", "<frozen runpy>", "optparse.py"})
 _WRAPPER_PACKAGES = frozenset({"hydra", "click", "typer", "absl", "fire", "jsonargparse", "tyro"})
 _OURS = os.path.join("rallypoint", "launch", "")
@@ -32,9 +32,9 @@ _RECORD = os.path.join("torch", "distributed", "elastic", "multiprocessing", "er
 
 
 def describe(error: BaseException, code: int) -> dict[str, Any]:
-    """One exception with those it came from.
+    """Describe an exception and its causes.
 
-    A ``SystemExit`` says nothing: it is told as the exception that was being handled when it was raised.
+    A ``SystemExit`` says nothing, so it is replaced by the exception being handled when it was raised.
     """
     cause = error
     while isinstance(cause, SystemExit) and (behind := _behind(cause)) is not None:
@@ -77,7 +77,7 @@ def _behind(error: BaseException) -> BaseException | None:
     """The exception that ``error`` is a consequence of, as a traceback shows it."""
     if error.__cause__ is not None:
         return error.__cause__
-    # `raise SystemExit from None` hides it from the terminal, not from a report that looks for causes.
+    # `raise SystemExit from None` hides it from the terminal; the report still needs the cause.
     if isinstance(error, SystemExit) or not error.__suppress_context__:
         return error.__context__
     return None
@@ -86,7 +86,7 @@ def _behind(error: BaseException) -> BaseException | None:
 def _chains(
     error: BaseException | None, before: tuple[tuple[str, str], ...]
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """From the outermost exception to each of the first ones; several where groups are among them."""
+    """The chains from the outermost exception back to each first one; a group has several."""
     while error is not None and len(before) < MAX_CHAIN:
         if isinstance(error, BaseExceptionGroup):
             for leaf in error.exceptions[:MAX_LEAVES]:
@@ -114,22 +114,22 @@ def _text(error: BaseException, cause: BaseException) -> str:
 
 
 def _joined(error: BaseException, cause: BaseException) -> traceback.StackSummary:
-    """The frames down to the handler that exited, and from there those of what it handled.
+    """The frames down to the handler that exited, then those of the exception that it handled.
 
-    The handled exception alone begins where it was caught, which may be deep inside a library.
+    The handled exception's traceback begins where it was caught, perhaps deep inside a library.
     """
     own = list(traceback.walk_tb(ending.without_us(error.__traceback__)))
     handled = list(traceback.walk_tb(cause.__traceback__))
     caught_in = handled[0][0] if handled else None
     outer = list(takewhile(lambda pair: pair[0] is not caught_in, own))
     if len(outer) == len(own):
-        outer = []  # it was caught elsewhere
+        outer = []  # caught elsewhere
     pairs = [(frame, frame_line) for frame, frame_line in [*outer, *handled]]
     return traceback.StackSummary.extract(iter(pairs))
 
 
 def _tidy(found: traceback.TracebackException, depth: int) -> None:
-    """Leave wrappers out, and cut messages: the frames of a message of 10 MB are wanted, too."""
+    """Remove wrappers' frames and cut messages: a message of 10 MB must not displace the frames."""
     found.stack = _without_wrappers(found.stack)
     torch_private.cut_message(found, MAX_MESSAGE)
     if depth == 0:
@@ -138,7 +138,7 @@ def _tidy(found: traceback.TracebackException, depth: int) -> None:
     for name in ("__cause__", "__context__"):
         behind = getattr(found, name)
         if behind is not None and all(_is_wrapper(frame.filename) for frame in behind.stack):
-            setattr(found, name, None)  # how argparse came to its own error
+            setattr(found, name, None)  # internal to argparse and its like
     inner = [found.__cause__, found.__context__, *(getattr(found, "exceptions", None) or ())]
     for each in inner:
         if each is not None:

@@ -1,4 +1,4 @@
-"""What is one worker's own: its descriptors, variables, CPUs. The job, which all share, is the config's."""
+"""The settings of one worker: descriptors, variables, CPUs. ``config.Job`` has what all workers share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Self
 
 
-# By this one a worker is asked which exception it handles; nobody else is known to use it.
+# Asks a worker which exception it is handling; no other use of this signal is known.
 ASK_SIGNAL = signal.SIGRTMIN + 21
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFds:
-    """A worker's descriptors: streams, its line to the supervisor, and for functions two memory files."""
+    """A worker's descriptors: streams, the pipe to the supervisor, and for functions two memory files."""
 
     stdout: int
     stderr: int
@@ -29,7 +29,7 @@ class WorkerFds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
-    """What is one worker's own: variables on top of the fork server's, CPUs to be bound to, descriptors; arguments."""
+    """How to start a worker: variables on top of the fork server's, CPUs to bind to, descriptors, arguments."""
 
     env: dict[str, str]
     cpus: list[int] | None

@@ -1,17 +1,17 @@
-"""A function call on its way to the workers, inside them, and its results on their way back.
+"""Function calls: sent to the workers, run there, and their results sent back.
 
 Theory of operation
 -------------------
-The caller packs the call (function, arguments, ``setup``) once into a memory file; each worker maps it
-and calls; its result goes into a memory file of its own, which the caller reads when all have
-ended. Only processes that the caller started hold these descriptors, so nobody else can write what
-is unpickled here: this is the one place of the package that unpickles without authentication.
+The caller pickles the call (function, arguments, ``setup``) once into a memory file, which each worker
+maps. Each worker writes its result to a memory file of its own, which the caller reads when all have
+ended. Only processes that the caller started hold these descriptors, so no other process can write
+to them: this is the only place in the package that unpickles without authentication.
 
-Functions of importable modules travel by name. Functions of ``__main__``, lambdas, closures, and what
-is defined in modules that a worker could not import (loaded from a path, as pytest does) travel by
-value; their classes keep their identity: an instance that comes back is one of the class it had here.
+Functions of importable modules are pickled by name. Functions of ``__main__``, lambdas, closures, and
+objects of modules that a worker could not import (loaded from a path, as pytest does) are pickled by
+value. Their classes keep their identity: a returned instance has the caller's class.
 
-With launch method ``fork`` the call is in the worker already; only results are pickled.
+With launch method ``fork`` the worker has the call already; only results are pickled.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from . import process_group
 from .job import WorkerFds
 
 
-# How deep the search for what cannot be pickled goes.
+# Depth of the search for the object that cannot be pickled.
 _MAX_DEPTH = 4
-# Length of the JSON part of a packed call, before it.
+# Size of the length field before the JSON part of a packed call.
 _LENGTH_BYTES = 8
 
 _by_value_lock = forks.Lock()
@@ -63,10 +63,10 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallerFacts:
-    """What a worker takes over from the calling process.
+    """What a worker inherits from the calling process.
 
     Args:
-        cfg: without what differs between workers; they have that in their environment.
+        cfg: without the fields that differ between workers; their environment has those.
         argv: the caller's ``sys.argv``.
         log_level: the level of the caller's root logger.
         joins: another launch serves the store.
@@ -95,10 +95,10 @@ class CallerFacts:
 
 
 def pack(call: Call, facts: CallerFacts) -> int:
-    """A memory file with the call; the caller owns the descriptor.
+    """Pickle the call into a memory file; the caller owns the descriptor.
 
     Raises:
-        ConfigError: something in it cannot be pickled; names it.
+        ConfigError: a part of it, which the error names, cannot be pickled.
     """
     fd = os.memfd_create("rally-call", os.MFD_CLOEXEC)
     try:
@@ -117,10 +117,10 @@ def pack(call: Call, facts: CallerFacts) -> int:
 
 
 def unpack_result(rank: int, data: bytes) -> Any:  # Any: what the user's function returned
-    """What a worker returned.
+    """Load what a worker returned.
 
     Raises:
-        LaunchError: it cannot be loaded here.
+        LaunchError: it cannot be unpickled here.
     """
     try:
         return pickle.loads(data)  # noqa: S301  written by a worker that we started: see the top
@@ -132,7 +132,7 @@ def unpack_result(rank: int, data: bytes) -> Any:  # Any: what the user's functi
 
 
 def name_of(func: object) -> str:
-    """What a person calls ``func``."""
+    """The name of ``func`` for messages."""
     inner = _unwrapped(func)
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
@@ -145,20 +145,20 @@ def _dump(what: object, file: Any) -> None:  # Any: only write() is needed
 
 @contextmanager
 def _unimportable_by_value(call: Call) -> Iterator[None]:
-    """Meanwhile cloudpickle sends by value what lives in modules that a worker could not import."""
+    """Make cloudpickle pickle objects of modules that a worker could not import by value, within the block."""
     import cloudpickle
 
     things = [_unwrapped(thing) for thing in (call.func, call.setup, *call.args)]
     things += [_unwrapped(thing) for thing in call.kwargs.values()]
     names = {getattr(thing, "__module__", None) or type(thing).__module__ for thing in things}
-    with _by_value_lock:  # cloudpickle keeps this in one table of the process
+    with _by_value_lock:  # cloudpickle's table is global
         registered = cloudpickle.list_registry_pickle_by_value()
         modules = [
             sys.modules[name]
             for name in names
             if name in sys.modules
             and name not in registered
-            and name != "__main__"  # always travels by value
+            and name != "__main__"  # always pickled by value
             and not _can_be_imported(sys.modules[name], name)
         ]
         for module in modules:
@@ -171,7 +171,7 @@ def _unimportable_by_value(call: Call) -> Iterator[None]:
 
 
 def _can_be_imported(module: ModuleType, name: str) -> bool:
-    """Whether the import system would find this very module, had it not been imported yet."""
+    """Whether an import in a new process would find this module."""
     parent, _, _ = name.rpartition(".")
     path = None
     if parent:
@@ -182,7 +182,7 @@ def _can_be_imported(module: ModuleType, name: str) -> bool:
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, path)
-        except Exception:  # noqa: BLE001, S112  a user's finder may raise anything: it has not found it
+        except Exception:  # noqa: BLE001, S112  a user's finder may raise anything
             continue
         if spec is not None:
             origin = getattr(module.__spec__, "origin", None)
@@ -191,7 +191,7 @@ def _can_be_imported(module: ModuleType, name: str) -> bool:
 
 
 def _unwrapped(thing: object) -> object:
-    """The function inside of partials and bound methods."""
+    """The function inside partials and bound methods."""
     while True:
         inner = getattr(thing, "func", None) if _is_partial(thing) else None
         if isinstance(thing, MethodType):
@@ -208,7 +208,7 @@ def _is_partial(thing: object) -> bool:
 
 
 class _Nowhere:
-    """A file for trying."""
+    """A file that discards what is written."""
 
     def write(self, data: Any) -> int:  # Any: any buffer
         return memoryview(data).nbytes
@@ -249,7 +249,7 @@ def _unpicklable(call: Call, error: BaseException) -> ConfigError:
 def _innermost(
     thing: object, error: BaseException, depth: int
 ) -> tuple[str, object, BaseException]:
-    """The innermost part of ``thing`` that fails by itself: its name after ``thing``'s, itself, why."""
+    """The innermost part of ``thing`` that cannot be pickled: its path within ``thing``, the part, the error."""
     for label, part in _parts(thing) if depth else ():
         found = _why_not(part)
         if found is not None:
@@ -299,9 +299,9 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def run(fds: WorkerFds) -> None:
-    """In a worker: load the call, join the job, call, leave the result."""
+    """In a worker: load the call, join the job, call, store the result."""
     assert fds.payload is not None
-    # All workers share the descriptor's offset, so nobody may read() it; and its pages are shared.
+    # Map it: workers share the descriptor's offset, so read() would move it for all. Pages are shared too.
     with mmap.mmap(fds.payload, 0, access=mmap.ACCESS_READ) as data:
         length = int.from_bytes(data[:_LENGTH_BYTES])
         start = _LENGTH_BYTES + length
@@ -328,12 +328,12 @@ def _load(packed: memoryview) -> Call:
 
 
 def _show_less(error: BaseException) -> None:
-    """Without our own frame in its traceback."""
+    """Remove our own frame from the traceback."""
     error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
 
 
 def run_in_fork(fds: WorkerFds, call: Call, facts: CallerFacts) -> None:
-    """In a worker that is a fork of the caller (launch method ``fork``): run the call there."""
+    """Run the call in a worker that is a fork of the caller (launch method ``fork``)."""
     torch_private.forget_children()
     _use_own_streams()
     process_group.use_one_thread()
@@ -341,10 +341,10 @@ def run_in_fork(fds: WorkerFds, call: Call, facts: CallerFacts) -> None:
 
 
 def run_call(fds: WorkerFds, call: Call, facts: CallerFacts) -> None:
-    """Join the job, call, leave the result in its memory file."""
+    """Join the job, call, store the result in its memory file."""
     own_pid = os.getpid()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Lines of several workers meet in one place: they come whole, and when they are written.
+        # Several workers share the output: write whole lines, at once.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     cfg = facts.cfg.with_environment(environment.snapshot())
     assert cfg.rank is not None
@@ -356,8 +356,8 @@ def run_call(fds: WorkerFds, call: Call, facts: CallerFacts) -> None:
         assert cfg.master_port is not None
         process_group.wait_for_store(cfg.master_addr, cfg.master_port)
     process_group.init_dist(cfg)
-    # Whatever is raised from here on ends the process at once, with its group as it is: to leave a
-    # group in which others still compute may block (NCCL), and until then nobody would hear of it.
+    # An exception from here on ends the process without leaving the group: leaving it while others
+    # still compute may block (NCCL) and would delay the report.
     result = None
     try:
         result = call.func(*call.args, **call.kwargs)
@@ -365,7 +365,7 @@ def run_call(fds: WorkerFds, call: Call, facts: CallerFacts) -> None:
         if error.code:
             raise
     if os.getpid() != own_pid:
-        return  # a fork that the function made came out of it: it is not the worker
+        return  # a fork made by the function returned here: it is not the worker
     _leave_result(fds, cfg.rank, result)
     process_group.leave_dist()
 
@@ -376,7 +376,7 @@ def _call_setup(setup: Callable[[], object]) -> None:
     except SystemExit as error:
         if error.code:
             raise
-        # An end without an error is no failure, and the others would wait for this rank.
+        # Exit code 0 would not count as a failure, and the other ranks would wait for this one.
         raise LaunchError("setup called sys.exit(): this rank cannot join the others") from error
 
 
@@ -395,7 +395,7 @@ def _leave_result(fds: WorkerFds, rank: int, result: object) -> None:
 
 
 def _set_up_logging(cfg: MultiprocessConfig, level: int) -> None:
-    """Lines that say which rank wrote them, unless the user has set up logging (``setup``, an import)."""
+    """Log lines with the rank, unless the user has configured logging (in ``setup`` or on import)."""
     root = logging.getLogger()
     if root.handlers:
         return
@@ -410,7 +410,7 @@ def _set_up_logging(cfg: MultiprocessConfig, level: int) -> None:
 
 
 def _use_own_streams() -> None:
-    """Where the caller's streams are not descriptors 1 and 2 (notebooks), nobody reads ours there."""
+    """Write to descriptors 1 and 2. In a notebook the caller's streams are others, and forks cannot use them."""
     sys.stdout = _stream_on(1, sys.stdout)
     sys.stderr = _stream_on(2, sys.stderr)
 

@@ -1,21 +1,21 @@
-"""Modules the fork server has imported for its workers, kept out of sight until the script imports them.
+"""Hides modules that the fork server has imported until the script imports them.
 
 Theory of operation
 -------------------
-``import torch`` reads the environment, and scripts count on it::
+``import torch`` reads the environment, and scripts rely on that::
 
     os.environ["OMP_NUM_THREADS"] = "4"
     import torch
 
-In a worker torch has been imported already. So it is taken out of ``sys.modules`` before the script
-runs, with all its submodules, and a finder puts it back at the script's first import of any of them.
-At that moment what ``import torch`` reads is compared with what it read in the fork server, and what
-has changed is applied with torch's own functions. This also keeps ``"torch" in sys.modules`` (how
-libraries ask whether a program uses torch) as in a plain interpreter.
+In a worker torch has been imported already. So torch and its submodules are removed from
+``sys.modules`` before the script runs, and a finder restores them when the script first imports torch.
+The finder then compares the variables that ``import torch`` reads with their values in the fork
+server, and applies changes through torch's own functions. ``"torch" in sys.modules``, by which
+libraries check whether a program uses torch, is also as in a plain interpreter.
 
-What libraries read while they are *loaded* and cannot be told later stays as the fork server had it:
-OpenMP's binding of threads (``OMP_PROC_BIND``, ``KMP_AFFINITY``), OpenBLAS's number of threads. Set it
-in the environment of ``rally run``, or use ``--start-method exec``.
+Some libraries read settings when they are *loaded* and offer no way to change them later: OpenMP's
+thread binding (``OMP_PROC_BIND``, ``KMP_AFFINITY``), OpenBLAS's number of threads. Set these in the
+environment of ``rally run``, or use ``--start-method exec``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from rallypoint._core import env as environment
 from rallypoint.launch import torch_private
 
 
-_THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # the first that is set wins
+_THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # the first one set wins
 _LOGS = ("TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT")
 _DEBUG = ("TORCH_DISTRIBUTED_DEBUG",)
 
 
 def hide(package: str) -> None:
-    """Take a package out of ``sys.modules`` until it is imported (again). No effect if it is not there."""
+    """Remove a package from ``sys.modules`` until it is imported again. No effect if it is not imported."""
     within = f"{package}."
     names = [name for name in sys.modules if name == package or name.startswith(within)]
     if package in names:
@@ -48,7 +48,7 @@ def hide(package: str) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers for one hidden package, once."""
+    """Restores one hidden package, once."""
 
     def __init__(
         self, package: str, hidden: dict[str, types.ModuleType], env: Mapping[str, str]
@@ -66,7 +66,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         target: types.ModuleType | None = None,
         /,
     ) -> importlib.machinery.ModuleSpec | None:
-        # Asking is not importing: importlib.util.find_spec("torch") must not bring it back.
+        # importlib.util.find_spec("torch") must not restore it: only exec_module does.
         if fullname != self._package:
             return None
         if self._spec is None or self._spec.origin is None:
@@ -82,7 +82,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._spec  # importing has just replaced it by ours
+        module.__spec__ = self._spec  # the import has replaced it by ours
         for name, hidden in self._hidden.items():
             sys.modules.setdefault(name, hidden)
         if self in sys.meta_path:
@@ -92,7 +92,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _catch_up(torch: Any, then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Apply to torch what its import would have read now and had read differently then."""
+    """Apply variables that have changed since torch was imported."""
 
     def changed(names: Sequence[str]) -> bool:
         return any(then.get(name) != now.get(name) for name in names)
@@ -100,7 +100,7 @@ def _catch_up(torch: Any, then: Mapping[str, str], now: Mapping[str, str]) -> No
     if changed(_THREADS):
         threads = num_threads(now)
         if threads is not None:
-            # MKL, where there is one, takes no more than there are processors.
+            # MKL uses at most one thread per processor.
             most = len(os.sched_getaffinity(0)) if torch.backends.mkl.is_available() else threads
             torch.set_num_threads(min(threads, most))
     if changed(_LOGS):
@@ -110,7 +110,7 @@ def _catch_up(torch: Any, then: Mapping[str, str], now: Mapping[str, str]) -> No
 
 
 def num_threads(env: Mapping[str, str]) -> int | None:
-    """What OpenMP and MKL make of the environment, or None if nothing (valid) is set."""
+    """The number of threads that OpenMP and MKL read from the environment, or None if none valid is set."""
     for name in _THREADS:
         value = env.get(name, "").split(",")[0].strip()
         if value.isascii() and value.isdigit() and int(value) > 0:

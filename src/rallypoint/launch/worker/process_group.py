@@ -1,4 +1,4 @@
-"""The process group of a function launch: formed, proven, laid out as a mesh, left.
+"""The process group of a function launch: form it, prove it, lay out the mesh, leave it.
 
 torch is imported inside the functions: importing :mod:`rallypoint.launch` must not cost its import.
 """
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long to knock in silence at a store that another launch serves, and the pause between knocks.
+# Seconds to try to connect to another launch's store before logging it, and the pause between tries.
 _SILENCE = 3.0
 # The variables that init_dist sets.
 _SET_BY_INIT = (
@@ -51,21 +51,20 @@ def init_process_group_from_backend(
 ) -> None:
     """Form the default process group, and prove it with one all-reduce.
 
-    A group whose addresses are wrong, or that mixes two jobs, is found here and not in the
-    first training step.
+    Detects wrong addresses and mixed-up jobs here, not in the first training step.
 
-    Collective: every rank of the job calls it.   Blocks: until all have come.
+    Collective: every rank of the job calls it.   Blocks: until all have joined.
     Args:
-        backend: default: :func:`get_distributed_backend`. For ``nccl`` set the CUDA device before.
+        backend: default: :func:`get_distributed_backend`. For ``nccl`` set the CUDA device first.
         init_method: as in ``torch.distributed.init_process_group``; not used with ``store``.
-        rank: this process's; default: from ``init_method`` (the variable ``RANK``).
+        rank: of this process; default: from ``init_method`` (the variable ``RANK``).
         world_size: number of ranks; default: from ``init_method`` (``WORLD_SIZE``).
         store: where the ranks meet, instead of ``init_method``.
         timeout: in seconds, for forming the group and for its collectives; default: torch's.
     Raises:
         ConfigError: this process has a default group already.
         LaunchError: the sum over all ranks is not the number of ranks.
-        torch.distributed.DistError: the others did not come; from torch as it is.
+        torch.distributed.DistError: other ranks did not join; raised by torch.
     """
     import torch
     import torch.distributed as dist
@@ -132,15 +131,15 @@ def init_dist(*args: Any, **kwargs: Any) -> MultiprocessConfig:
     """Join the job: variables, CUDA device, proven default group, and the mesh of the config.
 
     Called with a :class:`MultiprocessConfig`, or with its first fields: ``init_dist(rank, local_rank, world_size, …)``.
-    What is left unset is taken from this process's environment (so a script under ``rally run``
-    or ``torchrun`` calls ``init_dist()``), then from its devices. Functions of
-    :func:`launch_subprocesses` need not call it: it has been called.
+    Unset fields are taken from this process's environment (so a script under ``rally run``
+    or ``torchrun`` calls ``init_dist()``), then from its devices. :func:`launch_subprocesses` calls it
+    before your function.
 
-    The mesh is :func:`rallypoint.parallel.current_mesh`. With ``model_parallelism`` or ``pipeline_parallelism`` over 1 it is
-    also there as torch's (:func:`parallel_mesh`), with the axes ``pp``, ``dp``, ``mp``; ranks that are neighbours along
-    ``mp`` are neighbours in the job.
+    :func:`rallypoint.parallel.current_mesh` is the mesh. With ``model_parallelism`` or ``pipeline_parallelism`` over 1,
+    :func:`parallel_mesh` returns it as torch's, with the axes ``pp``, ``dp``, ``mp``; neighbours along ``mp`` have
+    consecutive ranks.
 
-    Collective: every rank of the job calls it.   Blocks: until all have come.
+    Collective: every rank of the job calls it.   Blocks: until all have joined.
     Effects: sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``;
     makes device ``local_rank`` the current CUDA device, where there is CUDA.
     Args:
@@ -148,8 +147,8 @@ def init_dist(*args: Any, **kwargs: Any) -> MultiprocessConfig:
     Returns:
         The config with everything filled in.
     Raises:
-        ConfigError: ranks, sizes and devices do not go together; this process has a group already.
-        LaunchError: the group does not add up (:func:`init_process_group_from_backend`).
+        ConfigError: ranks, sizes and devices do not match; this process has a group already.
+        LaunchError: the group is not the expected one (:func:`init_process_group_from_backend`).
         TypeError: neither a config nor its first fields.
     """
     cfg = _config_of(*args, **kwargs).with_environment(environment.snapshot()).resolve()
@@ -177,7 +176,7 @@ def init_dist(*args: Any, **kwargs: Any) -> MultiprocessConfig:
 
 
 def _config_of(*args: Any, **kwargs: Any) -> MultiprocessConfig:
-    """What :func:`init_dist` was told."""
+    """The config that the arguments of :func:`init_dist` describe."""
     first = args[0] if args else kwargs.get("cfg")
     if not isinstance(first, MultiprocessConfig):
         names = (
@@ -199,14 +198,14 @@ def _config_of(*args: Any, **kwargs: Any) -> MultiprocessConfig:
 
 
 def init_alone(backend: str | None) -> None:
-    """A default group of this process only: it needs no port and no other process."""
+    """Form a default group of this process alone, which needs no port."""
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch re-exports it by *
 
     init_process_group_from_backend(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def variables(cfg: MultiprocessConfig) -> dict[str, str]:
-    """The environment of the worker that ``cfg``, resolved, describes."""
+    """The environment variables of the worker with the resolved config ``cfg``."""
     found = {
         "RANK": cfg.rank,
         "WORLD_SIZE": cfg.world_size,
@@ -219,7 +218,7 @@ def variables(cfg: MultiprocessConfig) -> dict[str, str]:
 
 
 def _take_device(cfg: MultiprocessConfig) -> None:
-    """Each worker of a machine its own CUDA device; without NCCL several may share one."""
+    """Select the worker's CUDA device. Without NCCL, workers of a machine may share one."""
     count = backends.num_cuda_devices()
     assert cfg.local_rank is not None
     if cfg.local_rank >= count and "nccl" in _backends_of(cfg):
@@ -253,7 +252,7 @@ def _init_parallelism(cfg: MultiprocessConfig) -> None:
         cfg.pipeline_parallel_backend,
         cfg.data_parallel_backend,
     )
-    # The default group's own backend need not be chosen: an axis may then share groups that are there.
+    # None means the default group's backend: the axis may then reuse existing groups.
     mp, pp, dp = (None if name == cfg.backend else name for name in chosen)
     init_parallelism(cfg.model_parallelism, cfg.pipeline_parallelism, mp, pp, dp)
 
@@ -261,9 +260,12 @@ def _init_parallelism(cfg: MultiprocessConfig) -> None:
 def parallel_mesh() -> DeviceMesh | None:
     """The mesh that :func:`init_dist` made, as torch's ``DeviceMesh`` with the axes ``("pp", "dp", "mp")``.
 
-    None where there is no model or pipeline parallelism (all ranks are data parallel: use the
-    default group), and outside of a job. ``parallel_mesh()["mp"].get_group()`` is the group of an axis.
-    :func:`rallypoint.parallel.current_mesh` is the same mesh with all that Rallypoint knows of it; ``mp`` is ``tp`` there.
+    ``parallel_mesh()["mp"].get_group()`` is the group of an axis. :func:`rallypoint.parallel.current_mesh` is
+    the same mesh as Rallypoint's own class, where ``mp`` is called ``tp``.
+
+    Returns:
+        The mesh; None outside a job and without model or pipeline parallelism (all ranks are data
+        parallel: use the default group).
     """
     if "rallypoint.parallel" not in sys.modules:
         return None
@@ -276,7 +278,7 @@ def parallel_mesh() -> DeviceMesh | None:
 
 
 def leave_dist() -> None:
-    """Destroy the mesh and the default group, where there are any."""
+    """Destroy the mesh and the default group, if they exist."""
     import torch.distributed as dist
 
     if "rallypoint.parallel" in sys.modules:
@@ -296,20 +298,21 @@ def init_and_run(
 ) -> T:
     """In this process: call ``setup``, join the job (:func:`init_dist`), call ``func``, leave the job.
 
-    What a worker of :func:`launch_subprocesses` does, for processes started in another way.
+    Workers of :func:`launch_subprocesses` do the same; use this for processes started in another way.
 
     Collective: every rank of the job calls it.   Blocks: while ``func`` runs.
     Args:
         func: called as ``func(*args, **kwargs)`` inside the group.
         cfg: as for :func:`init_dist`.
-        setup: called first, before there is a group: it may register a backend, set
+        args, kwargs: for ``func``.
+        setup: called first, before the group is formed: it may register a backend, set
             variables that the backend reads, or configure logging.
     Returns:
         What ``func`` returns.
     Raises:
-        ConfigError: ``cfg`` is none.
-        Exception: what ``setup``, :func:`init_dist` or ``func`` raises; the group is destroyed then, too.
-    Effects: the variables that :func:`init_dist` sets are put back at the end.
+        ConfigError: ``cfg`` is not a :class:`MultiprocessConfig`.
+        Exception: what ``setup``, :func:`init_dist` or ``func`` raises; the group is destroyed then too.
+    Effects: restores at the end the variables that :func:`init_dist` sets.
     """
     multiprocess_config.check(cfg)
     if setup is not None:
@@ -323,7 +326,7 @@ def init_and_run(
 
 
 def use_one_thread() -> None:
-    """In a fork of the caller: its OpenMP threads did not come along, and torch would wait for them for ever."""
+    """In a fork of the caller: use one thread. torch would wait forever for OpenMP threads, which forks lack."""
     if "torch" in sys.modules:
         import torch
 
@@ -331,12 +334,12 @@ def use_one_thread() -> None:
 
 
 def wait_for_store(host: str, port: int, timeout: float = JOIN_TIMEOUT) -> None:
-    """Block until something accepts connections at a store that another launch serves.
+    """Block until another launch's store accepts connections.
 
-    torch's own client waits too, but in silence and for half an hour.
+    torch's own client waits too, but silently and for half an hour.
 
     Raises:
-        RendezvousConnectionError: nothing did within ``timeout`` seconds.
+        RendezvousConnectionError: no connection was accepted within ``timeout`` seconds.
     """
     deadline, silence = clock.Deadline(timeout), clock.Deadline(_SILENCE)
     pause, told = threading.Event(), False

@@ -1,8 +1,8 @@
 """A worker's own stdout and stderr: live, and in whole lines.
 
-Python buffers stdout in blocks when it leads to a pipe or a file: the last lines of a job that is
-killed are lost, and blocks of several ranks cut into each other's lines. A worker therefore writes
-each line when it is complete, in one piece (:mod:`rallypoint._core.whole_writes`).
+Python buffers stdout in blocks if it is a pipe or a file: a killed job loses its last lines, and
+lines of several ranks mix. A worker therefore writes each line as soon as it is complete, in one piece
+(:mod:`rallypoint._core.whole_writes`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from rallypoint._core.whole_writes import write_whole
 from rallypoint.launch.config import Job
 
 
-# A line that never ends is written in pieces of this size.
+# Longer lines are written in pieces of this size.
 MAX_LINE = 1024 * 1024
 _LINE_BUFFERED = 1  # C's _IOLBF
-# A handler that prints writes by itself, though it has interrupted a flush: the process may end in it. One that
-# interrupts that one does not: signals that come faster than a busy pipe takes text would nest without end.
+# A signal handler that interrupts a flush flushes its own text, because the process may end in it. A handler
+# that interrupts that one does not: signals faster than a busy pipe would nest without limit.
 _MAX_DEPTH = 2
 
 
 def make_live(job: Job) -> None:
-    """Make stdout and stderr anew for where they lead now, buffered as the job wants it.
+    """Reinitialise stdout and stderr for their new descriptors, with the job's buffering.
 
-    The objects stay: modules that were imported earlier may hold them.
+    Keeps the objects, because modules imported earlier may refer to them.
     """
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, f"__{name}__")
         if type(stream) is not io.TextIOWrapper or stream is not getattr(sys, name):
-            continue  # a notebook's, or none
+            continue  # replaced (a notebook), or None
         unbuffered = stream.write_through  # python -u, PYTHONUNBUFFERED
         live = name == "stdout" and not job.block_buffered
         if unbuffered and name == "stdout" and job.block_buffered:
@@ -57,20 +57,20 @@ def make_live(job: Job) -> None:
 
 
 def _make_c_live() -> None:
-    """What C and C++ libraries print comes line by line, too."""
+    """Make C's stdout line-buffered too."""
     libc = ctypes.CDLL(None)
     try:
         stdout = ctypes.c_void_p.in_dll(libc, "stdout")
     except ValueError:
-        return  # a C library that names it otherwise
+        return  # a C library with another name for it
     libc.setvbuf(stdout, None, _LINE_BUFFERED, 0)
 
 
 class WholeLines(io.BufferedWriter):
-    """A binary stream that several workers share: each flush is one write, which no other's cuts.
+    """A binary stream for a file or pipe that workers share: each flush is one write that others cannot split.
 
-    Unlike its base it may be entered again, by a signal handler that prints; and after a Ctrl-C it
-    does not wait again, at exit, for the console that took nothing.
+    Unlike its base it is reentrant, for signal handlers that print. After a Ctrl-C it does not wait
+    again at exit for a blocked console.
     """
 
     def __init__(self, raw: io.FileIO) -> None:
@@ -78,7 +78,7 @@ class WholeLines(io.BufferedWriter):
         self._fd = raw.fileno()
         self._parts: deque[bytes] = deque()
         self._size = 0
-        self._depths: dict[int, int] = {}  # thread -> flushes that are under way in it
+        self._depths: dict[int, int] = {}  # thread -> flushes in progress
 
     def write(self, data: Any, /) -> int:
         if self.closed:
@@ -94,7 +94,7 @@ class WholeLines(io.BufferedWriter):
         me = threading.get_ident()
         depth = self._depths.get(me, 0)
         if depth == _MAX_DEPTH:
-            return  # the flush that this signal handler has interrupted writes its text, too
+            return  # the interrupted flush writes this text too
         self._depths[me] = depth + 1
         try:
             while data := self._take():
@@ -110,7 +110,7 @@ class WholeLines(io.BufferedWriter):
                 del self._depths[me]
 
     def _take(self) -> bytes:
-        """What is to be written now."""
+        """Take all buffered data."""
         taken = []
         try:
             while True:
