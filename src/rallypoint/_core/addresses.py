@@ -1,4 +1,4 @@
-"""Sockets and addresses: binding the store's port without a race, and which host is this one."""
+"""Sockets and addresses: bind the store's port without a race, and recognise this host."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import socket
 from rallypoint.errors import ConfigError, LaunchError
 
 
-# What ConfigError says of a port that somebody else has.
+# ConfigError's text for a port that is taken.
 IN_USE = "the port is in use"
-# Thousands of workers connect at once when a round starts; the kernel cuts this to somaxconn.
+# Thousands of workers connect at once when a round starts; the kernel caps this at somaxconn.
 BACKLOG = 4096
 
 
 def bind_store(host: str | None, port: int, flag: str = "--master-port") -> socket.socket:
-    """A listening socket for a store.
+    """Open a listening socket for a store.
 
-    The socket itself is handed on, so nobody can take the port between our choice and its use.
+    The socket itself is passed on, so no other process can take the port before it is used.
 
     Args:
         host: an address of this machine to listen on, or None for all of them.
         port: the port, or 0 for any free one.
-        flag: what the user set it with, for the error.
+        flag: the option that set it, for the error.
 
     Raises:
         ConfigError: the port is in use or may not be bound.
@@ -61,13 +61,13 @@ def _for_host(host: str, port: int) -> socket.socket:
 
 
 def _resolve(host: str, port: int, flag: str = "--master-addr") -> tuple[int, tuple[str, int]]:
-    """The first address of ``host``: clients try it first too."""
+    """The family and first address of ``host``: clients try it first too."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError:
-        # Without a descriptor no name is found, and nothing tells that apart from an unknown one: but this does.
+        # With too many open files, look-ups fail as for an unknown name; this open raises the true error.
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         raise ConfigError(
             flag, host, "no such host", "check the name, or give an IP address"
@@ -76,7 +76,7 @@ def _resolve(host: str, port: int, flag: str = "--master-addr") -> tuple[int, tu
 
 
 def check_host(host: str, flag: str = "--master-addr") -> None:
-    """Ask whether there is such a host at all.
+    """Check that the host exists.
 
     Raises:
         ConfigError: its name has no address.
@@ -85,7 +85,7 @@ def check_host(host: str, flag: str = "--master-addr") -> None:
 
 
 def exists(host: str) -> bool:
-    """Whether the name has an address (yet)."""
+    """Whether the name resolves (yet)."""
     try:
         socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -94,10 +94,10 @@ def exists(host: str) -> bool:
 
 
 def check_loopback(host: str) -> None:
-    """Ask whether this machine reaches itself there. Sends nothing.
+    """Check that this machine can reach itself at ``host``. Sends nothing.
 
     Raises:
-        LaunchError: the loopback interface is down (a network namespace in which nobody has brought it up).
+        LaunchError: the loopback interface is down (as in a new network namespace).
     """
     family, address = _resolve(host, 9)
     with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
@@ -118,15 +118,15 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_host(host: str) -> bool:
-    """Whether one of the addresses of ``host`` belongs to this machine: whether it can be bound.
+    """Whether an address of ``host`` belongs to this machine, that is, can be bound.
 
-    No name is compared with another: short names, aliases and machines without reverse DNS work.
+    Compares no names, so short names, aliases and machines without reverse DNS work.
     """
     return own_address(host) is not None
 
 
 def own_address(host: str) -> str | None:
-    """The first address of ``host`` that belongs to this machine, as numbers; None if none does."""
+    """The first numeric address of ``host`` that belongs to this machine, or None."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -139,15 +139,14 @@ def own_address(host: str) -> str | None:
 
 
 def listening_address(bind: str | None, told: str) -> str | None:
-    """The address to listen on so that others reach this machine at ``told``, and no more; None for all of them.
+    """The narrowest address to listen on so that others reach this machine at ``told``; None for all addresses.
 
-    A name that stands for several addresses, or for the loopback, may stand for another one elsewhere (its own name
-    is at 127.0.1.1 on many machines), and one that is no address here may be a NAT's outside: then all are
-    listened on.
+    Listens on all if ``told`` has several addresses or a loopback one, because it may resolve differently elsewhere
+    (many machines resolve their own name to 127.0.1.1), or an address that is not this machine's (perhaps a NAT's).
 
     Args:
-        bind: what the user said: an address, ``*`` for all, or None to find out.
-        told: what the others are told to connect to; may be empty.
+        bind: the user's choice: an address, ``*`` for all, or None for automatic.
+        told: the host that others connect to; may be empty.
     """
     if bind is not None:
         return None if bind == "*" else bind
@@ -162,18 +161,18 @@ def listening_address(bind: str | None, told: str) -> str | None:
 
 
 def reached_at(listener: socket.socket) -> str:
-    """The address by which this machine itself reaches a listening socket of its own."""
+    """The address at which this machine reaches its own listening socket."""
     host = str(listener.getsockname()[0])
     return "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104  compared, not bound
 
 
 def hostname() -> str:
-    """This machine's name, for people."""
+    """This machine's name, for display."""
     return socket.gethostname()
 
 
 def address_towards(host: str, port: int, flag: str = "--master-addr") -> str:
-    """The address of this machine that ``host`` sees us by: the route's source address. Sends nothing."""
+    """This machine's address as ``host`` sees it: the route's source address. Sends nothing."""
     family, address = _resolve(host, port or 1, flag)
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
@@ -184,7 +183,7 @@ def address_towards(host: str, port: int, flag: str = "--master-addr") -> str:
 
 
 def bind_only(host: str | None, port: int) -> socket.socket:
-    """A socket that holds a port and refuses connections until it is told to listen.
+    """Bind a socket, which holds the port and refuses connections until it listens.
 
     Args:
         host: an address of this machine, or None for all of them.
@@ -195,8 +194,8 @@ def bind_only(host: str | None, port: int) -> socket.socket:
     """
     sock = _dual_stack() if host is None else _for_host(host, port)
     try:
-        # Connections of a server that was killed here would keep the port for a minute. Two sockets that do not
-        # listen may hold one port this way; the first to listen has it.
+        # Without this, connections of a killed server would block the port for a minute. With it, two sockets
+        # may bind one port; the first to listen gets it.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("", port) if host is None else _resolve(host, port)[1])
     except OSError:

@@ -1,7 +1,7 @@
-"""Time, as an argument: monotonic clocks and deadlines.
+"""Time as an argument: monotonic clocks and deadlines.
 
-Wall clocks differ between hosts and jump; nothing in the package compares them. The one use of
-the wall clock is a time stamp for people (:func:`timestamp`).
+Wall clocks differ between hosts and jump, so the package never compares them. It uses them only for
+times that people read (:func:`wall`, :func:`timestamp`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where a shell gets the time from; tests pass a fake."""
+    """The source of time; tests pass a fake."""
 
     def now(self) -> float:
-        """Seconds on a clock that only grows."""
+        """Seconds on a clock that never goes back."""
 
 
 class MonotonicClock:
@@ -46,7 +46,7 @@ class Deadline:
         return None if self._at is None else max(0.0, self._at - self._clock.now())
 
     def extend(self, seconds: float) -> None:
-        """Move it: so much time has passed that does not count."""
+        """Move the deadline, for time that should not count."""
         if self._at is not None:
             self._at += seconds
 
@@ -55,10 +55,10 @@ class Deadline:
 
 
 def wall() -> float:
-    """Seconds since 1970, to be shown to people or written into files, never compared."""
+    """Seconds since 1970, for display and files; never compare them."""
     return time.time()
 
 
 def timestamp() -> int:
-    """The same as a whole number."""
+    """Whole seconds since 1970."""
     return int(wall())

@@ -1,6 +1,6 @@
-"""The only reader of the environment: which variables there are, and what they mean.
+"""The only module that reads the environment, and the list of known variables.
 
-Cores never read the environment: they are handed a mapping (:func:`snapshot`).
+Pure code takes a mapping instead (:func:`snapshot`).
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
 
-# What `rally` itself listens to, beside PET_<FLAG> (each torchrun flag) and what the cluster sets
+# The variables that `rally` reads, besides PET_<FLAG> (each torchrun flag) and those of the cluster
 # (launch/placement/clusters). Shown by `rally env`.
 KNOWN: Mapping[str, str] = {
-    "PYTHON_EXEC": "the interpreter for workers; a different one from rally's own implies --start-method exec",
-    "LOGLEVEL": "level of the log lines of rally run itself (DEBUG, INFO, WARNING, ERROR); default WARNING",
+    "PYTHON_EXEC": "the workers' interpreter; any other than rally's own implies --start-method exec",
+    "LOGLEVEL": "log level of rally run itself (DEBUG, INFO, WARNING, ERROR); default WARNING",
     "RALLY_EVENTS": "a file for the job's events, as JSON lines ({host} and {pid} are replaced), or log",
     "NO_COLOR": "any value: no colour in the failure report, on terminals too",
     "RALLY_SECRET": "the job's secret, the same on all nodes, 16 bytes or more; --secret-file wins",
     "RALLY_SECRET_FILE": "a file with the job's secret (mode 0600); --secret-file and RALLY_SECRET win",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "seconds between SIGTERM and SIGKILL; --shutdown-timeout wins",
-    "TORCHELASTIC_ERROR_FILE": "where the root cause is written too, in torchelastic's format",
+    "TORCHELASTIC_ERROR_FILE": "also write the root cause here, in torchelastic's format",
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "prefix of teed lines; knows ${role_name} ${local_rank} ${rank}",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "handed to workers; 1 if unset",
-    "TORCH_DISTRIBUTED_BACKEND": "the backend get_distributed_backend() names",
-    "OMP_NUM_THREADS": "threads per worker; 1 if unset and there are several workers on this node",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "passed to workers; 1 if unset",
+    "TORCH_DISTRIBUTED_BACKEND": "the backend that get_distributed_backend() returns",
+    "OMP_NUM_THREADS": "threads per worker; 1 if unset and this node has several workers",
 }
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the environment as it is now."""
+    """A copy of the current environment."""
     return dict(os.environ)
 
 
@@ -39,13 +39,13 @@ def get(name: str, default: str | None = None) -> str | None:
 
 
 def process_environment() -> MutableMapping[str, str]:
-    """The live environment of this process; for the two places that must change it (workers)."""
+    """The live environment of this process, for code that must change it (in workers)."""
     return os.environ
 
 
 @contextmanager
 def overlay(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set (or with None unset) variables for the length of a block, then put all of them back."""
+    """Set variables (None: unset) within a block, then restore them."""
     before = {name: os.environ.get(name) for name in values}
     try:
         _apply(values)
@@ -56,7 +56,7 @@ def overlay(values: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def kept(names: Iterable[str]) -> Iterator[None]:
-    """Let a block set these variables, then put them back as they were."""
+    """Restore these variables after a block that may change them."""
     with overlay({name: os.environ.get(name) for name in names}):
         yield
 

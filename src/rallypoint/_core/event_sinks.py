@@ -1,7 +1,7 @@
-"""The sink for events: what a part of the package says through it reaches every subscriber of this process.
+"""The sink for events: passes each reported event to every subscriber of this process.
 
-An event is a frozen record (:mod:`rallypoint.events` has all of them). ``emit`` calls the subscribers, in the thread
-that reports the event. Without a subscriber it returns at once.
+Events are frozen records (:mod:`rallypoint.events` has all of them). ``emit`` calls the subscribers in the thread
+that reports the event. Without subscribers it returns at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from . import clock, env as environment, forks, private
 _log = logging.getLogger(__name__)
 
 VARIABLE = "RALLY_EVENTS"
-# The value of the variable for log lines instead of a file.
+# The variable's value for log lines instead of a file.
 TO_LOG = "log"
 # The version of the JSON records.
 VERSION = 1
-# A longer text is cut: a record stays small enough to be written in one piece.
+# Longer texts are cut, so that a record is small enough for one write.
 LONGEST_TEXT = 2000
 
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
@@ -46,7 +46,7 @@ class Event:
 
     kind: ClassVar[str] = "event"
 
-    # slots=True makes each class twice; super() without arguments would refer to the first one.
+    # slots=True creates each class twice; super() without arguments would refer to the first one.
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super(Event, cls).__init_subclass__(**kwargs)
         cls.kind = _WORD.sub("_", cls.__name__).lower()
@@ -68,7 +68,7 @@ class Subscription:
 
     Args:
         subscriber: called with each event.
-        hub: to be left.
+        hub: the hub to leave on close.
     """
 
     def __init__(self, subscriber: Subscriber, hub: Hub) -> None:
@@ -80,11 +80,11 @@ class Subscription:
         """Call the subscriber. Its first exception is logged, later ones are dropped: events never fail a job.
 
         Args:
-            event: to be delivered.
+            event: the event to deliver.
         """
         try:
             self._subscriber(event)
-        except Exception:  # noqa: BLE001  somebody else's code
+        except Exception:  # noqa: BLE001  code of the user
             if not self._has_failed:
                 self._has_failed = True
                 _log.warning(
@@ -113,18 +113,18 @@ class Hub:
     """The subscriptions of this process."""
 
     def __init__(self) -> None:
-        # Replaced as a whole under the lock, so that emit needs none. None: the environment was not asked yet.
+        # Replaced as a whole under the lock, so that emit needs none. None: the environment has not been read yet.
         self._found: tuple[Subscription, ...] | None = None
         self._lock = forks.Lock()
 
     def subscribe(self, subscriber: Subscriber) -> Subscription:
-        """Have ``subscriber`` called with each event of this process, until the subscription is closed.
+        """Call ``subscriber`` with each event of this process until the subscription is closed.
 
-        It is called in the thread that reports the event, which may hold a lock of this package: it must not block, nor call
-        this package. Its first exception is logged, others are ignored. A forked child keeps the subscription.
+        It runs in the thread that reports the event, which may hold a lock of this package: it must not block or call
+        this package. Its first exception is logged, later ones are ignored. A forked child keeps the subscription.
 
         Args:
-            subscriber: called with the event; what it returns is ignored.
+            subscriber: called with the event; its result is ignored.
 
         Returns:
             The subscription: close it, or use it as a context manager.
@@ -139,10 +139,10 @@ class Hub:
             self._found = tuple(each for each in self._subscriptions() if each is not subscription)
 
     def is_wanted(self) -> bool:
-        """Whether anybody subscribes: for events whose fields are expensive to compute.
+        """Whether there are subscribers; ask before computing expensive fields.
 
         Returns:
-            True if :func:`emit` would call somebody.
+            True if :func:`emit` would call a subscriber.
         """
         return bool(self._current())
 
@@ -150,7 +150,7 @@ class Hub:
         """Report an event to all subscribers of this process. Never raises.
 
         Args:
-            event: of a class of this package, or one of your own.
+            event: of one of this package's classes or your own.
         """
         for each in self._current():
             each.deliver(event)
@@ -163,7 +163,7 @@ class Hub:
         return found
 
     def _subscriptions(self) -> tuple[Subscription, ...]:
-        """The first time, those that the environment asks for. Called under the lock."""
+        """The current subscriptions; initially those from the environment. Called under the lock."""
         if self._found is not None:
             return self._found
         try:
@@ -182,7 +182,7 @@ subscribe, emit, is_wanted = _hub.subscribe, _hub.emit, _hub.is_wanted
 
 
 def sink_of(value: str) -> Subscriber | None:
-    """The subscriber that a value of ``RALLY_EVENTS`` asks for: ``log``, or the path of a file; None if it is empty.
+    """The subscriber for a value of ``RALLY_EVENTS``: ``log`` or a file's path; None if empty.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -193,7 +193,7 @@ def sink_of(value: str) -> Subscriber | None:
 
 
 def check(env: Mapping[str, str]) -> None:
-    """Try the sink that ``RALLY_EVENTS`` asks for, if it asks for one.
+    """Check the sink that ``RALLY_EVENTS`` names, if any.
 
     Raises:
         ConfigError: the file cannot be appended to.
@@ -202,7 +202,7 @@ def check(env: Mapping[str, str]) -> None:
 
 
 def for_workers(env: dict[str, str]) -> dict[str, str]:
-    """The environment for workers, whose working directory may be another: with the path made absolute."""
+    """The environment for workers, with an absolute path, because their working directory may differ."""
     value = env.get(VARIABLE)
     if value and value != TO_LOG:
         env = {**env, VARIABLE: os.path.abspath(value)}
@@ -210,20 +210,20 @@ def for_workers(env: dict[str, str]) -> dict[str, str]:
 
 
 def log_event(event: Event) -> None:
-    """Write an event to the log, as one line of level INFO of the logger ``rallypoint.events``."""
+    """Log an event as one INFO line of the logger ``rallypoint.events``."""
     shown = " ".join(f"{name}={value!r}" for name, value in event.fields().items())
     logging.getLogger("rallypoint.events").info("%s %s", event.kind, shown)
 
 
 class JsonLines:
-    """Appends events to a file, one JSON object per line; any number of processes of a host may share the file.
+    """Appends events to a file, one JSON object per line. Processes of a host may share the file.
 
     A line has ``version``, ``kind``, ``time`` (seconds since 1970, by the clock of ``host``), ``monotonic`` (seconds, by
-    the clock of ``host`` that is never set), ``host``, ``pid``, and the fields of the event. The file is opened for each
-    event: nothing is held that a script could close, and the file may be moved away at any time.
+    the monotonic clock of ``host``), ``host``, ``pid``, and the fields of the event. The file is opened for each
+    event, so a script cannot close it, and it may be moved at any time.
 
     Args:
-        path: of the file. ``{host}`` and ``{pid}`` are replaced. A missing file is made for this user only.
+        path: of the file. ``{host}`` and ``{pid}`` are replaced. A missing file is created with mode 0600.
 
     Raises:
         ConfigError: it cannot be opened for appending.
@@ -231,7 +231,7 @@ class JsonLines:
 
     def __init__(self, path: str) -> None:
         self._host = socket.gethostname()
-        # A script may change its working directory.
+        # Absolute, because a script may change its working directory.
         self._path = os.path.abspath(path.replace("{host}", self._host))
         try:
             os.close(self._open())
@@ -251,7 +251,7 @@ class JsonLines:
         }
         fd = self._open()
         try:
-            # In one call: the kernel appends it as a whole, so lines of several processes do not mix.
+            # One call: the kernel appends it whole, so lines of several processes do not mix.
             os.write(fd, json.dumps(record).encode() + b"\n")
         finally:
             os.close(fd)

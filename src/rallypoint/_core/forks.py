@@ -1,12 +1,12 @@
 """Forks: a child has its parent's memory, copies of its descriptors, and none of its threads.
 
-Whatever belongs to the parent alone says so here, and is abandoned in the child before other code runs there:
+Objects that belong to the parent alone are registered here, and abandoned in the child before other code runs there:
 
-- Descriptors are closed. A copy that stays open in the child would hide the parent's end from those at the other end.
-- Objects that have threads, or share something with another process, have their ``abandon`` called.
+- Descriptors are closed. An open copy in the child would hide the parent's end from its peers.
+- Objects with threads, or with state shared with another process, have their ``abandon`` called.
 
-Nothing is registered with Python before the first of them. Forks that Python does not see (in C code) are followed by
-an exec as a rule, and all descriptors of ours end there by themselves.
+The hooks are registered with Python on first use. Forks that Python does not see (in C code) usually exec, which
+closes all our descriptors.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Protocol, TypeVar
 
 
 class Closeable(Protocol):
-    """A socket, for example. Closing it must not be heard at the other end as long as the parent has it, too."""
+    """For example a socket. Closing the child's copy must not affect the peer while the parent has its own."""
 
     def close(self) -> object: ...
 
 
 class Inherited(Protocol):
-    """Belongs to the parent."""
+    """An object that belongs to the parent."""
 
     def abandon(self) -> None:
         """Called in the child. Must not wait for a lock: the thread that holds it may not exist there."""
@@ -35,47 +35,47 @@ class Inherited(Protocol):
 
 C = TypeVar("C", bound=Closeable)
 
-# Stands for this process: another object in each child. What is made here keeps it, and compares.
+# Identifies this process: a new object in each child. Objects keep it to detect that they were forked.
 process = object()
 
 _closeables: weakref.WeakSet[Closeable] = weakref.WeakSet()
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 _functions: list[Callable[[], None]] = []
 _is_registered = False
-# Held while a descriptor is made, until it is known here: a fork waits for that.
+# Held from the creation of a descriptor until it is registered; forks wait for it.
 _gate = threading.RLock()
 
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """Around making a descriptor, until :func:`close_in_child` knows it. Nothing in it may wait."""
+    """Delay forks while a descriptor is created and passed to :func:`close_in_child`. The block must not wait."""
     _register()
     with _gate:
         yield
 
 
 def close_in_child(each: C) -> C:
-    """Have the copy of this descriptor closed in children; returns it."""
+    """Close this descriptor's copy in children. Returns ``each``."""
     _register()
     _closeables.add(each)
     return each
 
 
 def abandon_in_child(each: Inherited) -> None:
-    """Have ``each.abandon()`` called in children, as long as anybody refers to it."""
+    """Call ``each.abandon()`` in children, while the object is alive."""
     _register()
     _inherited.add(each)
 
 
 def call_in_child(act: Callable[[], None]) -> None:
-    """Have a function of a module called in children. A second call with the same one does nothing."""
+    """Call a module's function in children. Registering it twice has no effect."""
     _register()
     if act not in _functions:
         _functions.append(act)
 
 
 class Lock:
-    """A lock that a module keeps: a child gets it free, whichever of its parent's threads held it."""
+    """A module's lock that is free in a child, even if a thread of the parent held it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class Lock:
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        # In a child of the thread that held it, it is free already.
+        # In a child forked by the thread that holds it, it is free already.
         with contextlib.suppress(RuntimeError):
             self._lock.release()
 
@@ -96,7 +96,7 @@ class Lock:
 def _register() -> None:
     global _is_registered  # noqa: PLW0603  # Python keeps such hooks for as long as it runs
     if _is_registered:
-        # Without the gate: who only makes something known need not wait until a fork is done.
+        # Do not take the gate: registering an object need not wait for a fork in progress.
         return
     with _gate:
         if not _is_registered:
@@ -115,7 +115,7 @@ def _in_child() -> None:
     inherited, closeables = list(_inherited), list(_closeables)
     _inherited.clear()
     _closeables.clear()
-    # A mistake in one of them is told by Python at the end, and keeps nothing else from being abandoned.
+    # If one raises, the others still run; Python reports the error afterwards.
     with contextlib.ExitStack() as acts:
         for act in _functions:
             acts.callback(act)

@@ -1,11 +1,11 @@
-"""Connections that have not proved themselves yet: how many a listener holds, and which one makes room. Pure.
+"""Unauthenticated connections: how many a listener holds, and which one it drops for a new one. Pure.
 
-Anybody who reaches a port can connect and say nothing. So a listener holds a limited number of such connections, and when
-a new one comes it is the old ones that pay: the oldest one of the greediest source is closed. A member is through within
-a few round trips, long before its turn; a stranger that holds connections open pays with its own.
+Anyone who can reach a port can connect and send nothing. So a listener holds a limited number of such connections; for
+a new one it closes the oldest of the source with the most. A member authenticates within a few round trips, long before
+its turn; an attacker that holds connections open loses its own.
 
-A source with :data:`FAIR` connections or fewer is not greedy: else whoever shares an address with a member, and holds
-single connections from many others, could have the member's closed with a second one.
+Sources with at most :data:`FAIR` connections are spared. Otherwise an attacker that shares a member's address, and holds
+single connections from many others, could evict the member by opening a second one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Generic, TypeVar
 
 C = TypeVar("C", bound=Hashable)
 
-# Connections of one source that nobody minds.
+# Connections that one source may hold without being singled out.
 FAIR = 16
-# Of the descriptors that a process may have, half-open connections to one listener take one in so many.
+# Half-open connections to one listener may use this fraction (1/4) of the process's descriptors.
 _SHARE = 4
 _LEAST, _MOST = 64, 1024
 
@@ -29,17 +29,17 @@ def room(descriptors: int, most: int = _MOST) -> int:
     """How many half-open connections a listener may hold.
 
     Args:
-        descriptors: that this process may have open, in all.
-        most: never more than these.
+        descriptors: this process's limit of open files.
+        most: upper limit of the result.
     """
     return max(_LEAST, min(most, descriptors // _SHARE))
 
 
 class HalfOpen(Generic[C]):
-    """Those of one listener, in the order in which they came.
+    """The half-open connections of one listener, in order of arrival.
 
     Args:
-        most: how many there may be.
+        most: how many to hold.
     """
 
     def __init__(self, most: int) -> None:
@@ -55,7 +55,7 @@ class HalfOpen(Generic[C]):
         return iter(self._all)
 
     def add(self, connection: C, source: str) -> tuple[C, str] | None:
-        """A new one; returns the one that is to be closed for it, and its source. It is no longer among them."""
+        """Add a connection. Returns the one removed for it, which the caller must close, and its source."""
         found = None
         if len(self._all) >= self._most:
             victim = self._victim()
@@ -66,7 +66,7 @@ class HalfOpen(Generic[C]):
         return found
 
     def remove(self, connection: C) -> None:
-        """It has proved itself, or ended. A second call does nothing."""
+        """Remove a connection that has authenticated or ended. A second call does nothing."""
         source = self._all.pop(connection, None)
         if source is None:
             return
@@ -82,9 +82,9 @@ class HalfOpen(Generic[C]):
 
 @functools.lru_cache(4096)
 def source_of(address: str) -> str:
-    """Whose connection this is, as far as an address tells.
+    """The source of a connection by its address.
 
-    One host has a whole /64 of IPv6 addresses, and all of 127.0.0.0/8; an IPv4 address may be written as an IPv6 one.
+    A /64 of IPv6 addresses counts as one host, and so does all of 127.0.0.0/8; IPv4-mapped addresses count as IPv4.
     """
     try:
         found = ipaddress.ip_address(address.partition("%")[0])

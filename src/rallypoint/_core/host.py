@@ -1,8 +1,8 @@
-"""Which host this is, for those who want to know whether they share one.
+"""The identity of this host, to find out whether two processes share one.
 
-Names do not tell: containers have names of their own on one kernel, and two machines may share one name. Two
-processes can meet at a Unix socket and in shared memory if they run on one boot of one kernel, see the same files
-and the same network, and belong to the same user.
+Host names do not suffice: containers on one kernel have different names, and two machines may have the same. Two
+processes can use Unix sockets and shared memory if they run on the same boot of one kernel, see the same files and
+network, and belong to the same user.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _NAMESPACES = ("net", "mnt")
 
 
 def host_identity() -> str:
-    """Equal in two processes that share a kernel, its network and mount namespace, and the user.
+    """Equal for two processes that share a kernel, its network and mount namespace, and the user.
 
-    Empty where the system does not tell; it is nobody's host then, see :func:`same_host`.
+    Empty if unknown, which :func:`same_host` treats as different from every host.
     """
     try:
         with open(_BOOT) as file:
             boot = file.read().strip()
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES]
-    except OSError:  # no /proc, or one that hides these
+    except OSError:  # no /proc, or these are hidden
         return ""
     return " ".join((boot, *spaces, f"uid:[{os.geteuid()}]")) if boot else ""
 
 
 def same_host(one: str, other: str) -> bool:
-    """Whether two processes with these identities share a host; not if either is unknown."""
+    """Whether two processes with these identities share a host. False if either is unknown."""
     return bool(one) and one == other

@@ -1,4 +1,4 @@
-"""What the system allows a process, and in words which limit has been reached."""
+"""The system's limits for processes, and messages that say which one was reached."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import resource
 from pathlib import Path
 
 
-# What a supervisor has open for each worker, at the least: its line and its streams.
+# Descriptors that a supervisor needs for each worker, at least: its pipe and its streams.
 FILES_PER_WORKER = 3
-# A Python process with torch, forked of one that has it, has at least so much memory for itself.
+# Private memory of a fork of a Python process with torch, at least.
 MEMORY_PER_WORKER = 8 << 20
 
 
 def explain(error: BaseException) -> str | None:
-    """One sentence about the limit that an error comes from, with its value and the next step; None if from none."""
+    """A sentence about the limit behind an error, with its value and the next step; None if there is no such limit."""
     if isinstance(error, RuntimeError):
         return _too_many_processes() if "can't start new thread" in str(error) else None
     if not isinstance(error, OSError):
@@ -34,7 +34,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def working_directory() -> str | None:
-    """What is wrong with the working directory; None if nothing is."""
+    """Why the working directory cannot be used, or None."""
     try:
         os.getcwd()
     except OSError as error:
@@ -44,7 +44,7 @@ def working_directory() -> str | None:
 
 
 def most_processes() -> tuple[int, str]:
-    """How many processes there may be, by the tightest of the limits, and what sets it."""
+    """The tightest limit of the number of processes, and its name."""
     found = [(_number("/proc/sys/kernel/pid_max"), "kernel.pid_max")]
     found.append((_number("/proc/sys/kernel/threads-max"), "kernel.threads-max"))
     found += [(limit, str(path)) for limit, _, path in _pid_cgroups()]
@@ -55,7 +55,7 @@ def most_processes() -> tuple[int, str]:
 
 
 def why_not(workers: int) -> str | None:
-    """Why so many workers cannot be on this machine, whatever they do; None if they can."""
+    """Why this machine cannot run so many workers at all, or None."""
     most, name = most_processes()
     if workers >= most:
         return f"no more than {most} processes may run here ({name})"
@@ -71,7 +71,7 @@ def why_not(workers: int) -> str | None:
 
 
 def allow_open_files() -> int | None:
-    """Let this process have as many open files as it may; how many it could have before, if that was less."""
+    """Raise the soft limit of open files to the hard limit. Returns the old soft limit if it was lower, else None."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return None
@@ -103,7 +103,7 @@ def _too_many_processes() -> str:
 
 
 def _pid_cgroups() -> list[tuple[int, int, Path]]:
-    """Limit, processes now, and file, of our cgroup and of those above it."""
+    """Limit, current number of processes, and file, of our cgroup and its ancestors."""
     found = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -129,5 +129,5 @@ def _pid_cgroups() -> list[tuple[int, int, Path]]:
 def _number(path: str | Path) -> int | None:
     try:
         return int(Path(path).read_text())
-    except (OSError, ValueError):  # it is not there, or "max"
+    except (OSError, ValueError):  # missing, or "max"
         return None

@@ -1,4 +1,4 @@
-"""Log lines of the command ``rally``. In a user's program, logging is the program's own."""
+"""Logging of the command ``rally``. In a user's program, the program configures logging."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def set_up(env: Mapping[str, str]) -> None:
-    """Write this package's log lines to stderr, from the level that ``LOGLEVEL`` names on.
+    """Write this package's log lines of level ``LOGLEVEL`` and above to stderr.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: ``LOGLEVEL`` is not a known level.
     """
     level = env.get(VARIABLE) or "WARNING"
     if level.upper() not in _LEVELS:

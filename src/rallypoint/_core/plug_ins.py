@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def declared(group: str) -> list[EntryPoint]:
-    """The entry points of a group, by name; none is imported. Read anew: packages come and go.
+    """The entry points of a group, sorted by name; imports none. Not cached, because packages may change.
 
-    importlib.metadata costs 50 ms, which most jobs need not pay: it is imported only if a file mentions the group.
+    Importing importlib.metadata takes 50 ms, so it is done only if a file mentions the group.
     """
     if not any(_mentioned(group, folder) for folder in dict.fromkeys(sys.path)):
         return []
@@ -25,7 +25,7 @@ def declared(group: str) -> list[EntryPoint]:
 
 
 def where(point: EntryPoint) -> str:
-    """An entry point and its distribution, for errors."""
+    """Describe an entry point and its distribution, for errors."""
     distribution = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
     return f"entry point {point.name} = {point.value} of distribution {distribution}"
 

@@ -1,4 +1,4 @@
-"""Files and folders that nobody but this user can read, whatever the umask."""
+"""Files and folders that only this user can read, whatever the umask."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ FILE, FOLDER = 0o600, 0o700
 
 
 def make_folder(path: Path, *, exist_ok: bool = False) -> None:
-    """Make a folder, and those above it that are missing. One that is there keeps its mode.
+    """Create a folder and its missing parents. Existing folders keep their mode.
 
     Raises:
-        OSError: it cannot be made; FileExistsError: it is there, and ``exist_ok`` is not set.
+        OSError: it cannot be created; FileExistsError: it exists, and ``exist_ok`` is not set.
     """
     if not path.parent.is_dir():
         make_folder(path.parent, exist_ok=True)
@@ -27,12 +27,12 @@ def make_folder(path: Path, *, exist_ok: bool = False) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """A descriptor at the end of a file, which is made if it is missing. One that is there keeps its mode."""
+    """Open a file for appending, and create it if missing. Returns the descriptor. Existing files keep their mode."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, FILE)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in place of what was in it."""
+    """Write a file, replacing its content."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     with open(os.open(path, flags, FILE), "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,7 +1,4 @@
-"""What we ask of Linux about processes: trees, parent-death signals, subreapers.
-
-The one place that talks to ``prctl`` and reads ``/proc``.
-"""
+"""Processes on Linux: trees, parent-death signals, subreapers, through ``prctl`` and ``/proc``."""
 
 from __future__ import annotations
 
@@ -32,10 +29,10 @@ def _prctl(option: int, argument: object) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when its parent ends. Call it in the child, early.
+    """Make the kernel SIGKILL this process when its parent ends. Call it early in the child.
 
     Args:
-        parent: the pid that must still be the parent; if it is not, it died before we asked.
+        parent: the expected parent's pid; if the parent is another, it has died already, and this process exits.
     """
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
@@ -54,13 +51,13 @@ def is_subreaper() -> bool:
 
 
 def set_subreaper(on: bool) -> None:
-    """Adopt orphaned descendants: daemons and double forks come back to us instead of to init."""
+    """Adopt orphaned descendants: daemons and double forks become our children instead of init's."""
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(int(on)))
 
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """For the length of a block this process is a subreaper. Blocks of several threads may overlap."""
+    """Make this process a subreaper within a block. Blocks of several threads may overlap."""
     held = _adoption
     with held.lock:
         if held.pid != os.getpid():  # a fork does not inherit the attribute
@@ -80,7 +77,7 @@ def adopting_orphans() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Adoption:
-    """Who needs this process to be a subreaper: the attribute is the process's, not a thread's."""
+    """Counts the blocks that need this process to be a subreaper, which is an attribute of the process."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     pid: int = 0
@@ -92,7 +89,7 @@ _adoption = _Adoption()
 
 
 def children(pid: int) -> list[int]:
-    """The direct children of a process, zombies included; empty if it is gone."""
+    """The direct children of a process, including zombies; empty if it is gone."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -111,7 +108,7 @@ def children(pid: int) -> list[int]:
 
 
 def ancestors() -> list[list[str]]:
-    """Command lines of the processes above this one, the nearest first, as far as they may be read."""
+    """Command lines of this process's ancestors, nearest first, up to the first that cannot be read."""
     found: list[list[str]] = []
     pid = os.getppid()
     while pid > 1:
@@ -136,7 +133,7 @@ def _children_by_scan(pid: int) -> list[int]:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on (the name before it may hold anything)."""
+    """Fields of /proc/PID/stat from the state on (the name before it may contain any character)."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -145,7 +142,7 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler of its own for this signal."""
+    """Whether the process has a handler for this signal."""
     try:
         with open(f"/proc/{pid}/status") as file:
             lines = [line for line in file if line.startswith("SigCgt:")]
@@ -155,19 +152,19 @@ def catches(pid: int, number: int) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """True unless the process is gone or a zombie."""
+    """False if the process is gone or a zombie."""
     fields = _stat_fields(pid)
     return bool(fields) and fields[0] not in "ZX"
 
 
 def state(pid: int) -> str:
-    """What a process is doing, as /proc has it (R, S, D, T, t, Z …); empty if it is gone."""
+    """The process's state letter from /proc (R, S, D, T, t, Z …); empty if it is gone."""
     fields = _stat_fields(pid)
     return fields[0] if fields else ""
 
 
 def descendants(pid: int, keep: Iterable[int] = ()) -> list[int]:
-    """The running processes below ``pid``, parents first; ``keep`` and what is below it is left out."""
+    """The running descendants of ``pid``, parents first, without ``keep`` and their descendants."""
     kept = set(keep)
     found: list[int] = []
     queue = [pid]
@@ -184,7 +181,7 @@ def descendants(pid: int, keep: Iterable[int] = ()) -> list[int]:
 def marked_processes(marker: bytes, exclude: Iterable[int]) -> list[int]:
     """Running processes of this user that were started with ``marker`` in their environment.
 
-    Finds what a killed fork server has left, when the caller has other children of its own.
+    Finds the orphans of a killed fork server if the caller has other children.
     """
     left_out = set(exclude)
     found = []
@@ -202,10 +199,10 @@ def marked_processes(marker: bytes, exclude: Iterable[int]) -> list[int]:
 
 
 def leave_mark(marker: str) -> None:
-    """Have this process and all its forks carry ``marker`` where :func:`bears_mark` finds it.
+    """Mark this process and its forks with ``marker``, for :func:`bears_mark`.
 
-    The environment in /proc is the one a program was started with: a fork cannot change it. Its
-    memory it can: an empty memory file, mapped, shows by name, and forks inherit the mapping.
+    A fork cannot change its environment in /proc, which is the one its program was started with. So
+    the mark is the name of a mapped, empty memory file: /proc shows it, and forks inherit the mapping.
     """
     fd = os.memfd_create(marker, os.MFD_CLOEXEC)
     os.ftruncate(fd, mmap.PAGESIZE)
@@ -217,16 +214,16 @@ _marks: list[mmap.mmap] = []
 
 
 def bears_mark(pid: int, marker: bytes) -> bool:
-    """Whether a process has or inherited the mark that :func:`leave_mark` left."""
+    """Whether a process has, or has inherited, a mark of :func:`leave_mark`."""
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:
             return b"/memfd:" + marker in file.read()
-    except OSError:  # it is gone, or somebody else's
+    except OSError:  # it is gone, or another user's
         return False
 
 
 def reap(pids: Iterable[int], patience: float = 0.0) -> None:
-    """Take what is left of children that end within ``patience`` seconds; of others nothing happens."""
+    """Reap the children among ``pids`` that end within ``patience`` seconds."""
     deadline = clock.Deadline(patience)
     for pid in pids:
         try:
@@ -239,13 +236,13 @@ def reap(pids: Iterable[int], patience: float = 0.0) -> None:
             if poller.poll((deadline.remaining() or 0.0) * 1000):
                 os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:
-            pass  # not ours, or somebody's waitpid(-1) took it
+            pass  # not a child, or reaped by a waitpid(-1)
         finally:
             os.close(pidfd)
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Signal each process that is still there."""
+    """Signal each process that still exists."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -258,10 +255,10 @@ def send(pids: Iterable[int], number: int) -> None:
 def set_title(text: str) -> None:
     """Show ``text`` as this process's command line, so that ``ps`` and ``pgrep -f`` find the script.
 
-    A fork shows its parent's command line otherwise. The kernel reads the command line from the
-    process's own memory (``arg_start`` to ``arg_end`` in /proc/self/stat), which we may write. If its
-    last byte is not zero, the kernel takes what is before the first zero for a title, and for the
-    whole: so there is no padding to see. A text that is longer than the space is cut.
+    Otherwise a fork shows its parent's command line. The kernel reads the command line from the
+    process's memory (``arg_start`` to ``arg_end`` in /proc/self/stat), which we may write. If its last
+    byte is not zero, the kernel shows only the text before the first zero, so the padding is hidden.
+    Longer texts are cut.
     """
     fields = _stat_fields(os.getpid())
     if len(fields) < 47:

@@ -1,8 +1,8 @@
-"""Names of hosts, without waiting for a name server that nobody asked to be asked.
+"""Host names, without c10d's reverse look-ups.
 
-c10d asks for the name of every address it connects to, only to print it in case of an error. Where no
-server answers such questions (no reverse DNS, a lossy one), each connection costs 5 s and more
-(pytorch#150532). So names are resolved here first, and while c10d connects, this thread has no name server.
+c10d looks up the name of every address it connects to, only to print it in errors. Without working reverse
+DNS each connection takes 5 s or more (pytorch#150532). So names are resolved here first, and while c10d
+connects, this thread uses no name server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class _ResolverState(ctypes.Structure):
-    """The head of glibc's ``struct __res_state`` (resolv.h), which every thread has one of."""
+    """The first fields of glibc's ``struct __res_state`` (resolv.h). Every thread has its own."""
 
     _fields_ = (
         ("retrans", ctypes.c_int),
@@ -42,7 +42,7 @@ def _functions() -> tuple[Any, Any] | None:
 
 @contextlib.contextmanager
 def without_name_servers() -> Iterator[None]:
-    """In this thread, until the end of the block, only ``/etc/hosts`` is asked; where that can be arranged."""
+    """Resolve names in this thread by ``/etc/hosts`` only, within a block. Works with glibc; otherwise has no effect."""
     functions = _functions()
     if functions is None:
         yield
@@ -60,12 +60,12 @@ def without_name_servers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def connecting_to(host: str) -> Iterator[None]:
-    """Around c10d's connecting to ``host``: no name server is asked, unless that is a name and no address.
+    """Wraps c10d's connecting to ``host``: if that is an address, no name server is asked.
 
-    What c10d would warn of, that it does not know the name of an address, nobody needs to know.
+    Also silences c10d's warning that it cannot find the address's name.
     """
     if not _is_address(host):
-        yield  # outside of any handler: what is raised here has no context of ours
+        yield  # outside any handler, so that errors raised here have no context of ours
         return
     with without_name_servers(), _quiet:
         yield
@@ -80,7 +80,7 @@ def _is_address(host: str) -> bool:
 
 
 class _Quiet:
-    """c10d's warnings are not printed in such blocks, of whatever thread."""
+    """Silences c10d's warnings, in all threads, while any block is active."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ _ERROR = 2
 
 
 def _log_level() -> ctypes.c_int | None:
-    """What TORCH_CPP_LOG_LEVEL has set; None where torch is not loaded, or another one."""
+    """torch's C++ log level (TORCH_CPP_LOG_LEVEL); None if torch is not loaded or lacks the variable."""
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
@@ -115,7 +115,7 @@ def _log_level() -> ctypes.c_int | None:
 
 
 def numeric(host: str, port: int) -> str:
-    """The first address of ``host``, as numbers; ``host`` itself if it has none."""
+    """The first numeric address of ``host``; ``host`` itself if it has none."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,6 +1,6 @@
-"""The job's secret: where a process finds it, what is accepted as one, and the keys derived from it.
+"""The job's secret: where a process finds it, what is valid, and the keys derived from it.
 
-Every process of a job knows the same secret. In this order a process takes it from
+All processes of a job share one secret. A process takes it from the first of
 
 1. an argument (``--secret-file``, ``secret=`` of an option object),
 2. ``RALLY_SECRET``,
@@ -8,10 +8,10 @@ Every process of a job knows the same secret. In this order a process takes it f
 4. its launcher: in memory, if this process is a fork of the launcher's (:func:`hold`), or through the descriptor
    whose number is in ``RALLY_SECRET_FD``.
 
-The secret itself is never a key. Whoever authenticates something derives a key for that one purpose
-(:func:`derive`), so that nothing authenticated for one purpose is accepted for another.
+The secret itself is never used as a key. Each purpose has its own derived key (:func:`derive`), so that what is
+authenticated for one purpose is not accepted for another.
 
-A secret appears in no message, log line, report or command line. Errors name where it came from, never its value.
+The secret never appears in messages, logs, reports or command lines. Errors name its source, never its value.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rallypoint.errors import ConfigError
 from . import env as environment
 
 
-# What a secret must have at least: 128 bits, if its bytes are random.
+# The minimum length: 128 bits, if the bytes are random.
 MIN_BYTES = 16
-# What `make` makes.
+# The length of generated secrets.
 MADE_BYTES = 32
-# A file that is longer is not a secret.
+# Longer files are not secrets.
 MAX_FILE_BYTES = 64 * 1024
 
 VARIABLE = "RALLY_SECRET"
@@ -43,10 +43,10 @@ FILE_VARIABLE = "RALLY_SECRET_FILE"
 FD_VARIABLE = "RALLY_SECRET_FD"
 # In the environment of workers whose job has no secret, on purpose or after a warning.
 OPEN_VARIABLE = "RALLY_INSECURE"
-# All that a process can find its secret by.
+# All variables by which a process finds its secret.
 VARIABLES = (VARIABLE, FILE_VARIABLE, FD_VARIABLE, OPEN_VARIABLE)
 
-# Used by default where several nodes meet, if it is there: below the home folder, which nodes often share.
+# The default for several nodes, if it exists: below the home folder, which nodes often share.
 USER_FILE = "rallypoint/secret"
 
 _MEMFD_NAME = "rally-secret"
@@ -57,18 +57,19 @@ _held: bytes | None = None
 
 
 def make() -> bytes:
-    """A new secret."""
+    """Generate a secret."""
     return secrets.token_bytes(MADE_BYTES)
 
 
 def check(secret: object, field: str) -> bytes:
-    """A secret, text or bytes, as bytes.
+    """Validate a secret and return it as bytes.
 
     Args:
-        field: where it came from, for the error.
+        secret: text or bytes.
+        field: its source, for the error.
 
     Raises:
-        ConfigError: it is not text or bytes, or too short.
+        ConfigError: it is not text or bytes, or is too short.
     """
     data = secret.encode() if isinstance(secret, str) else secret
     if not isinstance(data, bytes):
@@ -85,20 +86,20 @@ def check(secret: object, field: str) -> bytes:
 
 
 def read_file(path: str | os.PathLike[str], field: str) -> bytes:
-    """The secret in a file; white space around it does not count.
+    """Read the secret from a file, without surrounding white space.
 
-    Only this user may be able to read or write the file. One that belongs to root may also be readable by its
-    group: so an administrator, or Kubernetes, hands a secret to a job.
+    Only this user may have access to the file. A file of root may also be readable by its group, which is how an
+    administrator or Kubernetes passes a secret to a job.
 
     Args:
-        field: what named the file, for the error: a flag, a variable.
+        field: the flag or variable that named the file, for the error.
 
     Raises:
         ConfigError: the file cannot be read, others can read or change it, or it holds no secret.
     """
     shown = os.fspath(path)
     try:
-        # A pipe is fine (`--secret-file <(…)`); a fifo that nobody writes to is waited for, as by cat.
+        # A pipe works (`--secret-file <(…)`); a FIFO without a writer blocks, as with cat.
         with open(shown, "rb") as file:
             _check_access(os.fstat(file.fileno()), shown, field)
             data = file.read(MAX_FILE_BYTES + 1)
@@ -121,11 +122,11 @@ def find(given: str | bytes | None = None, field: str = "secret") -> bytes | Non
     """The secret of this process's job, or None if it has none.
 
     Args:
-        given: what the caller passed, which wins.
-        field: what the caller calls it, for the error.
+        given: the caller's argument, which wins.
+        field: the argument's name, for the error.
 
     Raises:
-        ConfigError: what was given, or what the environment names, is not usable as a secret.
+        ConfigError: the argument, or what the environment names, is not a valid secret.
     """
     if given is not None:
         return check(given, field)
@@ -134,11 +135,11 @@ def find(given: str | bytes | None = None, field: str = "secret") -> bytes | Non
 
 
 def from_environment(env: Mapping[str, str]) -> bytes | None:
-    """What the user's variables say: ``RALLY_SECRET``, else the content of ``RALLY_SECRET_FILE``.
+    """The secret in ``RALLY_SECRET``, else in the file ``RALLY_SECRET_FILE``; None if neither is set.
 
     Raises:
-        ConfigError: it is not usable as a secret. An empty variable is an error, not "none": a job must not
-            become an open one because something was not filled in.
+        ConfigError: it is not a valid secret. An empty variable is an error, not "none", so that a variable
+            left blank by mistake does not turn authentication off.
     """
     text, path = env.get(VARIABLE), env.get(FILE_VARIABLE)
     if text is not None:
@@ -147,10 +148,10 @@ def from_environment(env: Mapping[str, str]) -> bytes | None:
 
 
 def shared(env: Mapping[str, str]) -> bytes | None:
-    """What the nodes of a job can share without being told on the command line: variables, then the user's file.
+    """The secret that nodes share without a flag: from the variables, else from the user's file.
 
     Raises:
-        ConfigError: what is named, or is there, is not usable as a secret.
+        ConfigError: the one found is not a valid secret.
     """
     given = from_environment(env)
     path = user_file(env)
@@ -160,7 +161,7 @@ def shared(env: Mapping[str, str]) -> bytes | None:
 
 
 def user_file(env: Mapping[str, str]) -> Path | None:
-    """Where ``rally secret`` puts a secret, and several nodes look for one; None for a user without a home folder."""
+    """The file that ``rally secret`` writes and several nodes read; None for a user without a home folder."""
     base = env.get("XDG_CONFIG_HOME", "")
     if not os.path.isabs(base):
         base = os.path.join(env.get("HOME", ""), ".config")
@@ -173,7 +174,7 @@ def is_open() -> bool:
 
 
 def fingerprint(secret: bytes) -> str:
-    """Tells two secrets apart and may be shown to anybody."""
+    """Distinguishes secrets, and is safe to show."""
     return derive(secret, "fingerprint").hex()[:12]
 
 
@@ -187,14 +188,14 @@ def hold(secret: bytes | None) -> None:
 
 
 def adopt(secret: bytes | None) -> None:
-    """In a process that a launcher has just started: hold its secret, and forget what an outer launcher said."""
+    """In a process that a launcher has started: hold its secret, and drop the variables of an outer launcher."""
     hold(secret)
     for name in (FD_VARIABLE, OPEN_VARIABLE):
         environment.process_environment().pop(name, None)
 
 
 def environment_of_workers(env: Mapping[str, str], secret: bytes | None) -> dict[str, str]:
-    """The environment without what would lead workers to another secret than their launcher's."""
+    """The environment without variables that would give workers a different secret from their launcher's."""
     drop = {FD_VARIABLE, OPEN_VARIABLE}
     if VARIABLE in env and env[VARIABLE].encode() != secret:
         drop.add(VARIABLE)
@@ -209,7 +210,7 @@ def environment_of_workers(env: Mapping[str, str], secret: bytes | None) -> dict
 
 
 def held() -> bytes | None:
-    """What the launcher handed to this process, or None."""
+    """The secret that the launcher passed to this process, or None."""
     if _held is None:
         number = environment.get(FD_VARIABLE, "")
         if number and number.isascii() and number.isdigit():
@@ -218,16 +219,16 @@ def held() -> bytes | None:
 
 
 def keep() -> None:
-    """In an interpreter that a launcher has executed: programs that it starts do not inherit the secret by themselves."""
+    """In an interpreter that a launcher has executed: do not pass the secret on to programs that it starts."""
     if held() is not None and (number := environment.get(FD_VARIABLE, "")):
         with suppress(OSError, ValueError):
             os.set_inheritable(int(number), False)
 
 
 def descriptor(secret: bytes) -> int:
-    """A memory file with the secret, for a process that is told its number in ``RALLY_SECRET_FD``.
+    """A memory file with the secret, for a process that finds its number in ``RALLY_SECRET_FD``.
 
-    Nobody can change it. It is closed when this process executes another program, unless it is made inheritable.
+    It is sealed against changes, and closed on exec unless made inheritable.
     """
     fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -240,13 +241,13 @@ def descriptor(secret: bytes) -> int:
 
 
 def from_descriptor(fd: int) -> bytes | None:
-    """What :func:`descriptor` has put there; None if this process did not inherit it.
+    """The secret from a memory file of :func:`descriptor`; None if this process did not inherit it.
 
-    A program in between may have closed it, and its number may stand for something else by now.
+    A program in between may have closed it and reused its number.
     """
     with suppress(OSError):
         if os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_MEMFD_NAME}"):
-            # At its start: forks share the position.
+            # pread, because forks share the file position.
             data = os.pread(fd, MAX_FILE_BYTES, 0)
             return data if len(data) >= MIN_BYTES else None
     return None
@@ -281,9 +282,9 @@ def derive(secret: bytes, purpose: str, *context: str | bytes | int) -> bytes:
 
     Args:
         secret: the job's, or a key derived from it.
-        purpose: what the key is for; no two uses have the same.
-        context: what the key is bound to, for example a job's name and a generation. Keys for different
-            contexts have nothing to do with one another; ``("ab", "c")`` and ``("a", "bc")`` differ.
+        purpose: what the key is for; unique to each use.
+        context: what the key is bound to, for example a job's name and a generation. Different contexts
+            give independent keys; ``("ab", "c")`` and ``("a", "bc")`` differ.
     """
     parts = [purpose.encode(), *map(_part, context)]
     info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)

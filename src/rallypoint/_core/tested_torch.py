@@ -6,7 +6,7 @@ import re
 import warnings
 
 
-# The oldest minor version tested, and the newest: pyproject.toml and constraints.txt name the same.
+# The oldest and the newest minor version tested; keep equal to pyproject.toml and constraints.txt.
 OLDEST, NEWEST = (2, 13), (2, 13)
 
 _warned: set[str] = set()
@@ -15,7 +15,7 @@ _warned: set[str] = set()
 def warn_if_untested(version: str) -> None:
     """Warn once per process if this torch is outside the tested range.
 
-    Called by the packages that import torch anyway, as the last thing their import does.
+    The packages that import torch call this at the end of their own import.
 
     Args:
         version: ``torch.__version__``. One that does not start with two numbers counts as tested.
@@ -26,7 +26,7 @@ def warn_if_untested(version: str) -> None:
     _warned.add(version)
     oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
     tested = oldest if OLDEST == NEWEST else f"{oldest} to {newest}"
-    # The third frame is the user's import statement: Python leaves out those of importlib.
+    # The third frame is the user's import statement: Python skips the frames of importlib.
     warnings.warn(
         f"Rallypoint is tested with torch {tested}, this is torch {version}. join, parallel, rpc and compat use"
         f" torch internals that may differ; install torch {newest}, or a Rallypoint that is tested with yours",

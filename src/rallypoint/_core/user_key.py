@@ -1,6 +1,6 @@
-"""A key that all processes of one user on one host have, and nobody else: in a file that only this user can read.
+"""A key shared by all processes of one user on one host, in a file that only this user can read.
 
-For those who need a secret among themselves and were given none. It is made by the first process that asks, and stays.
+Used by processes that need a common secret and were given none. The first one creates the key; it is never removed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _NAME: Final = "key"
 
 
 def folders() -> tuple[Path, Path]:
-    """Where it may be, the first that can be used counts: the same for all processes, whatever their environment says."""
+    """The candidate folders, in order. They do not depend on the environment, so all processes agree."""
     uid = os.geteuid()
-    # The second is there only while the user is logged in, but nobody else can have taken it.
+    # The second exists only while the user is logged in, but no other user can create it.
     return Path(f"/tmp/rallypoint-{uid}"), Path(f"/run/user/{uid}/rallypoint")  # noqa: S108  # checked below
 
 
 def user_key(where: Sequence[Path] | None = None) -> bytes:
-    """The key.
+    """Read the user's key, and create it if it is missing.
 
     Args:
         where: folders to try instead of :func:`folders`.
 
     Raises:
-        ConfigError: no folder can be used; says why each cannot.
+        ConfigError: none of the folders can be used; gives the reason for each.
     """
     reasons = []
     for folder in where or folders():
@@ -52,7 +52,7 @@ def user_key(where: Sequence[Path] | None = None) -> bytes:
 
 
 def _check(folder: Path) -> None:
-    """Make the folder, or see that nobody else can have made it or look into it."""
+    """Create the folder, or check that it is this user's and private."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(0o700)
     found = os.lstat(folder)
@@ -67,7 +67,7 @@ def _check(folder: Path) -> None:
 def _key_in(folder: Path) -> bytes:
     path = folder / _NAME
     if not os.path.lexists(path):
-        # Whole at once, under its name: nobody reads half of it, and only one process's becomes the key.
+        # Write another file and link it: the key appears whole, and only one process's file becomes the key.
         own = folder / f"{_NAME}.{os.getpid()}.{secrets.token_hex(8)}"
         fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

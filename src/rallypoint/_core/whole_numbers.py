@@ -1,4 +1,4 @@
-"""What counts as a whole number: Python's, NumPy's, a tensor of one; not True, not 2.0, not "2"."""
+"""Whole numbers: Python's, NumPy's, one-element tensors; not True, not 2.0, not "2"."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import operator
 
 
 def is_whole(value: object) -> bool:
-    """Whether it can stand where an ``int`` is expected."""
+    """Whether ``value`` can be used as an ``int``."""
     if isinstance(value, bool):
-        return False  # an int to Python, and a mistake
+        return False  # an int in Python, but a mistake here
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -1,8 +1,8 @@
-"""Writing to a descriptor that several processes share, so that no text of another stands in between.
+"""Atomic writes to a descriptor that several processes share.
 
-A file or a terminal takes one write as a whole. A pipe promises that for 4 KiB only (``PIPE_BUF``),
-and a full one takes what fits. So each writer locks the pipe itself (a POSIX lock on its inode,
-which the kernel releases if the holder dies) for as long as it writes.
+A write to a file or terminal is atomic. A write to a pipe is only up to 4 KiB (``PIPE_BUF``), and a
+full pipe accepts only what fits. So each writer holds a POSIX lock on the pipe's inode while it writes;
+the kernel releases the lock if the holder dies.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import contextmanager
 
 
 def write_whole(fd: int, data: bytes) -> None:
-    """Write all of ``data``, with no other writer's in between. Blocks until it is taken.
+    """Write all of ``data`` without interleaving. Blocks until it is written.
 
     Raises:
-        OSError: it cannot be written, or not all of it; ``written`` of the error says how much was.
+        OSError: not all could be written; the error's ``written`` says how many bytes were.
     """
     left = memoryview(data)
     try:
@@ -36,7 +36,7 @@ def _write_some(fd: int, data: memoryview) -> int:
         try:
             return os.write(fd, data)
         except BlockingIOError:
-            # Somebody who shares the terminal or pipe with us made it non-blocking.
+            # Another process that shares the terminal or pipe has made it non-blocking.
             poller = select.poll()
             poller.register(fd, select.POLLOUT)
             poller.poll()
@@ -50,7 +50,7 @@ def _alone_on(fd: int) -> Iterator[None]:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX)
         except OSError:
-            locked = False  # it cannot be locked: short lines are whole nevertheless
+            locked = False  # cannot be locked; short lines are still atomic
     try:
         yield
     finally:
