@@ -19,6 +19,8 @@ def nothing_is_left() -> None:
 
 
 def test_ranks_return_their_results_in_order() -> None:
+    pytest.importorskip("torch")
+
     def where() -> tuple[int, int]:
         import torch.distributed as dist
 
@@ -28,6 +30,8 @@ def test_ranks_return_their_results_in_order() -> None:
 
 
 def test_the_error_of_a_rank_is_in_the_failure() -> None:
+    pytest.importorskip("torch")
+
     def fails() -> None:
         import torch.distributed as dist
 
