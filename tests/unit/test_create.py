@@ -76,6 +76,7 @@ def test_nodes_of_a_round_share_the_store_of_a_memory_endpoint_by_its_name() -> 
 
 
 def test_static_nodes_have_the_ranks_they_were_given_round_after_round() -> None:
+    pytest.importorskip("torch")  # a thread that fails for want of it would be waited for
     host = made("static", "localhost:0", (2, 2), node_rank=0)
     # A free port is known to the host alone: the other is told where it is.
     with ThreadPoolExecutor(1) as pool:
