@@ -9,9 +9,11 @@ collection.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import select
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -44,6 +46,8 @@ def no_leaks(
         Leak: something is left. Not raised if the block raises.
     """
     may_stay = ignore or (lambda _: False)
+    if "torch.distributed" in sys.modules:
+        _open_what_stays()
     before = _holdings()
     known = set(threading.enumerate()), set(process.children(os.getpid()))
     yield
@@ -66,6 +70,14 @@ def no_leaks(
     left = sorted(each for each in left if not may_stay(each))
     if left:
         raise Leak(f"left behind: {'; '.join(left)}")
+
+
+@functools.cache
+def _open_what_stays() -> None:
+    """The first c10d store of a process opens a pipe that stays: libuv's, for signals, shared by all event loops."""
+    distributed = sys.modules["torch.distributed"]
+    if distributed.is_available():
+        distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _of_thread(thread: threading.Thread) -> str:
