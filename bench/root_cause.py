@@ -98,7 +98,7 @@ SHOWN = {
     "SIGABRT": "SIGABRT",
     "broken __str__": "Unspeakable",
     "a DataLoader's worker is killed": "DataLoader worker",
-    "does not come to a monitored_barrier": "did not come",
+    "does not come to a monitored_barrier": "never arrived",
     "hangs": "still ran when all others had failed",
 }
 MARK = "expected 3 channels"

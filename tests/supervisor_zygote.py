@@ -42,10 +42,13 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()  # a collector that looks at objects copies their pages in every fork
     while True:
-        message, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
+        message, received, _, _ = socket.recv_fds(line, 1, 4)
         if not message:
             os._exit(0)
-        order = json.loads(message)
+        order_fd, *fds = received
+        with open(order_fd, "rb") as file:
+            file.seek(0)
+            order = json.load(file)
         pid = os.fork()
         if not pid:
             pid = os.fork()  # its parent ends: it becomes the child of who reaps here

@@ -95,7 +95,11 @@ class Zygote:
         was_subreaper = process.is_subreaper()
         process.set_subreaper(True)
         try:
-            socket.send_fds(self._line, [json.dumps(order).encode()], files)
+            # In a file, since a command line may be longer than a message.
+            with open(os.memfd_create("order"), "w+b") as file:
+                file.write(json.dumps(order).encode())
+                file.flush()
+                socket.send_fds(self._line, [b"."], [file.fileno(), *files])
             answer = self._line.recv(1 << 10)
             self._line.recv(1)  # it is our child now
         finally:

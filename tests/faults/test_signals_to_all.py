@@ -76,7 +76,7 @@ def test_a_signal_to_pass_goes_to_workers_and_the_job_goes_on(start):
     job.kill(job.supervisor, signal.SIGTERM)
     assert job.end() == 128 + signal.SIGTERM
     assert list(job.notes("saved.0.*").values()) == ["10:1 14:1 15:1"] * 2
-    assert job.stderr().count("--signals-to-pass SIGUSR2 does") == 1
+    assert job.stderr().count("use --signals-to-pass SIGUSR2") == 1
 
 
 def test_what_was_held_back_is_not(start):

@@ -369,7 +369,7 @@ def test_inline_keeps_a_group_that_is_there():
         cfg = MultiprocessConfig(world_size=1, backend="gloo")
         assert launch_subprocesses(lambda: dist.group.WORLD is group, cfg) == [True]
         assert dist.group.WORLD is group
-        with pytest.raises(ConfigError, match=r"launch_method 'fork': .* in a process group"):
+        with pytest.raises(ConfigError, match=r"launch_method 'fork': .* has a process group"):
             launch_subprocesses(print, MultiprocessConfig(world_size=2, launch_method="fork"))
         with pytest.raises(ConfigError, match="already"):
             init_process_group_from_backend("gloo")

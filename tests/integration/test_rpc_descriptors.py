@@ -65,7 +65,7 @@ def test_without_descriptors_it_waits_and_goes_on_when_there_are_some(transport:
         two.on(1, use_all)
         assert "connection to 'w1'" in two.on(0, call, 0.5)
         assert two.on(1, processor_time, 1.0) < 0.3
-        eventually(lambda: "nobody can connect to this worker" in two.output(1))
+        eventually(lambda: "this worker cannot accept connections" in two.output(1))
         two.on(1, give_back)
         assert two.on(0, call, 10.0) == 3
         two.run(rpc_workers.leave)
