@@ -298,7 +298,7 @@ def test_memory_that_cannot_be_shared_is_staged(gpu, caplog):
 
 def test_a_block_that_cannot_be_opened_names_the_option_and_is_given_up(gpu):
     for name, words in (
-        ("is_blind", "on GPU gpu, unseen here"),
+        ("is_blind", "on GPU gpu, which this process cannot see"),
         ("fails", "invalid device context"),
     ):
         message = send([BASE, BASE.clone()])
@@ -411,7 +411,7 @@ def test_a_view_stays_in_its_memory(size, stride, offset):
 
 
 def test_a_number_that_nobody_has_handed_over_is_refused():
-    with pytest.raises(RpcError, match="not there"):
+    with pytest.raises(RpcError, match="taken already"):
         cuda_ipc.arrive_handed(-1)
 
 
