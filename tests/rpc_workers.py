@@ -139,8 +139,11 @@ class Workers:
         return self._processes[rank].log.read_text(errors="replace")
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a worker. It is not reaped, so its pid is its own."""
-        os.kill(self._processes[rank].pid, number)
+        """Send a signal to a worker. It is not reaped, so its pid is its own. Once this returns, SIGSTOP has stopped it."""
+        pid = self._processes[rank].pid
+        os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            eventually(lambda: _states(pid) == {"T"})
 
     def kill(self, rank: int) -> None:
         """End a worker as ``kill -9`` does, and reap it."""
@@ -273,6 +276,15 @@ class _Server:
 
 
 _one_server: _Server | None = None
+
+
+def _states(pid: int) -> set[str]:
+    """The states of a process's threads."""
+    found = set()
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/task/{task}/stat") as file:
+            found.add(file.read().rpartition(")")[2].split()[0])
+    return found
 
 
 def _server() -> _Server:
