@@ -153,3 +153,17 @@ def test_an_agent_says_who_is_gone() -> None:
         workers.kill(1)
         waiting.result()
         assert workers.on(0, what_was_heard, 2) == [("agent_started", "w0"), ("member_gone", "w1")]
+
+
+def test_a_lost_fork_server_is_a_failure(tmp_path: Path) -> None:
+    source = (
+        "import os, signal\n"
+        "os.kill(int(open('/proc/self/stat').read().split()[3]), signal.SIGKILL)\n"
+        "signal.pause()\n"
+    )
+    code, found = launched(tmp_path, source, "--nproc-per-node", "1")
+    assert code == 1
+    ended, job = found[-2:]
+    assert (ended["kind"], ended["aim"]) == ("generation_ended", "fail")
+    assert (job["kind"], job["aim"]) == ("job_ended", "fail")
+    assert "was killed by SIGKILL" in job["cause"]

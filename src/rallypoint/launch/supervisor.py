@@ -545,7 +545,7 @@ class Supervisor:
     def _fail_without_server(self, reason: str, left: list[int]) -> None:
         # Its children have become children of this process.
         process.reap(self._spawned.values(), DRAIN_PATIENCE)
-        self._end_generation(left)
+        self._end_generation(left, Aim.FAIL)
         self._lost, self._broken = self._lost or reason, reason
         self._decide(policy.Broken(reason))
 
@@ -778,7 +778,7 @@ class Supervisor:
 
     # -- ends ---------------------------------------------------------------------------------
 
-    def _end_generation(self, left: list[int]) -> None:
+    def _end_generation(self, left: list[int], aim: Aim | None = None) -> None:
         """All processes are gone: collect the failures and results of this generation."""
         self._tell_what_is_left(left)
         self._workers.drain(DRAIN_PATIENCE)
@@ -787,7 +787,7 @@ class Supervisor:
         events.emit(
             events.GenerationEnded(
                 generation=self._state.generation,
-                aim=self._state.aim.value,
+                aim=(aim or self._state.aim).value,
                 failed_ranks=tuple(each.rank for each in self._failures),
             )
         )
