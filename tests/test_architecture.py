@@ -75,6 +75,7 @@ SANS_IO = {
     "launch/flags.py",
     "launch/placement/numa.py",
     "launch/policy.py",
+    "launch/server/learning.py",
     "launch/placement/ranks.py",
     "launch/output/report.py",
     "launch/placement/worker_env.py",

@@ -7,6 +7,7 @@ import ast
 import atexit
 import concurrent.futures.process
 import importlib
+import importlib.util
 import inspect
 import multiprocessing.process
 import multiprocessing.util
@@ -436,8 +437,14 @@ def test_the_message_of_a_traceback_can_be_cut() -> None:
     assert str(found) == "x" * 10 + "…"
 
 
+@pytest.mark.parametrize("name", of_launch.LEARNABLE)
+def test_parts_of_torch_that_are_learned_exist(name: str) -> None:
+    assert importlib.util.find_spec(name) is not None
+
+
 def test_every_private_name_is_asked_for_above() -> None:
     asked = {each.name for each in CALLEES} | ATTRIBUTES
+    asked |= {part for name in of_launch.LEARNABLE for part in name.split(".")}
     for module in (of_join, of_launch, of_parallel, of_rpc):
         path = Path(module.__file__ or "")
         own = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}

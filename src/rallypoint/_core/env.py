@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 
 # The variables that `rally` reads, besides PET_<FLAG> (each torchrun flag) and those of the cluster
@@ -67,3 +68,55 @@ def _apply(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@dataclass(slots=True)
+class Reads:
+    """What a block has read and changed of the environment, through ``os.environ`` and ``os.getenv``.
+
+    Args:
+        names: the variables it read.
+        everything: it listed all of them.
+        before: the environment at its start.
+    """
+
+    names: set[str] = field(default_factory=set)
+    everything: bool = False
+    before: dict[str, str] = field(default_factory=dict)
+
+    def changes(self) -> dict[str, str | None]:
+        """The variables that are different now; None for those it unset."""
+        now = snapshot()
+        names = (name for name in {*self.before, *now} if self.before.get(name) != now.get(name))
+        return {name: now.get(name) for name in names}
+
+
+@contextmanager
+def watched() -> Iterator[Reads]:
+    """Note what a block reads of the environment. Reads by native code are not seen."""
+    reads = Reads(before=snapshot())
+    plain = type(os.environ)
+
+    class Watched(plain):  # type: ignore[misc, valid-type]  # os._Environ, whose name is private
+        def __getitem__(self, name: str) -> str:
+            reads.names.add(os.fsdecode(name))  # subprocess looks for bytes, too
+            return str(super().__getitem__(name))
+
+        def __iter__(self) -> Iterator[str]:
+            reads.everything = True
+            return iter(list(super().__iter__()))
+
+        def __len__(self) -> int:
+            reads.everything = True
+            return int(super().__len__())
+
+    os.environ.__class__ = Watched  # modules keep references to the object itself
+    try:
+        yield reads
+    finally:
+        os.environ.__class__ = plain
+
+
+def apply(changes: Mapping[str, str | None]) -> None:
+    """Set variables; None: unset."""
+    _apply(changes)

@@ -210,6 +210,7 @@ class LaunchConfig:
         passed_signals: signals that are forwarded to the workers, and the job goes on.
         start_method: fork server or plain interpreters.
         preload: modules the fork server imports after torch.
+        learned_preload: whether parts of torch that workers import are preloaded for the next ones.
         templates: ``{rank}``, ``{local_rank}``, ``{node_rank}`` and ``{generation}`` in the target's arguments are
             replaced by each worker's own.
         virtual_local_rank: every worker sees LOCAL_RANK=0 and one device.
@@ -249,6 +250,7 @@ class LaunchConfig:
     passed_signals: tuple[signal.Signals, ...] = ()
     start_method: StartMethod = StartMethod.FORKSERVER
     preload: tuple[str, ...] = ()
+    learned_preload: bool = True
     templates: bool = False
     virtual_local_rank: bool = False
     numa_binding: NumaBinding | None = None

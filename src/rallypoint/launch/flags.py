@@ -277,6 +277,12 @@ FLAGS: tuple[Flag, ...] = (
         help="modules to import before the workers fork, beside torch",
     ),
     Flag(
+        name="--no-learned-preload",
+        own=True,
+        group=_START,
+        help="do not preload, for restarted workers, the parts of torch that the workers before them imported",
+    ),
+    Flag(
         name="--unbuffered",
         own=True,
         short="-u",

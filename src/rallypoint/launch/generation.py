@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from rallypoint import events
 from rallypoint._core import addresses, clock
@@ -22,6 +24,8 @@ from .placement.ranks import WorkerRanks
 MAX_LINE_DATA = 1024 * 1024
 # How long to wait for the last lines of a worker that reported nothing; its children may hold stderr open.
 LAST_WORDS_PATIENCE = 0.2
+# How a worker's report of an import begins.
+IMPORT_RECORD = b'{"kind": "import"'
 
 
 @dataclass(slots=True)
@@ -63,6 +67,22 @@ class Worker:
                 return False
             if len(self.said) < MAX_LINE_DATA:
                 self.said += data
+
+    def take_imports(self) -> list[dict[str, Any]]:
+        """Remove the reports of imports from what it has reported: ``package`` and ``changed`` of each."""
+        if IMPORT_RECORD not in self.said:
+            return []
+        found = []
+        *lines, rest = self.said.split(b"\n")
+        kept = bytearray()
+        for line in lines:
+            told = _import_in(bytes(line))
+            if told is None:
+                kept += line + b"\n"
+            else:
+                found.append(told)
+        self.said = kept + rest
+        return found
 
     def result(self) -> bytes:
         """The result of a function launch, from the worker's memory file."""
@@ -209,3 +229,17 @@ class Generation:
 
     def _oom_cause(self) -> str:
         return oom.explain(self._oom_before, oom.read_counters()) or ""
+
+
+def _import_in(line: bytes) -> dict[str, Any] | None:
+    """A report of an import, or None for any other line."""
+    if not line.startswith(IMPORT_RECORD):
+        return None
+    try:
+        record = json.loads(line)
+        package, changed = record["name"], record["changed"]
+    except (ValueError, KeyError, RecursionError):
+        return None  # written by user code
+    if not isinstance(package, str) or not isinstance(changed, list):
+        return None
+    return {"package": package, "changed": [str(each) for each in changed]}

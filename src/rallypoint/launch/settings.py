@@ -95,6 +95,7 @@ def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, lis
         passed_signals=passed,
         start_method=start_method,
         preload=tuple(name for name in values.text("preload").split(",") if name),
+        learned_preload=not values.switch("no_learned_preload"),
         templates=values.switch("templates"),
         virtual_local_rank=values.switch("virtual_local_rank"),
         numa_binding=cast("NumaBinding | None", values["numa_binding"]),

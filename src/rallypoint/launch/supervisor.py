@@ -7,6 +7,7 @@ other nodes. It sleeps until one of them is readable, or until the policy's next
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -73,6 +74,8 @@ SILENCE = 2.0
 DRAIN_PATIENCE = 2.0
 # How long the nodes wait for each other's failures before they print the report, beyond the grace period.
 GATHER_PATIENCE = 5.0
+
+_log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -254,6 +257,7 @@ class Supervisor:
             # A function launch runs in the user's program, which may have children of its own.
             alone=config.job.kind is not TargetKind.FUNCTION,
             open_files=self._open_files,
+            learns=config.learned_preload,
         )
 
     def _loop(self, received: SignalEvents) -> Outcome:
@@ -270,7 +274,12 @@ class Supervisor:
             for number in received.take():
                 self._take_signal(number)
             for worker in self._workers:
-                if worker.line.fileno() in ready and not worker.listen():
+                if worker.line.fileno() not in ready:
+                    continue
+                open_still = worker.listen()
+                for told in worker.take_imports():
+                    server.channel.send({"do": "learn", **told})
+                if not open_still:
                     self._poller.unregister(worker.line)
                     if worker.status is None and not self._server_is_deaf:
                         # It seems to have ended. Check that the fork server can report that.
@@ -443,6 +452,8 @@ class Supervisor:
                 raise LaunchError(
                     f"cannot start {message['name'] or 'a process'}: {message['why']}"
                 )
+            case "learned":
+                _log_learned(message["packages"], message["against"])
             case "swept":
                 self._end_generation(message["left"])
                 self._decide(policy.Swept())
@@ -882,6 +893,13 @@ class Supervisor:
                 cause=cause,
             )
         )
+
+
+def _log_learned(packages: list[str], against: dict[str, str]) -> None:
+    if packages:
+        _log.info("preloaded for restarted workers: %s", ", ".join(packages))
+    for package, why in against.items():
+        _log.info("not preloaded for restarted workers: %s: %s", package, why)
 
 
 def _status_words(code: int) -> str:

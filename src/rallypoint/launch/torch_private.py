@@ -17,6 +17,20 @@ REMOTE_TRACEBACKS = frozenset(
 )
 
 
+# Parts of torch that are expensive to import, and that torch imports late or a script by itself.
+LEARNABLE = (
+    "torch._dynamo",
+    "torch._functorch",
+    "torch._inductor",
+    "torch.distributed._composable",
+    "torch.distributed.algorithms",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+)
+
+
 # -- starting like a fresh interpreter ------------------------------------------------------------------------
 
 

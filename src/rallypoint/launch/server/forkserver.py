@@ -7,6 +7,9 @@ The supervisor starts this process first and continues with its own work. This p
 children end. With ``--start-method exec`` nothing is imported, and a worker is a fork that executes a
 plain interpreter; supervision is the same.
 
+What workers import later, from torch itself, their successors have when they start: then they are forks of a
+*template*, which is a fork of this process (see ``learning`` and ``templates``).
+
 Rules:
 
 1. One thread. A fork of a process with threads inherits locks that are never released.
@@ -23,8 +26,8 @@ Rules:
    second one would interrupt a handler that is writing a last checkpoint.
 
 Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``query`` · ``sweep`` · ``tell`` (whether a signal
-arrived here) · ``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` ·
-``failed`` (a limit was reached) · ``heard`` (confirms a request with a number, ``ask``). Handlers document the fields.
+arrived here) · ``learn`` (a worker has imported a package) · ``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` ·
+``failed`` (a limit was reached) · ``learned`` (what the next workers have imported) · ``heard`` (confirms a request with a number, ``ask``). Handlers document the fields.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -51,8 +54,9 @@ from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap, ending
 from rallypoint.launch.worker.job import ASK_SIGNAL, WorkerFds, WorkerStart
 
-from . import store_host
+from . import learning, store_host
 from .channel import Channel, Message
+from .templates import Templates
 
 
 # Seconds until we give up on processes that SIGKILL does not end (uninterruptible sleep in a driver
@@ -84,6 +88,7 @@ class ForkServer:
         call: with ``fork`` (function launches), what a worker calls: this process is a fork of the
             caller's program, so it has the function already.
         open_files: a worker's limit of open files, if lower than this process's.
+        learns: whether the next workers have imported what earlier ones imported.
     """
 
     def __init__(
@@ -93,12 +98,15 @@ class ForkServer:
         start_method: StartMethod,
         call: Callable[[WorkerFds], None] | None = None,
         open_files: int | None = None,
+        *,
+        learns: bool = False,
     ) -> None:
         self._channel = channel
         self._job = job
         self._start_method = start_method
         self._call = call
         self._open_files = open_files
+        self._learns = learns and start_method is StartMethod.FORKSERVER
         self._names: dict[int, str] = {}  # pid -> the supervisor's name for it; workers and stores
         self._pids: dict[str, int] = {}
         self._stores: set[int] = set()
@@ -108,10 +116,12 @@ class ForkServer:
         self._wakeup_read, self._wakeup_write = -1, -1
         self._supervisor = -1
         self._unserved: set[int] = set()  # descriptors of requests not yet handled
+        self._pid = os.getpid()
         self._threads: dict[str, int] = {}  # module -> threads that its import started
         self._started: dict[int, float] = {}  # pid -> time of its fork
         self._came_at: dict[int, float] = {}  # signal -> when it last arrived here
         self._held: list[_Held] = []
+        self._templates = Templates(self._fork_process, self._start_worker, self._report)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -168,14 +178,22 @@ class ForkServer:
         while True:
             events = select.POLLIN | (select.POLLOUT if self._channel.wants_write() else 0)
             poller.register(self._channel.fileno(), events)
+            of_template = self._templates.fileno()
+            if of_template >= 0:
+                poller.register(of_template, select.POLLIN)
             ready = {fd for fd, _ in poller.poll(self._milliseconds_to_wait())}
+            if of_template >= 0:
+                poller.unregister(of_template)
             self._drain_wakeups()
             self._channel.flush()
             requests = self._channel.receive(FEW)
             self._unserved = {fd for _, fds in requests for fd in fds}
+            self._templates.go_on()
+            started = self._start_from_template(requests)
             for message, fds in requests:
                 try:
-                    self._handle(message, fds)
+                    if message.get("name") not in started:
+                        self._handle(message, fds)
                 except OSError as error:
                     if (why := limits.explain(error)) is None:
                         raise
@@ -193,6 +211,7 @@ class ForkServer:
     def _milliseconds_to_wait(self) -> int | None:
         times = [at for at in (self._sweep_kill_at, self._sweep_give_up_at) if at is not None]
         times += [held.until for held in self._held]
+        times += [at for at in [self._templates.next_time()] if at is not None]
         if not times:
             return None
         return max(0, int((min(times) - clock.MONOTONIC.now()) * 1000) + 1)
@@ -226,6 +245,8 @@ class ForkServer:
             case "tell":
                 came = self._has_come(message["signal"])
                 self._report({"is": "told", "signal": message["signal"], "came": came})
+            case "learn":
+                self._templates.hear(message["package"], message["changed"])
             case "ping":
                 pass
             case other:
@@ -240,21 +261,39 @@ class ForkServer:
         it is bound to, or null. ``args``: its arguments, or null for the job's. Descriptors: stdout,
         stderr, the connection to the supervisor, and for functions the memory files of payload and result.
         """
+        self._fork(message["name"], lambda: self._become_worker(message, fds, {}), fds)
+
+    def _start_from_template(self, requests: list[tuple[Message, list[int]]]) -> set[str]:
+        """Start the workers among these requests from the template, if there is one. Returns their names."""
+        started = self._templates.start([each for each in requests if each[0]["do"] == "spawn"])
+        for name, pid in started.items():
+            self._add_child(name, pid)
+        return set(started)
+
+    def _start_worker(
+        self, message: Message, fds: list[int], changes: Mapping[str, str | None]
+    ) -> None:
+        """In a fork of the template: become the worker, and a child of the fork server like any other."""
+        self._begin_child(deaf=False)
+        self._become_worker(message, fds, changes)
+
+    def _become_worker(
+        self, message: Message, fds: list[int], changes: Mapping[str, str | None]
+    ) -> None:
         worker = WorkerStart(
             env=message["env"],
             cpus=message["cpus"],
             fds=WorkerFds.from_list(fds),
             args=message["args"],
+            import_changes=changes,
         )
-        self._fork(message["name"], lambda: self._become_worker(worker), fds)
-
-    def _become_worker(self, worker: WorkerStart) -> None:
         job = self._job
         if worker.args is not None:
             job = replace(job, args=tuple(worker.args))
         if self._start_method is StartMethod.EXEC:
             bootstrap.exec_worker(job, worker)
-        bootstrap.run_forked(job, worker, call=self._call)
+        package_of = learning.package_of if self._learns else None
+        bootstrap.run_forked(job, worker, call=self._call, package_of=package_of)
 
     def _start_store(self, message: Message, fds: list[int]) -> None:
         """Serve a store. ``name``, ``port``; descriptors: the socket, and for the job's store a connection to the supervisor."""
@@ -347,7 +386,26 @@ class ForkServer:
             deaf: it ignores signals: it is not a worker, and signals to the job must not end it.
             lasts: only the supervisor ends it.
         """
-        server = os.getpid()
+
+        def begin() -> None:
+            self._begin_child(deaf=deaf)
+            become()
+
+        pid = self._fork_process(begin, fds)
+        if lasts:
+            self._report({"is": "spawned", "name": name, "pid": pid, "lasts": True})
+        else:
+            self._add_child(name, pid)
+        return pid
+
+    def _add_child(self, name: str, pid: int) -> None:
+        self._started[pid] = clock.MONOTONIC.now()
+        self._names[pid] = name
+        self._pids[name] = pid
+        self._report({"is": "spawned", "name": name, "pid": pid, "lasts": False})
+
+    def _fork_process(self, become: Callable[[], None], fds: Collection[int] = ()) -> int:
+        """Fork, close what is the server's alone, and call ``become`` in the child; it must not return."""
         # Block signals until the new process is set up; those sent before wait.
         mask = signals.block()
         try:
@@ -366,24 +424,23 @@ class ForkServer:
                 for fd in self._unserved.difference(fds):
                     os.close(fd)
                 self._channel.close()
-                os.setsid()
-                process.die_with_parent(server)
-                if deaf:
-                    signals.ignore()
-                elif self._open_files is not None:
-                    limits.limit_open_files(self._open_files)
+                self._templates.close_in_child()
                 become()
             except BaseException:  # noqa: BLE001  a fork must not return to the server's loop
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        if not lasts:
-            self._started[pid] = clock.MONOTONIC.now()
-            self._names[pid] = name
-            self._pids[name] = pid
         signals.restore(mask)
-        self._report({"is": "spawned", "name": name, "pid": pid, "lasts": lasts})
         return pid
+
+    def _begin_child(self, *, deaf: bool) -> None:
+        """In a new process of the job."""
+        os.setsid()
+        process.die_with_parent(self._pid)
+        if deaf:
+            signals.ignore()
+        elif self._open_files is not None:
+            limits.limit_open_files(self._open_files)
 
     def _reap(self) -> None:
         while True:
@@ -397,6 +454,7 @@ class ForkServer:
             self._started.pop(pid, None)
             self._stores.discard(pid)
             self._lasting.discard(pid)
+            self._templates.ended(pid)
             if name is not None:  # else an adopted orphan
                 del self._pids[name]
                 self._report(
@@ -418,7 +476,9 @@ class ForkServer:
         self._sweep_give_up_at = now + grace + KILL_PATIENCE
 
     def _left(self) -> list[int]:
-        return process.descendants(os.getpid(), keep=self._stores | self._lasting)
+        return process.descendants(
+            os.getpid(), keep=self._stores | self._lasting | self._templates.pids()
+        )
 
     def _continue_sweep(self) -> None:
         if self._sweep_give_up_at is None:
@@ -496,5 +556,7 @@ def main(fd: int) -> None:
     # Begins like a worker's title and lacks our name, so `pkill -f` with either matches workers too, or not us.
     process.set_title(f"{Path(sys.executable).name}: fork server of {job.title}")
     start_method = StartMethod(hello["start_method"])
-    server = ForkServer(channel, job, start_method, open_files=hello["open_files"])
+    server = ForkServer(
+        channel, job, start_method, open_files=hello["open_files"], learns=hello["learns"]
+    )
     server.run(tuple(hello["preload"]))

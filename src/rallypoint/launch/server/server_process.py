@@ -80,6 +80,7 @@ class ServerProcess:
         *,
         alone: bool,
         open_files: int | None = None,
+        learns: bool = False,
     ) -> ServerProcess:
         """Start a server in a new interpreter. Returns while the server is still importing.
 
@@ -87,6 +88,7 @@ class ServerProcess:
             secret: the job's; the server and its forks hold it in memory.
             alone: this process only runs the job, so all orphans it adopts are the job's.
             open_files: a worker's limit of open files, if lower than ours.
+            learns: whether the next workers have imported what earlier ones imported.
 
         Raises:
             LaunchError: the interpreter cannot be executed.
@@ -118,6 +120,7 @@ class ServerProcess:
         hello: dict[str, Any] = {"supervisor": os.getpid(), "job": job.to_json()}
         hello |= {"start_method": start_method.value, "preload": list(preload)}
         hello["open_files"] = open_files
+        hello["learns"] = learns
         hello["has_secret"] = secret is not None
         _send_with_secret(channel, hello, secret)
         return cls._of(child.pid, channel, token, strangers=strangers)

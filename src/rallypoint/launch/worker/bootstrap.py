@@ -14,6 +14,7 @@ import importlib.machinery
 import io
 import json
 import os
+import random
 import signal
 import sys
 import types
@@ -26,7 +27,7 @@ from rallypoint._core import env as environment, process, secret
 from rallypoint.launch import torch_private
 from rallypoint.launch.config import Job, TargetKind
 
-from . import ending, exceptions, preloaded, streams
+from . import ending, exceptions, import_watch, preloaded, streams
 from .job import ASK_SIGNAL, WorkerFds, WorkerStart
 
 
@@ -120,16 +121,21 @@ def main() -> None:
 
 
 def run_forked(
-    job: Job, worker: WorkerStart, call: Callable[[WorkerFds], None] | None = None
+    job: Job,
+    worker: WorkerStart,
+    call: Callable[[WorkerFds], None] | None = None,
+    package_of: Callable[[str], str | None] | None = None,
 ) -> NoReturn:
     """In a fork of the fork server: become the worker, run the target, end the process.
 
     With ``call`` the fork server is itself a fork of the caller's program: ``__main__`` stays, and
-    the caller's exit handlers do not run here.
+    the caller's exit handlers do not run here. With ``package_of`` the worker reports what it imports
+    (see ``import_watch``).
     """
     _take_streams(worker.fds)
     _bind(worker.cpus)
     _default_signals()
+    env_of_server = environment.snapshot()
     environment.process_environment().update(worker.env)
     _own_state()
     streams.make_live(job)
@@ -139,8 +145,12 @@ def run_forked(
         ending.leave_in_caller(outcome.code, interrupted=outcome.interrupted)
     known_modules = frozenset(sys.modules)
     _fresh_main(job)
+    if package_of is not None:
+        import_watch.start(package_of, env_of_server, lambda told: send_line(worker.fds.line, told))
     if job.kind is not TargetKind.FUNCTION:
-        preloaded.hide("torch")
+        preloaded.hide("torch", worker.import_changes)
+    else:
+        environment.apply(worker.import_changes)
     outcome = _run(job, worker.fds, None)
     ending.leave(outcome.code, interrupted=outcome.interrupted, known_modules=known_modules)
 
@@ -185,6 +195,10 @@ def _own_state() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    sympy_random = sys.modules.get("sympy.core.random")
+    for each in vars(sympy_random).values() if sympy_random is not None else ():
+        if isinstance(each, random.Random):
+            each.seed()
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "default_generator"):
         # torch draws this seed on import, so all forks would share it. (A device's generator is

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 
@@ -29,9 +29,18 @@ class WorkerFds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
-    """How to start a worker: variables on top of the fork server's, CPUs to bind to, descriptors, arguments."""
+    """How to start a worker.
+
+    Args:
+        env: variables on top of the fork server's.
+        cpus: the CPUs to bind it to, or None for all.
+        fds: its descriptors.
+        args: its arguments; None: the job's.
+        import_changes: what imports before the fork would have changed in its environment; None: unset.
+    """
 
     env: dict[str, str]
     cpus: list[int] | None
     fds: WorkerFds
     args: list[str] | None = None
+    import_changes: Mapping[str, str | None] = field(default_factory=dict)

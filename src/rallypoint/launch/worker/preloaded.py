@@ -38,24 +38,34 @@ _LOGS = ("TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT")
 _DEBUG = ("TORCH_DISTRIBUTED_DEBUG",)
 
 
-def hide(package: str) -> None:
-    """Remove a package from ``sys.modules`` until it is imported again. No effect if it is not imported."""
+def hide(package: str, changes: Mapping[str, str | None] | None = None) -> None:
+    """Remove a package from ``sys.modules`` until it is imported again. No effect if it is not imported.
+
+    Args:
+        package: its name.
+        changes: what its import has changed in the environment (None: unset), to be changed again with it.
+    """
     within = f"{package}."
     names = [name for name in sys.modules if name == package or name.startswith(within)]
     if package in names:
         hidden = {name: sys.modules.pop(name) for name in names}
-        sys.meta_path.insert(0, _Finder(package, hidden, environment.snapshot()))
+        sys.meta_path.insert(0, _Finder(package, hidden, environment.snapshot(), changes or {}))
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Restores one hidden package, once."""
 
     def __init__(
-        self, package: str, hidden: dict[str, types.ModuleType], env: Mapping[str, str]
+        self,
+        package: str,
+        hidden: dict[str, types.ModuleType],
+        env: Mapping[str, str],
+        changes: Mapping[str, str | None],
     ) -> None:
         self._package = package
         self._hidden = hidden
         self._env = env
+        self._changes = changes
         self._module = hidden[package]
         self._spec = self._module.__spec__
 
@@ -87,8 +97,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.modules.setdefault(name, hidden)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
+        now = environment.snapshot()
         if self._package == "torch":
-            _catch_up(module, self._env, environment.snapshot())
+            _catch_up(module, self._env, now)
+        # What the script has set stays: the import would have found it.
+        changes = self._changes.items()
+        environment.apply(
+            {name: value for name, value in changes if self._env.get(name) == now.get(name)}
+        )
 
 
 def _catch_up(torch: Any, then: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -1,0 +1,160 @@
+"""Which modules the next workers have imported when they start: learned from the workers before them.
+
+Theory of operation
+-------------------
+Parts of torch are imported at first use, in every worker: constructing an optimizer imports
+``torch._dynamo``, 800 modules. A worker reports the first import of each package in :data:`LEARNABLE`, and
+which environment variables then differed from the fork server's. A *template*, a fork of the fork
+server, imports the same packages and reports what each import did. If that cannot matter to a script, the
+next workers are forks of the template.
+
+A script must not notice. So an import is kept only if it would have done the same in each worker:
+
+1. It is a part of torch named in :data:`LEARNABLE`. Any other package may draw a random number, a date or a name
+   of the host when it is imported, which all workers would share: those are left to ``--preload``.
+2. It has read no environment variable that was different in a worker when that worker imported it. That
+   includes ``RANK`` and all that the script itself sets before.
+3. All it loaded is installed: nothing of the user's own, no editable install. Native libraries read the
+   environment unseen, so they must be Python's or from :data:`KNOWN_NATIVE`.
+4. It left nothing behind that a fork does not get, or gets twice: threads, files, processes, signal
+   handlers, output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from rallypoint.launch.torch_private import LEARNABLE
+
+
+# Packages of which native libraries may be loaded: torch's own dependencies.
+KNOWN_NATIVE = frozenset(
+    {"torch", "numpy", "numpy.libs", "gmpy2", "gmpy2.libs", "markupsafe", "triton", "yaml"}
+)
+
+
+def package_of(module: str) -> str | None:
+    """The package in :data:`LEARNABLE` that a module is, or is part of; else None."""
+    for package in LEARNABLE:
+        if module == package or module.startswith(f"{package}."):
+            return package
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What the import of one package did in a template.
+
+    Args:
+        error: the exception it raised, in one line; or "".
+        reads: environment variables it read.
+        reads_all: it listed the environment.
+        sets: environment variables it set.
+        foreign: modules it loaded that are not part of an installed package.
+        native: native libraries it loaded that are not known.
+        left: what it left behind, in words.
+    """
+
+    error: str = ""
+    reads: frozenset[str] = frozenset()
+    reads_all: bool = False
+    sets: frozenset[str] = frozenset()
+    foreign: tuple[str, ...] = ()
+    native: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+def objection(seen: Observation, changed: Iterable[str]) -> str:
+    """Why a script could notice that a package is imported already; "" if it cannot.
+
+    Args:
+        seen: what the import did.
+        changed: variables that were different in a worker when it imported the package.
+    """
+    if seen.error:
+        return f"the import failed: {seen.error}"
+    if seen.foreign:
+        return f"it loads {seen.foreign[0]}, which is not part of an installed package"
+    if seen.native:
+        return f"it loads {seen.native[0]}"
+    if seen.left:
+        return f"the import {seen.left[0]}"
+    if seen.reads_all:
+        return "the import reads the whole environment"
+    different = sorted(seen.reads.intersection(changed))
+    if different:
+        return f"the import reads {different[0]}, which workers set"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned:
+    """What is known so far. All methods return a new value.
+
+    Args:
+        changed: package -> variables that were different when a worker imported it, in the order of the reports.
+        seen: package -> what its import did in a template.
+        broken: package -> how a template ended while it imported it.
+    """
+
+    changed: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
+    seen: Mapping[str, Observation] = field(default_factory=lambda: MappingProxyType({}))
+    broken: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def reported(self, module: str, changed: Iterable[str]) -> Learned:
+        """A worker imports ``module``. Any module that is not learnable is ignored."""
+        package = package_of(module)
+        if package is None:
+            return self
+        before = self.changed.get(package, frozenset())
+        return dataclasses.replace(self, changed={**self.changed, package: before.union(changed)})
+
+    def observed(self, package: str, seen: Observation) -> Learned:
+        return dataclasses.replace(self, seen={**self.seen, package: seen})
+
+    def broke(self, package: str, how: str) -> Learned:
+        """A template crashed or hung while it imported ``package``."""
+        return dataclasses.replace(self, broken={**self.broken, package: how})
+
+    def objections(self) -> dict[str, str]:
+        """package -> why it cannot be kept."""
+        found = dict(self.broken)
+        set_by_imports: frozenset[str] = frozenset()
+        for package, changed in self.changed.items():
+            seen = self.seen.get(package)
+            if package in found or seen is None:
+                continue
+            # What an earlier import set in the workers, it set in the template, too.
+            if why := objection(seen, changed - set_by_imports):
+                found[package] = why
+            else:
+                set_by_imports |= seen.sets
+        return found
+
+    def wanted(self) -> tuple[str, ...]:
+        """The packages that the next workers should have, as far as is known, in the order of the reports."""
+        against = self.objections()
+        return tuple(package for package in self.changed if package not in against)
+
+
+def is_installed(file: str, folders: Iterable[str]) -> bool:
+    """Whether a module's file is in one of these folders."""
+    return any(file.startswith(f"{folder}/") for folder in folders)
+
+
+def unknown_library(path: str, packages: Iterable[str], system: Iterable[str]) -> str:
+    """The package or path of a native library that may read the environment; "" if it is known.
+
+    Args:
+        path: of the library.
+        packages: folders with installed packages.
+        system: folders with Python's own and the system's libraries; they may contain ``packages``.
+    """
+    for folder in packages:
+        if path.startswith(f"{folder}/"):
+            name = path[len(folder) + 1 :].partition("/")[0]
+            return "" if name in KNOWN_NATIVE else name
+    return "" if is_installed(path, system) else path

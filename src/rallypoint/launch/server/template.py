@@ -1,0 +1,279 @@
+"""A template: a fork of the fork server that imports more packages, and from which the next workers are forked.
+
+The imports run here, not in the fork server, so one that crashes, hangs or starts a thread costs only this
+process. See ``learning`` for which packages these are.
+
+[Note: Forks of a template] A worker is a child of the fork server, as any other is. So a template forks twice: a
+*midwife*, which forks the workers of one batch, reports their pids and ends. The workers then become children of the
+fork server, the nearest subreaper. Each waits for that, and for the word that it has been reported: a worker
+whose midwife ended before has not run any code, and the fork server starts it by itself.
+
+Messages to the template: ``spawn``, as to the fork server. Reports (``is``): ``importing`` · ``imported`` · ``ready`` ·
+``forked``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from rallypoint._core import env as environment, process
+from rallypoint.launch import signals
+from rallypoint.launch.worker import ending
+
+from . import learning
+from .channel import Channel, Message
+
+
+# Starts a worker in this fork; takes its "spawn" message and what the imports have changed in the environment.
+Become = Callable[[Message, list[int], Mapping[str, str | None]], None]
+_FEW = 8
+
+
+def run(channel: Channel, packages: tuple[str, ...], become: Become) -> NoReturn:
+    """Import the packages, report, and fork workers until the fork server closes the channel."""
+    process.set_title("rally: template of the next workers")
+    output = os.memfd_create("rally-output", os.MFD_CLOEXEC)
+    for fd in (1, 2):
+        os.dup2(output, fd)
+    before = environment.snapshot()
+    changes: dict[str, str | None] = {}
+    for package in packages:
+        channel.send({"is": "importing", "package": package})
+        seen, changed = _import(package, output)
+        changes |= changed
+        channel.send({"is": "imported", "package": package, "seen": to_json(seen)})
+        if seen.error:
+            os._exit(1)
+    environment.apply({name: before.get(name) for name in changes})
+    # As in the fork server: later collections must not touch what all workers share.
+    gc.collect()
+    gc.freeze()
+    ending.flush_quietly()
+    ctypes.CDLL(None).fflush(None)
+    channel.send({"is": "ready"})
+    poller = select.poll()
+    while not channel.closed_by_peer:
+        poller.register(channel.fileno(), select.POLLIN | select.POLLOUT * channel.wants_write())
+        poller.poll()
+        channel.flush()
+        spawns = channel.receive(_FEW)
+        if spawns:
+            _fork_batch(channel, spawns, lambda message, fds: become(message, fds, changes))
+        for _, fds in spawns:
+            for fd in fds:
+                os.close(fd)
+    os._exit(0)
+
+
+# -- forking: see [Note: Forks of a template] -------------------------------------------------------
+
+
+def _fork_batch(
+    channel: Channel,
+    spawns: list[tuple[Message, list[int]]],
+    become: Callable[[Message, list[int]], None],
+) -> None:
+    template = os.getpid()
+    midwife = os.fork()
+    if midwife:
+        os.waitpid(midwife, 0)
+        return
+    try:
+        process.die_with_parent(template)
+        own = os.pidfd_open(os.getpid())
+        signals.block()  # until the workers are set up
+        for message, fds in spawns:
+            go, say_go = os.pipe2(os.O_CLOEXEC)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    others = {fd for _, each in spawns for fd in each}.difference(fds)
+                    channel.close()
+                    for fd in (*others, say_go):
+                        os.close(fd)
+                    _wait_to_be_adopted(go, own)
+                    become(message, fds)
+                finally:
+                    os._exit(1)
+            os.close(go)
+            channel.send({"is": "forked", "name": message["name"], "pid": pid})
+            while channel.wants_write() and not channel.closed_by_peer:
+                poller = select.poll()
+                poller.register(channel.fileno(), select.POLLOUT)
+                poller.poll()
+                channel.flush()
+            if not channel.closed_by_peer:
+                os.write(say_go, b"g")
+            os.close(say_go)
+    finally:
+        os._exit(0)
+
+
+def _wait_to_be_adopted(go: int, midwife: int) -> None:
+    """In a worker: wait until it is reported, and a child of the fork server."""
+    if os.read(go, 1) != b"g":
+        os._exit(1)
+    os.close(go)
+    poller = select.poll()
+    poller.register(midwife, select.POLLIN)
+    poller.poll()  # the kernel hands its children over first
+    os.close(midwife)
+
+
+# -- importing ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What an import must leave as it was."""
+
+    threads: int
+    files: frozenset[tuple[str, str]]
+    processes: tuple[int, ...]
+    handlers: tuple[object, ...]
+    folder: str
+    path: tuple[str, ...]
+    hooks: tuple[object, ...]
+    output: int
+
+
+def _state(output: int) -> _State:
+    files = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            files.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    return _State(
+        threads=len(os.listdir("/proc/self/task")),
+        files=frozenset(files),
+        processes=tuple(process.children(os.getpid())),
+        handlers=tuple(signal.getsignal(each) for each in sorted(signal.valid_signals())),
+        folder=os.getcwd(),
+        path=tuple(sys.path),
+        hooks=(sys.excepthook, sys.unraisablehook, sys.displayhook, sys.getrecursionlimit()),
+        output=os.fstat(output).st_size,
+    )
+
+
+_LEFT = {
+    "threads": "starts a thread",
+    "files": "leaves a file open",
+    "processes": "starts a process",
+    "handlers": "handles a signal",
+    "folder": "changes the working folder",
+    "path": "changes sys.path",
+    "hooks": "changes a setting of the interpreter",
+    "output": "prints",
+}
+
+
+def _import(package: str, output: int) -> tuple[learning.Observation, dict[str, str | None]]:
+    before, modules, libraries = _state(output), set(sys.modules), _libraries()
+    error = ""
+    with environment.watched() as reads:
+        try:
+            importlib.import_module(package)
+        except BaseException as raised:  # noqa: BLE001  any error of an import is reported, SystemExit too
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
+    changes = reads.changes()
+    ending.flush_quietly()
+    ctypes.CDLL(None).fflush(None)
+    after = _state(output)
+    left = [text for name, text in _LEFT.items() if getattr(before, name) != getattr(after, name)]
+    if _is_cuda_initialized():
+        left.append("initialises CUDA")
+    packages, system = _folders()
+    files = {name: _file_of(sys.modules[name]) for name in set(sys.modules) - modules}
+    installed = (*packages, *system)
+    libraries = _libraries() - libraries
+    unknown = {learning.unknown_library(each, packages, system) for each in libraries}
+    seen = learning.Observation(
+        error=error,
+        reads=frozenset(reads.names),
+        reads_all=reads.everything,
+        sets=frozenset(changes),
+        foreign=tuple(
+            sorted(
+                name
+                for name, file in files.items()
+                if file and not learning.is_installed(file, installed)
+            )
+        ),
+        native=tuple(sorted(unknown - {""})),
+        left=tuple(left),
+    )
+    return seen, changes
+
+
+def _file_of(module: types.ModuleType | None) -> str:
+    """The file that a module was loaded from; "" for built-in ones."""
+    if not isinstance(module, types.ModuleType):
+        return ""
+    file = vars(module).get("__file__")
+    return os.path.abspath(file) if isinstance(file, str) else ""
+
+
+def _libraries() -> set[str]:
+    with open("/proc/self/maps") as file:
+        paths = {line.split(maxsplit=5)[5].rstrip() for line in file if ".so" in line}
+    return {path for path in paths if path.startswith("/")}
+
+
+def _folders() -> tuple[list[str], list[str]]:
+    """Folders with installed packages, and those with Python's own files and the system's libraries."""
+    paths = sysconfig.get_paths()
+    packages = {paths["purelib"], paths["platlib"], *site.getsitepackages()}
+    if site.ENABLE_USER_SITE:
+        packages.add(site.getusersitepackages())
+    # torch and this package may lie elsewhere.
+    ours = [
+        os.path.dirname(sys.modules[name].__file__ or "")
+        for name in ("rallypoint", "torch")
+        if name in sys.modules
+    ]
+    system = {paths["stdlib"], paths["platstdlib"], *ours}
+    system |= {f"{sys.base_prefix}/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
+    return [os.path.realpath(each) for each in packages], sorted(system)
+
+
+def _is_cuda_initialized() -> bool:
+    torch = sys.modules.get("torch")
+    return bool(torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized())
+
+
+# -- messages -------------------------------------------------------------------------------------------
+
+
+def to_json(seen: learning.Observation) -> dict[str, object]:
+    """An observation as JSON values."""
+    return {
+        name: sorted(value) if isinstance(value, frozenset) else value
+        for name in seen.__slots__
+        for value in [getattr(seen, name)]
+    }
+
+
+def from_json(record: Mapping[str, object]) -> learning.Observation:
+    """What :func:`to_json` was given."""
+    values = {
+        name: (
+            (frozenset(value) if name in {"reads", "sets"} else tuple(value))
+            if isinstance(value, list)
+            else value
+        )
+        for name, value in record.items()
+    }
+    return learning.Observation(**values)  # type: ignore[arg-type]  # as to_json made it

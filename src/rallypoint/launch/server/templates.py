@@ -1,0 +1,229 @@
+"""The fork server's side of templates: when to make one, whether to use it, and starting workers from it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rallypoint._core import clock, process
+
+from . import learning, template
+from .channel import Channel, Message, socket_pair
+
+
+# Seconds without a new report before a template is made: workers that still import need the CPU themselves.
+# Twice as long after each template.
+QUIET = 2.0
+# Templates per job, as a bound: each costs the CPU time of its imports.
+MOST = 6
+# Seconds that the import of one package may take.
+IMPORT_PATIENCE = 60.0
+# Seconds that the forks of a batch may take.
+FORK_PATIENCE = 5.0
+
+
+@dataclass(slots=True)
+class _Template:
+    pid: int
+    channel: Channel
+    packages: tuple[str, ...]
+    until: float | None  # when it counts as hung
+    importing: str = ""
+
+
+class Templates:
+    """At most one template, and what has been learned.
+
+    Args:
+        fork: forks the fork server and calls its argument in the child; returns the child's pid.
+        become: turns a fork of the template into a worker.
+        tell: sends a report to the supervisor.
+    """
+
+    def __init__(
+        self,
+        fork: Callable[[Callable[[], None]], int],
+        become: template.Become,
+        tell: Callable[[Message], None],
+    ) -> None:
+        self._fork = fork
+        self._become = become
+        self._tell = tell
+        self._learned = learning.Learned()
+        self._template: _Template | None = None
+        self._made = 0
+        self._due: float | None = None
+        self._told: tuple[object, ...] = ()
+
+    # -- what the loop asks -------------------------------------------------------------------------
+
+    def hear(self, package: str, changed: list[str]) -> None:
+        """A worker has imported a package."""
+        before = self._learned.wanted()
+        self._learned = self._learned.reported(package, changed)
+        if self._learned.wanted() != before:
+            self._plan()
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the template reports; -1 without one."""
+        return -1 if self._template is None else self._template.channel.fileno()
+
+    def pids(self) -> set[int]:
+        return set() if self._template is None else {self._template.pid} - {0}
+
+    def ended(self, pid: int) -> None:
+        """The loop has reaped this child, whose pid may be another's from now on."""
+        if self._template is not None and self._template.pid == pid:
+            self._template.pid = 0
+
+    def next_time(self) -> float | None:
+        """When :meth:`go_on` must be called, at the latest."""
+        until = None if self._template is None else self._template.until
+        return min((at for at in (self._due, until) if at is not None), default=None)
+
+    def go_on(self) -> None:
+        """Read the template's reports and do what is due."""
+        now = clock.MONOTONIC.now()
+        held = self._template
+        if held is not None:
+            for message, _ in held.channel.receive():
+                self._hear_template(held, message)
+            if held.channel.closed_by_peer:
+                self._lose("ended")
+            elif held.until is not None and now >= held.until:
+                self._lose("took too long")
+        if self._due is not None and now >= self._due:
+            self._due = None
+            self._make()
+
+    def start(self, spawns: Sequence[tuple[Message, list[int]]]) -> dict[str, int]:
+        """Fork workers from the template, if it may be used: the names and pids of those it has forked."""
+        held = self._template
+        if not spawns or held is None or held.until is not None:
+            return {}
+        if not set(held.packages) <= set(self._learned.wanted()):
+            return {}
+        for message, fds in spawns:
+            held.channel.send(message, fds)
+        started: dict[str, int] = {}
+        deadline = clock.Deadline(FORK_PATIENCE)
+        poller = select.poll()
+        while len(started) < len(spawns):
+            waits = select.POLLIN | select.POLLOUT * held.channel.wants_write()
+            poller.register(held.channel.fileno(), waits)
+            poller.poll((deadline.remaining() or 0) * 1000)
+            held.channel.flush()
+            started |= _forked(held.channel)
+            if held.channel.closed_by_peer or deadline.expired():
+                started |= self._lose_in_fork(held)
+                break
+        return started
+
+    def close_in_child(self) -> None:
+        if self._template is not None:
+            self._template.channel.close()
+
+    # -- the template -------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Make another template once no worker has reported for a while."""
+        wanted = self._learned.wanted()
+        if (
+            wanted
+            and self._made < MOST
+            and (self._template is None or wanted != self._template.packages)
+        ):
+            self._due = clock.MONOTONIC.now() + QUIET * 2**self._made
+
+    def _make(self) -> None:
+        packages = self._learned.wanted()
+        self._drop()
+        ours, theirs = socket_pair()
+        channel, its = Channel(ours), Channel(theirs)
+
+        server = os.getpid()
+
+        def become_template() -> None:
+            channel.close()
+            os.setsid()
+            process.die_with_parent(server)
+            template.run(its, packages, self._become)
+
+        self._made += 1
+        pid = self._fork(become_template)
+        its.close()
+        self._template = _Template(pid, channel, packages, clock.MONOTONIC.now() + IMPORT_PATIENCE)
+
+    def _hear_template(self, held: _Template, message: Message) -> None:
+        match message["is"]:
+            case "importing":
+                held.importing = message["package"]
+                held.until = clock.MONOTONIC.now() + IMPORT_PATIENCE
+            case "imported":
+                held.importing = ""
+                seen = template.from_json(message["seen"])
+                self._learned = self._learned.observed(message["package"], seen)
+            case "ready":
+                held.until = None
+                if not set(held.packages) <= set(self._learned.wanted()):
+                    self._drop()
+                    self._plan()
+                self._report()
+            case _:
+                pass  # late word of a fork
+
+    def _lose(self, how: str) -> None:
+        held = self._template
+        assert held is not None
+        if held.importing:
+            self._learned = self._learned.broke(
+                held.importing, f"the process that imported it {how}"
+            )
+        self._drop()
+        self._plan()
+        self._report()
+
+    def _lose_in_fork(self, held: _Template) -> dict[str, int]:
+        """The template does not answer: end it. Returns the workers that it has reported by then."""
+        _kill(held.pid)
+        # A midwife keeps the channel open until it ends; it dies with the template.
+        started: dict[str, int] = {}
+        poller = select.poll()
+        poller.register(held.channel.fileno(), select.POLLIN)
+        deadline = clock.Deadline(FORK_PATIENCE)
+        while not held.channel.closed_by_peer and not deadline.expired():
+            poller.poll((deadline.remaining() or 0) * 1000)
+            started |= _forked(held.channel)
+        self._drop()
+        return started
+
+    def _drop(self) -> None:
+        held, self._template = self._template, None
+        if held is not None:
+            held.channel.close()
+            _kill(held.pid)
+
+    def _report(self) -> None:
+        packages = () if self._template is None else self._template.packages
+        against = self._learned.objections()
+        news = (packages, tuple(against.items()))
+        if news != self._told:
+            self._told = news
+            self._tell({"is": "learned", "packages": packages, "against": against})
+
+
+def _forked(channel: Channel) -> Mapping[str, int]:
+    return {
+        message["name"]: message["pid"]
+        for message, _ in channel.receive()
+        if message["is"] == "forked"
+    }
+
+
+def _kill(pid: int) -> None:
+    """Kill a template. The fork server's loop reaps it."""
+    if pid:
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,94 @@
+"""Restarted workers have the parts of torch that their predecessors imported, and the script does not notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import json, os, sys, time
+at_start = [name for name in sys.modules if name.partition(".")[0] == "torch"]
+cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+if "--sets" in sys.argv:
+    os.environ["TORCHDYNAMO_VERBOSE"] = "1"
+own = "near" in sys.modules
+import near, torch, torch.distributed as dist
+had = "torch._dynamo" in sys.modules
+dist.init_process_group("gloo")
+rank, generation = dist.get_rank(), int(os.environ["RALLY_GENERATION"])
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.Adam(net.parameters())
+net(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+facts = {"at start": at_start, "own": own, "had": had, "cache": cache, "parent": os.getppid(),
+         "verbose": torch._dynamo.config.verbose, "session": os.getsid(0) == os.getpid()}
+with open(f"facts.{generation}.{rank}", "w") as file:
+    json.dump(facts, file)
+if generation == 0:
+    while not os.path.exists("go"):  # the template is ready
+        time.sleep(0.02)
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+"""
+
+
+def facts_of(folder: Path, *words: str, flags: tuple[str, ...] = ()) -> tuple[list, str]:
+    """What the two workers of both generations noted, and what rally said."""
+    (folder / "probe.py").write_text(SCRIPT)
+    (folder / "near.py").write_text("")
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")
+    }
+    command = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node=2", "--max-restarts=1"]
+    with subprocess.Popen(
+        [*command, *flags, "probe.py", *words],
+        cwd=folder,
+        env={**env, "LOGLEVEL": "INFO"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        late = threading.Timer(240, job.send_signal, [signal.SIGTERM])
+        late.start()
+        said = ""
+        assert job.stderr is not None
+        for line in job.stderr:
+            said += line
+            if "preloaded for restarted workers" in line:
+                (folder / "go").touch()
+        late.cancel()
+    assert job.returncode == 0, said
+    found = [
+        [json.loads((folder / f"facts.{g}.{rank}").read_text()) for rank in range(2)]
+        for g in range(2)
+    ]
+    return found, said
+
+
+def test_restarted_workers_have_torch_dynamo_and_nothing_else_differs(tmp_path: Path) -> None:
+    (first, second), said = facts_of(tmp_path)
+    assert "preloaded for restarted workers: torch._dynamo" in said
+    assert [each.pop("had") for each in first] == [False, False]
+    assert [each.pop("had") for each in second] == [True, True]
+    # Nothing of torch, nor what its import sets in the environment, is there before the script imports
+    # torch; the script's own modules never are; and workers stay children of the fork server.
+    assert first == second
+    assert first[0]["at start"] == []
+    assert not first[0]["own"]
+
+
+def test_what_reads_a_variable_that_the_script_sets_is_not_preloaded(tmp_path: Path) -> None:
+    (first, second), said = facts_of(tmp_path, "--sets")
+    assert "torch._dynamo: the import reads TORCHDYNAMO_VERBOSE, which workers set" in said
+    assert [each["had"] for each in second] == [False, False]
+    assert [each["verbose"] for each in (*first, *second)] == [True] * 4

@@ -1,0 +1,197 @@
+"""Templates with real processes: imports that must not be kept, and workers that become the server's children."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from rallypoint._core import process
+from rallypoint.launch.server import learning, templates
+from rallypoint.launch.server.channel import Message
+from rallypoint.launch.server.templates import Templates
+
+
+PACKAGES = {
+    "sets_a_variable": "import os\nos.environ['FROM_IMPORT'] = 'x'\n",
+    "starts_a_thread": (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    ),
+    "raises": "raise ValueError('why')\n",
+    "hangs": "import threading\nthreading.Event().wait()\n",
+    "exits": "import os\nos._exit(0)\n",
+    "is_killed": "import os\nos.kill(os.getpid(), 9)\n",
+    "leaves_a_file_open": "file = open(__file__)\n",
+    "prints": "import os\nos.write(1, b'noticed')\n",
+    "handles_a_signal": "import signal\nsignal.signal(signal.SIGUSR1, print)\n",
+    "starts_a_process": "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\n",
+    "reads_the_rank": "import os\nrank = os.environ.get('RANK')\n",
+    "lists_the_environment": "import os\nall_of_it = dict(os.environ)\n",
+}
+
+
+class Server:
+    """What the fork server does around its templates."""
+
+    def __init__(self, become: Callable[[Message, list[int]], None]) -> None:
+        def become_worker(
+            message: Message, fds: list[int], changes: Mapping[str, str | None]
+        ) -> None:
+            become({**message, "changes": dict(changes)}, fds)
+
+        self.told: list[Message] = []
+        self.templates = Templates(self._fork, become_worker, self.told.append)
+        self.forked: list[int] = []
+
+    def _fork(self, become: Callable[[], None]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                become()
+            finally:
+                os._exit(1)
+        self.forked.append(pid)
+        return pid
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, self.told
+            poller = select.poll()
+            if self.templates.fileno() >= 0:
+                poller.register(self.templates.fileno(), select.POLLIN)
+            due = self.templates.next_time()
+            left = deadline - time.monotonic() if due is None else due - time.monotonic()
+            poller.poll(max(0.0, left) * 1000 + 1)
+            self.templates.go_on()
+
+    def close(self) -> None:
+        for pid in self.templates.pids():
+            os.kill(pid, signal.SIGKILL)
+        self.templates.close_in_child()
+        for pid in self.forked:
+            os.waitpid(pid, 0)
+        for pid in process.children(os.getpid()):  # a process that an import has started
+            with open(f"/proc/{pid}/comm") as file:
+                if file.read() == "sleep\n":
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+
+def report(message: Message, fds: list[int]) -> None:
+    """A worker: who it is, in its first descriptor."""
+    modules = sorted(set(PACKAGES).intersection(sys.modules))
+    variable = os.environ.get("FROM_IMPORT")
+    text = repr([message["name"], modules, variable, message["changes"], os.getppid()])
+    os.write(fds[0], text.encode())
+    os._exit(7)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    folder = tmp_path / "installed"
+    folder.mkdir()
+    for name, text in PACKAGES.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(learning, "LEARNABLE", tuple(PACKAGES))
+    monkeypatch.setattr(
+        "site.getsitepackages",
+        lambda: [str(folder)],
+    )
+    monkeypatch.setattr(templates, "QUIET", 0.0)
+    monkeypatch.setattr(templates, "IMPORT_PATIENCE", 3.0)
+    monkeypatch.delenv("FROM_IMPORT", raising=False)
+    with process.adopting_orphans():
+        made = Server(report)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.mark.parametrize(
+    ("package", "why"),
+    [
+        ("starts_a_thread", "starts a thread"),
+        ("raises", "ValueError: why"),
+        ("hangs", "took too long"),
+        ("exits", "ended"),
+        ("is_killed", "ended"),
+        ("leaves_a_file_open", "leaves a file open"),
+        ("prints", "prints"),
+        ("handles_a_signal", "handles a signal"),
+        ("starts_a_process", "starts a process"),
+        ("reads_the_rank", "reads RANK, which workers set"),
+        ("lists_the_environment", "reads the whole environment"),
+    ],
+)
+def test_a_package_that_a_script_could_notice_is_left_out(
+    server: Server, package: str, why: str
+) -> None:
+    server.templates.hear(package, ["RANK"])
+    server.templates.hear("sets_a_variable", ["RANK"])
+    server.wait_for(lambda: server.told and server.told[-1]["packages"])
+    assert server.told[-1]["packages"] == ("sets_a_variable",)
+    assert why in server.told[-1]["against"][package]
+    assert package not in sys.modules, "nothing is imported in the server itself"
+
+
+def test_workers_of_a_template_are_children_of_the_server(server: Server) -> None:
+    server.templates.hear("sets_a_variable", ["RANK"])
+    server.wait_for(lambda: server.told)
+    read, write = os.pipe()
+    names = ["worker 1.0", "worker 1.1", "worker 1.2"]
+    started: dict[str, int] = {}
+    for some in (names[:1], names[1:]):  # two batches
+        started |= server.templates.start(
+            [({"do": "spawn", "name": each}, [write]) for each in some]
+        )
+    os.close(write)
+    assert sorted(started) == names
+    with open(read) as file:
+        said = file.read()
+    for pid in started.values():
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    for name in names:
+        # What the import sets is set when the script imports it, not before.
+        changes = {"FROM_IMPORT": "x"}
+        assert repr([name, ["sets_a_variable"], None, changes, os.getpid()]) in said
+
+
+def test_a_template_that_was_killed_starts_nothing(server: Server) -> None:
+    server.templates.hear("sets_a_variable", [])
+    server.wait_for(lambda: server.told)
+    (pid,) = server.templates.pids()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    read, write = os.pipe()
+    assert server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [write])]) == {}
+    os.close(write)
+    os.close(read)
+
+
+def test_a_stopped_template_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "FORK_PATIENCE", 0.2)
+    server.templates.hear("sets_a_variable", [])
+    server.wait_for(lambda: server.told)
+    (pid,) = server.templates.pids()
+    os.kill(pid, signal.SIGSTOP)
+    read, write = os.pipe()
+    assert server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [write])]) == {}
+    os.close(write)
+    with open(read, "rb") as file:
+        assert file.read() == b"", "no worker is left that could start later"
+
+
+def test_a_late_report_takes_a_template_out_of_use(server: Server) -> None:
+    server.templates.hear("reads_the_rank", [])
+    server.wait_for(lambda: server.told)
+    server.templates.hear("reads_the_rank", ["RANK"])
+    assert server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [0])]) == {}
