@@ -1,5 +1,6 @@
 """Held over every test: what a test changes in its own process, it puts back."""
 
+import gc
 import importlib.util
 import multiprocessing.util
 import os
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     pace.measure()
+    gc.disable()  # until all tests are collected
     # Failed jobs keep their logs.
     multiprocessing.util.get_temp_dir()  # its own goes when Python ends, after ours
     folder = tempfile.mkdtemp(prefix="rally-tests-")
@@ -82,6 +84,13 @@ _LONGEST = [
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what is loaded now out of collections: tests that look for leaks ask for many."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -31,6 +31,7 @@ _servers_modules: dict[str, types.ModuleType] = {}
 
 def main() -> NoReturn:
     line = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # collections are a third of the time that these imports take
     for name in ("rallypoint.launch.server.forkserver", *sys.argv[2:-1]):
         with contextlib.suppress(ImportError):  # tests/stub has less than torch has
             importlib.import_module(name)
@@ -41,6 +42,7 @@ def main() -> NoReturn:
     os.environ.pop("ROOM", None)
     gc.collect()
     gc.freeze()  # a collector that looks at objects copies their pages in every fork
+    gc.enable()
     while True:
         message, received, _, _ = socket.recv_fds(line, 1, 4)
         if not message:

@@ -53,8 +53,12 @@ class Asker:
         (folder / "raises.py").write_text("raise ValueError('why')")
         (folder / "exits.py").write_text("raise SystemExit(3)")
 
-    def ask(self, *words: str, unprivileged: bool = True, **env: str) -> Answer:
-        """What ``rally WORDS`` says, which has to be a single line."""
+    def ask(self, *words: str, unprivileged: bool = False, **env: str) -> Answer:
+        """What ``rally WORDS`` says, which has to be a single line.
+
+        Args:
+            unprivileged: permissions hold for it, even if the tests run as root.
+        """
         marker = uuid.uuid4().hex
         plain = {"PATH": f"{Path(RALLY).parent}:/usr/bin:/bin", "HOME": str(self.folder)}
         plain |= {"TMPDIR": str(self.tmp), "RALLY_TEST": marker, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -305,7 +309,7 @@ def test_unknown_command_is_answered_with_the_nearest(asker: Asker, words: str, 
 
 def test_script_without_read_permission(asker: Asker):
     (asker.folder / "train.py").chmod(0o200)
-    answer = asker.ask("run", "train.py")
+    answer = asker.ask("run", "train.py", unprivileged=True)
     assert answer.exit_code == MISTAKE
     assert "script 'train.py': no permission to read it" in answer.line
     assert "chmod u+r train.py" in answer.line
@@ -313,7 +317,7 @@ def test_script_without_read_permission(asker: Asker):
 
 def test_script_in_a_closed_folder(asker: Asker):
     (asker.folder / "empty folder").chmod(0)
-    answer = asker.ask("run", "empty folder/train.py")
+    answer = asker.ask("run", "empty folder/train.py", unprivileged=True)
     assert answer.exit_code == MISTAKE
     assert "script 'empty folder/train.py': cannot be read: Permission denied" in answer.line
     assert "check the path and its folders" in answer.line
@@ -321,7 +325,7 @@ def test_script_in_a_closed_folder(asker: Asker):
 
 def test_log_folder_without_write_permission(asker: Asker):
     (asker.folder / "empty folder").chmod(0o500)
-    answer = asker.ask("run", "--log-dir", "empty folder/logs", "train.py")
+    answer = asker.ask("run", "--log-dir", "empty folder/logs", "train.py", unprivileged=True)
     assert answer.exit_code == MISTAKE
     assert "--log-dir 'empty folder/logs'" in answer.line
     assert "Permission denied" in answer.line
@@ -363,7 +367,7 @@ def test_port_that_is_not_permitted(asker: Asker):
     first = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
     if first.exists() and int(first.read_text()) <= 81:
         pytest.skip("every port is permitted to everybody here")
-    answer = asker.ask("run", "--master-port", "81", "train.py")
+    answer = asker.ask("run", "--master-port", "81", "train.py", unprivileged=True)
     assert answer.exit_code == MISTAKE
     assert "--master-port '81': binding this port is not permitted" in answer.line
     assert "1024" in answer.line
@@ -400,7 +404,7 @@ def test_log_folder_on_a_full_disk(tmp_path, mount_small, files: int, exit_code:
     disk = mount_small(files)
     (tmp_path / "work").mkdir()
     answer = Asker(tmp_path / "work").ask(
-        "run", "--log-dir", str(disk), "--redirects", "3", "train.py", unprivileged=False
+        "run", "--log-dir", str(disk), "--redirects", "3", "train.py"
     )
     assert answer.exit_code == exit_code
     assert str(disk) in answer.line

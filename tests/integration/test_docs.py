@@ -9,6 +9,7 @@ A page says in comments, which nobody sees, what is to be done with the block of
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+import supervisors
 
 
 pytestmark = pytest.mark.integration
@@ -62,9 +65,11 @@ def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
                 (tmp_path / value).write_text(text)
             case "run":
                 for line in text.splitlines():
-                    done = subprocess.run(
-                        line,
-                        shell=True,
+                    words = shlex.split(line)
+                    if words[0] == "rally":
+                        words[0] = supervisors.RALLY
+                    done = supervisors.run(
+                        words,
                         cwd=tmp_path,
                         env=environment(),
                         stdin=subprocess.DEVNULL,
@@ -100,8 +105,12 @@ def test_the_tutorial_s_job_outlives_a_node(tmp_path: Path) -> None:
     for output in outputs:
         with output.open("wb") as file:
             nodes.append(
-                subprocess.Popen(
-                    line.split(), cwd=tmp_path, env=environment(), stdout=file, stderr=file
+                supervisors.Popen(
+                    [supervisors.RALLY, *line.split()[1:]],
+                    cwd=tmp_path,
+                    env=environment(),
+                    stdout=file,
+                    stderr=file,
                 )
             )
     try:
