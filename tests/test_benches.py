@@ -25,6 +25,7 @@ LITTLE = {
     "memory_rpc.py": QUICK,
     "nodes.py": QUICK,
     "rendezvous.py": QUICK,
+    "restart.py": QUICK,
     "root_cause.py": QUICK,
     "rpc.py": QUICK,
     "rpc_protection.py": QUICK,
