@@ -626,6 +626,27 @@ def test_what_somebody_destroys_while_nodes_arrive_is_put_back(step: int, what: 
     assert_together(world, 4)
 
 
+def test_a_call_that_somebody_destroys_while_its_leader_waits_is_put_back() -> None:
+    """Members of the last round go on to the next one when they see its call."""
+    world = World()
+    for name in "ab":
+        world.add(name, Settings(min_nodes=2, max_nodes=2))
+    world.run(60)
+    assert len(ranks_of(world, 0)) == 2
+    world.again(world.nodes["a"])
+    while "1/node/0" not in world.table:
+        for each in world.runnable():
+            world.act(each)
+    del world.table["1/call"]
+    for _ in range(100):
+        if "1/call" in world.table:
+            break
+        world.run(1)
+    assert world.table["1/call"] == {"leader": "a"}
+    settle(world)
+    assert_together(world, 2)
+
+
 # -- arbitrary schedules --------------------------------------------------------------------------
 
 

@@ -19,7 +19,8 @@ died while it waited is in no plan. So only the leader and the members of a roun
 An answer can be lost though the operation took effect; then the node starts the round anew and takes another
 slot. If the plan has it under an earlier one, it finds itself by its id. When the store is lost and an
 empty one takes its place, survivors put the last plan there (:func:`.plan.seeded`); its slots are the old store's,
-so there, too, ids tell. What somebody else destroys (a record, a counter) those that wait put back.
+so there, too, ids tell. Nodes that wait restore what somebody else destroys: every node its record and the counter,
+the leader also the call.
 
 A node that joins needs five operations (call, slot, record, plan, and deleting its record of the last
 round), however many nodes there are; the leader reads every record once, hundreds in one operation.
@@ -465,9 +466,9 @@ class _Leader:
             self._arrivals.clear()
         fresh = tuple(each for each in range(filled) if each not in self._records)
         keys = tuple(f"{generation}/node/{each}" for each in fresh)
-        shared = (f"{generation}/plan", "head", "closed", "moved", "store")
+        shared = (f"{generation}/plan", "head", "closed", "moved", "store", f"{generation}/call")
         (_, found) = yield Look((*shared, *keys))
-        (plan, head, closed, note, store), found = found[: len(shared)], found[len(shared) :]
+        (plan, head, closed, note, store, call), found = found[: len(shared)], found[len(shared) :]
         if plan is not None:
             return filled, plan  # another leader's, or our own and the answer was lost
         instead: Mapping[str, Any] | None = None
@@ -481,6 +482,9 @@ class _Leader:
         if instead is not None:
             (_, plan) = yield Claim(f"{generation}/plan", instead)
             return filled, plan
+        if call is None:
+            # Destroyed: members of the last round, and nodes that wait to be admitted, wait for it.
+            yield Claim(f"{generation}/call", {"leader": self._node.node_id})
         for each, body in zip(fresh, found, strict=True):
             if body is not None:
                 self._records[each] = body

@@ -1,14 +1,17 @@
-"""Records over a store: what the protocol reads and writes, whatever somebody else may have put there.
+"""Records over a store that other programs may write to.
 
-Bytes that are no record of this job (:mod:`.records`) count as not there, and are mentioned once. Keys
-that are written once (a plan, a call) may hold such bytes already; then the record goes under
-the next name of the same key, ``plan~1``, and readers look there. Which one counts is the
-same for everybody, since all skip the same bytes.
+Bytes that are not a record of this job (:mod:`.records`) count as absent and are logged once. A key that is written
+once (a plan, a call) may already hold such bytes. Then the record goes under the next name of that key, ``plan~1``, and
+readers look there: all readers skip the same bytes, so all agree which record counts. A waiting reader blocks until the
+next name appears. When every name holds foreign bytes, those under the last one are replaced, by compare-and-set where
+writers must agree on one record. So no number of overwritten records uses up the names; readers of such a key have to
+look again and again, because a store announces new keys only.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +24,12 @@ from .store import ComparingStore, Store, StoreSilent
 
 _log = logging.getLogger(__name__)
 
-# Junk is skipped this often under one key.
+# Names of one key. Waiting costs nothing as long as one of them is free.
 MAX_SKIPPED = 8
+# Replacing what stands under the last name is given up when somebody else was faster this often.
+MAX_REPLACED = 64
+# Seconds between two looks at a key all of whose names hold junk.
+FIRST_LOOK, LONGEST_LOOK = 0.01, 0.2
 # A counter beyond this was not counted by nodes.
 MAX_COUNT = 1_000_000
 
@@ -64,6 +71,21 @@ class RecordStore:
             held = self._unpack(full, self._store.put_new(full, self._codec.pack(full, body)))
             if held is not None:
                 return held
+        return self._claim_last(key, body)
+
+    def _claim_last(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace the junk under the last name by a record; the body that stands there now."""
+        full = self.full(_names(key)[-1])
+        wanted, expected = self._codec.pack(full, body), b""
+        if isinstance(self._store, ComparingStore):
+            for _ in range(MAX_REPLACED):
+                self.operations += 1
+                raw = self._store.compare_set(full, expected, wanted)
+                held = self._unpack(full, raw)
+                if held is not None:
+                    return held
+                # If the key has vanished, c10d returns what was expected.
+                expected = b"" if raw == expected else raw
         raise self._unusable(key)
 
     def write(self, key: str, body: Mapping[str, Any]) -> None:
@@ -107,6 +129,13 @@ class RecordStore:
                 return None
             if body is not None:
                 return body
+        pause = FIRST_LOOK
+        while left := deadline.remaining():
+            threading.Event().wait(min(pause, left))
+            pause = min(2 * pause, LONGEST_LOOK)
+            (body,) = self.look([key])
+            if body is not None:
+                return body
         return None
 
     def look(self, keys: Sequence[str]) -> list[dict[str, Any] | None]:
@@ -130,9 +159,9 @@ class RecordStore:
         return self._look_further(key) if data is not None and body is None else body
 
     def _look_further(self, key: str) -> dict[str, Any] | None:
-        for name in _names(key)[1:]:
-            full = self.full(name)
-            (data,) = self._store.get_many([full])
+        names = [self.full(name) for name in _names(key)[1:]]
+        self.operations += 1
+        for full, data in zip(names, self._store.get_many(names), strict=True):
             if data is None:
                 return None
             body = self._unpack(full, data)
@@ -141,32 +170,44 @@ class RecordStore:
         return None
 
     def increment(self, key: str) -> int:
-        """Add 1 to a counter; the sum."""
-        for name in _names(key):
-            full = self.full(name)
-            self.operations += 1
-            try:
-                count = self._store.add(full, 1)
-            except StoreSilent:
-                raise
-            except (RendezvousConnectionError, ValueError):
-                # c10d's server hangs up on whoever adds to a key that holds no number.
-                again = self._store.clone()
-                (data,) = again.get_many([full])
-                if data is None or _number(data) is not None:
-                    again.close()
-                    raise
-                self._store.close()
-                self._store = again
-                self._mention(full, "not a number")
-                continue
-            if 0 < count <= MAX_COUNT:
+        """Add 1 to a counter; the sum. A counter that somebody else has spoiled may start again at 0."""
+        names = [self.full(name) for name in _names(key)]
+        for full in names:
+            if (count := self._add(full)) is not None:
                 return count
-            self._mention(full, f"{count} is not a number of nodes")
+        for _ in range(MAX_REPLACED):
+            # Two nodes may do this at once and one loses its count: no decision rests on a counter alone.
+            self.operations += 1
+            self._store.delete(names[-1])
+            if (count := self._add(names[-1])) is not None:
+                return count
         raise self._unusable(key)
 
+    def _add(self, full: str) -> int | None:
+        """Add 1; None if the key does not hold a count."""
+        self.operations += 1
+        try:
+            count = self._store.add(full, 1)
+        except StoreSilent:
+            raise
+        except (RendezvousConnectionError, ValueError):
+            # c10d's server hangs up on a client that adds to a key without a number.
+            again = self._store.clone()
+            (data,) = again.get_many([full])
+            if data is None or _number(data) is not None:
+                again.close()
+                raise
+            self._store.close()
+            self._store = again
+            self._mention(full, "not a number")
+            return None
+        if 0 < count <= MAX_COUNT:
+            return count
+        self._mention(full, f"{count} is not a number of nodes")
+        return None
+
     def count(self, key: str) -> int:
-        """A counter's value."""
+        """A counter's value; 0 if it does not exist, or every name of it holds something else."""
         for name in _names(key):
             full = self.full(name)
             self.operations += 1
@@ -175,7 +216,7 @@ class RecordStore:
             if number is not None and 0 <= number <= MAX_COUNT:
                 return number
             self._mention(full, "not a number of nodes")
-        raise self._unusable(key)
+        return 0
 
     def delete(self, key: str) -> None:
         self.operations += 1
@@ -196,7 +237,7 @@ class RecordStore:
     def _unusable(self, key: str) -> RendezvousStateError:
         return RendezvousStateError(
             f"the job's store contains only foreign data under {self.full(key)}: another program"
-            " writes to it; give the job another --rdzv-id or a secret (--secret-file)"
+            " keeps writing to it; give the job another --rdzv-id or a secret (--secret-file)"
         )
 
 
