@@ -661,7 +661,7 @@ class World:
         self.tell(event)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(start=STATES, data=st.data())
 def test_the_job_always_comes_to_an_end(start, data):
     world = World(policy.start(start))

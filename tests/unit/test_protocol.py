@@ -682,7 +682,7 @@ def assert_together(world: World, count: int) -> None:
     assert all(each.outcome.plan == joined[0].outcome.plan for each in joined)
 
 
-@hypothesis_settings(max_examples=300, deadline=None)
+@hypothesis_settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_interleaving_with_deaths_and_losses_ends_in_one_plan_of_all_that_live(
     data: st.DataObject,
