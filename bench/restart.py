@@ -4,9 +4,8 @@
     python bench/restart.py --output bench/results/restart.json
 
 Four workers, DistributedDataParallel, Adam, one million parameters, a checkpoint per step. One worker after the other is
-killed in the same job. With the learned preload, with ``--preload``, with neither,
-and with torchrun. See
-bench/README.md.
+killed in the same job. With the learned preload, with ``--preload``, with neither, and with
+torchrun. See bench/README.md.
 """
 
 from __future__ import annotations
