@@ -1,9 +1,9 @@
-"""Who has come to a store, whatever job it means to join: so that nodes that do not go together learn why.
+"""Introductions of nodes in a store, whichever job they mean to join: nodes that do not match learn why.
 
-One node is the host: it serves the store, or in a store that no node serves it came first. It introduces itself
-under one key, and everybody else reads that: one operation. Only who does not go with the host leaves an introduction of
-its own, and those that wait for a round look for these. All keys stand outside the job's own, which a node with
-another name or secret cannot find.
+One node is the host: it serves the store, or was the first in a store that no node serves. It introduces itself under one
+key, which all others read: one operation. Only a node that does not match the host leaves an introduction of its own, and
+nodes that wait for a round look for these. All keys are outside the job's own, which a node with another name or secret
+cannot find.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class Guestbook:
     def visit(
         self, store: Store, *, serves: bool, newcomer: bool, should_serve: bool = False
     ) -> None:
-        """Introduce this node in a store it has just come to.
+        """Introduce this node in a store to which it has just connected.
 
         Args:
             store: a connection to it.
             serves: this node serves it.
-            newcomer: this node has been in no round yet.
-            should_serve: it would, if another had not been there before it: one that is not of its job is in its way.
+            newcomer: this node has not been in a round yet.
+            should_serve: it would serve the store if the port were free; a node of another job is in its way.
 
         Raises:
-            ConfigError: a newcomer does not go with the node that serves the store.
+            ConfigError: a newcomer does not match the node that serves the store.
         """
         self._next = 0
         self._looked = MONOTONIC.now()
@@ -86,13 +86,13 @@ class Guestbook:
             return
         self._leave(store, packed)
         for each in found:
-            # What others keep alive may still hold the introduction of a job that was killed.
+            # A store that other programs keep alive may still hold the introduction of a killed job.
             if (each.hopeless or should_serve) and self._place:
                 raise ConfigError(each.field, each.value or None, each.problem, each.hint)
             self._tell(str(each))
 
     def look(self, store: Store) -> None:
-        """See who has come meanwhile that does not go with us, if it is time to."""
+        """Look for new introductions of nodes that do not match this one, if it is time to."""
         now = MONOTONIC.now()
         if now - self._looked < LOOK_EVERY:
             return
