@@ -93,7 +93,7 @@ def test_kill_9_of_the_store(start, method):
 
 
 def test_kill_9_of_the_supervisor_while_torch_is_being_imported(start):
-    job = start(*two())
+    job = start(*two(), forked=False)
     server = job.server()
     _wait_for_title(server)
     assert not job.notes("loop.*")
@@ -103,7 +103,7 @@ def test_kill_9_of_the_supervisor_while_torch_is_being_imported(start):
 
 
 def test_kill_9_of_the_fork_server_while_it_imports_torch(start):
-    job = start(*two())
+    job = start(*two(), forked=False)
     server = job.server()
     _wait_for_title(server)
     job.kill(server)
