@@ -13,6 +13,8 @@
     │   └── WorkersFailed                  workers ran and failed; carries the report
     ├── JoinError (also RuntimeError)      the ranks' training loops do not match
     │   └── InputsExhausted                a rank ran out of inputs, and the block was told to end then
+    ├── ElasticError (also RuntimeError)   a session cannot go on in place
+    │   └── MembershipChanged              a member of the session's groups is lost
     ├── RpcError (also RuntimeError)       a remote call failed
     │   ├── RemoteError                    the remote function raised an exception that cannot be rebuilt here
     │   ├── RpcTimeout (DeadlineExceeded)  no reply in time
@@ -240,6 +242,28 @@ class WorkersFailed(LaunchError):
 
 class JoinError(RallyError, RuntimeError):
     """The ranks' training loops do not match: one rank does something the others cannot."""
+
+
+class ElasticError(RallyError, RuntimeError):
+    """A session cannot go on in place: its processes, or what they hold, do not match."""
+
+
+class MembershipChanged(ElasticError):
+    """A member of the session's groups is lost. ``Session.step`` recovers from it; outside of a step, enter the next one.
+
+    Args:
+        ranks: the lost ranks.
+        why: how they were lost, in words.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], why: str = "") -> None:
+        super().__init__(ranks, why)
+        self.ranks = ranks
+        self.why = why
+
+    def __str__(self) -> str:
+        lost = ", ".join(map(str, self.ranks)) or "unknown"
+        return f"lost rank {lost}" + (f": {self.why}" if self.why else "")
 
 
 class InputsExhausted(JoinError):

@@ -200,6 +200,8 @@ class LaunchConfig:
         num_nodes: number of supervisors the job has, at most.
         min_nodes: how many it can go on with; None: all of them.
         max_restarts: how many times the job is started again after a failure.
+        max_losses: how many workers in a session are replaced within ``loss_window`` seconds.
+        loss_window: see there.
         master_addr: the host workers find their store at; None: ``localhost`` (one node) or this host.
         master_port: the port of the workers' store; None or 0: any free one.
         local_addr: the address that other nodes reach this one at.
@@ -235,6 +237,8 @@ class LaunchConfig:
     num_nodes: int = 1
     min_nodes: int | None = None
     max_restarts: int = 0
+    max_losses: int = 10
+    loss_window: float = 600.0
     master_addr: str | None = None
     master_port: int | None = None
     local_addr: str | None = None

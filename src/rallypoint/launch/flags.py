@@ -88,6 +88,25 @@ FLAGS: tuple[Flag, ...] = (
         help="start all workers again after a failure, at most K times",
     ),
     Flag(
+        name="--max-losses",
+        own=True,
+        metavar="K",
+        default="10",
+        env=False,
+        group=_RESTART,
+        help="in a session of rallypoint.elastic, replace at most K lost workers within --loss-window, while the others"
+        " keep what they have; beyond that, a loss is a failure (0: always)",
+    ),
+    Flag(
+        name="--loss-window",
+        own=True,
+        metavar="S",
+        default="600",
+        env=False,
+        group=_RESTART,
+        help="seconds after which a loss no longer counts",
+    ),
+    Flag(
         name="--shutdown-timeout",
         metavar="S",
         group=_RESTART,

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from .placement.ranks import WorkerRanks
 
 # A worker reports little: an exception, a native stack. More than this is not read.
 MAX_LINE_DATA = 1024 * 1024
+# How a record about a session begins.
+SESSION_RECORD = b'{"kind": "kept'
 # How long to wait for the last lines of a worker that reported nothing; its children may hold stderr open.
 LAST_WORDS_PATIENCE = 0.2
 # How a worker's report of an import begins.
@@ -40,6 +42,8 @@ class Worker:
         result_fd: function launches: the memory file for its result.
         pid: 0 until the fork server has reported it.
         said: what it reported.
+        in_session: it can be kept if another worker is lost.
+        memory_fd: what it keeps for the one that takes its place.
         status: as ``waitpid`` returned it; None while it runs.
         ended_at: when it was reaped, on this host's monotonic clock.
     """
@@ -51,6 +55,8 @@ class Worker:
     result_fd: int | None = None
     pid: int = 0
     said: bytearray = field(default_factory=bytearray)
+    in_session: bool = False
+    memory_fd: int | None = None
     status: int | None = None
     ended_at: float = 0.0
 
@@ -58,31 +64,55 @@ class Worker:
         """Read what it has reported. Returns False once nothing more can come."""
         while True:
             try:
-                data = self.line.recv(64 * 1024)
+                data, fds, _, _ = socket.recv_fds(self.line, 64 * 1024, 4)
             except BlockingIOError:
                 return True
             except OSError:
                 return False
+            for fd in fds:
+                self._hold_memory(fd)
             if not data:
                 return False
             if len(self.said) < MAX_LINE_DATA:
                 self.said += data
 
+    def _hold_memory(self, fd: int) -> None:
+        held, self.memory_fd = self.memory_fd, fd
+        if held is not None:
+            os.close(held)
+
     def take_imports(self) -> list[dict[str, Any]]:
         """Remove the reports of imports from what it has reported: ``package`` and ``changed`` of each."""
-        if IMPORT_RECORD not in self.said:
+        return self._take(IMPORT_RECORD, _import_in)
+
+    def take_records(self) -> list[dict[str, Any]]:
+        """Remove what it has said about its session."""
+        return self._take(SESSION_RECORD, _session_record_in)
+
+    def _take(
+        self, prefix: bytes, read: Callable[[bytes], dict[str, Any] | None]
+    ) -> list[dict[str, Any]]:
+        if prefix not in self.said:
             return []
         found = []
         *lines, rest = self.said.split(b"\n")
         kept = bytearray()
         for line in lines:
-            told = _import_in(bytes(line))
+            told = read(bytes(line))
             if told is None:
                 kept += line + b"\n"
             else:
                 found.append(told)
         self.said = kept + rest
         return found
+
+    def tell(self, record: dict[str, Any], fd: int | None = None) -> None:
+        """Send it a record, if it is in a session."""
+        data = json.dumps(record).encode() + b"\n"
+        try:
+            socket.send_fds(self.line, [data], [] if fd is None else [fd])
+        except OSError:
+            pass  # it has ended, which is reported on its own
 
     def result(self) -> bytes:
         """The result of a function launch, from the worker's memory file."""
@@ -103,6 +133,9 @@ class Worker:
         """Close all descriptors. A second call does nothing."""
         self.line.close()
         self.streams.given()
+        if self.memory_fd is not None:
+            os.close(self.memory_fd)
+            self.memory_fd = None
         if self.result_fd is not None:
             os.close(self.result_fd)
             self.result_fd = None
@@ -131,6 +164,19 @@ class Generation:
     def add(self, worker: Worker) -> None:
         self._workers.append(worker)
         self._by_name[worker.name] = worker
+
+    def replace(self, index: int, worker: Worker) -> None:
+        """Another worker takes the place of one that has ended, and what that one kept for it."""
+        old = self._workers[index]
+        worker.memory_fd, old.memory_fd = old.memory_fd, None
+        del self._by_name[old.name]
+        old.close()
+        self._workers[index] = worker
+        self._by_name[worker.name] = worker
+
+    def failure_of(self, worker: Worker) -> WorkerFailure:
+        """How a worker failed."""
+        return self._failure_of(worker)
 
     def named(self, name: str) -> Worker | None:
         return self._by_name.get(name)
@@ -243,3 +289,14 @@ def _import_in(line: bytes) -> dict[str, Any] | None:
     if not isinstance(package, str) or not isinstance(changed, list):
         return None
     return {"package": package, "changed": [str(each) for each in changed]}
+
+
+def _session_record_in(line: bytes) -> dict[str, Any] | None:
+    """What a worker says about its session, or None for any other line."""
+    if not line.startswith(SESSION_RECORD):
+        return None
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError):
+        return None  # written by user code
+    return record

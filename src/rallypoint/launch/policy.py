@@ -24,7 +24,10 @@ Rules:
 4. A generation is over when it is ``swept``: none of its processes is left when the next one starts.
 5. An elastic node whose workers have succeeded leaves at once. The node that serves the job's store (``serves``) stays
    until all others have finished, through all their rounds.
-6. A symptom does not stop the other workers at once, because the one with the cause may still be cleaning up. For
+6. A worker in a session (``rallypoint.elastic``) survives its peers. If one fails while all others are in a session, or start in
+   order to enter one, only it is replaced: the generation counts on, and the others are told (``Replace``). This is limited to
+   ``max_losses`` in ``loss_window`` seconds, and not done for an error that came at the same step before.
+7. A symptom does not stop the other workers at once, because the one with the cause may still be cleaning up. For
    ``moment`` seconds the supervisor listens to them and asks which exceptions they handle. Then it sends SIGTERM.
 """
 
@@ -87,6 +90,10 @@ class State:
         asked_again: the workers were asked a second time; LISTENING is about to end.
         signal: the first signal received, if any.
         passed: signals for the workers alone; the job continues.
+        max_losses: how many workers may be replaced in place within ``loss_window`` seconds.
+        kept: local indices of workers in a session.
+        arriving: local indices of workers that take a lost one's place and have not entered their session.
+        losses: when workers were replaced.
     """
 
     max_restarts: int
@@ -106,6 +113,11 @@ class State:
     signal: int | None = None
     peers_done: bool = False
     passed: frozenset[int] = frozenset()
+    max_losses: int = 0
+    loss_window: float = 600.0
+    kept: frozenset[int] = frozenset()
+    arriving: frozenset[int] = frozenset()
+    losses: tuple[float, ...] = ()
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -130,11 +142,31 @@ class RoundFormed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """A worker has ended. ``symptom``: it only reports a lost peer, or the supervisor stopped it."""
+    """A worker has ended.
+
+    Args:
+        symptom: it only reports a lost peer, or the supervisor stopped it.
+        again: it raised what a worker that was replaced had raised at the same step.
+    """
 
     index: int
     failed: bool
     symptom: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEntered:
+    """A worker is in a session: it survives the loss of others."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLeft:
+    """A worker's session has ended well."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +239,8 @@ class Broken:
 Event = (
     RoundFormed
     | WorkerEnded
+    | SessionEntered
+    | SessionLeft
     | PeerFailed
     | PeerLost
     | PeerLeaves
@@ -235,6 +269,13 @@ class Join:
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Start a worker in place of a lost one, in a new generation, and tell those in a session."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +322,7 @@ class Finish:
 Command = (
     Join
     | StartWorkers
+    | Replace
     | SignalWorkers
     | PassOn
     | AskWorkers
@@ -317,8 +359,15 @@ def decide(now: float, state: State, event: Event) -> Decision:
     match event:
         case RoundFormed():
             return _round_formed(state, event)
-        case WorkerEnded(index, failed, symptom):
+        case WorkerEnded(index, failed, symptom, again):
+            if failed and not again and _can_replace(now, state, index):
+                return _replace_worker(now, state, index)
             return _worker_ended(now, state, index, failed, symptom)
+        case SessionEntered(index):
+            new = replace(state, kept=state.kept | {index}, arriving=state.arriving - {index})
+            return Decision(new, (), f"worker {index} is in a session")
+        case SessionLeft(index):
+            return Decision(replace(state, kept=state.kept - {index}), (), f"worker {index} left")
         case PeerFailed(node_rank, generation, symptom):
             return _peer_failed(now, state, node_rank, generation, symptom)
         case PeerLost(node_rank):
@@ -380,6 +429,7 @@ def _round_formed(state: State, event: RoundFormed) -> Decision:
         return Decision(new, (Finish(Aim.FAIL),), "the restart budget is spent")
     running = frozenset(range(event.num_workers))
     new = replace(state, phase=Phase.RUNNING, running=running, aim=Aim.SUCCEED)
+    new = replace(new, kept=frozenset(), arriving=frozenset())
     return Decision(new, (StartWorkers(),), f"round {event.generation} formed")
 
 
@@ -446,6 +496,30 @@ def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: b
             return Decision(new, (*commands, Sweep(grace)), "all workers have ended")
         return Decision(state, commands, f"worker {index} ended, {len(state.running)} still run")
     return Decision(state, (), f"worker {index} ended, {len(state.running)} still run")
+
+
+def _can_replace(now: float, state: State, index: int) -> bool:
+    others = state.running - {index}
+    recent = [at for at in state.losses if now - at < state.loss_window]
+    return (
+        state.phase is Phase.RUNNING
+        and state.num_nodes == 1
+        and index in state.running
+        and bool(others & state.kept)
+        and others <= state.kept | state.arriving
+        and len(recent) < state.max_losses
+    )
+
+
+def _replace_worker(now: float, state: State, index: int) -> Decision:
+    new = replace(
+        state,
+        generation=state.generation + 1,
+        kept=state.kept - {index},
+        arriving=state.arriving | {index},
+        losses=(*(at for at in state.losses if now - at < state.loss_window), now),
+    )
+    return Decision(new, (Replace(index),), f"worker {index} failed; the others keep what they have")
 
 
 def _stop(

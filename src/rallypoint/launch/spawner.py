@@ -62,8 +62,40 @@ class Spawner:
             ConfigError: a setting is impossible on this node.
             LaunchError: files for output cannot be made.
         """
+        folder = self._folder.generation(ready.generation)
+        factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
+        facts = self._facts(ready)
+        ranks_of_workers = self._ranks(ready)
+        # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
+        settings = [self._settings_of(ranks, facts, factory) for ranks in ranks_of_workers]
+        for ranks, each in zip(ranks_of_workers, settings, strict=True):
+            worker = self._spawn_one(ranks, facts, factory, each, channel)
+            workers.add(worker)  # from here on what it has open is closed with the generation
+            yield worker
+
+    def take_over(self, ready: RoundReady, index: int, channel: Channel) -> Worker:
+        """Ask for a worker that takes the place of a lost one.
+
+        Args:
+            ready: the round, with the generation of the loss.
+            index: of the lost worker on this node.
+            channel: to the fork server.
+        Returns:
+            The worker.
+        Raises:
+            ConfigError, LaunchError: as :meth:`spawn`.
+        """
+        folder = self._folder.generation(ready.generation)
+        factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
+        facts = self._facts(ready)
+        ranks = self._ranks(ready)[index]
+        settings = self._settings_of(ranks, facts, factory)
+        settings["env"][worker_env.TAKES_OVER] = "1"
+        return self._spawn_one(ranks, facts, factory, settings, channel)
+
+    def _facts(self, ready: RoundReady) -> worker_env.RoundFacts:
         config = self._config
-        facts = worker_env.RoundFacts(
+        return worker_env.RoundFacts(
             master_addr=ready.master_addr,
             master_port=ready.master_port,
             generation=ready.generation,
@@ -75,22 +107,21 @@ class Spawner:
             virtual_local_rank=config.virtual_local_rank,
             is_open=config.secret is None,
         )
-        ranks_of_workers = assign(
-            ready.workers_of_nodes,
-            ready.node_rank,
-            local_rank_base=config.local_rank_base,
-            local_world_size=config.local_world_size,
-            group_rank=config.group_rank,
-            group_world_size=config.group_world_size,
-            rank_offset=config.rank_offset,
-            world_size=config.world_size,
+
+    def _ranks(self, ready: RoundReady) -> list[WorkerRanks]:
+        config = self._config
+        return list(
+            assign(
+                ready.workers_of_nodes,
+                ready.node_rank,
+                local_rank_base=config.local_rank_base,
+                local_world_size=config.local_world_size,
+                group_rank=config.group_rank,
+                group_world_size=config.group_world_size,
+                rank_offset=config.rank_offset,
+                world_size=config.world_size,
+            )
         )
-        folder = self._folder.generation(ready.generation)
-        factory = StreamFactory(config.logs, folder, self._relay, self._console)
-        # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
-        settings = [self._settings_of(ranks, facts, factory) for ranks in ranks_of_workers]
-        for ranks, each in zip(ranks_of_workers, settings, strict=True):
-            yield self._spawn_one(ranks, facts, factory, each, workers, channel)
 
     def _settings_of(
         self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
@@ -113,7 +144,6 @@ class Spawner:
         facts: worker_env.RoundFacts,
         factory: StreamFactory,
         settings: dict[str, Any],
-        workers: Generation,
         channel: Channel,
     ) -> Worker:
         prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
@@ -127,15 +157,18 @@ class Spawner:
         # The name holds the generation: a report about an earlier one's must not be taken for its.
         name = f"worker {facts.generation}.{ranks.local_rank}"
         worker = Worker(ranks, name, ours, streams)
-        workers.add(worker)  # from here on what it has open is closed with the generation
-        with theirs:
-            fds = [streams.stdout, streams.stderr, theirs.fileno()]
-            if self._config.job.kind is TargetKind.FUNCTION:
-                worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
-                payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
-                fds += [payload, worker.result_fd]
-            message = {"do": "spawn", "name": worker.name, **settings}
-            channel.send(message, fds)
+        try:
+            with theirs:
+                fds = [streams.stdout, streams.stderr, theirs.fileno()]
+                if self._config.job.kind is TargetKind.FUNCTION:
+                    worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
+                    payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
+                    fds += [payload, worker.result_fd]
+                message = {"do": "spawn", "name": worker.name, **settings}
+                channel.send(message, fds)
+        except BaseException:
+            worker.close()
+            raise
         streams.given()
         return worker
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from rallypoint import events
@@ -40,7 +40,8 @@ from .coordination import (
     RoundReady,
     ServeStore,
 )
-from .generation import Generation
+from .generation import Generation, Worker
+from .kept_workers import KeptWorkers
 from .output.console import Console
 from .output.failure import WorkerFailure, in_order_of_blame
 from .output.relay import Relay
@@ -141,6 +142,8 @@ class Supervisor:
             num_nodes=config.num_nodes,
             elastic=config.elastic,
             passed=frozenset(config.passed_signals),
+            max_losses=config.max_losses,
+            loss_window=config.loss_window,
         )
         self._num_workers = config.workers_per_node
         self._round: RoundReady | None = None
@@ -161,6 +164,8 @@ class Supervisor:
         self._signals_taken: set[int] = set()
         self._peers_stop = False  # other nodes were signalled, so this one may be, too
         self._held_ends: list[policy.WorkerEnded] = []
+        self._store_name = ""
+        self._kept = KeptWorkers(say)
         self._finished: Outcome | None = None
         self._server: ServerProcess
         self._spawner: Spawner
@@ -284,6 +289,8 @@ class Supervisor:
                     if worker.status is None and not self._server_is_deaf:
                         # It seems to have ended. Check that the fork server can report that.
                         server.ask({"do": "ping"})
+                for record in worker.take_records() if worker.line.fileno() in ready else ():
+                    self._hear_worker(worker, record)
             if self._probe_fd in ready:
                 self._finish_probe()
             server.channel.flush()
@@ -504,8 +511,7 @@ class Supervisor:
     def _process_ended(self, name: str, status: int, at: float) -> None:
         worker = self._workers.named(name)
         if worker is None:
-            store = f"store {self._state.generation}"
-            if name == store and self._state.phase in {Phase.RUNNING, Phase.LISTENING}:
+            if name == self._store_name and self._state.phase in {Phase.RUNNING, Phase.LISTENING}:
                 how = os.waitstatus_to_exitcode(status)
                 self._store_failure = (
                     f"the process that serves the workers' store ended ({_status_words(how)})"
@@ -518,7 +524,8 @@ class Supervisor:
         if events.is_wanted():
             events.emit(self._workers.end_of(worker))
         index = self._workers.index(worker)
-        end = policy.WorkerEnded(index, failed=status != 0, symptom=symptom)
+        again = self._kept.has_seen(self._workers.failure_of(worker)) if status != 0 else False
+        end = policy.WorkerEnded(index, failed=status != 0, symptom=symptom, again=again)
         if self._may_be_ahead(status):
             self._held_ends.append(end)
             self._in(DEATH_AHEAD, self._decide_held_ends)
@@ -691,6 +698,8 @@ class Supervisor:
                     self._start_is_due = True
                     if self._server_ready:
                         self._start_workers()
+                case policy.Replace(index):
+                    self._replace(index)
                 case policy.SignalWorkers(_) if self._start_is_due:
                     self._start_nothing()
                 case policy.SignalWorkers(number):
@@ -745,8 +754,8 @@ class Supervisor:
         self._store_failure = self._lost = self._broken = ""
         self._peer_failures = ()
         if ready.node_rank == 0 and self._store_socket is not None:
-            name = f"store {ready.generation}"
-            message = {"do": "store", "name": name, "port": ready.master_port}
+            self._store_name = f"store {ready.generation}"
+            message = {"do": "store", "name": self._store_name, "port": ready.master_port}
             self._server.channel.send(message, [self._store_socket.fileno()])
         self._close_store_socket()
         self._workers = Generation(ready.generation, ready.node_rank)
@@ -762,6 +771,37 @@ class Supervisor:
         )
         for worker in self._spawner.spawn(ready, self._workers, self._server.channel):
             self._poller.register(worker.line, select.POLLIN)
+
+    def _hear_worker(self, worker: Worker, record: dict[str, Any]) -> None:
+        """Handle what a worker in a session says."""
+        index = self._workers.index(worker)
+        match record["kind"]:
+            case "kept session":
+                worker.in_session = True
+                assert self._round is not None
+                self._kept.admit(worker, self._round)
+                self._decide(policy.SessionEntered(index))
+            case "kept recovered":
+                self._kept.note_recovery(record, len(self._state.running))
+            case "kept left":
+                worker.in_session = False
+                self._decide(policy.SessionLeft(index))
+
+    def _replace(self, index: int) -> None:
+        """A worker is lost: tell those in a session, and start another one in its place."""
+        assert self._round is not None
+        ready = self._round = replace(self._round, generation=self._state.generation)
+        lost = list(self._workers)[index]
+        failure = self._workers.failure_of(lost)
+        self._kept.tell_of_loss(self._workers, failure, ready)
+        try:
+            self._poller.unregister(lost.line)
+        except KeyError:
+            pass  # it had closed its socket
+        write_error_files(self._folder.path, (failure,))
+        worker = self._spawner.take_over(ready, index, self._server.channel)
+        self._workers.replace(index, worker)
+        self._poller.register(worker.line, select.POLLIN)
 
     def _close_store_socket(self) -> None:
         held, self._store_socket = self._store_socket, None

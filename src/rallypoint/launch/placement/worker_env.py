@@ -16,6 +16,10 @@ from rallypoint.errors import ConfigError
 from .ranks import WorkerRanks
 
 
+# Set for a worker that takes the place of a lost one (rallypoint.elastic).
+TAKES_OVER = "RALLY_TAKES_OVER"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundFacts:
     """What all workers of one generation share."""

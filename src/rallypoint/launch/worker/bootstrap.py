@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rallypoint._core import env as environment, process, secret
+from rallypoint._core import env as environment, process, secret, supervisor_line
 from rallypoint.launch import torch_private
 from rallypoint.launch.config import Job, TargetKind
 
@@ -233,6 +233,7 @@ class _Outcome:
 
 def _run(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> _Outcome:
     own_pid = os.getpid()
+    supervisor_line.hold(fds.line)
     if call is not None or not faulthandler.is_enabled():
         # Send the stack at a native fault to the report; stderr belongs to the script. (In a fork of
         # the caller, faulthandler may be enabled already, but writes to the caller's file.)

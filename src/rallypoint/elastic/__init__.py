@@ -1,0 +1,14 @@
+"""In-place recovery: when a process is lost, the others keep theirs, and training goes on at the step that was under way.
+
+Import it before ``torch.distributed.init_process_group``: groups that are made afterwards can be kept.
+"""
+
+from rallypoint.errors import ElasticError, MembershipChanged
+
+from . import process
+from .session import Recovery, Session, session
+
+
+__all__ = ["ElasticError", "MembershipChanged", "Recovery", "Session", "session"]
+
+process.begin()

@@ -1,0 +1,205 @@
+"""Gloo's connections, which can be shut from another thread: every collective that waits on them then raises at once.
+
+Gloo has no way to abort a collective. But all sockets of a device are watched by one epoll instance, and Linux tells what
+an epoll instance watches (proc(5), fdinfo). So these sockets can be found and shut down, also those that Gloo opened later,
+and no socket that belongs to anybody else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rallypoint._core import env as environment, forks
+from rallypoint.errors import RendezvousConnectionError
+from rallypoint.rendezvous.backends.tcpstore import TcpStore
+from rallypoint.rendezvous.c10d import c10d_store
+
+from . import torch_private
+
+
+# Seconds that the connections of one group may take. A member that dies in the middle is reported by its supervisor; this is for
+# the moment in which Gloo waits for a member that will not come, and nothing can wake it.
+FORMING = 10.0
+# Seconds for a connection to the workers' store.
+STORE_PATIENCE = 15.0
+
+
+class Wiring:
+    """The connections of all groups of this process in one generation.
+
+    Args:
+        host: where the workers' store is served.
+        port: its port.
+        prefix: of the keys under which the members find each other; the same on all of them, and never used before.
+    """
+
+    def __init__(self, host: str, port: int, prefix: str) -> None:
+        self._address = host, port
+        self._prefix = prefix
+        self._lock = forks.Lock()
+        self._is_cut = False
+        self._devices: list[_Device] = []
+        self._client: TcpStore | None = None
+        self._store: Any = None  # c10d's view of it: torch's stubs know no Store
+
+    @property
+    def is_cut(self) -> bool:
+        return self._is_cut
+
+    def store(self) -> TcpStore:
+        """The connection to the workers' store. Blocks until it is there.
+
+        Raises:
+            RendezvousConnectionError: no store answers, or the wiring was cut.
+        """
+        self._connect()
+        assert self._client is not None
+        return self._client
+
+    def wait(self, key: str, timeout: float) -> bytes:
+        """The value of a key below the prefix. Blocks until it exists.
+
+        Raises:
+            TimeoutError: it did not appear in time.
+            RendezvousConnectionError: the store is gone, or the wiring was cut.
+        """
+        return self.store().get(f"{self._prefix}/{key}", timeout)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key below the prefix."""
+        self.store().set(f"{self._prefix}/{key}", value)
+
+    def group(self, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        """Connect the members of a group.
+
+        Collective: all members call it with the same ``name`` and ``size``.   Blocks: until all are connected.
+        Args:
+            name: unique within the wiring.
+            rank: of this process within the group.
+            size: number of members.
+            timeout: of its collectives.
+        Raises:
+            RuntimeError: a member is gone, or the wiring was cut; raised by torch.
+            RendezvousConnectionError: the store is gone.
+        """
+        self._connect()
+        with self._lock:
+            if not self._devices:
+                self._devices = _devices()
+        store = dist.PrefixStore(f"{self._prefix}/{name}", self._store)
+        options = torch_private.gloo_options(
+            [device.handle for device in self._devices], timedelta(seconds=FORMING)
+        )
+        backend = dist.ProcessGroupGloo(store, rank, size, options)
+        if self._is_cut:
+            raise RendezvousConnectionError("a member was lost while the group formed")
+        backend.set_timeout(timeout)
+        return torch_private.group_over(backend, store, rank, size)
+
+    def cut(self) -> None:
+        """Shut everything down, from any thread. Calls that wait on it raise. A second call does nothing new."""
+        self._is_cut = True
+        with self._lock:
+            store, devices = self._store, list(self._devices)
+        if store is not None:
+            store.close()
+        for device in devices:
+            device.shut()
+
+    def _connect(self) -> None:
+        with self._lock:
+            if self._client is None and not self._is_cut:
+                host, port = self._address
+                self._client = TcpStore(host, port, timeout=STORE_PATIENCE)
+                self._store = c10d_store(self._client, FORMING)
+        if self._is_cut:
+            raise RendezvousConnectionError("a member was lost while the group formed")
+
+
+class _Device:
+    """A Gloo device: a listener, and the thread that serves all its connections."""
+
+    def __init__(self, interface: str = "") -> None:
+        # Another thread may open an epoll instance at the same moment; only Gloo's watches a listener from the start.
+        before = _epolls()
+        self.handle = torch_private.gloo_device(interface)
+        self._epolls = [fd for fd in _epolls() - before if any(map(_listens, _watched(fd)))]
+
+    def shut(self) -> None:
+        for epoll in self._epolls:
+            for fd, inode in _watched(epoll).items():
+                _shut(fd, inode)
+
+
+def _devices() -> list[_Device]:
+    """As torch chooses them: the interfaces of ``GLOO_SOCKET_IFNAME``, else the address of this host's name."""
+    names = environment.snapshot().get("GLOO_SOCKET_IFNAME", "")
+    interfaces = [name for name in names.split(",") if name]
+    return [_Device(name) for name in interfaces] or [_Device()]
+
+
+def _epolls() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.add(int(name))
+        except OSError:
+            pass  # closed meanwhile
+    return found
+
+
+def _watched(epoll: int) -> dict[int, int]:
+    try:
+        with open(f"/proc/self/fdinfo/{epoll}") as file:
+            return watched(file.read())
+    except OSError:
+        return {}
+
+
+def watched(text: str) -> dict[int, int]:
+    """What an epoll instance watches.
+
+    Args:
+        text: of ``/proc/PID/fdinfo/FD``: lines such as ``tfd: 6 events: 19 data: 5633 pos:0 ino:998a sdev:9``.
+    Returns:
+        Descriptor → inode.
+    """
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("tfd:"):
+            fields = line.split()
+            inodes = [field[4:] for field in fields if field.startswith("ino:")]
+            if len(fields) > 1 and inodes:
+                found[int(fields[1])] = int(inodes[0], 16)
+    return found
+
+
+def _listens(fd: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False
+
+
+def _shut(fd: int, inode: int) -> None:
+    """Shut a connected socket down. A listener stays: Gloo ends the process if it fails."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return  # closed meanwhile
+    if os.fstat(copy).st_ino != inode:
+        os.close(copy)  # closed meanwhile, and its number is another file's
+        return
+    try:
+        with socket.socket(fileno=copy) as connected:
+            connected.getpeername()
+            connected.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # a listener, a pipe, or closed by the peer

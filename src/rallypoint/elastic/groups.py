@@ -1,0 +1,210 @@
+"""Process groups that outlive their members: an outer group that everybody holds, over an inner one that is exchanged.
+
+DDP, DeviceMesh, compiled graphs and variables of the script hold the outer group; after a loss, only the inner one is formed
+anew. The outer one is a Python subclass of torch's ``ProcessGroup``, so C++ code reaches it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from . import torch_private
+from .connections import Wiring
+
+
+class Answerer(Protocol):
+    """Takes over the operations of a group that has no connections."""
+
+    def run(self, group: KeptGroup, operation: str, args: tuple[Any, ...]) -> dist.Work:
+        """Run one operation, and return its (finished) work. ``args`` as ``ProcessGroup``'s methods take them."""
+
+
+class KeptGroup(dist.ProcessGroup):
+    """A group whose connections can be exchanged.
+
+    Args:
+        name: torch's name of it.
+        rank: of this process in it.
+        ranks: its members' global ranks, in the order of their group ranks.
+        timeout: of its collectives.
+    """
+
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        super().__init__(rank, len(ranks))
+        self.kept_name = name
+        self.members = tuple(ranks)
+        self._rank, self._timeout = rank, timeout
+        self.inner: Any = None  # Any: dist.ProcessGroup lacks half its methods in torch's stubs
+        self.answerer: Answerer | None = None
+        self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
+        self.before: Callable[[], None] | None = None
+
+    def connect(self, wiring: Wiring) -> None:
+        """Form the inner group.
+
+        Collective: all members.   Blocks: until they are connected.
+        Raises:
+            RuntimeError, RendezvousConnectionError: as :meth:`.Wiring.group`.
+        """
+        inner = wiring.group(self.kept_name, self._rank, len(self.members), self._timeout)
+        inner._set_group_name(self.kept_name)
+        self.inner, self.answerer = inner, None
+
+    def disconnect(self, answerer: Answerer) -> None:
+        """Drop the inner group; ``answerer`` takes its place."""
+        self.answerer, self.inner = answerer, None
+
+    def run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        answerer = self.answerer
+        if answerer is not None:
+            return answerer.run(self, operation, (*args, *kwargs.values()))
+        if self.before is not None:
+            self.before()
+        work: dist.Work = getattr(self.inner, operation)(*args, **kwargs)
+        if self.observer is not None:
+            self.observer(self, operation, (*args, *kwargs.values()), work)
+        return work
+
+    # -- what is not a collective ------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802  C++ looks for this name
+        # Not "gloo": DDP's logger would take the group's backend for torch's own class.
+        return "rallypoint"
+
+    def name(self) -> str:
+        return "gloo"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        if self.inner is not None:
+            self.inner.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        if self.inner is not None:
+            self.inner.shutdown()
+
+    def abort(self) -> None:
+        if self.inner is not None:
+            self.inner.abort()
+
+
+# Operations that return work. The methods below pass them on, by the names that Python and C++ call them by.
+COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier"),
+    *("allgather", "_allgather_base", "all_gather_single", "allgather_coalesced"),
+    *("allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "scatter"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+)
+POINT_TO_POINT = ("send", "recv", "recv_anysource")
+# Other methods, passed on as they are.
+_PASSED_ON = (
+    *("monitored_barrier", "_start_coalescing", "_end_coalescing", "_get_backend", "_has_hooks"),
+    *("_set_sequence_number_for_group", "_get_sequence_number_for_group"),
+    *("_register_on_completion_hook", "_wait_for_pending_works", "_enable_collectives_timing"),
+)
+
+
+def _operation(name: str) -> Callable[..., dist.Work]:
+    def run(self: KeptGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        return self.run(name, args, kwargs)
+
+    run.__name__ = name
+    return run
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: KeptGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for _name in (*COLLECTIVES, *POINT_TO_POINT):
+    setattr(KeptGroup, _name, _operation(_name))
+for _name in _PASSED_ON:
+    setattr(KeptGroup, _name, _passed_on(_name))
+
+
+class Groups:
+    """The groups of this process, in the order in which they were made; the first one is the default group.
+
+    Args:
+        wiring: the connections of the first generation; None in a newcomer, whose groups answer from a record.
+        answerer: what takes the place of connections in a newcomer.
+    """
+
+    def __init__(self, wiring: Wiring | None, answerer: Answerer | None) -> None:
+        self._wiring, self._answerer = wiring, answerer
+        self._groups: list[KeptGroup] = []
+        self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
+
+    @property
+    def default(self) -> KeptGroup | None:
+        return self._groups[0] if self._groups else None
+
+    def __iter__(self) -> Iterator[KeptGroup]:
+        return iter(list(self._groups))
+
+    @property
+    def wiring(self) -> Wiring | None:
+        return self._wiring
+
+    def install(self) -> None:
+        """From now on, the groups that this process makes with Gloo are kept ones."""
+        torch_private.replace_group_factory(self._make)
+
+    def connect(self, wiring: Wiring) -> None:
+        """Form all groups anew.
+
+        Collective: all members of the default group.   Blocks: until all are connected.
+        """
+        self._wiring, self._answerer = wiring, None
+        for group in self._groups:
+            group.connect(wiring)
+
+    def _make(
+        self,
+        original: Callable[..., Any],
+        size: int,
+        rank: int,
+        ranks: Sequence[int],
+        backend: Any,
+        store: Any,
+        group_name: Any,
+        **options: Any,
+    ) -> Any:
+        if torch_private.backends_of(backend) != {"gloo"} or str(group_name) in (
+            torch_private.names_of_groups()
+        ):
+            return original(size, rank, ranks, backend, store, group_name, **options)
+        tag = options.get("pg_tag")
+        if (existing := torch_private.group_by_tag(tag, ranks)) is not None:
+            return existing
+        if ranks and torch_private.global_rank() not in ranks:
+            return torch_private.NOT_A_MEMBER, None
+        timeout = options.get("timeout") or timedelta(minutes=30)
+        members = list(ranks) or list(range(size))
+        group = KeptGroup(str(group_name), rank, members, timeout)
+        group.observer = self.observer
+        if self._answerer is not None:
+            group.disconnect(self._answerer)
+        else:
+            assert self._wiring is not None
+            group.connect(self._wiring)
+        prefixed = dist.PrefixStore(f"{group_name}/", store)
+        description = options.get("group_desc") or "undefined"
+        torch_private.register(group, str(backend), prefixed, str(group_name), description, tag)
+        self._groups.append(group)
+        return group, prefixed

@@ -1,0 +1,144 @@
+"""What a worker in a session and its supervisor tell each other.
+
+Worker to supervisor, one JSON record per line:
+
+- ``{"kind": "kept session", "generation": 0, "rank": 3}``: this worker is in a session and can be kept. With the record of a first start
+  comes a descriptor: the memory that outlives this process (:mod:`.memory`).
+- ``{"kind": "kept recovered", ...}``: what a recovery has cost.
+- ``{"kind": "kept left"}``: the session has ended well.
+
+Supervisor to worker:
+
+- ``{"kind": "go", "generation": 0, "host": "127.0.0.1", "port": 29500}``: answers ``session``; with the descriptor of the memory if
+  this process takes a lost rank over.
+- ``{"kind": "lost", "generation": 1, "ranks": [3], "why": "…", "host": …, "port": …}``: meet the others in this generation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rallypoint._core import supervisor_line
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import ElasticError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """A generation to meet in, and why there is one."""
+
+    generation: int
+    host: str
+    port: int
+    ranks: tuple[int, ...] = ()
+    why: str = ""
+    at: float = 0.0
+
+
+class Link:
+    """The line to the supervisor.
+
+    Args:
+        on_loss: called in the link's thread as soon as the supervisor tells of a loss; must not block.
+    """
+
+    def __init__(self, on_loss: Callable[[Notice], None]) -> None:
+        fd = supervisor_line.held()
+        assert fd is not None, "only a worker has a supervisor"
+        self._socket = socket.socket(fileno=os.dup(fd))
+        self._pid = os.getpid()
+        self._on_loss = on_loss
+        self._changed = threading.Condition()
+        self._newest: Notice | None = None
+        self._memory: int | None = None
+        self._is_over = False
+        self._thread = threading.Thread(target=self._listen, name="rally-elastic", daemon=True)
+        self._thread.start()
+
+    def enter(self, generation: int, rank: int, memory: int | None) -> tuple[Notice, int | None]:
+        """Tell the supervisor that this worker can be kept. Blocks: until it answers.
+
+        Args:
+            memory: the descriptor of this rank's memory, if this process has made it.
+        Returns:
+            The generation to meet in, and the descriptor of the memory of the lost rank that this process takes over.
+        """
+        record = {"kind": "kept session", "generation": generation, "rank": rank}
+        data = json.dumps(record).encode() + b"\n"
+        if memory is None:
+            self._socket.sendall(data)
+        else:
+            socket.send_fds(self._socket, [data], [memory])
+        notice = self.wait(-1, 60.0)
+        if notice is None:
+            raise ElasticError("the supervisor does not answer; is it of the same version?")
+        taken, self._memory = self._memory, None
+        return notice, taken
+
+    def tell(self, record: dict[str, Any]) -> None:
+        """Send a record. A supervisor that is gone is not an error: this process ends with it."""
+        if os.getpid() != self._pid:
+            return
+        try:
+            self._socket.sendall(json.dumps(record).encode() + b"\n")
+        except OSError:
+            pass
+
+    @property
+    def newest(self) -> Notice | None:
+        return self._newest
+
+    def wait(self, after: int, timeout: float) -> Notice | None:
+        """The newest notice of a generation after this one. Blocks: until there is one, or the time is over."""
+        deadline = Deadline(timeout)
+        with self._changed:
+            while self._newest is None or self._newest.generation <= after:
+                left = deadline.remaining()
+                if left == 0.0 or self._is_over:
+                    return None
+                self._changed.wait(left)
+            return self._newest
+
+    def _listen(self) -> None:
+        data = b""
+        while True:
+            try:
+                more, fds, _, _ = socket.recv_fds(self._socket, 65536, 4)
+            except OSError:
+                more, fds = b"", []
+            if not more:
+                break
+            for fd in fds:
+                if self._memory is not None:
+                    os.close(self._memory)
+                self._memory = fd
+            *lines, data = (data + more).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _take(self, record: dict[str, Any]) -> None:
+        from rallypoint._core import clock
+
+        notice = Notice(
+            generation=int(record["generation"]),
+            host=str(record["host"]),
+            port=int(record["port"]),
+            ranks=tuple(record.get("ranks", ())),
+            why=str(record.get("why", "")),
+            at=clock.MONOTONIC.now(),
+        )
+        if record["kind"] == "lost":
+            self._on_loss(notice)
+        with self._changed:
+            if self._newest is None or notice.generation >= self._newest.generation:
+                self._newest = notice
+            self._changed.notify_all()

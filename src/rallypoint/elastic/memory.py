@@ -1,0 +1,83 @@
+"""What a rank keeps in each step for the one that takes it over: a few KB in shared memory that outlives the process.
+
+The memory is an anonymous file that the supervisor holds, too. It has two slots, written in turn, so that one is whole
+whenever the process is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+
+from rallypoint.errors import ElasticError
+
+
+# Bytes of one slot.
+SLOT = 256 * 1024
+# Sequence number, length, then the data's digest.
+_HEAD = struct.Struct("!QI16s")
+
+
+def newest(slots: list[bytes]) -> tuple[int, bytes] | None:
+    """The newest slot that is whole.
+
+    Args:
+        slots: what each one holds: a header, then data.
+    Returns:
+        Its number and its data; None if no slot was ever finished.
+    """
+    found: tuple[int, bytes] | None = None
+    for slot in slots:
+        number, size, digest = _HEAD.unpack_from(slot)
+        data = slot[_HEAD.size : _HEAD.size + size]
+        if number and len(data) == size and digest == _digest(number, data):
+            if found is None or number > found[0]:
+                found = number, data
+    return found
+
+
+def packed(number: int, data: bytes) -> bytes:
+    """A slot: number (from 1 on), data."""
+    return _HEAD.pack(number, len(data), _digest(number, data)) + data
+
+
+def _digest(number: int, data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16, key=struct.pack("!Q", number)).digest()
+
+
+class Memory:
+    """One rank's memory.
+
+    Args:
+        fd: of the file, from the supervisor; None makes one.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("rally-session", os.MFD_CLOEXEC) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, 2 * SLOT)
+        self._map = mmap.mmap(self.fd, 2 * SLOT)
+        held = newest([self._map[:SLOT], self._map[SLOT:]])
+        self._number = 0 if held is None else held[0]
+        self.held = None if held is None else held[1]
+
+    def keep(self, data: bytes) -> None:
+        """Replace the older slot.
+
+        Raises:
+            ElasticError: more than a slot holds.
+        """
+        number = self._number + 1
+        slot = packed(number, data)
+        if len(slot) > SLOT:
+            raise ElasticError(f"a rank's own state is {len(slot):,} bytes, at most {SLOT:,} are kept")
+        start = (number % 2) * SLOT
+        self._map[start : start + len(slot)] = slot
+        self._number = number
+
+    def close(self) -> None:
+        """Give it back; the supervisor's descriptor stays."""
+        self._map.close()
+        os.close(self.fd)

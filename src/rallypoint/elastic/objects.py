@@ -1,0 +1,243 @@
+"""The objects of a session: their state as tensors and a little structure, sent from one rank to another.
+
+A module's tensors are received in place. Everything else goes through ``state_dict`` and ``load_state_dict``. Structure is read
+by torch's restricted unpickler, which executes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rallypoint.errors import ElasticError
+
+from . import torch_private
+from .groups import KeptGroup
+from .setup_record import Scripted
+
+
+# Buffers of modules up to this many bytes are kept in each step.
+MAX_BUFFERS = 32 * 1024
+_TENSOR = "rallypoint tensor"
+
+
+class Objects:
+    """What ``elastic.session`` was given.
+
+    Args:
+        given: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``.
+
+    Raises:
+        TypeError: an object has neither.
+    """
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        for each in given:
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(
+                    f"elastic.session: a {type(each).__name__} has no state_dict and load_state_dict; expected modules,"
+                    " optimizers, schedulers, scalers, or objects with these two methods"
+                )
+        self._given = tuple(given)
+        self.modules = [each for each in given if isinstance(each, nn.Module)]
+        self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+        self._rest = [each for each in given if not isinstance(each, nn.Module)]
+        self._parameters = [
+            parameter for module in self.modules for parameter in module.parameters()
+        ]
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        self._buffers = [each for each in buffers if each.numel()]
+        size = sum(each.numel() * each.element_size() for each in self._buffers)
+        self._keeps_buffers = 0 < size <= MAX_BUFFERS
+
+    @property
+    def ddp(self) -> list[DistributedDataParallel]:
+        """All DDP modules, also those within others."""
+        found = [part for module in self.modules for part in module.modules()]
+        return [each for each in found if isinstance(each, DistributedDataParallel)]
+
+    def describe(self) -> str:
+        """In words, the same on all ranks: classes, and how many parameters and elements."""
+        words = []
+        for each in self._given:
+            text = type(each).__name__
+            if isinstance(each, nn.Module):
+                tensors = list(each.parameters())
+                text += f" ({len(tensors)} parameters, {sum(t.numel() for t in tensors):,} elements)"
+            words.append(text)
+        return ", ".join(words) or "nothing"
+
+    # -- one step -----------------------------------------------------------------------------------
+
+    def copy_buffers(self) -> list[torch.Tensor]:
+        """Copies of all buffers: a repeated forward pass must not count its batch twice."""
+        return [each.detach().clone() for each in self._buffers]
+
+    def restore_buffers(self, copies: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, copy in zip(self._buffers, copies, strict=True):
+                buffer.copy_(copy)
+
+    def buffers_as_bytes(self) -> bytes:
+        """All buffers, if they are small, else nothing."""
+        if not self._keeps_buffers:
+            return b""
+        return b"".join(_bytes(each) for each in self._buffers)
+
+    def fill_buffers(self, data: bytes) -> None:
+        """From :meth:`buffers_as_bytes`."""
+        with torch.no_grad():
+            for buffer in self._buffers if data else ():
+                size = buffer.numel() * buffer.element_size()
+                given = torch.frombuffer(bytearray(data[:size]), dtype=buffer.dtype)
+                buffer.copy_(given.view(buffer.shape))
+                data = data[size:]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """References to all gradients."""
+        return [each.grad for each in self._parameters]
+
+    def drop_gradients(self, before: Sequence[torch.Tensor | None]) -> None:
+        """After a step that did not end: as they were at its beginning, none or zero."""
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            parameter.grad = None
+            if gradient is not None:
+                parameter.grad = torch.zeros_like(gradient)
+        for each in self._rest:
+            if isinstance(each, torch.amp.GradScaler):
+                torch_private.reset_scaler(each)
+
+    # -- DDP ------------------------------------------------------------------------------------------
+
+    def layouts(self) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+        """Of each DDP module: which gradients it reduces together."""
+        found = (torch_private.layout_of_buckets(each) for each in self.ddp)
+        return tuple(None if each is None else tuple(map(tuple, each)) for each in found)
+
+    def restore_layouts(
+        self, layouts: Sequence[tuple[tuple[int, ...], ...] | None], groups: Sequence[KeptGroup]
+    ) -> None:
+        """Make each DDP module ready for a first pass, with this layout. The groups have no connections meanwhile.
+
+        DDP has no way to set a layout. But it settles one by asking rank 0 for it, so it is told this one.
+        """
+        for net, layout in zip(self.ddp, layouts, strict=True):
+            torch_private.reset_reducer(net)
+            if layout is None:
+                continue
+            indices = [index for bucket in layout for index in bucket]
+            script = Scripted([[*indices, len(layout)], [len(bucket) for bucket in layout]])
+            group = torch_private.group_of_ddp(net)
+            inner, group.inner, group.answerer = group.inner, None, script
+            try:
+                torch_private.settle_buckets(net)
+            finally:
+                group.inner, group.answerer = inner, None
+
+    # -- from one rank to another -----------------------------------------------------------------
+
+    def send(self, group: KeptGroup, to: int) -> int:
+        """Send everything. Returns the number of bytes."""
+        structure, tensors = self._state()
+        head = io.BytesIO()
+        torch.save(structure, head)
+        data = torch.frombuffer(bytearray(head.getbuffer()), dtype=torch.uint8)
+        sent = [torch.tensor([data.numel()]), data, *tensors]
+        for each in sent:
+            if each.numel():
+                group.inner.send([each.detach().contiguous()], to, 0).wait()
+        return sum(each.numel() * each.element_size() for each in sent)
+
+    def receive(self, group: KeptGroup, source: int) -> int:
+        """Receive everything. Returns the number of bytes.
+
+        Raises:
+            RuntimeError: the sender is gone; what was received is a part.
+            ElasticError: the sender's modules have other shapes.
+        """
+        size = torch.zeros(1, dtype=torch.int64)
+        group.inner.recv([size], source, 0).wait()
+        data = torch.zeros(int(size.item()), dtype=torch.uint8)
+        group.inner.recv([data], source, 0).wait()
+        structure = torch.load(io.BytesIO(_bytes(data)), weights_only=True)
+        received = data.numel() + 8
+        own = [_shape(each) for each in self._tensors_of_modules()]
+        if structure["modules"] != own:
+            raise ElasticError("the modules of this rank have other shapes or types than the others'")
+        with torch.no_grad():
+            for each in self._tensors_of_modules():
+                received += _receive_into(each, group, source)
+        tensors = []
+        for shape, dtype in structure["tensors"]:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            received += _receive_into(tensor, group, source)
+            tensors.append(tensor)
+        for each, state in zip(self._rest, structure["rest"], strict=True):
+            each.load_state_dict(_filled(state, tensors))
+        return received
+
+    def _tensors_of_modules(self) -> Iterator[torch.Tensor]:
+        seen: set[int] = set()
+        for module in self.modules:
+            for each in (*module.parameters(), *module.buffers()):
+                if id(each) not in seen:
+                    seen.add(id(each))
+                    yield each
+
+    def _state(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        tensors: list[torch.Tensor] = []
+        rest = [_emptied(each.state_dict(), tensors) for each in self._rest]
+        structure = {
+            "modules": [_shape(each) for each in self._tensors_of_modules()],
+            "tensors": [_shape(each) for each in tensors],
+            "rest": rest,
+        }
+        return structure, [*self._tensors_of_modules(), *tensors]
+
+
+def _shape(tensor: torch.Tensor) -> list[Any]:
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+
+
+def _emptied(state: Any, tensors: list[torch.Tensor]) -> Any:
+    """``state`` with tensors replaced by their place in ``tensors``."""
+    if isinstance(state, torch.Tensor):
+        tensors.append(state)
+        return [_TENSOR, len(tensors) - 1]
+    if isinstance(state, dict):
+        return {key: _emptied(value, tensors) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_emptied(each, tensors) for each in state)
+    return state
+
+
+def _filled(state: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(state, list) and len(state) == 2 and state[0] == _TENSOR:
+        return tensors[state[1]]
+    if isinstance(state, dict):
+        return {key: _filled(value, tensors) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_filled(each, tensors) for each in state)
+    return state
+
+
+def _receive_into(tensor: torch.Tensor, group: KeptGroup, source: int) -> int:
+    if not tensor.numel():
+        return 0
+    target = tensor.detach()
+    place = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+    group.inner.recv([place], source, 0).wait()
+    if place is not target:
+        target.copy_(place)
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())

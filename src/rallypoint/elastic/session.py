@@ -1,0 +1,538 @@
+"""Sessions: training that goes on in the same processes when one of them is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rallypoint._core import clock
+from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
+
+from . import process
+from .agreement import Standing, Verdict, judge
+from .connections import Wiring
+from .link import Notice
+from .memory import Memory
+from .objects import Objects
+from .own_state import OwnState, Place
+from .process import KeptProcess
+from .rng import RandomState
+
+
+_log = logging.getLogger(__name__)
+# Seconds that an error may be ahead of the notice that explains it.
+PATIENCE = 10.0
+# Seconds to wait for the others after a loss: a newcomer runs the script's set-up first.
+MEETING = 3600.0
+# What a lost peer looks like to the caller of a collective.
+_SIGNS = (
+    *("connection closed by peer", "connection reset", "broken pipe", "connection refused"),
+    *("socket closed", "timed out waiting", "no longer", "gloo", "nccl", "connection was closed"),
+)
+# Outside of training, there is nothing to tell apart.
+_LOST: tuple[type[BaseException], ...] = (RuntimeError, RendezvousError, OSError)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """One recovery, as this rank saw it.
+
+    Args:
+        generation: the one that it led to.
+        ranks: the lost ranks.
+        why: how they were lost.
+        steps: how many steps were complete.
+        repeated: whether this rank repeats a step.
+        formed: seconds from the notice until all were connected again; most of it is the newcomer's set-up.
+        transferred: seconds that the state took.
+        bytes_moved: that this rank sent or received.
+    """
+
+    generation: int
+    ranks: tuple[int, ...]
+    why: str
+    steps: int
+    repeated: bool
+    formed: float
+    transferred: float
+    bytes_moved: int
+
+
+class Session:
+    """Training that survives the loss of processes; :func:`session` makes one.
+
+    Used as a context manager. All ranks enter it with the same objects, after the same set-up.
+    """
+
+    def __init__(self, objects: Objects, kept: KeptProcess | None) -> None:
+        self._objects = objects
+        self._kept = kept
+        self._memory: Memory | None = None
+        self._steps = 0
+        self._place = Place()
+        self._resume: OwnState | None = None  # where a newcomer continues
+        self._tasks_to_skip = 0
+        self._own: OwnState | None = None
+        self._whole, self._is_new = True, False
+        self._in_step = self._in_batches = self._in_epochs = self._is_task = False
+        self._applied = 0  # optimizers that have stepped in the step under way
+        self._repeat = False
+        self._begun: _Begun | None = None
+        self._iterations = 0
+        self._hooks: list[Any] = []
+        self._history: list[Recovery] = []
+
+    # -- for users ----------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """How many steps are complete: the number of the step under way. The same on all ranks."""
+        return self._steps
+
+    @property
+    def history(self) -> tuple[Recovery, ...]:
+        """All recoveries that this process took part in."""
+        return tuple(self._history)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left, from the one under way on.
+
+        Args:
+            count: of all epochs.
+        Returns:
+            An iterator over their numbers. A process that takes a lost one over begins with the present epoch.
+        """
+        self._in_epochs = True
+        first = self._place.epoch
+        for epoch in range(first, count):
+            if epoch > first:
+                self._place = Place(epoch)
+            self._tasks_to_skip = self._place.tasks if self._resume is not None else 0
+            yield epoch
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of an epoch; one whose step did not complete comes again.
+
+        A process that takes a lost one over begins with the batch under way: it skips the earlier ones by
+        fetching them.
+
+        Args:
+            loader: gives the same batches each time it is iterated with the same random state.
+        Returns:
+            An iterator over the batches.
+        Raises:
+            ElasticError: a second epoch without :meth:`epochs`, which a newcomer could not skip.
+        """
+        self._iterations += 1
+        if self._iterations > 1 and not self._in_epochs and self._kept is not None:
+            raise ElasticError(
+                "session.batches was called again: write `for epoch in session.epochs(n)` around it, so that a process"
+                " that takes a lost one over can begin in the present epoch"
+            )
+        iterator = self._iterator_of(loader)
+        self._in_batches = True
+        try:
+            while True:
+                self._keep_own(task=False)
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                self._repeat = False
+                yield batch
+                while self._repeat:
+                    self._repeat = False
+                    yield batch
+                self._place = self._place.after(task=False)
+        finally:
+            self._in_batches = False
+
+    def step(self) -> _Step:
+        """One step: what runs in the block runs again if a process is lost in it.
+
+        A loss leaves the block early, without an exception. :meth:`batches` then gives the same batch again; in a loop of
+        your own, :attr:`position` stays.
+
+        Returns:
+            A context manager.
+        Raises:
+            ElasticError: no rank has a whole state, or the processes do not match.
+        """
+        return _Step(self)
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Run a function that communicates, such as a validation, as a step of its own.
+
+        Args:
+            function: runs again if a process is lost meanwhile. It must have no effects that must not happen twice.
+            args, kwargs: for it.
+        Returns:
+            Its result. None in a process that took a lost one over after the function had run.
+        """
+        if self._tasks_to_skip:
+            self._tasks_to_skip -= 1
+            return None
+        while True:
+            before = self._steps
+            self._is_task = True
+            try:
+                with self.step():
+                    result = function(*args, **kwargs)
+            finally:
+                self._is_task = False
+            if self._steps > before:
+                self._place = self._place.after(task=True)
+                return result
+
+    # -- entering and leaving ---------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        kept = self._kept
+        if kept is None:
+            _say_once()
+            return self
+        group = kept.groups.default
+        if group is None:
+            raise ElasticError(
+                "elastic.session: this process has no Gloo group that can be kept; call"
+                ' torch.distributed.init_process_group("gloo") after `import rallypoint.elastic`, before the session'
+            )
+        self._rank = dist.get_rank()
+        for optimizer in self._objects.optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(self._note_applied))
+        self._whole = not kept.takes_over
+        self._is_new = kept.takes_over
+        if kept.takes_over:
+            notice, fd = kept.link.enter(kept.generation, self._rank, None)
+            self._memory = Memory(fd)
+            held = self._memory.held
+            self._own = None if held is None else OwnState.unpack(held)
+            kept.generation = -1
+            self._recover(None)
+        else:
+            self._memory = Memory()
+            kept.publish()
+            notice, _ = kept.link.enter(kept.generation, self._rank, self._memory.fd)
+            self._keep_own(task=False)
+            self._confirm()
+        for each in kept.groups:
+            each.before = self._before_collective
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        kept = self._kept
+        if kept is None:
+            return
+        if kind is None:
+            self._confirm()
+            kept.link.tell({"kind": "kept left"})
+        for each in kept.groups:
+            each.before = None
+        for hook in self._hooks:
+            hook.remove()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _confirm(self) -> None:
+        """Wait for all ranks. A loss meanwhile is recovered from."""
+        assert self._kept is not None
+        while True:
+            try:
+                group = self._kept.groups.default
+                assert group is not None
+                group.inner.barrier().wait()
+                return
+            except _LOST as error:
+                self._recover(error)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        kept = self._kept
+        if self._in_step:
+            raise ElasticError("session.step() within session.step(): a step contains no other")
+        if kept is None:
+            self._in_step = True
+            return
+        newest = kept.link.newest
+        if newest is not None and newest.generation > kept.generation:
+            self._begun = None
+            self._recover(None)
+        if not self._in_batches or self._is_task:
+            self._keep_own(task=self._is_task)
+        self._applied = 0
+        self._begun = _Begun(
+            RandomState.now(), self._objects.copy_buffers(), self._objects.gradients()
+        )
+        self._in_step = True
+
+    def _end(self, error: BaseException | None) -> bool:
+        """Returns whether the error was a loss, which was recovered from."""
+        self._in_step = False
+        kept = self._kept
+        if error is None:
+            self._steps += 1
+            self._begun = None
+            return False
+        if kept is None:
+            return False
+        if not isinstance(error, (*_LOST, MembershipChanged)) or not self._is_loss(error):
+            return False
+        self._whole = self._whole and self._applied == 0
+        before = self._steps
+        # The traceback holds the frames of the step, and with them the old group.
+        error.__traceback__ = None
+        self._recover(error)
+        self._repeat = self._steps == before
+        return True
+
+    def _is_loss(self, error: BaseException) -> bool:
+        assert self._kept is not None
+        text = str(error).lower()
+        patience = PATIENCE if any(sign in text for sign in _SIGNS) else 0.0
+        return self._kept.link.wait(self._kept.generation, patience) is not None
+
+    def _note_applied(self, *_: Any) -> None:
+        if self._in_step:
+            self._applied += 1
+
+    # -- this rank's own state --------------------------------------------------------------------
+
+    def _keep_own(self, *, task: bool) -> None:
+        if self._memory is None:
+            return
+        buffers = self._objects.buffers_as_bytes()
+        self._own = OwnState(
+            self._steps, self._place, RandomState.now(), None, buffers, b"", task
+        )
+        self._memory.keep(self._own.pack())
+
+    def _before_collective(self) -> None:
+        """Behind a step's last collective this rank may die in a step that the others complete."""
+        if not self._in_step or self._own is None or self._memory is None:
+            return
+        state = RandomState.now()
+        buffers = self._objects.buffers_as_bytes()
+        later = self._own.later
+        if later is not None and later.equals(state) and self._own.later_buffers == buffers:
+            return
+        self._own = replace(self._own, later=state, later_buffers=buffers)
+        self._memory.keep(self._own.pack())
+
+    def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
+        if self._resume is None or self._resume.place.begun is None:
+            self._resume = None
+            self._place = replace(self._place, batch=0, begun=RandomState.now())
+            return iter(loader)
+        own, self._resume = self._resume, None
+        begun = own.place.begun
+        assert begun is not None
+        begun.restore()
+        iterator = iter(loader)
+        for _ in range(own.place.batch):
+            next(iterator, None)
+        own.random.restore()
+        return iterator
+
+    # -- recovery ---------------------------------------------------------------------------------
+
+    def _recover(self, error: BaseException | None) -> None:
+        """Meet the others again, and have all at one step.
+
+        Args:
+            error: by which this rank noticed; raised again if nobody explains it.
+        """
+        kept = self._kept
+        assert kept is not None
+        notice = kept.link.wait(kept.generation, PATIENCE)
+        while True:
+            if notice is None:
+                if error is not None:
+                    raise error
+                raise ElasticError("a peer is gone, and the supervisor does not say why")
+            try:
+                self._meet(notice)
+            except ElasticError:
+                raise
+            except _LOST as failure:
+                _log.debug("meeting of generation %d failed: %s", notice.generation, failure)
+                failure.__traceback__ = None
+                error = failure
+                notice = kept.link.wait(notice.generation, PATIENCE)
+                continue
+            return
+
+    def _meet(self, notice: Notice) -> None:
+        kept = self._kept
+        assert kept is not None
+        wiring = kept.form(notice)
+        standings = self._introduce(wiring)
+        kept.groups.connect(wiring)
+        formed = clock.MONOTONIC.now()
+        verdict = judge(standings)
+        moved = self._exchange(verdict)
+        self._settle(verdict)
+        group = kept.groups.default
+        assert group is not None
+        group.inner.barrier().wait()
+        # From here on this rank can be right.
+        self._is_new = False
+        ahead, self._whole = verdict.steps > self._steps, True
+        repeated = self._begun is not None and not ahead
+        self._steps = verdict.steps
+        kept.generation = notice.generation
+        recovery = Recovery(
+            generation=notice.generation,
+            ranks=notice.ranks,
+            why=notice.why,
+            steps=verdict.steps,
+            repeated=repeated,
+            formed=formed - notice.at,
+            transferred=clock.MONOTONIC.now() - formed,
+            bytes_moved=moved,
+        )
+        self._history.append(recovery)
+        record = {
+            "generation": recovery.generation,
+            "steps": recovery.steps,
+            "repeated": recovery.repeated,
+            "formed": recovery.formed,
+            "transferred": recovery.transferred,
+            "bytes": recovery.bytes_moved,
+        }
+        kept.link.tell({"kind": "kept recovered", "rank": self._rank, **record})
+
+    def _introduce(self, wiring: Wiring) -> list[Standing]:
+        """Tell all others where this rank stands, and wait for what they say."""
+        assert self._kept is not None
+        names = ", ".join(group.kept_name for group in self._kept.groups)
+        mine = Standing(
+            rank=self._rank,
+            steps=self._steps,
+            whole=self._whole,
+            objects=f"{self._objects.describe()}; groups {names}",
+            layouts=self._objects.layouts(),
+        )
+        wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
+        ranks = range(dist.get_world_size())
+        return [
+            Standing.from_json(json.loads(wiring.wait(f"here/{rank}", MEETING))) for rank in ranks
+        ]
+
+    def _exchange(self, verdict: Verdict) -> int:
+        assert self._kept is not None
+        group = self._kept.groups.default
+        assert group is not None
+        if self._rank == verdict.source:
+            return sum(self._objects.send(group, each) for each in verdict.receivers)
+        if self._rank in verdict.receivers:
+            self._whole = False
+            return self._objects.receive(group, verdict.source)
+        return 0
+
+    def _settle(self, verdict: Verdict) -> None:
+        """Make everything as it was at the beginning of the step to come."""
+        assert self._kept is not None
+        own, begun = self._own, self._begun
+        if self._rank in verdict.receivers:
+            own = None if own is None else own.at(verdict.steps)
+            if own is None:
+                _log.warning(
+                    "rank %d: its random state at step %d is not known; it continues with another",
+                    self._rank,
+                    verdict.steps,
+                )
+            else:
+                own.random.restore()
+                self._objects.fill_buffers(own.buffers)
+                self._own = own
+                if self._memory is not None:
+                    self._memory.keep(own.pack())
+                if self._is_new:
+                    self._place, self._resume = own.place, own
+        elif begun is not None:
+            begun.random.restore()
+            self._objects.restore_buffers(begun.buffers)
+        if begun is not None:
+            self._objects.drop_gradients(begun.gradients)
+        self._objects.restore_layouts(verdict.layouts, list(self._kept.groups))
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What a step began with."""
+
+    random: RandomState
+    buffers: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+
+
+class _Step:
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> Session:
+        self._session._begin()
+        return self._session
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return self._session._end(error)
+
+
+def session(*objects: Any) -> Session:
+    """Train so that the loss of a process costs the others nothing.
+
+    .. code-block:: python
+
+        with elastic.session(model, optimizer) as session:
+            for epoch in session.epochs(10):
+                for batch in session.batches(loader):
+                    with session.step():
+                        loss_of(model, batch).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+    If a worker is lost, the others keep their process. Another process takes the lost rank over, gets model and
+    optimizer from those who have them, and all repeat the step that was under way.
+
+    Collective: every rank enters it, with the same objects.   Blocks: until all are there.
+    Args:
+        objects: modules, optimizers, schedulers, scalers: whatever changes in training and has ``state_dict`` and
+            ``load_state_dict``.
+    Returns:
+        A context manager. Outside of ``rally run`` it only counts steps, and says so once.
+    Raises:
+        TypeError: an object lacks the two methods.
+        ElasticError: the ranks' objects differ, or no group can be kept.
+    """
+    return Session(Objects(objects), process.current())
+
+
+_said: set[int] = set()
+
+
+def _say_once() -> None:
+    if os.getpid() not in _said:
+        _said.add(os.getpid())
+        _log.warning("elastic.session: not started by `rally run`, so a lost process ends the job")

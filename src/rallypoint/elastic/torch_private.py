@@ -1,0 +1,162 @@
+"""Every private name of torch that this package uses, and what for.
+
+Nothing else in ``elastic`` names one; ``tests/test_architecture.py`` holds that. ``tests/unit/test_torch_private.py`` asks
+the installed torch for each name and its signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+# Any: torch's stubs know none of these.
+_c10d: Any = c10d
+
+
+# -- groups over connections of our own -----------------------------------------------------------------------
+
+
+def gloo_device(interface: str) -> Any:
+    """A Gloo device on a network interface; without one, on the address of this host's name, as torch chooses it."""
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+
+def gloo_options(devices: Sequence[Any], timeout: timedelta) -> Any:
+    """Options for ``ProcessGroupGloo``: which devices it uses, and what it waits for."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = list(devices)
+    options._timeout = timeout
+    return options
+
+
+def group_over(backend: Any, store: Any, rank: int, size: int) -> dist.ProcessGroup:
+    """A native group with one backend, as ``init_process_group("gloo")`` makes it, but not registered anywhere."""
+    group: Any = dist.ProcessGroup(store, rank, size)
+    kind: Any = dist.ProcessGroup.BackendType
+    group._set_default_backend(kind.GLOO)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind.GLOO, backend)
+    made: dist.ProcessGroup = group
+    return made
+
+
+# -- making torch's groups ours -------------------------------------------------------------------------------
+
+
+def replace_group_factory(factory: Callable[..., Any]) -> None:
+    """``init_process_group`` and ``new_group`` call ``factory(original, …)`` to make a group."""
+    original = _c10d._new_process_group_helper
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return factory(original, *args, **kwargs)
+
+    _c10d._new_process_group_helper = make
+
+
+def backends_of(backend: Any) -> set[str]:
+    """The backends that a name such as ``gloo`` or ``cpu:gloo,cuda:nccl`` stands for here."""
+    by_device: dict[str, str] = _c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    if not torch.accelerator.is_available():
+        by_device = {"cpu": by_device["cpu"]} if "cpu" in by_device else by_device
+    return {str(each) for each in by_device.values()}
+
+
+def names_of_groups() -> set[str]:
+    return set(_c10d._world.pg_names.values())
+
+
+def global_rank() -> int:
+    return int(_c10d._get_default_group().rank())
+
+
+def register(group: Any, backend: str, store: Any, name: str, description: str, tag: Any) -> None:
+    """Make a group known to torch under its name, as the end of ``_new_process_group_helper`` does."""
+    group._set_group_name(name)
+    group._set_group_desc(description)
+    default_tag = tag in (None, "")
+    more = {"add_to_default_tag": True} if default_tag else {"pg_tag": f"user:{tag}"}
+    _c10d._register_pg_in_world(
+        group,
+        backend_name=dist.Backend(backend),
+        store=store,
+        group_name=name,
+        backend_config=str(_c10d.BackendConfig(dist.Backend(backend))),
+        **more,
+    )
+
+
+def group_by_tag(tag: Any, ranks: Sequence[int]) -> Any:
+    """An existing group with the same tag and ranks, and its store; None if there is none."""
+    if tag in (None, ""):
+        return None
+    found = _c10d._find_pg_by_ranks_and_tag(tag, list(ranks))
+    return None if found is None else (found, _c10d._world.pg_map[found][1])
+
+
+NOT_A_MEMBER: Any = _c10d.GroupMember.NON_GROUP_MEMBER
+
+
+# -- DDP --------------------------------------------------------------------------------------------------------
+
+
+def layout_of_buckets(net: Any) -> list[list[int]] | None:
+    """Which gradients DDP reduces together, as indices of its parameters; None before the layout is final.
+
+    DDP settles the layout after its first iteration, in the order in which gradients arrived.
+    """
+    if not net._has_rebuilt_buckets:
+        return None
+    place = {id(each): number for number, each in enumerate(net._module_parameters)}
+    return [
+        [place[id(each)] for each in bucket.parameters()]
+        for bucket in net.reducer._get_zeros_like_grad_buckets()
+    ]
+
+
+def reset_reducer(net: Any) -> None:
+    """Let the next forward pass run after a backward pass that did not end. The layout is forgotten."""
+    net.reducer._reset_state()
+    net._has_rebuilt_buckets = False
+
+
+def settle_buckets(net: Any) -> None:
+    """Have DDP settle its layout now. It broadcasts rank 0's, in two tensors: see ``setup.LayoutAnswer``."""
+    net.reducer._push_all_rebuilt_params()
+    if net.reducer._rebuild_buckets():
+        net._has_rebuilt_buckets = True
+
+
+def parameters_of_ddp(net: Any) -> list[Any]:
+    """In DDP's order, without those that need no gradient."""
+    found: list[Any] = list(net._module_parameters)
+    return found
+
+
+def never_settles(net: Any) -> bool:
+    """Whether DDP keeps its first layout."""
+    return bool(net.find_unused_parameters) and not net.static_graph
+
+
+def group_of_ddp(net: Any) -> Any:
+    return net.process_group
+
+
+# -- mixed precision ------------------------------------------------------------------------------------------
+
+
+def reset_scaler(scaler: Any) -> None:
+    """Forget that gradients were unscaled in a step that did not end."""
+    from collections import defaultdict
+
+    from torch.amp import grad_scaler
+
+    fresh: Any = grad_scaler._refresh_per_optimizer_state
+    scaler._per_optimizer_states = defaultdict(fresh)

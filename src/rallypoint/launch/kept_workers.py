@@ -1,0 +1,83 @@
+"""Workers in a session of :mod:`rallypoint.elastic`: what the supervisor tells them, and what it tells people about losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .coordination import RoundReady
+from .generation import Generation, Worker
+from .output.failure import WorkerFailure
+from .output.report import in_a_line
+
+
+class KeptWorkers:
+    """The supervisor's side of the session of its workers.
+
+    Args:
+        say: prints a line for the user.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._steps: dict[int, int] = {}  # rank -> the step at which it took part in the last recovery
+        self._errors: set[tuple[int, str, str]] = set()
+        self._recovered: dict[int, list[dict[str, Any]]] = {}
+        self._losses: dict[int, str] = {}  # generation -> the loss that it follows
+
+    def admit(self, worker: Worker, ready: RoundReady) -> None:
+        """Answer a worker that has entered its session: which generation it is, and what its place has kept."""
+        record = {"kind": "go", **_where(ready)}
+        worker.tell(record, worker.memory_fd if ready.generation else None)
+
+    def has_seen(self, failure: WorkerFailure) -> bool:
+        """Whether a replaced worker has failed in the same way at the same step. Remembers this one."""
+        if failure.raised is None:
+            return False  # killed: nothing says that it would be again
+        key = (self._step, failure.raised.type, failure.raised.message)
+        seen = key in self._errors
+        self._errors.add(key)
+        return seen
+
+    @property
+    def _step(self) -> int:
+        return max(self._steps.values(), default=-1)
+
+    def tell_of_loss(
+        self, workers: Generation, failure: WorkerFailure, ready: RoundReady
+    ) -> None:
+        """Tell those in a session, and people."""
+        why = in_a_line(failure)
+        record = {"kind": "lost", "ranks": [failure.rank], "why": why, **_where(ready)}
+        for worker in workers:
+            if worker.in_session and worker.status is None:
+                worker.tell(record)
+        self._losses[ready.generation] = f"rank {failure.rank}"
+        self._say(f"rank {failure.rank} {why}; another process takes its place, the others keep theirs")
+
+    def note_recovery(self, record: dict[str, Any], size: int) -> None:
+        """What one rank says of a recovery; once all have, people are told."""
+        generation = int(record["generation"])
+        self._steps[int(record["rank"])] = int(record["steps"])
+        told = self._recovered.setdefault(generation, [])
+        told.append(record)
+        if len(told) < size:
+            return
+        formed = max(each["formed"] for each in told)
+        transferred = max(each["transferred"] for each in told)
+        moved = sum(each["bytes"] for each in told) // 2
+        repeated = any(each["repeated"] for each in told)
+        self._say(
+            f"{self._losses.get(generation, 'a lost rank')} is back at step {record['steps']}"
+            f" ({'repeated' if repeated else 'nothing repeated'}): all met in {formed * 1000:.0f} ms,"
+            f" {moved / 1e6:.1f} MB in {transferred * 1000:.0f} ms"
+        )
+        del self._recovered[generation]
+
+
+def _where(ready: RoundReady) -> dict[str, Any]:
+    return {
+        "generation": ready.generation,
+        "host": ready.master_addr,
+        "port": ready.master_port,
+    }
