@@ -22,13 +22,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"_core", "rendezvous", "parallel"},
     "parallel": {"_core"},
     "join": {"_core"},
+    "elastic": {"_core", "rendezvous"},
     "wire": {"_core"},
     "rpc": {"_core", "rendezvous", "wire"},
     "compat": {"rpc"},
     "testing": {"_core"},
 }
 # These import torch when they are loaded; who imports them does so inside functions, but for each other.
-OVER_TORCH = {"parallel", "join", "rpc", "compat"}
+OVER_TORCH = {"parallel", "join", "elastic", "rpc", "compat"}
 # Within launch: folder -> folders of launch it may import.
 LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
     "placement": set(),
@@ -95,6 +96,7 @@ SANS_IO = {
     "rendezvous/quorum.py",
     "rendezvous/records.py",
     "parallel/layout.py",
+    "elastic/agreement.py",
     "join/schedule.py",
     "wire/auth.py",
     "wire/frames.py",

@@ -21,6 +21,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from torch.utils import _pytree
 from private_names import foreign_private_names
 from rallypoint._core import tested_torch
 from rallypoint.compat import torch_private as of_compat
+from rallypoint.elastic import torch_private as of_elastic
 from rallypoint.join import torch_private as of_join
 from rallypoint.launch import torch_private as of_launch
 from rallypoint.parallel import torch_private as of_parallel
@@ -145,6 +147,46 @@ def callees() -> Iterator[Callee]:
         "wait_tensor": "Tensor tensor",
     }.items():
         yield Callee(OPERATORS, name, f"({schema}) -> Tensor", parallel + "functional")
+    elastic = "elastic/torch_private.py: "
+    group, kind = "torch._C._distributed_c10d.ProcessGroup", "c10d::ProcessGroup::BackendType"
+    new_group = (
+        "group_size, group_rank, global_ranks_in_group, backend, store, group_name,"
+        " backend_options, timeout, pg_tag, device_id, group_desc"
+    )
+    in_world = "pg, backend_name, store, group_name, backend_config, rank_mapping, pg_tag, user_tag, add_to_default_tag"
+    for owner, name, signature, ours in (
+        (distributed_c10d, "_new_process_group_helper", new_group, "replace_group_factory"),
+        (distributed_c10d, "_register_pg_in_world", in_world, "register"),
+        (distributed_c10d, "_find_pg_by_ranks_and_tag", "tag, ranks", "group_by_tag"),
+        (
+            dist.ProcessGroup,
+            "_set_default_backend",
+            f"(self: {group}, backend_type: {kind}) -> None",
+            "group_over",
+        ),
+        (
+            dist.ProcessGroup,
+            "_register_backend",
+            f"(self: {group}, device: torch.device, backend_type: {kind},"
+            " backend: c10d::Backend | None = None) -> None",
+            "group_over",
+        ),
+        (
+            dist.ProcessGroup,
+            "_set_group_name",
+            f"(self: {group}, arg0: str) -> None",
+            "register, name_group",
+        ),
+        (dist.ProcessGroup, "_set_group_desc", f"(self: {group}, arg0: str) -> None", "register"),
+        (dist.Reducer, "_reset_state", f"({c_plus_plus}) -> None", "reset_reducer"),
+        (
+            torch.amp.grad_scaler,
+            "_refresh_per_optimizer_state",
+            "",
+            "reset_scaler",
+        ),
+    ):
+        yield Callee(owner, name, signature, elastic + ours)
     rpc = "rpc/torch_private.py: "
     storage, tensor, seconds = torch.UntypedStorage, torch.Tensor, "typing.SupportsFloat"
     for owner, name, signature, ours in (
@@ -233,7 +275,13 @@ def ddp() -> Iterator[DistributedDataParallel]:
 # Attributes of objects: the names, and what each test below finds through our functions.
 ATTRIBUTES = {
     "_C",
+    "_Options",
     "_StorageBase",
+    "_devices",
+    "_has_rebuilt_buckets",
+    "_per_optimizer_states",
+    "_version",
+    "_world",
     "_authoritative_rank",
     "_builtins",
     "_c10d_functional",
@@ -431,6 +479,43 @@ def test_log_lines_count_their_time_from_now() -> None:
     assert threading.main_thread().native_id == threading.get_native_id()
 
 
+def test_every_operation_of_a_group_is_known() -> None:
+    known = {*of_elastic.COLLECTIVES, *of_elastic.POINT_TO_POINT, *of_elastic.PASSED_ON}
+    assert not [name for name in known if not hasattr(dist.ProcessGroup, name)]
+    work = {
+        name
+        for name, method in vars(dist.ProcessGroup).items()
+        if "-> c10d::Work" in (getattr(method, "__doc__", "") or "")
+    }
+    assert not work - known, "torch's groups have new operations: elastic must pass them on"
+
+
+def test_private_attributes_that_sessions_use(ddp: Any) -> None:
+    assert of_elastic.layout_of_buckets(ddp) is None
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+    settled = of_elastic.layout_of_buckets(ddp)
+    assert settled is not None and sorted(chain(*settled)) == [0, 1]
+    of_elastic.reset_reducer(ddp)
+    assert of_elastic.layout_of_buckets(ddp) is None
+    of_elastic.settle_buckets(ddp)
+    assert of_elastic.layout_of_buckets(ddp) is not None
+    assert of_elastic.group_of_ddp(ddp) is ddp.process_group
+    assert "0" in of_elastic.names_of_groups()
+    assert of_elastic.backends_of("gloo") == {"gloo"}
+    changed = torch.zeros(1)
+    assert not of_elastic.is_sharded(changed)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    assert of_elastic.is_sharded(torch.distributed.tensor.distribute_tensor(changed, mesh))
+    before = of_elastic.version(changed)
+    changed += 1
+    assert of_elastic.version(changed) == before + 1
+    scaler = torch.amp.GradScaler("cpu")
+    state = scaler._per_optimizer_states[0]
+    of_elastic.reset_scaler(scaler)
+    assert scaler._per_optimizer_states[0] == state
+
+
 def test_the_message_of_a_traceback_can_be_cut() -> None:
     found = traceback.TracebackException.from_exception(ValueError("x" * 100))
     of_launch.cut_message(found, 10)
@@ -445,7 +530,8 @@ def test_parts_of_torch_that_are_learned_exist(name: str) -> None:
 def test_every_private_name_is_asked_for_above() -> None:
     asked = {each.name for each in CALLEES} | ATTRIBUTES
     asked |= {part for name in of_launch.LEARNABLE for part in name.split(".")}
-    for module in (of_join, of_launch, of_parallel, of_rpc):
+    asked |= {*of_elastic.COLLECTIVES, *of_elastic.PASSED_ON}
+    for module in (of_elastic, of_join, of_launch, of_parallel, of_rpc):
         path = Path(module.__file__ or "")
         own = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
         names = {name for _, name in foreign_private_names(path, "rallypoint", own)}

@@ -23,6 +23,8 @@ class Standing:
         whole: its state is that after these steps. False in a newcomer, in a rank that received only a part of
             another's state, and after an optimizer has stepped in a step that did not end.
         objects: what the session was given, in words; the same on all ranks.
+        fingerprint: of its parameters, at the first start; 0 afterwards.
+        groups: the groups that can be kept, in the order in which this rank made them: name and members.
         layouts: of each DDP module: which gradients are reduced together; None before DDP has settled it.
     """
 
@@ -30,6 +32,8 @@ class Standing:
     steps: int
     whole: bool
     objects: str
+    fingerprint: int = 0
+    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layouts: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -41,7 +45,8 @@ class Standing:
             None if each is None else tuple(tuple(bucket) for bucket in each)
             for each in record["layouts"]
         )
-        return cls(**{**record, "layouts": layouts})
+        groups = tuple((name, tuple(ranks)) for name, ranks in record["groups"])
+        return cls(**{**record, "layouts": layouts, "groups": groups})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,14 @@ def judge(standings: Sequence[Standing]) -> Verdict:
     if len(by_objects) > 1:
         told = "; ".join(f"rank {rank}: {text}" for text, rank in sorted(by_objects.items()))
         raise ElasticError(f"the ranks' sessions hold different objects: {told}")
+    _compare_groups(standings)
+    first = standings[0]
+    for each in standings:
+        if each.whole and first.whole and each.fingerprint != first.fingerprint:
+            raise ElasticError(
+                f"ranks {first.rank} and {each.rank} begin with different parameters. A session keeps replicated state: wrap"
+                " the model in DistributedDataParallel, or give all ranks the same seed or checkpoint"
+            )
     whole = [each for each in standings if each.whole]
     if not whole:
         raise ElasticError(
@@ -79,11 +92,22 @@ def judge(standings: Sequence[Standing]) -> Verdict:
         )
     furthest = max(each.steps for each in whole)
     source = min((each for each in whole if each.steps == furthest), key=lambda each: each.rank)
-    receivers = tuple(
-        each.rank for each in standings if not each.whole or each.steps < furthest
-    )
+    receivers = tuple(each.rank for each in standings if not each.whole or each.steps < furthest)
     layouts = tuple(
         next((one for one in each if one is not None), None)
         for each in zip(*(one.layouts for one in whole), strict=True)
     )
     return Verdict(source.rank, receivers, furthest, layouts)
+
+
+def _compare_groups(standings: Sequence[Standing]) -> None:
+    """Every member of a group must have it, or forming it anew would wait for ever."""
+    held = {each.rank: dict(each.groups) for each in standings}
+    for each in standings:
+        for name, members in each.groups:
+            lacking = [rank for rank in members if held.get(rank, {}).get(name) != members]
+            if lacking:
+                raise ElasticError(
+                    f"rank {each.rank} has made a group of ranks {list(members)} that rank {lacking[0]} has not: make all"
+                    " groups before the session, in the same order on all ranks"
+                )

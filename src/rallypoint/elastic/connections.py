@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -91,7 +93,7 @@ class Wiring:
         with self._lock:
             if not self._devices:
                 self._devices = _devices()
-        store = dist.PrefixStore(f"{self._prefix}/{name}", self._store)
+        store = torch_private.prefixed(self._store, f"{self._prefix}/{name}")
         options = torch_private.gloo_options(
             [device.handle for device in self._devices], timedelta(seconds=FORMING)
         )
@@ -181,25 +183,35 @@ def watched(text: str) -> dict[int, int]:
 
 
 def _listens(fd: int) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(fd)) as copy:
-            return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    except OSError:
-        return False
+    with _copied(fd) as copy:
+        return copy is not None and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _shut(fd: int, inode: int) -> None:
     """Shut a connected socket down. A listener stays: Gloo ends the process if it fails."""
+    with _copied(fd) as copy:
+        if copy is None or os.fstat(copy.fileno()).st_ino != inode:
+            return  # closed meanwhile, and its number may be another file's
+        try:
+            copy.getpeername()
+            copy.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # a listener, or closed by the peer
+
+
+@contextmanager
+def _copied(fd: int) -> Iterator[socket.socket | None]:
+    """A copy of a socket's descriptor; None if it is no socket, or closed."""
     try:
         copy = os.dup(fd)
     except OSError:
-        return  # closed meanwhile
-    if os.fstat(copy).st_ino != inode:
-        os.close(copy)  # closed meanwhile, and its number is another file's
+        yield None
         return
     try:
-        with socket.socket(fileno=copy) as connected:
-            connected.getpeername()
-            connected.shutdown(socket.SHUT_RDWR)
+        sock = socket.socket(fileno=copy)
     except OSError:
-        pass  # a listener, a pipe, or closed by the peer
+        os.close(copy)
+        yield None
+        return
+    with sock:
+        yield sock

@@ -35,7 +35,8 @@ class KeptGroup(dist.ProcessGroup):
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
-        super().__init__(rank, len(ranks))
+        # torch's stubs know only the form with a store, which a group of ours has no use for.
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self.kept_name = name
         self.members = tuple(ranks)
         self._rank, self._timeout = rank, timeout
@@ -52,7 +53,7 @@ class KeptGroup(dist.ProcessGroup):
             RuntimeError, RendezvousConnectionError: as :meth:`.Wiring.group`.
         """
         inner = wiring.group(self.kept_name, self._rank, len(self.members), self._timeout)
-        inner._set_group_name(self.kept_name)
+        torch_private.name_group(inner, self.kept_name)
         self.inner, self.answerer = inner, None
 
     def disconnect(self, answerer: Answerer) -> None:
@@ -97,24 +98,6 @@ class KeptGroup(dist.ProcessGroup):
             self.inner.abort()
 
 
-# Operations that return work. The methods below pass them on, by the names that Python and C++ call them by.
-COLLECTIVES = (
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier"),
-    *("allgather", "_allgather_base", "all_gather_single", "allgather_coalesced"),
-    *("allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
-    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "scatter"),
-    *("alltoall", "alltoall_base", "all_to_all_single"),
-)
-POINT_TO_POINT = ("send", "recv", "recv_anysource")
-# Other methods, passed on as they are.
-_PASSED_ON = (
-    *("monitored_barrier", "_start_coalescing", "_end_coalescing", "_get_backend", "_has_hooks"),
-    *("_set_sequence_number_for_group", "_get_sequence_number_for_group"),
-    *("_register_on_completion_hook", "_wait_for_pending_works", "_enable_collectives_timing"),
-)
-
-
 def _operation(name: str) -> Callable[..., dist.Work]:
     def run(self: KeptGroup, *args: Any, **kwargs: Any) -> dist.Work:
         return self.run(name, args, kwargs)
@@ -131,9 +114,10 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in (*COLLECTIVES, *POINT_TO_POINT):
+# By the names that Python and C++ call them by.
+for _name in (*torch_private.COLLECTIVES, *torch_private.POINT_TO_POINT):
     setattr(KeptGroup, _name, _operation(_name))
-for _name in _PASSED_ON:
+for _name in torch_private.PASSED_ON:
     setattr(KeptGroup, _name, _passed_on(_name))
 
 
@@ -203,7 +187,7 @@ class Groups:
         else:
             assert self._wiring is not None
             group.connect(self._wiring)
-        prefixed = dist.PrefixStore(f"{group_name}/", store)
+        prefixed = torch_private.prefixed(store, f"{group_name}/")
         description = options.get("group_desc") or "undefined"
         torch_private.register(group, str(backend), prefixed, str(group_name), description, tag)
         self._groups.append(group)

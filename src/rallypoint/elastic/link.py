@@ -6,6 +6,7 @@ Worker to supervisor, one JSON record per line:
   comes a descriptor: the memory that outlives this process (:mod:`.memory`).
 - ``{"kind": "kept recovered", ...}``: what a recovery has cost.
 - ``{"kind": "kept left"}``: the session has ended well.
+- ``{"kind": "kept failed", "step": 1204}``: an exception of this rank's own ends it, in this step.
 
 Supervisor to worker:
 
@@ -24,9 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint._core import supervisor_line
+from rallypoint._core import clock, supervisor_line
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ElasticError
+
+
+# Seconds that the supervisor may take to answer.
+ANSWER_PATIENCE = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +66,15 @@ class Link:
         self._thread = threading.Thread(target=self._listen, name="rally-elastic", daemon=True)
         self._thread.start()
 
-    def enter(self, generation: int, rank: int, memory: int | None) -> tuple[Notice, int | None]:
+    def enter(self, generation: int, rank: int, memory: int | None) -> int | None:
         """Tell the supervisor that this worker can be kept. Blocks: until it answers.
 
         Args:
             memory: the descriptor of this rank's memory, if this process has made it.
         Returns:
-            The generation to meet in, and the descriptor of the memory of the lost rank that this process takes over.
+            The descriptor of the memory of the lost rank that this process takes over.
+        Raises:
+            ElasticError: the supervisor does not answer.
         """
         record = {"kind": "kept session", "generation": generation, "rank": rank}
         data = json.dumps(record).encode() + b"\n"
@@ -75,11 +82,10 @@ class Link:
             self._socket.sendall(data)
         else:
             socket.send_fds(self._socket, [data], [memory])
-        notice = self.wait(-1, 60.0)
-        if notice is None:
+        if self.wait(-1, ANSWER_PATIENCE) is None:
             raise ElasticError("the supervisor does not answer; is it of the same version?")
         taken, self._memory = self._memory, None
-        return notice, taken
+        return taken
 
     def tell(self, record: dict[str, Any]) -> None:
         """Send a record. A supervisor that is gone is not an error: this process ends with it."""
@@ -126,8 +132,6 @@ class Link:
             self._changed.notify_all()
 
     def _take(self, record: dict[str, Any]) -> None:
-        from rallypoint._core import clock
-
         notice = Notice(
             generation=int(record["generation"]),
             host=str(record["host"]),

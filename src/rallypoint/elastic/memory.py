@@ -32,9 +32,9 @@ def newest(slots: list[bytes]) -> tuple[int, bytes] | None:
     for slot in slots:
         number, size, digest = _HEAD.unpack_from(slot)
         data = slot[_HEAD.size : _HEAD.size + size]
-        if number and len(data) == size and digest == _digest(number, data):
-            if found is None or number > found[0]:
-                found = number, data
+        is_whole = number and len(data) == size and digest == _digest(number, data)
+        if is_whole and (found is None or number > found[0]):
+            found = number, data
     return found
 
 
@@ -72,7 +72,9 @@ class Memory:
         number = self._number + 1
         slot = packed(number, data)
         if len(slot) > SLOT:
-            raise ElasticError(f"a rank's own state is {len(slot):,} bytes, at most {SLOT:,} are kept")
+            raise ElasticError(
+                f"a rank's own state is {len(slot):,} bytes, at most {SLOT:,} are kept"
+            )
         start = (number % 2) * SLOT
         self._map[start : start + len(slot)] = slot
         self._number = number

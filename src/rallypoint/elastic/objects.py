@@ -25,6 +25,10 @@ from .setup_record import Scripted
 # Buffers of modules up to this many bytes are kept in each step.
 MAX_BUFFERS = 32 * 1024
 _TENSOR = "rallypoint tensor"
+_SHARDED = (
+    "elastic.session: this {} is sharded: each rank holds a part that no other has. Sessions keep replicated state only"
+    " (DDP, or gradients that you average yourself)"
+)
 
 
 class Objects:
@@ -35,6 +39,7 @@ class Objects:
 
     Raises:
         TypeError: an object has neither.
+        ElasticError: its state is not the same on all ranks.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
@@ -44,6 +49,7 @@ class Objects:
                     f"elastic.session: a {type(each).__name__} has no state_dict and load_state_dict; expected modules,"
                     " optimizers, schedulers, scalers, or objects with these two methods"
                 )
+            _check_replicated(each)
         self._given = tuple(given)
         self.modules = [each for each in given if isinstance(each, nn.Module)]
         self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
@@ -69,9 +75,21 @@ class Objects:
             text = type(each).__name__
             if isinstance(each, nn.Module):
                 tensors = list(each.parameters())
-                text += f" ({len(tensors)} parameters, {sum(t.numel() for t in tensors):,} elements)"
+                text += (
+                    f" ({len(tensors)} parameters, {sum(t.numel() for t in tensors):,} elements)"
+                )
             words.append(text)
         return ", ".join(words) or "nothing"
+
+    def fingerprint(self) -> int:
+        """A number that depends on all parameters: the same on ranks that hold the same."""
+        total = 0
+        for number, each in enumerate(self._parameters, 1):
+            flat = each.detach().contiguous().view(-1).view(torch.uint8)
+            total += number * int(flat.sum(dtype=torch.int64).item())
+            whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
+            total ^= int(whole.sum().item()) if whole.numel() else 0
+        return total
 
     # -- one step -----------------------------------------------------------------------------------
 
@@ -99,16 +117,26 @@ class Objects:
                 buffer.copy_(given.view(buffer.shape))
                 data = data[size:]
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """References to all gradients."""
-        return [each.grad for each in self._parameters]
+    def gradients(self) -> list[tuple[torch.Tensor, int] | None]:
+        """All gradients, and how often each was changed in place."""
+        found = (each.grad for each in self._parameters)
+        return [None if each is None else (each, torch_private.version(each)) for each in found]
 
-    def drop_gradients(self, before: Sequence[torch.Tensor | None]) -> None:
+    def has_accumulated(self, before: Sequence[tuple[torch.Tensor, int] | None]) -> bool:
+        """Whether a step has left gradients that it did not find."""
+        for parameter, held in zip(self._parameters, before, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            changed = held is None or held[0] is not grad or held[1] != torch_private.version(grad)
+            if changed and bool(grad.any()):
+                return True
+        return False
+
+    def drop_gradients(self, before: Sequence[tuple[torch.Tensor, int] | None]) -> None:
         """After a step that did not end: as they were at its beginning, none or zero."""
-        for parameter, gradient in zip(self._parameters, before, strict=True):
-            parameter.grad = None
-            if gradient is not None:
-                parameter.grad = torch.zeros_like(gradient)
+        for parameter, held in zip(self._parameters, before, strict=True):
+            parameter.grad = None if held is None else torch.zeros_like(held[0])
         for each in self._rest:
             if isinstance(each, torch.amp.GradScaler):
                 torch_private.reset_scaler(each)
@@ -169,7 +197,9 @@ class Objects:
         received = data.numel() + 8
         own = [_shape(each) for each in self._tensors_of_modules()]
         if structure["modules"] != own:
-            raise ElasticError("the modules of this rank have other shapes or types than the others'")
+            raise ElasticError(
+                "the modules of this rank have other shapes or types than the others'"
+            )
         with torch.no_grad():
             for each in self._tensors_of_modules():
                 received += _receive_into(each, group, source)
@@ -199,6 +229,17 @@ class Objects:
             "rest": rest,
         }
         return structure, [*self._tensors_of_modules(), *tensors]
+
+
+def _check_replicated(given: Any) -> None:
+    """Refuse what is known to differ between ranks: another rank's would be given to one that takes a lost one over."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    name = type(given).__name__
+    if isinstance(given, ZeroRedundancyOptimizer):
+        raise ElasticError(_SHARDED.format(name))
+    if isinstance(given, nn.Module) and any(map(torch_private.is_sharded, given.parameters())):
+        raise ElasticError(_SHARDED.format(name))
 
 
 def _shape(tensor: torch.Tensor) -> list[Any]:

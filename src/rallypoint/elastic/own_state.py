@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .rng import RandomState
 
@@ -67,13 +68,16 @@ class OwnState:
         if steps == self.steps:
             return replace(self, later=None, later_buffers=b"")
         if steps == self.steps + 1 and self.later is not None:
-            return OwnState(steps, self.place.after(task=self.is_task), self.later, None, self.later_buffers)
+            return OwnState(
+                steps, self.place.after(task=self.is_task), self.later, None, self.later_buffers
+            )
         return None
 
     def pack(self) -> bytes:
         """As bytes."""
         states = [self.random, self.later, self.place.begun]
-        heads, parts = [], [self.buffers, self.later_buffers]
+        heads: list[dict[str, Any] | None] = []
+        parts = [self.buffers, self.later_buffers]
         for state in states:
             if state is None:
                 heads.append(None)
@@ -112,7 +116,6 @@ class OwnState:
             left = left[count:]
         random, later, begun = states
         assert random is not None
-        place = Place(*head["place"], begun)
-        return cls(
-            head["steps"], place, random, later, buffers, later_buffers, head["is_task"]
-        )
+        epoch, batch, tasks = head["place"]
+        place = Place(epoch, batch, tasks, begun)
+        return cls(head["steps"], place, random, later, buffers, later_buffers, head["is_task"])

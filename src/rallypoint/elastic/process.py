@@ -91,8 +91,11 @@ def begin() -> None:
     _process = KeptProcess(host, port, generation, takes_over=TAKES_OVER in variables)
 
 
+def is_worker() -> bool:
+    """Whether this process is a worker of ``rally run``."""
+    return supervisor_line.held() is not None
+
+
 def current() -> KeptProcess | None:
     """This process as a worker that can be kept; None in any other."""
-    if supervisor_line.held() is None:
-        return None
-    return _process
+    return _process if is_worker() else None

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from . import torch_private
+
 
 _PYTHON = struct.Struct("!625I")
 
@@ -35,7 +37,7 @@ class RandomState:
     def now(cls) -> RandomState:
         """The present state."""
         numpy = sys.modules.get("numpy.random")
-        device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        device = torch.cuda.get_rng_state() if torch_private.cuda_is_in_use() else None
         return cls(
             torch.get_rng_state(),
             device,

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -158,7 +159,7 @@ class Session:
         finally:
             self._in_batches = False
 
-    def step(self) -> _Step:
+    def step(self) -> AbstractContextManager[None]:
         """One step: what runs in the block runs again if a process is lost in it.
 
         A loss leaves the block early, without an exception. :meth:`batches` then gives the same batch again; in a loop of
@@ -169,7 +170,7 @@ class Session:
         Raises:
             ElasticError: no rank has a whole state, or the processes do not match.
         """
-        return _Step(self)
+        return _Step(self._begin, self._end)
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Run a function that communicates, such as a validation, as a step of its own.
@@ -199,11 +200,10 @@ class Session:
 
     def __enter__(self) -> Self:
         kept = self._kept
-        if kept is None:
+        if kept is None and not process.is_worker():
             _say_once()
             return self
-        group = kept.groups.default
-        if group is None:
+        if kept is None or kept.groups.default is None:
             raise ElasticError(
                 "elastic.session: this process has no Gloo group that can be kept; call"
                 ' torch.distributed.init_process_group("gloo") after `import rallypoint.elastic`, before the session'
@@ -214,7 +214,7 @@ class Session:
         self._whole = not kept.takes_over
         self._is_new = kept.takes_over
         if kept.takes_over:
-            notice, fd = kept.link.enter(kept.generation, self._rank, None)
+            fd = kept.link.enter(kept.generation, self._rank, None)
             self._memory = Memory(fd)
             held = self._memory.held
             self._own = None if held is None else OwnState.unpack(held)
@@ -223,9 +223,9 @@ class Session:
         else:
             self._memory = Memory()
             kept.publish()
-            notice, _ = kept.link.enter(kept.generation, self._rank, self._memory.fd)
+            kept.link.enter(kept.generation, self._rank, self._memory.fd)
             self._keep_own(task=False)
-            self._confirm()
+            self._compare()
         for each in kept.groups:
             each.before = self._before_collective
         return self
@@ -242,12 +242,26 @@ class Session:
         if kind is None:
             self._confirm()
             kept.link.tell({"kind": "kept left"})
+        else:
+            kept.link.tell({"kind": "kept failed", "step": self._steps})
         for each in kept.groups:
             each.before = None
         for hook in self._hooks:
             hook.remove()
         if self._memory is not None:
             self._memory.close()
+
+    def _compare(self) -> None:
+        """At the first start: whether all ranks have entered the same session."""
+        assert self._kept is not None
+        wiring = self._kept.groups.wiring
+        assert wiring is not None
+        try:
+            judge(self._introduce(wiring, self._objects.fingerprint()))
+        except ElasticError:
+            raise
+        except _LOST as error:
+            self._recover(error)
 
     def _confirm(self) -> None:
         """Wait for all ranks. A loss meanwhile is recovered from."""
@@ -287,6 +301,7 @@ class Session:
         self._in_step = False
         kept = self._kept
         if error is None:
+            self._check_accumulation()
             self._steps += 1
             self._begun = None
             return False
@@ -301,6 +316,16 @@ class Session:
         self._recover(error)
         self._repeat = self._steps == before
         return True
+
+    def _check_accumulation(self) -> None:
+        begun = self._begun
+        if self._applied or begun is None or not self._objects.optimizers:
+            return
+        if self._objects.has_accumulated(begun.gradients):
+            raise ElasticError(
+                "a step ended with gradients, and no optimizer of the session has stepped: they would be lost with a"
+                " process. Put all passes of an accumulation into one session.step()"
+            )
 
     def _is_loss(self, error: BaseException) -> bool:
         assert self._kept is not None
@@ -318,9 +343,7 @@ class Session:
         if self._memory is None:
             return
         buffers = self._objects.buffers_as_bytes()
-        self._own = OwnState(
-            self._steps, self._place, RandomState.now(), None, buffers, b"", task
-        )
+        self._own = OwnState(self._steps, self._place, RandomState.now(), None, buffers, b"", task)
         self._memory.keep(self._own.pack())
 
     def _before_collective(self) -> None:
@@ -418,15 +441,16 @@ class Session:
         }
         kept.link.tell({"kind": "kept recovered", "rank": self._rank, **record})
 
-    def _introduce(self, wiring: Wiring) -> list[Standing]:
+    def _introduce(self, wiring: Wiring, fingerprint: int = 0) -> list[Standing]:
         """Tell all others where this rank stands, and wait for what they say."""
         assert self._kept is not None
-        names = ", ".join(group.kept_name for group in self._kept.groups)
         mine = Standing(
             rank=self._rank,
             steps=self._steps,
             whole=self._whole,
-            objects=f"{self._objects.describe()}; groups {names}",
+            objects=self._objects.describe(),
+            fingerprint=fingerprint,
+            groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
             layouts=self._objects.layouts(),
         )
         wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
@@ -480,16 +504,17 @@ class _Begun:
 
     random: RandomState
     buffers: list[torch.Tensor]
-    gradients: list[torch.Tensor | None]
+    gradients: list[tuple[torch.Tensor, int] | None]
 
 
 class _Step:
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(
+        self, begin: Callable[[], None], end: Callable[[BaseException | None], bool]
+    ) -> None:
+        self._begin, self._end = begin, end
 
-    def __enter__(self) -> Session:
-        self._session._begin()
-        return self._session
+    def __enter__(self) -> None:
+        self._begin()
 
     def __exit__(
         self,
@@ -497,7 +522,7 @@ class _Step:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        return self._session._end(error)
+        return self._end(error)
 
 
 def session(*objects: Any) -> Session:

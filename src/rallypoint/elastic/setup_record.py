@@ -18,20 +18,13 @@ import torch.distributed as dist
 
 from rallypoint.errors import ElasticError
 
-from .groups import POINT_TO_POINT, KeptGroup
+from . import torch_private
+from .groups import KeptGroup
 
 
 # Bytes of one result, and of a rank's whole record.
 MAX_RESULT = 64 * 1024
 MAX_RECORD = 512 * 1024
-# Every member gets the same from these, so only one of them stores it.
-_SHARED = frozenset(
-    {
-        *("allreduce", "allreduce_coalesced", "broadcast", "allgather", "allgather_coalesced"),
-        *("_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced"),
-        *("all_gather_single_coalesced", "barrier"),
-    }
-)
 _HEAD = struct.Struct("!I")
 
 
@@ -49,7 +42,7 @@ class Recorder:
         """Take down an operation's result. Blocks: until it is there."""
         self._groups[group.kept_name] = group
         results = self._results.setdefault(group.kept_name, [])
-        if operation in POINT_TO_POINT:
+        if operation in torch_private.POINT_TO_POINT:
             results.append((operation, None))  # its end may depend on what the script does next
             return
         work.wait()
@@ -73,11 +66,13 @@ class Recorder:
         found: dict[str, bytes] = {}
         for name, results in self._results.items():
             group = self._groups[name]
-            own = [(op, None if op in _SHARED else data) for op, data in results]
+            own = [(op, None if op in torch_private.SAME_FOR_ALL else data) for op, data in results]
             if any(data is not None for _, data in own):
                 found[_own_key(name, group.rank())] = _packed(own)
             if group.rank() == 0:
-                shared = [(op, data if op in _SHARED else None) for op, data in results]
+                shared = [
+                    (op, data if op in torch_private.SAME_FOR_ALL else None) for op, data in results
+                ]
                 found[_shared_key(name)] = _packed(shared)
         return found
 
@@ -203,9 +198,7 @@ def _fill(tensor: torch.Tensor, value: bytes) -> None:
 
 
 def _packed(results: Sequence[tuple[str, list[bytes] | None]]) -> bytes:
-    head = [
-        [op, None if data is None else [len(each) for each in data]] for op, data in results
-    ]
+    head = [[op, None if data is None else [len(each) for each in data]] for op, data in results]
     text = json.dumps(head, separators=(",", ":")).encode()
     parts = [each for _, data in results if data is not None for each in data]
     return b"".join([_HEAD.pack(len(text)), text, *parts])

@@ -48,6 +48,39 @@ def group_over(backend: Any, store: Any, rank: int, size: int) -> dist.ProcessGr
     return made
 
 
+def prefixed(store: Any, prefix: str) -> Any:
+    """A c10d store whose keys all begin with ``prefix``."""
+    return _c10d.PrefixStore(prefix, store)
+
+
+def name_group(group: Any, name: str) -> None:
+    """Give a group that is not registered the name that torch's logs show."""
+    group._set_group_name(name)
+
+
+# A group's operations. Some have two names: an old one, and that of torch 2.13. All members get the same from these.
+SAME_FOR_ALL = frozenset(
+    {
+        *("allreduce", "allreduce_coalesced", "broadcast", "barrier", "allgather"),
+        *("allgather_coalesced", "_allgather_base", "all_gather_single"),
+        *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    }
+)
+COLLECTIVES = (
+    *sorted(SAME_FOR_ALL),
+    *("reduce", "gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+)
+POINT_TO_POINT = ("send", "recv", "recv_anysource")
+# A group's other methods.
+PASSED_ON = (
+    *("monitored_barrier", "_start_coalescing", "_end_coalescing", "_get_backend", "_has_hooks"),
+    *("_set_sequence_number_for_group", "_get_sequence_number_for_group"),
+    *("_register_on_completion_hook", "_wait_for_pending_works", "_enable_collectives_timing"),
+)
+
+
 # -- making torch's groups ours -------------------------------------------------------------------------------
 
 
@@ -128,28 +161,38 @@ def reset_reducer(net: Any) -> None:
 
 
 def settle_buckets(net: Any) -> None:
-    """Have DDP settle its layout now. It broadcasts rank 0's, in two tensors: see ``setup.LayoutAnswer``."""
+    """Have DDP settle its layout now. It broadcasts rank 0's, in two tensors: see :class:`.Scripted`."""
     net.reducer._push_all_rebuilt_params()
     if net.reducer._rebuild_buckets():
         net._has_rebuilt_buckets = True
-
-
-def parameters_of_ddp(net: Any) -> list[Any]:
-    """In DDP's order, without those that need no gradient."""
-    found: list[Any] = list(net._module_parameters)
-    return found
-
-
-def never_settles(net: Any) -> bool:
-    """Whether DDP keeps its first layout."""
-    return bool(net.find_unused_parameters) and not net.static_graph
 
 
 def group_of_ddp(net: Any) -> Any:
     return net.process_group
 
 
-# -- mixed precision ------------------------------------------------------------------------------------------
+# -- other modules, tensors ---------------------------------------------------------------------------------------
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds a part of it only, as FSDP2 and tensor-parallel modules do."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Counts the changes of a tensor in place."""
+    return tensor._version
+
+
+# -- devices and mixed precision ------------------------------------------------------------------------------------------
+
+
+def cuda_is_in_use() -> bool:
+    """Whether this process has a CUDA context."""
+    in_use: Any = torch.cuda.is_initialized
+    return bool(in_use())
 
 
 def reset_scaler(scaler: Any) -> None:

@@ -43,6 +43,7 @@ class Worker:
         pid: 0 until the fork server has reported it.
         said: what it reported.
         in_session: it can be kept if another worker is lost.
+        failed_at: the step in which its session failed; -1 if it did not.
         memory_fd: what it keeps for the one that takes its place.
         status: as ``waitpid`` returned it; None while it runs.
         ended_at: when it was reaped, on this host's monotonic clock.
@@ -56,6 +57,7 @@ class Worker:
     pid: int = 0
     said: bytearray = field(default_factory=bytearray)
     in_session: bool = False
+    failed_at: int = -1
     memory_fd: int | None = None
     status: int | None = None
     ended_at: float = 0.0

@@ -20,7 +20,9 @@ class KeptWorkers:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._steps: dict[int, int] = {}  # rank -> the step at which it took part in the last recovery
+        self._steps: dict[
+            int, int
+        ] = {}  # rank -> the step at which it took part in the last recovery
         self._errors: set[tuple[int, str, str]] = set()
         self._recovered: dict[int, list[dict[str, Any]]] = {}
         self._losses: dict[int, str] = {}  # generation -> the loss that it follows
@@ -30,22 +32,16 @@ class KeptWorkers:
         record = {"kind": "go", **_where(ready)}
         worker.tell(record, worker.memory_fd if ready.generation else None)
 
-    def has_seen(self, failure: WorkerFailure) -> bool:
+    def has_seen(self, failure: WorkerFailure, step: int) -> bool:
         """Whether a replaced worker has failed in the same way at the same step. Remembers this one."""
         if failure.raised is None:
             return False  # killed: nothing says that it would be again
-        key = (self._step, failure.raised.type, failure.raised.message)
+        key = (step, failure.raised.type, failure.raised.message)
         seen = key in self._errors
         self._errors.add(key)
         return seen
 
-    @property
-    def _step(self) -> int:
-        return max(self._steps.values(), default=-1)
-
-    def tell_of_loss(
-        self, workers: Generation, failure: WorkerFailure, ready: RoundReady
-    ) -> None:
+    def tell_of_loss(self, workers: Generation, failure: WorkerFailure, ready: RoundReady) -> None:
         """Tell those in a session, and people."""
         why = in_a_line(failure)
         record = {"kind": "lost", "ranks": [failure.rank], "why": why, **_where(ready)}
@@ -53,12 +49,13 @@ class KeptWorkers:
             if worker.in_session and worker.status is None:
                 worker.tell(record)
         self._losses[ready.generation] = f"rank {failure.rank}"
-        self._say(f"rank {failure.rank} {why}; another process takes its place, the others keep theirs")
+        self._say(
+            f"rank {failure.rank} {why}; another process takes its place, the others keep theirs"
+        )
 
     def note_recovery(self, record: dict[str, Any], size: int) -> None:
         """What one rank says of a recovery; once all have, people are told."""
         generation = int(record["generation"])
-        self._steps[int(record["rank"])] = int(record["steps"])
         told = self._recovered.setdefault(generation, [])
         told.append(record)
         if len(told) < size:

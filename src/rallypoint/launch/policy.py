@@ -519,7 +519,9 @@ def _replace_worker(now: float, state: State, index: int) -> Decision:
         arriving=state.arriving | {index},
         losses=(*(at for at in state.losses if now - at < state.loss_window), now),
     )
-    return Decision(new, (Replace(index),), f"worker {index} failed; the others keep what they have")
+    return Decision(
+        new, (Replace(index),), f"worker {index} failed; the others keep what they have"
+    )
 
 
 def _stop(

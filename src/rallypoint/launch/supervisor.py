@@ -519,12 +519,16 @@ class Supervisor:
                 self._decide(policy.WorkerEnded(-1, failed=True))
             return
         worker.listen()
+        for record in worker.take_records():
+            self._hear_worker(worker, record)
         worker.status, worker.ended_at = status, at
         symptom = status != 0 and self._workers.is_echo(worker)
         if events.is_wanted():
             events.emit(self._workers.end_of(worker))
         index = self._workers.index(worker)
-        again = self._kept.has_seen(self._workers.failure_of(worker)) if status != 0 else False
+        again = status != 0 and self._kept.has_seen(
+            self._workers.failure_of(worker), worker.failed_at
+        )
         end = policy.WorkerEnded(index, failed=status != 0, symptom=symptom, again=again)
         if self._may_be_ahead(status):
             self._held_ends.append(end)
@@ -786,6 +790,10 @@ class Supervisor:
             case "kept left":
                 worker.in_session = False
                 self._decide(policy.SessionLeft(index))
+            case "kept failed":
+                worker.failed_at = int(record["step"])
+            case _:
+                pass  # the script has written to the descriptor
 
     def _replace(self, index: int) -> None:
         """A worker is lost: tell those in a session, and start another one in its place."""

@@ -1,0 +1,247 @@
+"""Sessions: workers are killed, and the others keep their process; the end equals that of a run that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = """
+import hashlib, json, os, pathlib, random, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = pathlib.Path(sys.argv[1])
+FAULTS = json.loads(sys.argv[2])  # [step, rank, where]: each happens once
+
+def fault(where):
+    for number, (step, rank, at) in enumerate(FAULTS):
+        if at != where or rank != dist.get_rank() or step != session.position:
+            continue
+        try:
+            (FOLDER / f"fault {number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        if where == "raise":
+            raise ValueError("a bad batch")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+# What a set-up does: the newcomer gets the same answers.
+told = [{"run": f"of rank {rank}"}]
+dist.broadcast_object_list(told)
+assert told == [{"run": "of rank 0"}], told
+everybody = [None] * size
+dist.all_gather_object(everybody, rank)
+assert everybody == list(range(size)), everybody
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+assert total.item() == sum(range(size))
+scattered = torch.zeros(1)
+dist.scatter(scattered, [torch.tensor([10.0 * r]) for r in range(size)] if rank == 0 else None)
+assert scattered.item() == 10.0 * rank
+pair = dist.new_group([0, 1])
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(16, 32)
+        self.norm = torch.nn.BatchNorm1d(32)
+        self.last = torch.nn.Linear(32, 4)
+    def forward(self, x):
+        return self.last(torch.nn.functional.dropout(self.norm(self.first(x)).relu(), 0.2))
+
+net = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+data = torch.utils.data.TensorDataset(torch.randn(160, 16), torch.randint(4, (160,)))
+loader = torch.utils.data.DataLoader(data, batch_size=10, shuffle=True)
+torch.manual_seed(100 + rank)
+random.seed(rank)
+seen, scores, pid = [], [], os.getpid()
+with elastic.session(net, optimizer, scheduler) as session:
+    net.module.first.weight.register_post_accumulate_grad_hook(lambda _: fault("backward"))
+    optimizer.register_step_pre_hook(lambda *_: fault("optimizer"))
+    optimizer.register_step_post_hook(lambda *_: fault("after"))
+    for epoch in session.epochs(2):
+        for x, y in session.batches(loader):
+            with session.step():
+                fault("forward")
+                fault("raise")
+                loss = torch.nn.functional.cross_entropy(net(x) * (1 + random.random()), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            fault("between")
+        def score():
+            fault("validation")
+            value = torch.tensor([sum(p.sum().item() for p in net.parameters())])
+            dist.all_reduce(value)
+            if rank < 2:
+                dist.broadcast(value, 0, group=pair)
+            return value.item()
+        scores.append(session.run(score))
+    bits = b"".join(t.detach().numpy().tobytes() for t in (*net.parameters(), *net.buffers()))
+    state = optimizer.state_dict()["state"]
+    bits += b"".join(each["exp_avg_sq"].numpy().tobytes() for each in state.values())
+    end = {
+        "steps": session.position,
+        "bits": hashlib.sha256(bits).hexdigest(),
+        "random": [torch.rand(1).item(), random.random()],
+        "rate": scheduler.get_last_lr(),
+        "score": scores[-1],
+        "pid": pid,
+        "recoveries": len(session.history),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+(FOLDER / f"end {rank}").write_text(json.dumps(end))
+dist.destroy_process_group()
+"""
+
+
+def trained(
+    folder: Path, faults: list[tuple[int, int, str]], *flags: str
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "3"),
+            *("--preload", "torch._dynamo", *flags, str(script), str(folder), json.dumps(faults)),
+        ],
+        cwd=folder,
+        env={key: value for key, value in os.environ.items() if key != "RALLY_LOG"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    ends = [folder / f"end {rank}" for rank in range(3)]
+    return done, [json.loads(end.read_text()) for end in ends if end.exists()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    done, ends = trained(tmp_path_factory.mktemp("jobs") / "undisturbed", [])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return ends
+
+
+def assert_same_end(ends: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for rank, (end, wanted) in enumerate(zip(ends, expected, strict=True)):
+        for what in ("steps", "bits", "random", "rate", "score"):
+            assert end[what] == wanted[what], f"rank {rank}: {what}"
+
+
+def test_killed_workers_are_replaced_and_nothing_else_changes(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    faults = [
+        (0, 1, "forward"),
+        (1, 2, "backward"),
+        (5, 0, "optimizer"),
+        (6, 0, "after"),
+        (9, 1, "between"),
+        (16, 2, "validation"),
+        (20, 0, "backward"),
+        (20, 1, "forward"),
+        (33, 1, "validation"),
+    ]
+    done, ends = trained(tmp_path / "job", faults)
+    assert done.returncode == 0, done.stderr
+    assert_same_end(ends, undisturbed)
+    assert done.stderr.count("takes its place, the others keep theirs") == len(faults)
+    assert "rank 0 was killed by SIGKILL" in done.stderr
+
+
+def test_survivors_keep_their_process_and_leak_nothing(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    faults = [(step, 1, "forward") for step in (3, 7, 11, 15, 19)]
+    done, ends = trained(tmp_path / "job", faults)
+    assert done.returncode == 0, done.stderr
+    assert_same_end(ends, undisturbed)
+    assert [end["recoveries"] for end in ends] == [5, 1, 5]
+    for end, calm in zip((ends[0], ends[2]), (undisturbed[0], undisturbed[2]), strict=True):
+        assert end["threads"] <= calm["threads"] + 1
+        assert end["files"] <= calm["files"] + 2
+
+
+def test_a_worker_that_raises_is_replaced_once(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    done, ends = trained(tmp_path / "job", [(4, 1, "raise")])
+    assert done.returncode == 0, done.stderr
+    assert_same_end(ends, undisturbed)
+    assert "rank 1 raised ValueError: a bad batch" in done.stderr
+
+
+def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
+    done, _ = trained(tmp_path / "job", [(4, 1, "raise"), (4, 1, "raise")])
+    assert done.returncode == 1
+    assert done.stderr.count("takes its place") == 1
+    assert "ValueError: a bad batch" in done.stderr
+
+
+def test_losses_are_limited(tmp_path: Path) -> None:
+    faults = [(step, 1, "forward") for step in (2, 3)]
+    done, _ = trained(tmp_path / "job", faults, "--max-losses", "1")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.count("takes its place") == 1
+
+
+def alone(tmp_path: Path, source: str, *command: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    return subprocess.run(
+        [sys.executable, *command, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+COUNTS = """
+import torch
+from rallypoint import elastic
+
+net = torch.nn.Linear(2, 2)
+with elastic.session(net) as session:
+    for epoch in session.epochs(2):
+        for x in session.batches([1, 2, 3]):
+            with session.step():
+                pass
+    print(session.position, session.run(lambda: "scored"), session.history)
+"""
+
+
+def test_without_rally_run_a_session_counts_and_says_so(tmp_path: Path) -> None:
+    done = alone(tmp_path, COUNTS)
+    assert (done.returncode, done.stdout) == (0, "6 scored ()\n"), done.stderr
+    assert done.stderr.count("not started by `rally run`") == 1
+
+
+def test_a_late_import_is_said(tmp_path: Path) -> None:
+    source = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n" + COUNTS
+    done = alone(tmp_path, source, "-m", "rallypoint", "run", "--nproc-per-node", "1")
+    assert done.returncode == 1
+    assert "after `import rallypoint.elastic`" in done.stderr

@@ -1,0 +1,219 @@
+"""The cores of sessions: who is right after a loss, slots of memory, a rank's own state, records of a set-up."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from rallypoint.elastic import memory, torch_private
+from rallypoint.elastic.agreement import Standing, judge
+from rallypoint.elastic.connections import watched
+from rallypoint.elastic.memory import Memory
+from rallypoint.elastic.objects import Objects
+from rallypoint.elastic.own_state import OwnState, Place
+from rallypoint.elastic.rng import RandomState
+from rallypoint.errors import ElasticError
+
+
+def standing(rank: int, steps: int, *, whole: bool = True, **others: Any) -> Standing:
+    return Standing(rank=rank, steps=steps, whole=whole, objects="Net", **others)
+
+
+# -- agreement ----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6).filter(
+        lambda ranks: any(whole for _, whole in ranks)
+    )
+)
+def test_who_is_furthest_and_whole_is_right(ranks: list[tuple[int, bool]]) -> None:
+    found = judge([standing(rank, *each[:1], whole=each[1]) for rank, each in enumerate(ranks)])
+    furthest = max(steps for steps, whole in ranks if whole)
+    assert found.steps == furthest
+    assert ranks[found.source] == (furthest, True)
+    has_it = {rank for rank, each in enumerate(ranks) if each == (furthest, True)}
+    assert has_it.isdisjoint(found.receivers)
+    assert has_it.union(found.receivers) == set(range(len(ranks)))
+
+
+def test_a_step_that_failed_behind_the_optimizer_on_all_ranks_is_an_error() -> None:
+    with pytest.raises(ElasticError, match="outside of session.step"):
+        judge([standing(0, 5, whole=False), standing(1, 5, whole=False)])
+
+
+def test_sessions_of_different_objects_are_an_error() -> None:
+    other = Standing(rank=1, steps=0, whole=True, objects="Other")
+    with pytest.raises(ElasticError, match="rank 0: Net; rank 1: Other"):
+        judge([standing(0, 0), other])
+
+
+def test_parameters_that_differ_at_the_start_are_an_error() -> None:
+    with pytest.raises(ElasticError, match="ranks 0 and 1 begin with different parameters"):
+        judge([standing(0, 0, fingerprint=1), standing(1, 0, fingerprint=2)])
+    net = torch.nn.Linear(3, 3)
+    before = Objects([net]).fingerprint()
+    assert Objects([net]).fingerprint() == before
+    with torch.no_grad():
+        net.weight[1, 1] += 1e-3
+    assert Objects([net]).fingerprint() != before
+
+
+def test_a_group_that_a_member_lacks_is_an_error() -> None:
+    pair = (("1", (0, 1)),)
+    judge([standing(0, 0, groups=pair), standing(1, 0, groups=pair), standing(2, 0)])
+    with pytest.raises(ElasticError, match=r"ranks \[0, 1\] that rank 1 has not"):
+        judge([standing(0, 0, groups=pair), standing(1, 0)])
+
+
+# -- objects ------------------------------------------------------------------------------------------
+
+
+def test_what_has_no_state_or_only_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="a int has no state_dict"):
+        Objects([3])
+    monkeypatch.setattr(torch_private, "is_sharded", lambda _: True)
+    with pytest.raises(ElasticError, match="Linear is sharded"):
+        Objects([torch.nn.Linear(2, 2)])
+
+
+def test_gradients_that_a_step_leaves_are_seen() -> None:
+    net = torch.nn.Linear(2, 2)
+    objects = Objects([net])
+    before = objects.gradients()
+    assert not objects.has_accumulated(before)
+    net(torch.ones(1, 2)).sum().backward()
+    assert objects.has_accumulated(before)
+    net.zero_grad(set_to_none=False)
+    assert not objects.has_accumulated(before)
+    objects.drop_gradients(before)
+    assert net.weight.grad is None
+
+
+def test_a_layout_that_one_rank_has_settled_is_everybodys() -> None:
+    layout = ((1,), (0, 2))
+    found = judge(
+        [
+            standing(0, 1, layouts=(None, None)),
+            standing(1, 1, layouts=(layout, None)),
+            standing(2, 0, whole=False, layouts=(((0, 1, 2),), None)),
+        ]
+    )
+    assert found.layouts == (layout, None)
+
+
+def test_a_standing_survives_its_way_through_the_store() -> None:
+    told = standing(3, 7, layouts=(((2, 1), (0,)), None))
+    assert Standing.from_json(json.loads(json.dumps(told.to_json()))) == told
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=5), st.data())
+def test_a_torn_slot_is_never_used(kept: list[bytes], data: st.DataObject) -> None:
+    """The last write stops anywhere: the one before it is found, or the last if all of it is there."""
+    slots = [bytearray(300), bytearray(300)]
+    for number, each in enumerate(kept, 1):
+        slot = memory.packed(number, each)
+        end = len(slot)
+        if number == len(kept):
+            end = data.draw(st.integers(0, len(slot)))
+        slots[number % 2][:end] = slot[:end]
+    found = memory.newest([bytes(slot) for slot in slots])
+    possible = {(len(kept), kept[-1])}
+    if len(kept) > 1:
+        possible.add((len(kept) - 1, kept[-2]))
+        assert found in possible
+    else:
+        assert found is None or found in possible
+
+
+def test_memory_is_found_again_by_the_next_process() -> None:
+    first = Memory()
+    try:
+        for number in range(5):
+            first.keep(b"state %d" % number)
+        import os
+
+        second = Memory(os.dup(first.fd))
+        assert second.held == b"state 4"
+        second.keep(b"more")
+        third = Memory(os.dup(first.fd))
+        assert third.held == b"more"
+        second.close()
+        third.close()
+        with pytest.raises(ElasticError, match="bytes"):
+            first.keep(b"x" * memory.SLOT)
+    finally:
+        first.close()
+
+
+# -- a rank's own state ---------------------------------------------------------------------------
+
+
+def drawn() -> list[float]:
+    return [torch.rand(1).item(), random.random()]
+
+
+@pytest.fixture
+def generators() -> Any:
+    held = RandomState.now()
+    yield
+    held.restore()
+
+
+@pytest.mark.usefixtures("generators")
+def test_generators_continue_where_they_were() -> None:
+    pytest.importorskip("numpy").random.rand(3)
+    torch.rand(3)
+    random.gauss(0, 1)
+    state = RandomState.now()
+    assert state.equals(RandomState.now())
+    expected = drawn()
+    assert not state.equals(RandomState.now())
+    again = RandomState.unpack(*state.pack())
+    assert again.equals(state)
+    again.restore()
+    assert drawn() == expected
+
+
+@pytest.mark.usefixtures("generators")
+def test_a_rank_that_died_behind_its_last_collective_continues_in_the_next_step() -> None:
+    first = RandomState.now()
+    torch.rand(1)
+    later = RandomState.now()
+    own = OwnState(7, Place(1, 3, 0, first), first, later, b"bn", b"later bn")
+    told = OwnState.unpack(own.pack())
+    now, after = told.at(7), told.at(8)
+    assert now is not None and after is not None
+    assert (now.place.batch, now.buffers) == (3, b"bn") and now.random.equals(first)
+    assert (after.place.batch, after.buffers) == (4, b"later bn") and after.random.equals(later)
+    assert after.place.begun is not None and after.place.begun.equals(first)
+    assert told.at(9) is None and told.at(6) is None
+
+
+@pytest.mark.usefixtures("generators")
+def test_a_task_counts_as_a_task() -> None:
+    state = RandomState.now()
+    own = OwnState(7, Place(1, 3, 0), state, state, is_task=True)
+    after = OwnState.unpack(own.pack()).at(8)
+    assert after is not None and (after.place.batch, after.place.tasks) == (3, 1)
+
+
+# -- connections ----------------------------------------------------------------------------------
+
+
+def test_what_an_epoll_instance_watches() -> None:
+    text = (
+        "pos:\t0\nflags:\t02\nino:\t1039\n"
+        "tfd:        6 events:       19 data:     5633610aed30  pos:0 ino:998a8 sdev:9\n"
+        "tfd:       13 events:       19 data:     563366179f88  pos:0 ino:f sdev:f\n"
+        "tfd: cut off"
+    )
+    assert watched(text) == {6: 0x998A8, 13: 15}
