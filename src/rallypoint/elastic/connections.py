@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rallypoint._core import env as environment, forks
-from rallypoint.errors import RendezvousConnectionError
+from rallypoint.errors import ElasticError, RendezvousConnectionError
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.c10d import c10d_store
 
@@ -127,10 +127,20 @@ class _Device:
     """A Gloo device: a listener, and the thread that serves all its connections."""
 
     def __init__(self, interface: str = "") -> None:
-        # Another thread may open an epoll instance at the same moment; only Gloo's watches a listener from the start.
-        before = _epolls()
+        # Inodes, not descriptors: an older device may end meanwhile, and its numbers be used again. Another thread may
+        # open sockets at the same moment, but only Gloo's epoll instance watches a listener as soon as it exists.
+        before = _sockets()
         self.handle = torch_private.gloo_device(interface)
-        self._epolls = [fd for fd in _epolls() - before if any(map(_listens, _watched(fd)))]
+        new = _sockets() - before
+        self._epolls = [
+            epoll
+            for epoll in _epolls()
+            if any(inode in new and _listens(fd) for fd, inode in _watched(epoll).items())
+        ]
+        if not self._epolls:
+            raise ElasticError(
+                "Gloo's connections cannot be found in /proc/self/fdinfo, so they could not be shut after a loss"
+            )
 
     def shut(self) -> None:
         for epoll in self._epolls:
@@ -145,15 +155,21 @@ def _devices() -> list[_Device]:
     return [_Device(name) for name in interfaces] or [_Device()]
 
 
-def _epolls() -> set[int]:
-    found = set()
+def _epolls() -> list[int]:
+    return [fd for fd, target in _open_files() if target == "anon_inode:[eventpoll]"]
+
+
+def _sockets() -> set[int]:
+    """The inodes of this process's sockets."""
+    return {int(target[8:-1]) for _, target in _open_files() if target.startswith("socket:[")}
+
+
+def _open_files() -> Iterator[tuple[int, str]]:
     for name in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
-                found.add(int(name))
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             pass  # closed meanwhile
-    return found
 
 
 def _watched(epoll: int) -> dict[int, int]:
