@@ -18,6 +18,7 @@ PACKAGES = [
         f"rallypoint.{name}"
         for name in (
             "compat",
+            "elastic",
             "events",
             "join",
             "launch",

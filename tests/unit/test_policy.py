@@ -25,8 +25,11 @@ from rallypoint.launch.policy import (
     PeersDone,
     PeersStopped,
     Phase,
+    Replace,
     ReportRestart,
     RoundFormed,
+    SessionEntered,
+    SessionLeft,
     SignalReceived,
     SignalWorkers,
     StartWorkers,
@@ -515,6 +518,77 @@ def test_peers_hear_of_the_symptom_at_once_and_of_the_cause_again():
     assert there.commands == (AskWorkers(),)
 
 
+# -- sessions: a lost worker is replaced, the others keep what they have --------------------------
+
+
+def in_session(*indices: int, **changes) -> State:
+    kept = frozenset(indices)
+    return running(*indices, **{"max_losses": 2, "loss_window": 10.0, "kept": kept, **changes})
+
+
+LOST = WorkerEnded(1, failed=True)
+
+
+def test_a_lost_worker_of_a_session_is_replaced():
+    decision = policy.decide(5.0, in_session(0, 1, 2), LOST)
+    assert decision.commands == (Replace(1),)
+    after = decision.state
+    assert (after.phase, after.generation, after.running) == (Phase.RUNNING, 1, {0, 1, 2})
+    assert (after.kept, after.arriving, after.losses) == ({0, 2}, {1}, (5.0,))
+    entered = policy.decide(6.0, after, SessionEntered(1)).state
+    assert (entered.kept, entered.arriving) == ({0, 1, 2}, frozenset())
+
+
+def test_a_worker_that_is_lost_again_before_it_arrives_is_replaced_again():
+    state = policy.decide(0.0, in_session(0, 1, 2), LOST).state
+    again = policy.decide(1.0, state, LOST)
+    assert again.commands == (Replace(1),)
+    assert again.state.generation == 2
+
+
+@pytest.mark.parametrize(
+    ("why", "state", "event"),
+    [
+        ("another is not in a session", in_session(0, 1, 2, kept=frozenset({1, 2})), LOST),
+        ("nobody is left", in_session(1), LOST),
+        ("the others only arrive", in_session(0, 1, kept=frozenset({1}), arriving={0}), LOST),
+        ("the store is gone", in_session(0, 1, 2), WorkerEnded(-1, failed=True)),
+        ("there are other nodes", in_session(0, 1, 2, num_nodes=2), LOST),
+        ("it is switched off", in_session(0, 1, 2, max_losses=0), LOST),
+        ("too many were lost", in_session(0, 1, 2, losses=(4.0, 5.0)), LOST),
+        ("the error came before", in_session(0, 1, 2), WorkerEnded(1, failed=True, again=True)),
+    ],
+)
+def test_when_a_lost_worker_is_a_failure_as_ever(why, state, event):
+    decision = policy.decide(6.0, state, event)
+    assert not any(isinstance(each, Replace) for each in decision.commands), why
+    assert decision.state.phase in {Phase.STOPPING, Phase.SWEEPING}
+
+
+def test_old_losses_do_not_count():
+    decision = policy.decide(20.0, in_session(0, 1, 2, losses=(4.0, 10.5)), LOST)
+    assert decision.commands == (Replace(1),)
+    assert decision.state.losses == (10.5, 20.0)
+
+
+def test_a_worker_that_has_left_its_session_is_not_kept():
+    state = policy.decide(0.0, in_session(0, 1, 2), SessionLeft(0)).state
+    assert SignalWorkers(signal.SIGTERM) in policy.decide(1.0, state, LOST).commands
+
+
+def test_a_restart_begins_without_sessions():
+    state = policy.decide(0.0, in_session(0, 1, losses=(0.0,)), WorkerEnded(-1, True)).state
+    state = replace(state, phase=Phase.JOINING, generation=1)
+    assert policy.decide(1.0, state, formed(state, 2)).state.kept == frozenset()
+
+
+def test_no_worker_is_replaced_once_the_job_is_stopped():
+    state = policy.decide(0.0, in_session(0, 1, 2), SignalReceived(signal.SIGTERM)).state
+    decision = policy.decide(1.0, state, LOST)
+    assert decision.state.phase is Phase.STOPPING
+    assert not decision.commands
+
+
 # -- by property ----------------------------------------------------------------------------------
 
 WORKERS = 3
@@ -533,6 +607,8 @@ EVENTS = st.one_of(
     st.just(GraceOver()),
     st.just(Swept()),
     st.builds(Broken, st.just("broken")),
+    st.builds(SessionEntered, st.integers(0, WORKERS)),
+    st.builds(SessionLeft, st.integers(0, WORKERS)),
 )
 # Likely orders, so that long lives are reached too: mostly rounds, failures and sweeps.
 LIVELY = st.one_of(
@@ -548,6 +624,7 @@ STATES = st.builds(
     moment=st.sampled_from([0.0, 2.0]),
     num_nodes=st.integers(1, 3),
     elastic=st.booleans(),
+    max_losses=st.integers(0, 2),
 )
 STEPS = st.lists(st.tuples(st.floats(0, 10), LIVELY), min_size=25, max_size=60)
 SEVERITY = [Aim.SUCCEED, Aim.RESTART, Aim.FAIL, Aim.SIGNALLED]
@@ -585,7 +662,9 @@ def test_whatever_happens(start, steps):
         commands += decision.commands
 
     joins = [command.generation for command in commands if isinstance(command, Join)]
-    assert joins == list(range(len(joins))), "the generation only grows, by one"
+    replaced = sum(isinstance(command, Replace) for command in commands)
+    assert joins == sorted(set(joins)), "the generation only grows"
+    assert max(joins) < len(joins) + replaced, "by one"
     assert len(joins) <= start.max_restarts + 1 or start.elastic
     finishes = [command for command in commands if isinstance(command, Finish)]
     assert (decision.state.phase is Phase.ENDED) == (len(finishes) == 1)

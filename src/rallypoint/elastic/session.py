@@ -74,6 +74,10 @@ class Session:
     """Training that survives the loss of processes; :func:`session` makes one.
 
     Used as a context manager. All ranks enter it with the same objects, after the same set-up.
+
+    Args:
+        objects: what it was given.
+        kept: this worker; None where nothing can be kept.
     """
 
     def __init__(self, objects: Objects, kept: KeptProcess | None) -> None:
