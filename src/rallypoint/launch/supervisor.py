@@ -284,13 +284,13 @@ class Supervisor:
                 open_still = worker.listen()
                 for told in worker.take_imports():
                     server.channel.send({"do": "learn", **told})
+                for record in worker.take_records():
+                    self._hear_worker(worker, record)
                 if not open_still:
                     self._poller.unregister(worker.line)
                     if worker.status is None and not self._server_is_deaf:
                         # It seems to have ended. Check that the fork server can report that.
                         server.ask({"do": "ping"})
-                for record in worker.take_records() if worker.line.fileno() in ready else ():
-                    self._hear_worker(worker, record)
             if self._probe_fd in ready:
                 self._finish_probe()
             server.channel.flush()
