@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -32,8 +33,14 @@ PACKAGES = {
     "handles_a_signal": "import signal\nsignal.signal(signal.SIGUSR1, print)\n",
     "starts_a_process": "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\n",
     "reads_the_rank": "import os\nrank = os.environ.get('RANK')\n",
+    "loads_another": "import another\n",
+    "another": "",
     "lists_the_environment": "import os\nall_of_it = dict(os.environ)\n",
 }
+
+
+# What a fork of the template prints until it has streams of its own; nothing else of the template is left open.
+OUTPUT = ["/memfd:rally-output (deleted)"] * 2
 
 
 class Server:
@@ -88,9 +95,19 @@ def report(message: Message, fds: list[int]) -> None:
     """A worker: who it is, in its first descriptor."""
     modules = sorted(set(PACKAGES).intersection(sys.modules))
     variable = os.environ.get("FROM_IMPORT")
-    text = repr([message["name"], modules, variable, message["changes"], os.getppid()])
+    files = [each for each in open_files() if "rally-output" in each]
+    text = repr([message["name"], modules, variable, message["changes"], os.getppid(), files])
     os.write(fds[0], text.encode())
     os._exit(7)
+
+
+def open_files() -> list[str]:
+    """What each descriptor but that of the listing is."""
+    found = []
+    for fd in sorted(os.listdir("/proc/self/fd"), key=int):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
 
 
 @pytest.fixture
@@ -162,7 +179,7 @@ def test_workers_of_a_template_are_children_of_the_server(server: Server) -> Non
     for name in names:
         # What the import sets is set when the script imports it, not before.
         changes = {"FROM_IMPORT": "x"}
-        assert repr([name, ["sets_a_variable"], None, changes, os.getpid()]) in said
+        assert repr([name, ["sets_a_variable"], None, changes, os.getpid(), OUTPUT]) in said
 
 
 def test_a_template_that_was_killed_starts_nothing(server: Server) -> None:
@@ -195,3 +212,21 @@ def test_a_late_report_takes_a_template_out_of_use(server: Server) -> None:
     server.wait_for(lambda: server.told)
     server.templates.hear("reads_the_rank", ["RANK"])
     assert server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [0])]) == {}
+
+
+def test_a_module_that_a_script_has_under_the_same_name_is_not_loaded_before(
+    server: Server, tmp_path: Path
+) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder, name in ((own, "another"), (other, "unrelated")):
+        folder.mkdir()
+        (folder / f"{name}.py").touch()
+    server.templates.hear("loads_another", ["RANK"], [str(other), str(tmp_path / "absent")])
+    server.wait_for(lambda: server.told)
+    assert server.told[-1]["packages"] == ("loads_another",)
+    # A worker that is late has more on its path.
+    server.templates.hear("loads_another", ["RANK"], [str(own)])
+    assert server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [0])]) == {}
+    server.wait_for(lambda: server.told[-1]["against"])
+    assert server.told[-1]["packages"] == ()
+    assert "another, of which sys.path" in server.told[-1]["against"]["loads_another"]

@@ -84,7 +84,7 @@ class Worker:
             os.close(held)
 
     def take_imports(self) -> list[dict[str, Any]]:
-        """Remove the reports of imports from what it has reported: ``package`` and ``changed`` of each."""
+        """Remove the reports of imports from what it has reported: ``package``, ``changed`` and ``paths`` of each."""
         return self._take(IMPORT_RECORD, _import_in)
 
     def take_records(self) -> list[dict[str, Any]]:
@@ -285,12 +285,12 @@ def _import_in(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-        package, changed = record["name"], record["changed"]
+        package, changed, paths = record["name"], record["changed"], record["paths"]
     except (ValueError, KeyError, RecursionError):
         return None  # written by user code
-    if not isinstance(package, str) or not isinstance(changed, list):
+    if not (isinstance(package, str) and isinstance(changed, list) and isinstance(paths, list)):
         return None
-    return {"package": package, "changed": [str(each) for each in changed]}
+    return {"package": package, "changed": [*map(str, changed)], "paths": [*map(str, paths)]}
 
 
 def _session_record_in(line: bytes) -> dict[str, Any] | None:

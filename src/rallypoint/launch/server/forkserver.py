@@ -246,7 +246,7 @@ class ForkServer:
                 came = self._has_come(message["signal"])
                 self._report({"is": "told", "signal": message["signal"], "came": came})
             case "learn":
-                self._templates.hear(message["package"], message["changed"])
+                self._templates.hear(message["package"], message["changed"], message["paths"])
             case "ping":
                 pass
             case other:

@@ -14,7 +14,8 @@ A script must not notice. So an import is kept only if it would have done the sa
    of the host when it is imported, which all workers would share: those are left to ``--preload``.
 2. It has read no environment variable that was different in a worker when that worker imported it. That
    includes ``RANK`` and all that the script itself sets before.
-3. All it loaded is installed: nothing of the user's own, no editable install. Native libraries read the
+3. All it loaded is installed: nothing of the user's own, no editable install, and no module of which a folder
+   that the script has put first on ``sys.path`` has one of the same name. Native libraries read the
    environment unseen, so they must be Python's or from :data:`KNOWN_NATIVE`.
 4. It left nothing behind that a fork does not get, or gets twice: threads, files, processes, signal
    handlers, output.
@@ -54,6 +55,7 @@ class Observation:
         reads_all: it listed the environment.
         sets: environment variables it set.
         foreign: modules it loaded that are not part of an installed package.
+        hidden: modules it loaded of which a script has its own, on its ``sys.path``.
         native: native libraries it loaded that are not known.
         left: what it left behind, in words.
     """
@@ -63,6 +65,7 @@ class Observation:
     reads_all: bool = False
     sets: frozenset[str] = frozenset()
     foreign: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
     native: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
 
@@ -78,6 +81,8 @@ def objection(seen: Observation, changed: Iterable[str]) -> str:
         return f"the import failed: {seen.error}"
     if seen.foreign:
         return f"it loads {seen.foreign[0]}, which is not part of an installed package"
+    if seen.hidden:
+        return f"it loads {seen.hidden[0]}, of which sys.path of a worker has another"
     if seen.native:
         return f"it loads {seen.native[0]}"
     if seen.left:
@@ -98,19 +103,25 @@ class Learned:
         changed: package -> variables that were different when a worker imported it, in the order of the reports.
         seen: package -> what its import did in a template.
         broken: package -> how a template ended while it imported it.
+        paths: folders that workers had put first on ``sys.path``.
     """
 
     changed: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
     seen: Mapping[str, Observation] = field(default_factory=lambda: MappingProxyType({}))
     broken: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    paths: frozenset[str] = frozenset()
 
-    def reported(self, module: str, changed: Iterable[str]) -> Learned:
+    def reported(self, module: str, changed: Iterable[str], paths: Iterable[str] = ()) -> Learned:
         """A worker imports ``module``. Any module that is not learnable is ignored."""
         package = package_of(module)
         if package is None:
             return self
         before = self.changed.get(package, frozenset())
-        return dataclasses.replace(self, changed={**self.changed, package: before.union(changed)})
+        return dataclasses.replace(
+            self,
+            changed={**self.changed, package: before.union(changed)},
+            paths=self.paths.union(paths),
+        )
 
     def observed(self, package: str, seen: Observation) -> Learned:
         return dataclasses.replace(self, seen={**self.seen, package: seen})

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.machinery
 import os
 import select
 import signal
@@ -24,7 +25,7 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -41,8 +42,17 @@ Become = Callable[[Message, list[int], Mapping[str, str | None]], None]
 _FEW = 8
 
 
-def run(channel: Channel, packages: tuple[str, ...], become: Become) -> NoReturn:
-    """Import the packages, report, and fork workers until the fork server closes the channel."""
+def run(
+    channel: Channel, packages: Sequence[str], paths: Sequence[str], become: Become
+) -> NoReturn:
+    """Import the packages, report, and fork workers until the fork server closes the channel.
+
+    Args:
+        channel: to the fork server.
+        packages: what to import.
+        paths: folders in which workers look for modules first, and the fork server does not.
+        become: turns a fork into a worker.
+    """
     process.set_title("rally: template of the next workers")
     output = os.memfd_create("rally-output", os.MFD_CLOEXEC)
     for fd in (1, 2):
@@ -51,11 +61,12 @@ def run(channel: Channel, packages: tuple[str, ...], become: Become) -> NoReturn
     changes: dict[str, str | None] = {}
     for package in packages:
         channel.send({"is": "importing", "package": package})
-        seen, changed = _import(package, output)
+        seen, changed = _import(package, paths, output)
         changes |= changed
         channel.send({"is": "imported", "package": package, "seen": to_json(seen)})
         if seen.error:
             os._exit(1)
+    os.close(output)  # workers would have it, too
     environment.apply({name: before.get(name) for name in changes})
     # As in the fork server: later collections must not touch what all workers share.
     gc.collect()
@@ -180,7 +191,9 @@ _LEFT = {
 }
 
 
-def _import(package: str, output: int) -> tuple[learning.Observation, dict[str, str | None]]:
+def _import(
+    package: str, paths: Sequence[str], output: int
+) -> tuple[learning.Observation, dict[str, str | None]]:
     before, modules, libraries = _state(output), set(sys.modules), _libraries()
     error = ""
     with environment.watched() as reads:
@@ -212,6 +225,7 @@ def _import(package: str, output: int) -> tuple[learning.Observation, dict[str, 
                 if file and not learning.is_installed(file, installed)
             )
         ),
+        hidden=tuple(sorted(_in_folders(files, paths))),
         native=tuple(sorted(unknown - {""})),
         left=tuple(left),
     )
@@ -224,6 +238,27 @@ def _file_of(module: types.ModuleType | None) -> str:
         return ""
     file = vars(module).get("__file__")
     return os.path.abspath(file) if isinstance(file, str) else ""
+
+
+def _in_folders(modules: Iterable[str], folders: Sequence[str]) -> Iterator[str]:
+    """Which top-level modules these folders have. (Asked of finders of our own: ``sys.path`` is the script's.)"""
+    kinds = (
+        (importlib.machinery.SourceFileLoader, importlib.machinery.SOURCE_SUFFIXES),
+        (importlib.machinery.SourcelessFileLoader, importlib.machinery.BYTECODE_SUFFIXES),
+        (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES),
+    )
+    names = {name for name in modules if "." not in name}
+    for folder in folders:
+        if os.path.isfile(folder):  # an archive
+            yield from names
+            continue
+        finder = importlib.machinery.FileFinder(folder, *kinds)
+        for name in names:
+            spec = finder.find_spec(name)
+            if (
+                spec is not None and spec.loader is not None
+            ):  # else a folder without modules of Python
+                yield name
 
 
 def _libraries() -> set[str]:

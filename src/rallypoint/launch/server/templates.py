@@ -30,6 +30,7 @@ class _Template:
     pid: int
     channel: Channel
     packages: tuple[str, ...]
+    paths: frozenset[str]
     until: float | None  # when it counts as hung
     importing: str = ""
 
@@ -60,11 +61,12 @@ class Templates:
 
     # -- what the loop asks -------------------------------------------------------------------------
 
-    def hear(self, package: str, changed: list[str]) -> None:
-        """A worker has imported a package."""
-        before = self._learned.wanted()
-        self._learned = self._learned.reported(package, changed)
-        if self._learned.wanted() != before:
+    def hear(self, package: str, changed: Sequence[str], paths: Sequence[str] = ()) -> None:
+        """A worker imports a package, or still does."""
+        before = self._learned
+        self._learned = before.reported(package, changed, paths)
+        is_new = (self._learned.wanted(), self._learned.paths) != (before.wanted(), before.paths)
+        if is_new or self._due is not None:
             self._plan()
 
     def fileno(self) -> int:
@@ -104,7 +106,7 @@ class Templates:
         held = self._template
         if not spawns or held is None or held.until is not None:
             return {}
-        if not set(held.packages) <= set(self._learned.wanted()):
+        if not self._may_use(held):
             return {}
         for message, fds in spawns:
             held.channel.send(message, fds)
@@ -134,12 +136,20 @@ class Templates:
         if (
             wanted
             and self._made < MOST
-            and (self._template is None or wanted != self._template.packages)
+            and (
+                self._template is None
+                or wanted != self._template.packages
+                or not self._learned.paths <= self._template.paths
+            )
         ):
             self._due = clock.MONOTONIC.now() + QUIET * 2**self._made
 
+    def _may_use(self, held: _Template) -> bool:
+        learned = self._learned
+        return {*held.packages} <= {*learned.wanted()} and learned.paths <= held.paths
+
     def _make(self) -> None:
-        packages = self._learned.wanted()
+        packages, paths = self._learned.wanted(), self._learned.paths
         self._drop()
         ours, theirs = socket_pair()
         channel, its = Channel(ours), Channel(theirs)
@@ -150,12 +160,14 @@ class Templates:
             channel.close()
             os.setsid()
             process.die_with_parent(server)
-            template.run(its, packages, self._become)
+            template.run(its, packages, sorted(paths), self._become)
 
         self._made += 1
         pid = self._fork(become_template)
         its.close()
-        self._template = _Template(pid, channel, packages, clock.MONOTONIC.now() + IMPORT_PATIENCE)
+        self._template = _Template(
+            pid, channel, packages, paths, clock.MONOTONIC.now() + IMPORT_PATIENCE
+        )
 
     def _hear_template(self, held: _Template, message: Message) -> None:
         match message["is"]:
@@ -168,7 +180,7 @@ class Templates:
                 self._learned = self._learned.observed(message["package"], seen)
             case "ready":
                 held.until = None
-                if not set(held.packages) <= set(self._learned.wanted()):
+                if not self._may_use(held):
                     self._drop()
                     self._plan()
                 self._report()

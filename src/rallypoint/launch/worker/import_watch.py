@@ -11,10 +11,14 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rallypoint._core import env as environment
+from rallypoint._core import clock, env as environment
+
+
+# While an import goes on, it is reported again after this many seconds, so that nobody takes it for finished.
+STILL = 0.5
 
 
 def start(
@@ -29,17 +33,29 @@ def start(
         env: variables of the fork server, to compare with.
         tell: sends a record to the supervisor.
     """
-    reported = {name for name in sys.modules if package_of(name) == name}
+    known = {name for name in sys.modules if package_of(name) == name}
+    reported: set[str] = set()
     own_pid = os.getpid()
+    path = _absolute(sys.path)
+    last = 0.0
 
     def note(module: str) -> None:
+        nonlocal last
         package = package_of(module)
-        if package is None or package in reported or os.getpid() != own_pid:
+        if package is None or package in known or os.getpid() != own_pid:
             return
-        reported.add(package)
-        now = environment.snapshot()
-        changed = sorted(name for name in {*env, *now} if env.get(name) != now.get(name))
-        tell({"kind": "import", "name": package, "changed": changed})
+        at = clock.MONOTONIC.now()
+        if package not in reported:
+            reported.add(package)
+            now = environment.snapshot()
+            changed = sorted(name for name in {*env, *now} if env.get(name) != now.get(name))
+            paths = ahead(_absolute(sys.path), path)
+        elif at - last >= STILL:
+            changed, paths = [], []
+        else:
+            return
+        last = at
+        tell({"kind": "import", "name": package, "changed": changed, "paths": paths})
 
     class Finder(importlib.machinery.FileFinder):
         def find_spec(
@@ -53,3 +69,13 @@ def start(
             finder: object = sys.path_importer_cache.get(folder)
             if type(finder) is importlib.machinery.FileFinder:
                 finder.__class__ = Finder
+
+
+def ahead(now: Sequence[str], before: Sequence[str]) -> list[str]:
+    """The folders added to ``sys.path`` where they come before one that was there: their modules may hide others."""
+    ends = [at for at, folder in enumerate(now) if folder in before]
+    return sorted({*now[: ends[-1] if ends else len(now)]} - {*before})
+
+
+def _absolute(path: Sequence[object]) -> list[str]:
+    return [os.path.abspath(each) for each in path if isinstance(each, str)]
