@@ -210,10 +210,11 @@ def test_so_it_is_with_two_models_a_sharded_optimizer_and_gradients_from_before(
 ) -> None:
     def case() -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for mode in (PLANNED, "replay", "hooks in windows"):
-            found[mode] = train(mode, order, "samples", number=2, standing=True)
-            found[f"{mode}, zero"] = train(
-                mode, order, "samples", number=2, standing=True, zero=True
+        # Each order has both kinds of optimizers, and so has each mode: no need for every pair of them.
+        for turn, mode in enumerate((PLANNED, "replay", "hooks in windows"), ORDERS.index(order)):
+            zero = turn % 2 == 0
+            found[f"{mode}, zero" if zero else mode] = train(
+                mode, order, "samples", number=2, standing=True, zero=zero
             )
         found[CLASSIC] = train(CLASSIC, order, "initial", number=2, standing=True)
         found[f"{CLASSIC}, ranks"] = train(CLASSIC, order, "ranks", number=2, standing=True)
