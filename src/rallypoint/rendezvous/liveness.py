@@ -1,17 +1,17 @@
-"""Liveness: this node beats, and watches its neighbour. Apart from membership, on a connection of its own.
+"""Liveness: this node sends heartbeats and watches its neighbour. Separate from membership, over its own connection.
 
-Two signs of death, and each is enough:
+A node is lost on either of two signs:
 
-- *The beat stands still.* Every node writes a number under its own key ten times in a lease. Whoever watches
-  it notes, on its own clock, when the number last changed (:mod:`.lease`). This finds a silent host.
-- *The process ended.* Each node listens on a port and says nothing there: the kernel ends the connection
-  of a watcher in the moment the process ends. If a second attempt is then refused, there
-  is nobody. This finds a killed process on a living host within milliseconds.
+- *Its heartbeat stops.* Every node writes a growing number under its own key ten times per lease. Its watcher
+  notes, on its own clock, when the number last changed (:mod:`.lease`). This detects a silent host.
+- *Its process ended.* Each node listens on a port and sends nothing there. When the process ends, the kernel ends the
+  connections of its watchers. If a second attempt is then refused, the process is gone. This detects a killed
+  process on a living host within milliseconds.
 
-Each node watches its predecessor in rank order (rank 0 the last); rank 0 also reads everybody's beats. So
-the cost for each node does not depend on how many there are. Once somebody is lost it watches all the
-predecessors it knows, at once: neighbours may have been killed together. The same while the nodes look for
-a lost store, where nothing but a proof of death counts.
+Each node watches its predecessor in rank order (rank 0 watches the last); rank 0 also reads all heartbeats. So
+the cost for any other node does not depend on the number of nodes. After a loss, a node watches all predecessors that it
+knows at once, because neighbours may have been killed together. It does the same while the nodes look for
+a lost store; then only proof that a process has ended counts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .record_store import RecordStore
 
 # Beats in one lease.
 BEATS = 10
-# A connection that was refused is no proof by itself (an address may be another host's here); with a beat
-# that stands still for so many beats it is.
+# A refused connection alone proves nothing (from here, the address may be another host's). It does if the
+# heartbeat has also been missing for this many intervals.
 BEATS_AFTER_REFUSAL = 4
 
-# Seconds in which a connection was made and cut off again, as where strangers crowd a port.
+# A connection that ends within this many seconds was probably cut because strangers crowd the port.
 _CUT_AGAIN = 0.1
 
-# How a loss is told.
+# The end of the message about a loss.
 ENDED = "has ended unexpectedly (its process is gone)"
 
 
@@ -76,11 +76,11 @@ class Loss:
 
 
 class WatchPost:
-    """The port by which others see that this process lives. Nothing is ever read from it.
+    """The port at which other nodes see that this process is alive. Nothing is ever read from it.
 
-    A thread takes the connections: one that its watcher has given up would stay in the kernel's queue,
-    and once that is full nobody can see any more that we live. It holds a limited number of them: strangers who open
-    more have their own closed, and a watcher whose connection was among them makes another.
+    A thread accepts the connections: abandoned ones would stay in the kernel's queue, and once that is full no watcher
+    could connect. The number of connections is limited: strangers who open more have theirs closed, and a watcher whose
+    connection was among them reconnects.
 
     Args:
         host: the address to listen on; None: all of this machine's.
@@ -89,7 +89,7 @@ class WatchPost:
     PAUSE = 0.1
 
     def __init__(self, host: str | None = None) -> None:
-        # A copy in a child would keep this process alive for its watchers.
+        # With a copy in a child, this process would seem alive to its watchers after its end.
         with forks.opening():
             self._socket = forks.close_in_child(addresses.bind_only(host, 0))
         self._socket.listen(addresses.BACKLOG)
@@ -107,7 +107,7 @@ class WatchPost:
         """A second call does nothing."""
         if self._stop_write < 0:
             return
-        # Written to, not only closed: a forked child may have a copy of it.
+        # Write a byte, because closing is not enough: a forked child may have a copy.
         os.write(self._stop_write, b".")
         self._thread.join()
         os.close(self._stop_write)
@@ -128,21 +128,21 @@ class WatchPost:
                 if fd == self._socket.fileno():
                     if not lines.accept():
                         select.select([self._stop_read], [], [], self.PAUSE)
-                elif fd in lines:  # it says something, which nobody should, or it ends
+                elif fd in lines:  # it sent data, which watchers never do, or it ended
                     lines.take(fd).close()
 
 
 class Pulse:
-    """One thread that beats and watches.
+    """The thread that sends heartbeats and watches other nodes.
 
     Args:
-        connect: opens a connection of its own, when it is first needed.
+        connect: opens a connection to the store for this thread, when it is first needed.
         node_id: this node's.
         lease: seconds of silence after which a node is lost.
         on_loss: called from this thread for each node that is lost.
-        on_store_lost: called from this thread, once, when the store is gone; the thread ends.
-        delay: seconds before the first beat, so that not all of thousands begin in the same moment.
-        numbers: of the beats, growing; those of a node go on where its pulse before has ended.
+        on_store_lost: called from this thread, once, when the store is lost; then the thread ends.
+        delay: seconds before the first heartbeat, so that thousands of nodes do not start at the same moment.
+        numbers: growing numbers for the heartbeats; a node's next pulse continues where its last one stopped.
     """
 
     def __init__(
@@ -165,13 +165,13 @@ class Pulse:
         self._on_store_lost = on_store_lost
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._lock = threading.Lock()
-        self._order: Sequence[Neighbour] = ()  # all that may be watched, nearest first
+        self._order: Sequence[Neighbour] = ()  # the nodes that may be watched, nearest first
         self._everybody: Sequence[Neighbour] = ()
         self._at_each_beat: Callable[[RecordStore], None] | None = None
         self._only_proof = False
         self._round = 0
         self._lost: set[str] = set()
-        self._proven: set[str] = set()  # of those, whose end is certain
+        self._proven: set[str] = set()  # the lost nodes whose end is certain
         self._stopping = False
         self._leaving = False
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -186,11 +186,11 @@ class Pulse:
         everybody: Sequence[Neighbour] = (),
         at_each_beat: Callable[[RecordStore], None] | None = None,
     ) -> None:
-        """Whom to watch from now on: the first of one list that is alive, and all of the other by their heartbeats."""
+        """Watch from now on the first living node of one list, and the heartbeats of all nodes of the other."""
         self._watch(nearest_first, everybody, at_each_beat, only_proof=False)
 
     def prove(self, nodes: Sequence[Neighbour]) -> None:
-        """Find out which of these have ended, all at once. One that is merely silent is not lost."""
+        """Find out which of these nodes have ended, all at once. A node that is only silent is not lost."""
         self._watch(nodes, (), None, only_proof=True)
 
     def _watch(
@@ -211,7 +211,7 @@ class Pulse:
             self._wake()
 
     def stop(self, *, leaving: bool, timeout: float) -> None:
-        """End the thread; ``leaving``: its last beat says that this node has left in good order."""
+        """End the thread; with ``leaving``, its last heartbeat says that this node has left in good order."""
         with self._lock:
             self._stopping, self._leaving = True, leaving
             self._wake()
@@ -223,7 +223,7 @@ class Pulse:
         try:
             os.write(self._write, b"x")
         except BlockingIOError:
-            pass  # it is awake
+            pass  # the pipe is full, so the thread will wake
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Pulse:
         except (
             RallyError,
             TimeoutError,
-        ) as error:  # an answer that did not come, or makes no sense
+        ) as error:  # an answer is missing or invalid
             if not self._stopping:
                 self._on_store_lost(RendezvousConnectionError(str(error)))
         finally:
@@ -252,7 +252,7 @@ class Pulse:
 
     def _loop(self, lines: dict[Neighbour, _Line]) -> None:
         seen_round = 0
-        # A lease is over when a whole one has passed since the last move, seen at the next beat.
+        # A lease has expired when a whole one has passed since the last change; the next heartbeat notices.
         leases: Leases[str] = Leases(self._lease - self._interval)
         refused: Leases[str] = Leases(self._interval * BEATS_AFTER_REFUSAL)
         next_beat = MONOTONIC.now() + self._delay
@@ -320,7 +320,7 @@ class Pulse:
                 neighbour = watched[each]
                 self._lose(Loss(neighbour, True, _lost(neighbour, "has left"), left=True))
         now = MONOTONIC.now()
-        # Certain losses first: of one that is told as silent nobody would expect more.
+        # Certain losses first: otherwise the node is first reported as silent only.
         doubtful = {each: numbers[each] for each in suspects if each in numbers}
         for each in refused.observe(now, doubtful):
             self._lose(Loss(watched[each], True, _lost(watched[each], ENDED)))
@@ -331,10 +331,10 @@ class Pulse:
             self._lose(Loss(watched[each], False, _lost(watched[each], seconds)))
 
     def _heed_end(self, neighbour: Neighbour) -> None:
-        """Its process has ended: killed, or after it had said in its last beat that it leaves?"""
+        """Its process has ended. Its last heartbeat tells whether it left in good order."""
         try:
             body = self._connected().peek(f"beat/{neighbour.node_id}")
-        except RendezvousConnectionError:  # it served the store, too
+        except RendezvousConnectionError:  # it also served the store
             self._lose(Loss(neighbour, True, _lost(neighbour, ENDED)))
             raise
         left = body is not None and body.get("left") is True
@@ -343,7 +343,7 @@ class Pulse:
     def _lose(self, loss: Loss) -> None:
         node_id = loss.neighbour.node_id
         with self._lock:
-            # One that fell silent may be found to have ended later: that is told as well.
+            # A silent node may later prove to have ended; that is reported as well.
             if node_id in (self._proven if loss.certain else self._lost):
                 return
             self._lost.add(node_id)
@@ -353,9 +353,9 @@ class Pulse:
 
 
 class _Line:
-    """The connection to a neighbour's watch post, without a blocking call.
+    """The connection to a neighbour's watch post. No call blocks.
 
-    ``ended``: it broke, and a second attempt was refused. ``refused``: already the first one was.
+    ``ended``: it broke, and a second attempt was refused. ``refused``: the first attempt was refused.
     """
 
     def __init__(self, to: Neighbour) -> None:
@@ -365,7 +365,7 @@ class _Line:
         self._again = False
         self._tried = 0.0
         self._is_cut = False
-        self._found: tuple[Any, ...] | None = None  # by the resolver
+        self._found: tuple[Any, ...] | None = None  # the resolved address
         self.ended = False
         self.refused = False
         self._open()
@@ -383,11 +383,11 @@ class _Line:
             self._socket.setblocking(False)
             self._settle(self._socket.connect_ex(address))
         except OSError:
-            self.close()  # no way there: its beat must do
+            self.close()  # unreachable: only its heartbeat is left
 
     def try_again(self, pause: float) -> None:
-        """Where there was no way: try once more, ``pause`` seconds after the last attempt; at once after a cut."""
-        # A name that was not found is not looked up again: that may take longer than a beat may be late.
+        """If it was unreachable, try again ``pause`` seconds after the last attempt; at once if it was cut."""
+        # A name that was not found is not looked up again: that could delay the heartbeat for too long.
         if self._found is None or self._socket is not None or self.refused or self.ended:
             return
         if self._is_cut or MONOTONIC.now() >= self._tried + pause:
@@ -395,7 +395,7 @@ class _Line:
             self._open()
 
     def _settle(self, code: int) -> None:
-        """A connection attempt has come to this."""
+        """Handle the result of a connection attempt."""
         if code == errno.EINPROGRESS:
             return
         if code == 0:
@@ -409,14 +409,14 @@ class _Line:
                 self.refused = True
 
     def register(self, poller: select.poll) -> int:
-        """Have it tell of news; the descriptor it will be known by, or -1."""
+        """Register it with the poller; its descriptor, or -1 without a connection."""
         if self._socket is None:
             return -1
         poller.register(self._socket, select.POLLIN if self._connected else select.POLLOUT)
         return self._socket.fileno()
 
     def hear(self) -> None:
-        """There are news."""
+        """Its descriptor is ready."""
         sock = self._socket
         if sock is None:
             return
@@ -425,14 +425,14 @@ class _Line:
             return
         try:
             if sock.recv(64):
-                return  # nothing is said on this line
+                return  # no data is expected here: ignore it
         except BlockingIOError:
             return
         except OSError:
             pass
-        # Ended, or was it only the connection? Whoever is refused now knows.
+        # Did the process end, or only the connection? If the next attempt is refused, the process did.
         self.close()
-        # One after the other: strangers crowd the port there, and it may take a while. The next beat will do.
+        # Cut twice in a row: strangers crowd the port, which may last. Try again with the next heartbeat.
         self._is_cut = self._again and MONOTONIC.now() < self._tried + _CUT_AGAIN
         self._again = True
         if not self._is_cut:
@@ -446,7 +446,7 @@ class _Line:
 
 
 def _hold(lines: dict[Neighbour, _Line], to: Sequence[Neighbour]) -> None:
-    """Have a line to each of these, and to no others."""
+    """Keep a connection to each of these nodes, and to no others."""
     for each in lines.keys() - set(to):
         lines.pop(each).close()
     for each in to:
@@ -455,11 +455,11 @@ def _hold(lines: dict[Neighbour, _Line], to: Sequence[Neighbour]) -> None:
 
 
 def _poll(lines: Iterable[_Line], wake_fd: int, timeout: float) -> None:
-    """Wait for news of a line, or for a byte on ``wake_fd``, at most ``timeout`` seconds."""
+    """Wait until a line is ready or ``wake_fd`` has a byte, for at most ``timeout`` seconds."""
     poller = select.poll()
     poller.register(wake_fd, select.POLLIN)
     by_fd = {line.register(poller): line for line in lines}
-    # A line may have come to its end when it was opened.
+    # Opening a line may already have shown that the process has ended.
     until = 0.0 if any(line.ended for line in by_fd.values()) else timeout * 1000 + 1
     for fd, _ in poller.poll(until):
         if fd == wake_fd:

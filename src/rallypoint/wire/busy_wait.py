@@ -1,8 +1,8 @@
-"""Whether to ask again and again for a moment, before a thread sleeps until something comes.
+"""Whether a thread busy-waits for a moment before it sleeps until something arrives.
 
-A core that falls asleep takes as long to wake as a short call takes. So where the last wait was short, the next one is
-begun awake. Where that was in vain, the other end needs the core more than we do, or has more to do: then it is not tried
-again for ever more waits.
+Waking a sleeping core takes as long as a short call. So if the last wait was short, the next one starts as a busy-wait. If
+nothing arrived during it, the other end needs the core more than this one, or has more work to do. Then a growing number
+of waits go without.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 
 
-# Seconds: of staying awake, and of a wait that counts as short.
+# Seconds: the length of a busy-wait, and of a wait that counts as short.
 SPIN, SHORT = 250e-6, 400e-6
 _CAN = len(os.sched_getaffinity(0)) > 1
-# After failures, waits without a try.
+# After failures: the most waits in a row without a busy-wait.
 _MOST_SKIPPED = 255
 
 
 class BusyWait:
-    """For one thread at a time that waits for one thing. Pure but for the number of cores.
+    """For one thread at a time, which waits for one thing. Pure except for the number of cores.
 
     Args:
         possible: not on a single core, which the other end needs; None: as this process has them.
@@ -42,12 +42,12 @@ class BusyWait:
         return True
 
     def tried(self, came: bool) -> None:
-        """Whether something came while we stayed awake."""
+        """Note whether something arrived during the busy-wait."""
         if came:
             self._penalty >>= 1
         else:
             self._penalty = self._skipped = min(2 * self._penalty + 1, _MOST_SKIPPED)
 
     def slept(self, seconds: float) -> None:
-        """How long it took until something came, in a wait that slept."""
+        """Note how long a sleeping wait took until something arrived."""
         self._is_short = self._possible and seconds < SHORT

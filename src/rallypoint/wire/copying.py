@@ -1,8 +1,8 @@
-"""Copies of many bytes by several threads: one alone does not use what the memory can do.
+"""Copying large data with several threads: a single thread does not use the full memory bandwidth.
 
-The interpreter's lock is not held meanwhile. A copy is cut into small pieces, which threads take one by one: a thread that
-comes to run late, or is slower, does fewer of them, and all are done at about the same time. Whoever asked takes pieces,
-too, until none is left that nobody has begun: it never waits for a thread that has not come to run.
+The GIL is released meanwhile. A copy is cut into small pieces, which the threads take one by one: a thread that
+starts late, or is slower, copies fewer of them, and all finish at about the same time. The calling thread takes pieces
+as well, until all have been started, so it never waits for a thread that has not been scheduled.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections import deque
 from queue import SimpleQueue
 
 
-# Fewer bytes are copied before another thread has come to run.
+# Fewer bytes are copied before another thread is scheduled.
 LEAST = 8 << 20
-# Less than a core's second cache: up to there the C library uses the processor's own instruction for copies on AMD, which does
-# not read the target first. Each piece costs the interpreter's lock once.
+# Less than a core's L2 cache: up to that size, the C library uses the processor's copy instruction on AMD, which does
+# not read the target first. Each piece acquires the GIL once.
 PIECE = 768 << 10
 _memmove = ctypes.memmove
-# Beyond this the memory is what limits it.
+# With more threads, memory bandwidth is the limit.
 _MOST_THREADS = 4
 
 
 class Copier:
-    """Threads that help with copies. They begin with the first copy that is worth it.
+    """Threads that help with copies. They start with the first copy that is large enough.
 
     Args:
-        threads: how many copy at once, with the one that asks; None: as many as there are CPUs, at most 4.
+        threads: how many copy at once, including the caller; None: the number of CPUs, at most 4.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -41,7 +41,7 @@ class Copier:
         self._closed = False
 
     def move(self, target: int, origin: int, size: int) -> None:
-        """Copy ``size`` bytes from one address to another; they must not overlap. Blocks until all are there."""
+        """Copy ``size`` bytes from one address to another; they must not overlap. Blocks until all are copied."""
         if size < LEAST or self._threads < 2 or not self._begin():
             _memmove(target, origin, size)
             return
@@ -52,7 +52,7 @@ class Copier:
         copy.finished.acquire()
 
     def close(self) -> None:
-        """End the threads. A later copy is done by whoever asks for it."""
+        """End the threads. Later copies are made by the calling thread alone."""
         with self._lock:
             if self._closed:
                 return
@@ -64,7 +64,7 @@ class Copier:
             each.join()
 
     def _begin(self) -> bool:
-        """Have the helpers, if there are to be any."""
+        """Start the helpers if necessary; False after :meth:`close`."""
         if self._helpers:
             return True
         with self._lock:
@@ -85,7 +85,7 @@ class Copier:
 
 
 class _Copy:
-    """One copy; ``finished`` is released when the last of its pieces is there."""
+    """One copy; ``finished`` is released when its last piece is copied."""
 
     __slots__ = ("_left", "_lock", "_origin", "_size", "_starts", "_target", "finished")
 
@@ -98,7 +98,7 @@ class _Copy:
         self.finished.acquire()
 
     def work(self) -> None:
-        """Copy pieces until none is left that nobody has begun."""
+        """Copy pieces until all have been started."""
         take, target, origin, size = self._starts.popleft, self._target, self._origin, self._size
         done = 0
         try:
@@ -107,7 +107,7 @@ class _Copy:
                 _memmove(target + start, origin + start, min(PIECE, size - start))
                 done += 1
         except IndexError:
-            # Nothing is left to begin.
+            # All pieces have been started.
             pass
         if done:
             with self._lock:

@@ -1,8 +1,7 @@
-"""Memory for large buffers that are received, used again: fresh pages cost more than the bytes.
+"""Reusable memory for large received buffers: fresh pages cost more than copying the bytes.
 
-A copy into pages that the process has not touched yet runs at a fraction of the speed of one into pages that
-it has: the kernel must find and clear each first. So what a tensor that came over a socket has lived in is kept
-for the next one when the tensor is freed.
+A copy into pages that the process has not touched yet is several times slower, because the kernel must find and
+clear each page first. So when a tensor that was received over a socket is freed, its memory is kept for the next one.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from functools import cache
 from typing import Any
 
 
-# Smaller ones are malloc's: it recycles them itself.
+# Smaller ones come from malloc, which reuses memory itself.
 LEAST = 256 * 1024
-# Four sizes between one power of two and the next: at most a fifth is wasted.
+# Four size classes per power of two: at most a fifth is wasted.
 _STEPS = 4
 
 
 def size_class(size: int) -> int:
-    """What is reserved for ``size`` bytes."""
+    """The number of bytes reserved for ``size`` bytes."""
     power = 1 << max(size - 1, 1).bit_length()
     step = max(power // (2 * _STEPS), 4096)
     return -(-size // step) * step
@@ -32,30 +31,30 @@ def size_class(size: int) -> int:
 
 @cache
 def _array_class(room: int) -> Any:
-    """A class per size class: ctypes keeps each for ever."""
+    """One class per size class, because ctypes never frees them."""
     return ctypes.c_char * room
 
 
 class Recycler:
-    """Lends memory; takes it back when the last view of it is gone.
+    """Lends memory, and takes it back when the last view of it is gone.
 
     Args:
-        keep: bytes that are kept for later at most.
-        on_use: called whenever memory is lent; :meth:`give_back` is to be called some time after that.
+        keep: the most bytes that are kept for later.
+        on_use: called whenever memory is lent. The callee arranges a later call of :meth:`give_back`.
     """
 
     def __init__(self, keep: int = 1 << 30, on_use: Callable[[], None] = lambda: None) -> None:
         self._keep = keep
         self._on_use = on_use
         self._lock = threading.Lock()
-        # By size; with when it came back, in that order.
+        # By size, with the time at which it came back; the oldest first.
         self._free: dict[int, list[tuple[float, mmap.mmap]]] = {}
         self._kept = 0
-        # Only to know whether any is: counted without a lock.
+        # Counted without a lock: it only tells whether any memory is lent.
         self._lent = 0
 
     def allocate(self, size: int) -> Any:
-        """Writable memory of ``size`` bytes, that may hold what was there before."""
+        """Writable memory of ``size`` bytes. It may contain earlier data."""
         if size < LEAST:
             return bytearray(size)
         room = size_class(size)
@@ -74,8 +73,8 @@ class Recycler:
 
     def _take_back(self, memory: mmap.mmap, room: int) -> None:
         self._lent -= 1
-        # Called by whoever drops the last reference, perhaps inside a collection that our own lock's holder
-        # has set off: then it is simply not kept.
+        # Called by the thread that drops the last reference, perhaps in a garbage collection while that thread
+        # holds our lock. Then the memory is not kept.
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -86,10 +85,10 @@ class Recycler:
             self._lock.release()
 
     def give_back(self, before: float) -> float | None:
-        """Give the system what has waited for use since before this time (monotonic seconds).
+        """Free memory that has been unused since before this time (monotonic seconds).
 
         Returns:
-            since when the oldest of the rest has waited.
+            since when the oldest of the rest has been unused; None if there is none.
         """
         oldest: float | None = None
         with self._lock:
@@ -103,16 +102,16 @@ class Recycler:
 
     @property
     def has_lent(self) -> bool:
-        """Whether memory of it is in use."""
+        """Whether any lent memory is in use."""
         return self._lent > 0
 
     @property
     def kept(self) -> int:
-        """Bytes that wait for use."""
+        """Bytes that are kept for later."""
         return self._kept
 
     def clear(self) -> None:
-        """Give back to the system what nobody uses."""
+        """Free all memory that is kept for later."""
         with self._lock:
             self._free.clear()
             self._kept = 0

@@ -20,21 +20,21 @@ from .transport import Address, ListenConfig, Reach, Transport, accepted
 
 
 KIND = "tcp"
-# Seconds until a second attempt to connect is made beside the first; the next ones after twice as long each.
+# Seconds until a second connection attempt starts beside the first; each further one waits twice as long.
 _FIRST_ATTEMPT = 0.25
-# Between two probes of a silent connection, at least.
+# The shortest time between two probes of a silent connection, in seconds.
 _LEAST_PROBE = 1
-# The longest pause of the kernel between two attempts at the same data, in milliseconds (Linux 6.15).
+# Socket option: the longest pause between two retransmissions of the same data, in milliseconds (Linux 6.15).
 _TCP_RTO_MAX_MS = 44
 _LEAST_RTO_MAX, _MOST_RTO_MAX = 1000, 120_000
 
 
 def prepare(sock: socket.socket, heartbeat: float) -> None:
-    """Small messages go at once; an idle connection whose host answers nothing for ``heartbeat`` seconds ends.
+    """Send small messages at once, and end an idle connection whose host has not answered for ``heartbeat`` seconds.
 
-    Where data is on its way, :class:`~.silence.Silence` finds that out. The kernel is to ask at least twice in that time,
-    also when a window has been shut for long. Before Linux 6.15 it cannot be told, and asks after as long again as it has
-    asked, 2 minutes at most.
+    While data is in flight, :class:`~.silence.Silence` detects that. The kernel should probe at least twice in that time,
+    even if a window has been closed for long. Before Linux 6.15 this cannot be set, and the kernel doubles the pause
+    between probes, up to 2 minutes.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -53,7 +53,7 @@ class TcpListener:
 
     Args:
         host: the address to bind; None: all of this machine's.
-        advertise: what the others are told to connect to.
+        advertise: the address that other workers connect to.
         ports: the ports to try; 0 is any free one.
 
     Raises:
@@ -79,7 +79,7 @@ class TcpListener:
                 "give another port or range, or 0 for any free one",
             )
         self._sock.setblocking(False)
-        # What it accepts has the same options.
+        # Accepted connections inherit the options.
         prepare(self._sock, heartbeat)
 
     @property
@@ -119,7 +119,7 @@ def connect(address: Address, deadline: Deadline, heartbeat: float) -> socket.so
     """
     assert isinstance(address, tuple)
     host, port = address
-    # Not socket.create_connection: a fork while that waits would give the child a copy that nobody knows of.
+    # Not socket.create_connection: after a fork while it waits, the child would hold a copy of an untracked socket.
     problem = OSError(f"{host} has no address")
     for family, kind, protocol, _, found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         try:
@@ -140,14 +140,14 @@ def connect(address: Address, deadline: Deadline, heartbeat: float) -> socket.so
 def _connect(
     family: int, kind: int, protocol: int, to: tuple[Any, ...], deadline: Deadline
 ) -> socket.socket:
-    """Connect to one address; the first of several attempts that gets there.
+    """Connect to one address; the first successful one of several attempts.
 
-    A listener whose queue is full drops what it is sent, and the kernel asks again after 1 s, 3 s, 7 s: too late where
-    strangers fill the queue again. A new attempt asks at once.
+    A listener with a full queue drops connection requests, and the kernel repeats them after 1 s, 3 s, 7 s: too late if
+    strangers keep the queue full. A new attempt sends its request at once.
 
     Raises:
-        TimeoutError: nothing was heard in time.
-        OSError: the first attempt that ended, ended so.
+        TimeoutError: no attempt was answered in time.
+        OSError: the error of the first attempt that failed.
     """
     attempts: dict[int, socket.socket] = {}
     poller = select.poll()

@@ -1,4 +1,4 @@
-"""The door of an endpoint: asking who is there, and answering while the store is not there yet."""
+"""Asking what serves an endpoint, and answering while the store is still starting."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from . import greeting
 from .greeting import Door, Reply
 
 
-# Seconds that a listener which has not answered the greeting gets for a second question.
+# If a listener did not answer the greeting: seconds to wait for the answer to a second question.
 SECOND_TRY = 1.0
 
 
 def greet(host: str, port: int, timeout: float) -> Reply:
-    """Who is at the door. Blocks for ``timeout`` seconds at most, and for as long as looking up a name takes.
+    """What serves the endpoint. Blocks for at most ``timeout`` seconds, plus the time of a name look-up.
 
-    A process that stands still accepts connections, since its kernel does; and c10d's client would wait for its
-    first answer without limit, and keep others of this process from connecting elsewhere.
+    A stopped process still accepts connections, because its kernel does. c10d's client would then wait for its
+    first answer without limit, and block other clients of this process from connecting elsewhere.
     """
     try:
         with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
@@ -44,7 +44,7 @@ def greet(host: str, port: int, timeout: float) -> Reply:
 
 
 def ask(host: str, port: int, timeout: float = SECOND_TRY) -> Reply:
-    """Who it is that does not answer the greeting: a question that HTTP servers answer."""
+    """What did not answer the greeting: asks a question that HTTP servers answer."""
     try:
         with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
             sock.sendall(greeting.QUESTION)
@@ -55,7 +55,7 @@ def ask(host: str, port: int, timeout: float = SECOND_TRY) -> Reply:
 
 
 def _receive(sock: socket.socket) -> bytes:
-    """The four bytes of an answer that we know, or the beginning of another one."""
+    """The four bytes of a known answer, or the beginning of an unknown one."""
     answer = b""
     while len(answer) < len(greeting.ECHO):
         more = sock.recv(greeting.LONGEST_ANSWER)
@@ -66,9 +66,9 @@ def _receive(sock: socket.socket) -> bytes:
 
 
 class Doorman:
-    """Answers those who come to a listening socket, until it is handed on.
+    """Answers connections to a listening socket until the socket is handed on.
 
-    Who comes meanwhile and greets is told that the store is starting; everybody else is hung up on.
+    A connection that sends the greeting is told that the store is starting; any other is closed.
 
     Args:
         listener: bound and listening.
@@ -87,7 +87,7 @@ class Doorman:
         return port
 
     def hand_on(self) -> socket.socket:
-        """Stop answering; the socket, in whose queue the next ones wait."""
+        """Stop answering. Returns the socket; new connections wait in its queue."""
         os.close(self._write)
         self._thread.join()
         os.close(self._read)

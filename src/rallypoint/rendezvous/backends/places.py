@@ -1,9 +1,9 @@
-"""Where the nodes go whose store is lost: pure, from what each place answers.
+"""Where nodes go when their store is lost, decided from the answer of each place. Pure.
 
 The places are, in this order, the old one (perhaps only a connection broke) and each *standby* of the last plan
-by rank. Whoever lives and comes first will serve, and gets the time to; whoever is dead is passed over. So
-all come to the same place, one after the other, without a word between them. A node that is no standby looks at
-the endpoint's hosts, too, after all others: where all members have ended, those that wait meet there again.
+by rank. The first that is alive will serve, and is given time to start; dead ones are skipped. So all nodes arrive at the
+same place without exchanging messages. A node that is not a standby also checks the hosts of the endpoint, after all
+others: if all members have ended, the nodes that waited meet there again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the store may be: ``node_id`` is empty for an endpoint the user gave.
+    """Where the store may be; ``node_id`` is empty for an endpoint given by the user.
 
     Args:
         addr: its host.
         port: of the store.
         node_id: the node that would serve there.
-        watch: the port by which that node's process can be seen to live; 0 if there is none.
+        watch: the watch port of that node's process; 0 if there is none.
     """
 
     addr: str
@@ -38,16 +38,16 @@ class Place:
 
 
 class Search:
-    """One node's search, over several times of asking.
+    """One node's search, which may ask each place several times.
 
     Args:
         old: where the store was.
         host_id: the node that served it; empty if that is not known.
-        others: where it may be now, the first choice first.
+        others: where it may be now, in order of preference.
         own: this node's id.
         dead: ids of nodes that are known to have ended.
-        alive_patience: seconds that a living node gets to begin to serve.
-        silent_patience: the same of one that does not answer.
+        alive_patience: seconds that a living node has to start serving.
+        silent_patience: the same for one that does not answer.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Search:
         self.places = (old, *others)
         self._own = own
         self.dead = set(dead)
-        # Not even asked: a node that is about to leave serves until it has left.
+        # Not asked at all: a node that is about to leave serves until it has left.
         self._given_up = frozenset(self.dead)
         self._patience = {Answer.ALIVE: alive_patience, Answer.SILENT: silent_patience}
         self._since: dict[Place, float] = {}
@@ -81,14 +81,14 @@ class Search:
         )
 
     def choose(self, now: float, answers: Mapping[Place, Answer]) -> Place | None:
-        """Where to go: to a store that is served, or to our own place, to serve; None: ask again.
+        """Where to go: a place that serves, or our own place, to serve there; None: ask again.
 
         Args:
             now: on this node's clock.
-            answers: of those that have answered so far. A place that turned out to be of no use is
-                ``SILENT``, ours too.
+            answers: the answers so far. A place that turned out to be unusable is ``SILENT``, even
+                our own.
         """
-        taken = False  # somebody before us may still come to serve
+        taken = False  # a place before this one may still start to serve
         for index, place in enumerate(self.places):
             if self.is_own(place):
                 later = self.places[index + 1 :]
@@ -101,7 +101,7 @@ class Search:
             gone = self._node_at(place) in self._given_up
             answer = Answer.DEAD if gone else answers.get(place)
             if answer is None:
-                taken = True  # it may be about to say that it serves
+                taken = True  # its answer may be that it serves
             elif answer is Answer.SERVES:
                 if place.node_id or place is self._old or not taken:
                     return place
@@ -113,7 +113,7 @@ class Search:
         return None
 
     def nobody_is_left(self, answers: Mapping[Place, Answer]) -> bool:
-        """Whether all that could serve are seen to have ended, so that whoever waits may start over."""
+        """Whether all nodes that could serve are known to have ended, so that waiting nodes may start over."""
         return all(
             not self.is_own(place)
             and (self._node_at(place) in self._given_up or answers.get(place) is Answer.DEAD)
@@ -122,7 +122,7 @@ class Search:
         )
 
     def _awaits(self, place: Place, answer: Answer, now: float, taken: bool) -> bool:
-        # One after the other: the second in line waits for the first from when the first stops waiting.
+        # One after the other: the patience for a place starts when the patience for those before it is over.
         if taken:
             self._since[place] = now
         since = self._since.setdefault(place, now)
