@@ -183,6 +183,8 @@ def test_a_stranger_that_is_always_faster_ends_in_an_error_that_says_what_to_do(
     with pytest.raises(RendezvousStateError, match="another program"):
         records.increment("k")
     assert records.count("k") == 0
+    with pytest.raises(RendezvousStateError, match="another program"):
+        records.improve("k", lambda held: {"n": 1} if held is None else None)
 
 
 def test_a_counter_spoiled_under_every_name_counts_again(

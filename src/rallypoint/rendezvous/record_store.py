@@ -96,16 +96,19 @@ class RecordStore:
     def improve(
         self, key: str, better: Callable[[dict[str, Any] | None], Mapping[str, Any] | None]
     ) -> None:
-        """Replace a record by a better one, though others may do the same in this moment.
+        """Replace a record by a better one, even if other nodes do the same at this moment.
 
         Args:
-            better: gets what stands there (None: nothing); returns what should, or None to leave it.
+            better: receives the present body, or None; returns the new one, or None to leave it.
+
+        Raises:
+            RendezvousStateError: other writers were faster every time.
         """
         store, full = self._store, self.full(key)
         assert isinstance(store, ComparingStore)
         self.operations += 1
         (raw,) = store.get_many([full])
-        while True:
+        for _ in range(MAX_REPLACED):
             body = better(None if raw is None else self._unpack(full, raw))
             if body is None:
                 return
@@ -114,8 +117,9 @@ class RecordStore:
             held = store.compare_set(full, raw or b"", wanted)
             if held == wanted:
                 return
-            # Where the key has vanished meanwhile, c10d returns what was expected.
+            # If the key has vanished, c10d returns what was expected.
             raw = None if held == raw else held
+        raise self._unusable(key)
 
     def wait(self, key: str, timeout: float) -> dict[str, Any] | None:
         """The body under ``key``; waits ``timeout`` seconds for it, then None."""
