@@ -1,10 +1,10 @@
-"""Short values that stand for many bytes, under a key: the fastest way that this Python can compute.
+"""MACs of long data, by the fastest method that this Python has.
 
 ``aes-128-gmac`` (NIST SP 800-38D) runs at several GB/s on processors with AES and carry-less multiplication, some four times
-as fast as SHA-256 on one that has instructions for it. Python has no interface to it without a further package, but every Python
-with ``ssl`` has loaded OpenSSL, whose ``EVP`` functions have been the same since 1.0.1: they are called by ctypes, and tried
-with a known answer before they are used. Where they cannot be found (an OpenSSL linked into the interpreter, with its names
-hidden), ``sha-256`` is left, which every Python has. Two ends agree in their handshake.
+as fast as SHA-256 on one that has instructions for it. Python has no interface to it without another package, but every Python
+with ``ssl`` has loaded OpenSSL, whose ``EVP`` functions have not changed since 1.0.1. They are called by ctypes, and checked
+against a known answer first. If they cannot be found (OpenSSL is linked into the interpreter, with its symbols
+hidden), ``sha-256`` is used, which every Python has. The two ends agree in their handshake.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ KEY_BYTES: Final = 16
 _TAG_BYTES: Final = 16
 _NONCE_BYTES: Final = 12
 _GET_TAG: Final = 0x10  # EVP_CTRL_GCM_GET_TAG
-# What one call takes: its length is a C int.
+# The most bytes of one call: the length is a C int.
 _MOST: Final = 1 << 30
 
 
 class Bulk(Protocol):
-    """Computes such values, one at a time. Not for several threads at once."""
+    """Computes one value at a time. Not thread-safe."""
 
     def begin(self, number: int) -> None:
         """A new value.
@@ -38,14 +38,14 @@ class Bulk(Protocol):
         """
 
     def update(self, data: memoryview) -> None:
-        """``data`` follows. Does not hold the interpreter's lock."""
+        """Add ``data``. Releases the GIL."""
 
     def finish(self) -> bytes:
         """The value."""
 
 
 class Sha256:
-    """A hash without a key: whoever uses it has the result signed."""
+    """A hash without a key: its user must sign the result."""
 
     name = "sha-256"
 
@@ -65,7 +65,7 @@ class Sha256:
 
 
 class Gmac:
-    """AES-128 in Galois/counter mode over nothing, with the bytes as its additional data."""
+    """AES-128 in Galois/counter mode with an empty plaintext: the bytes are the additional data."""
 
     name = "aes-128-gmac"
 
@@ -110,10 +110,10 @@ class Gmac:
 
 
 class _Crypto:
-    """Functions of OpenSSL's. AttributeError: the library does not have them."""
+    """Functions of OpenSSL. AttributeError: the library does not have them."""
 
     def __init__(self, path: str | None) -> None:
-        # Short ones keep the interpreter's lock: to give it away costs more than they take.
+        # Short calls keep the GIL: releasing it costs more than they do.
         short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
         pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
         self.new = _function(short.EVP_CIPHER_CTX_new, pointer)

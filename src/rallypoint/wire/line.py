@@ -27,12 +27,12 @@ from .frames import Frame, FrameParser
 from .silence import INFO_SIZE, Silence, TcpState
 
 
-# How long a receiver that waits sleeps in the kernel before it looks at its deadline.
+# How long a waiting receiver sleeps in the kernel before it checks its deadline.
 PATIENCE = 1.0
 _DONT_WAIT = socket.MSG_DONTWAIT
-# Bytes that are sent between two looks at the clock, and at what else is to be done.
+# The most bytes to send before checking the clock and other work.
 MOST_AT_ONCE = 16 << 20
-# What sendmsg takes at most on Linux (IOV_MAX).
+# The most buffers that sendmsg accepts on Linux (IOV_MAX).
 _MOST_PIECES = 1024
 _recv = ctypes.PyDLL(None, use_errno=True).recv
 _recv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -42,11 +42,11 @@ Piece = bytes | bytearray | memoryview
 
 
 class Closed(ConnectionError):
-    """The other end has closed the line, or has gone."""
+    """The other end has closed the line, or is gone."""
 
 
 class Stream(Protocol):
-    """What a line does with its socket."""
+    """The methods of a socket that a line uses."""
 
     def fileno(self) -> int: ...
 
@@ -70,7 +70,7 @@ class Stream(Protocol):
 
 
 class Rest(Protocol):
-    """Calls what sleeps, and may end the sleep with an exception of its own: ``is_lent`` is true then."""
+    """Calls a sleeping function, and may end the sleep with its own exception; then ``is_lent`` is true."""
 
     is_lent: bool
 
@@ -78,7 +78,7 @@ class Rest(Protocol):
 
 
 class Sleeper(Protocol):
-    """Who reads."""
+    """The reader of a line."""
 
     def rest(self) -> Rest | None:
         """What calls that which sleeps, if it is not to be called as it is."""
@@ -107,22 +107,22 @@ class Line:
         self.silence = silence
         self._sock = sock
         self._parser = parser
-        # The parser's own memory, which is small, and where it ends.
+        # The parser's own small memory, and its end.
         space = parser.space()
         self._memory, self._memory_end = space.obj, address_of(space) + len(space)
         self.on_full = on_full
         self._lock = threading.Lock()
         self._outbox: deque[memoryview] = deque()
-        # Bytes of it.
+        # Bytes in the outbox.
         self._left = 0
-        # What lies in the outbox is somebody's memory: a tensor that must not be freed before it is sent.
+        # Owners of the memory in the outbox: a tensor must not be freed before it is sent.
         self._held: list[object] = []
         self._closed = False
         self._busy_wait = BusyWait()
         # Small frames that go out together.
         self._kept: list[bytes] = []
         self._kept_bytes = 0
-        # A recv without a time-out sleeps at most so long; asking the kernel once is cheaper than poll() each time.
+        # The longest sleep of a recv without a timeout: setting it once is cheaper than poll() each time.
         sock.settimeout(None)
         seconds = struct.pack("ll", int(PATIENCE), 0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
@@ -151,7 +151,7 @@ class Line:
             if self._kept:
                 pieces = [*self._take_kept(), *pieces]
             if self._outbox:
-                # No empty ones: the kernel takes nothing of them, and they would be tried for ever.
+                # No empty pieces: the kernel takes no bytes of them, so they would be retried forever.
                 for each in pieces:
                     self._put(memoryview(each).cast("B"))
                 self._held.append(held)
@@ -188,7 +188,7 @@ class Line:
     def _put(self, view: memoryview) -> None:
         if view:
             if type(view.obj) is bytearray:
-                # Its owner could not resize it meanwhile, and may have been given it back already.
+                # A view would keep its owner from resizing it, and the owner may have it back already.
                 view = memoryview(bytes(view))
             self._outbox.append(view)
             self._left += len(view)
@@ -215,7 +215,7 @@ class Line:
         return [kept]
 
     def flush(self) -> bool:
-        """Send what is left, as far as the kernel takes it, and no more than some MiB. True if nothing is left."""
+        """Send what is left, as far as the kernel takes it, up to ``MOST_AT_ONCE`` bytes. True if nothing is left."""
         total = 0
         with self._lock:
             if self._kept:
@@ -265,13 +265,13 @@ class Line:
 
     @property
     def left(self) -> int:
-        """Bytes that wait for the kernel to take them."""
+        """Bytes that the kernel has not taken yet."""
         return self._left
 
     # -- receiving -------------------------------------------------------------------------------
 
     def read_now(self) -> list[Frame]:
-        """Frames that are complete with what has come. Does not wait.
+        """Frames that are complete with the bytes that have arrived. Does not wait.
 
         Raises:
             Closed: the other end is gone.
@@ -319,7 +319,7 @@ class Line:
                 self._busy_wait.slept(perf_counter() - began)
         except OSError as error:
             if rest is not None and rest.is_lent:
-                # Not the socket's: a signal handler has raised it.
+                # Not from the socket: a signal handler raised it.
                 raise
             if isinstance(error, BlockingIOError):
                 return []
@@ -330,7 +330,7 @@ class Line:
         return self._parser.received(count)
 
     def _spin(self, began: float) -> int:
-        """Ask again and again for a moment; how many bytes came, or -1."""
+        """Busy-wait for a moment; the number of bytes received, or -1."""
         recv_into, space, until = self._sock.recv_into, self._parser.space(), began + SPIN
         while True:
             try:
@@ -344,11 +344,11 @@ class Line:
                 return count
 
     def parse(self, data: bytes) -> list[Frame]:
-        """Frames in bytes that came another way: together with the end of a handshake."""
+        """Frames in bytes that were received together with the end of a handshake."""
         return self._parser.feed(data) if data else []
 
     def host_is_gone(self, now: float) -> bool:
-        """Whether the other end's host has been silent for too long; to be asked as :class:`Silence` says."""
+        """Whether the other end's host has been silent for too long; call it as :class:`Silence` says."""
         if self.silence is None:
             return False
         try:
@@ -363,7 +363,7 @@ class Line:
         try:
             poll.register(self._sock, event)
         except ValueError:
-            # Closed by another thread, just now: it has no number any more.
+            # Another thread has just closed it, so it has no descriptor any more.
             raise Closed("this end has closed the connection") from None
         # Whole milliseconds, rounded up, or the last one would be spent spinning.
         milliseconds = None if left is None else int(left * 1000) + 1
@@ -383,19 +383,19 @@ class Line:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back. Nobody may be reading any more: :meth:`shut` first."""
+        """Close the socket. No thread may still be reading: call :meth:`shut` first."""
         self._closed = True
         with self._lock:
             self._outbox.clear()
             self._left = 0
             self._held.clear()
             self._sock.close()
-        # It usually refers to us: without it, the parser's memory goes now and not with some later collection.
+        # It usually refers to this line. Without the cycle, the parser's memory is freed now, not in a later collection.
         self.on_full = None
 
 
 def _receive(fd: int, end: int, room: int) -> int:
-    """Read what has come into the last ``room`` bytes of some memory, without giving the interpreter's lock away.
+    """Read what has come into the last ``room`` bytes of some memory, without releasing the GIL.
 
     A thread that computes in Python would take it, and keep it for 5 ms. The kernel needs a microsecond.
 

@@ -58,11 +58,11 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, RendezvousConnectionError
 
 
-# Between two looks for a key that is not there.
+# Between two looks for a missing key.
 FIRST_LOOK, LONGEST_LOOK = 0.005, 0.2
-# Before an attempt that another writer has foiled is repeated; a random part of it.
+# Before an attempt that another writer foiled is repeated; a random part of this.
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
-# Attempts are foiled only by others that succeed: if all are for so long, something else is wrong.
+# Only successful writers foil an attempt: if every attempt fails for so long, something else is wrong.
 PATIENCE = 60.0
 # A handle is stale when the folder was replaced on the server; if it stays so, the mount is broken.
 STALE_TRIES = 5
@@ -74,7 +74,7 @@ COMPACT_EVERY, KEPT, LARGE = 32, 8, 4096
 # A file name has at most 255 bytes everywhere.
 MAX_NAME = 255
 KEY, HASHED, TEMPORARY = "rally-key.", "rally-hash.", "rally-tmp."
-# File systems of one host only: what one process does, the others see at once.
+# File systems of a single host: other processes see each change at once.
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay"}
 OWN_FOLDER = "give a folder of the job's own: it is made if missing, with access for you alone"
 
@@ -165,7 +165,7 @@ class FileStore:
         self._closed.set()
 
     def remove(self) -> None:
-        """Delete the whole store, for the last one to leave; what others put into the folder stays.
+        """Delete the whole store, for the last one to leave; other files in the folder stay.
 
         Raises:
             RendezvousConnectionError: something of it could not be deleted.
@@ -188,7 +188,7 @@ class FileStore:
         raise self._failed("be removed", last)
 
     def age(self, key: str) -> float:
-        """Seconds since a key was set, by the clock of whoever keeps the folder.
+        """Seconds since a key was set, by the clock of the server that holds the folder.
 
         Raises:
             RendezvousConnectionError: there is no such key, or the folder cannot be used.
@@ -270,7 +270,7 @@ class FileStore:
             os.close(fd)
 
     def _create(self, path: str, entry: _Entry) -> None:
-        """Make a key with its first entry. Raises _Foiled if another did."""
+        """Create a key with its first entry. Raises _Foiled if another process did."""
         mark = _new_mark()
         temporary = os.path.join(self._folder, TEMPORARY + mark)
         os.mkdir(temporary, 0o700)
@@ -297,7 +297,7 @@ class FileStore:
             os.close(fd)
 
     def _tidy(self, fd: int, path: str, number: int, held: bytes | None, entry: _Entry) -> None:
-        """Remove what our entry ``number`` has made superfluous. Never fails: the change is made."""
+        """Remove what our entry ``number`` has made superfluous. Never raises: the change itself is done."""
         try:
             if entry.value is None:
                 _compact(fd, number)
@@ -313,7 +313,7 @@ class FileStore:
     # -- around them ------------------------------------------------------------------------------
 
     def _until_settled(self, operation: str, attempt: Callable[[], _T]) -> _T:
-        """Repeat what other writers foil; what the file system refuses is a connection error."""
+        """Repeat attempts that other writers foil; errors of the file system become connection errors."""
         deadline, pause, stale = Deadline(PATIENCE), FIRST_PAUSE, 0
         while not self._closed.is_set():
             try:
@@ -414,7 +414,7 @@ def _read(fd: int, number: int) -> _Entry:
         head, _, value = file.readall().partition(b"\n")
     words = head.decode(errors="replace").split(" ")
     if len(words) != 3 or words[2] != str(len(value)):
-        # Entries get their name when they are whole; only a server that crashed can lose a part.
+        # Entries are named when they are complete; only the crash of a server can lose a part.
         raise OSError(errno.EIO, f"entry {number} is damaged")
     mark, kind, _ = words
     return _Entry(None if kind == "deleted" else value, mark)
@@ -425,7 +425,7 @@ def _link(fd: int, temporary: str, number: int, mark: str) -> None:
     try:
         os.link(temporary, str(number), src_dir_fd=fd, dst_dir_fd=fd)
     except OSError as error:
-        # Was it done, and the answer lost? The number of links would tell less: the temporary file
+        # It may be done, with only the answer lost. The number of links does not tell: the temporary file
         # may have been removed since.
         try:
             if _read(fd, number).mark == mark:
