@@ -44,6 +44,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -121,7 +122,7 @@ class ForkServer:
         self._started: dict[int, float] = {}  # pid -> time of its fork
         self._came_at: dict[int, float] = {}  # signal -> when it last arrived here
         self._held: list[_Held] = []
-        self._templates = Templates(self._fork_process, self._start_worker, self._report)
+        self._templates = Templates(self._fork_process, self._become_worker, self._report)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class ForkServer:
         it is bound to, or null. ``args``: its arguments, or null for the job's. Descriptors: stdout,
         stderr, the connection to the supervisor, and for functions the memory files of payload and result.
         """
-        self._fork(message["name"], lambda: self._become_worker(message, fds, {}), fds)
+        self._fork(message["name"], partial(self._become_worker, message, fds, {}), fds)
 
     def _start_from_template(self, requests: list[tuple[Message, list[int]]]) -> set[str]:
         """Start the workers among these requests from the template, if there is one. Returns their names."""
@@ -270,16 +271,11 @@ class ForkServer:
             self._add_child(name, pid)
         return set(started)
 
-    def _start_worker(
-        self, message: Message, fds: list[int], changes: Mapping[str, str | None]
-    ) -> None:
-        """In a fork of the template: become the worker, and a child of the fork server like any other."""
-        self._begin_child(deaf=False)
-        self._become_worker(message, fds, changes)
-
     def _become_worker(
         self, message: Message, fds: list[int], changes: Mapping[str, str | None]
     ) -> None:
+        """In a fork of this process, or of the template."""
+        self._begin_child(deaf=False)
         worker = WorkerStart(
             env=message["env"],
             cpus=message["cpus"],
@@ -302,6 +298,7 @@ class ForkServer:
         args = fds[0], message["port"], *fds[1:]
 
         def become_store() -> None:
+            self._begin_child(deaf=True)
             if self._start_method is StartMethod.EXEC:
                 for fd in fds:
                     os.set_inheritable(fd, True)
@@ -312,12 +309,13 @@ class ForkServer:
             getattr(store_host, call)(*args)
 
         stores = self._lasting if serves_job else self._stores
-        stores.add(self._fork(message["name"], become_store, fds, deaf=True, lasts=serves_job))
+        stores.add(self._fork(message["name"], become_store, fds, lasts=serves_job))
 
     def _probe(self, reply_fd: int) -> None:
         """Count accelerators in a fork: once CUDA is initialised here, no fork could use it."""
 
         def count() -> None:
+            self._begin_child(deaf=True)
             import torch
 
             found = {"count": 0, "type": "cpu"}
@@ -327,7 +325,7 @@ class ForkServer:
             os.write(reply_fd, json.dumps(found).encode())
             os._exit(0)
 
-        self._fork("probe", count, [reply_fd], deaf=True)
+        self._fork("probe", count, [reply_fd])
 
     def _signal(self, message: Message) -> None:
         """Send ``signal`` to the workers ``names``; with ``group``, to their process groups.
@@ -377,21 +375,14 @@ class ForkServer:
         become: Callable[[], None],
         fds: list[int],
         *,
-        deaf: bool = False,
         lasts: bool = False,
     ) -> int:
-        """Fork a process of the job.
+        """Fork a process of the job; with ``lasts``, only the supervisor ends it.
 
-        Args:
-            deaf: it ignores signals: it is not a worker, and signals to the job must not end it.
-            lasts: only the supervisor ends it.
+        ``become`` begins with :meth:`_begin_child`. Each call between here and the script is a frame that the script
+        lacks in its recursion limit.
         """
-
-        def begin() -> None:
-            self._begin_child(deaf=deaf)
-            become()
-
-        pid = self._fork_process(begin, fds)
+        pid = self._fork_process(become, fds)
         if lasts:
             self._report({"is": "spawned", "name": name, "pid": pid, "lasts": True})
         else:
@@ -434,7 +425,7 @@ class ForkServer:
         return pid
 
     def _begin_child(self, *, deaf: bool) -> None:
-        """In a new process of the job."""
+        """In a new process of the job. A deaf one ignores signals: it is no worker, and those to the job must not end it."""
         os.setsid()
         process.die_with_parent(self._pid)
         if deaf:

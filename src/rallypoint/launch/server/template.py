@@ -81,7 +81,7 @@ def run(
         channel.flush()
         spawns = channel.receive(_FEW)
         if spawns:
-            _fork_batch(channel, spawns, lambda message, fds: become(message, fds, changes))
+            _fork_batch(channel, spawns, become, changes)
         for _, fds in spawns:
             for fd in fds:
                 os.close(fd)
@@ -94,7 +94,8 @@ def run(
 def _fork_batch(
     channel: Channel,
     spawns: list[tuple[Message, list[int]]],
-    become: Callable[[Message, list[int]], None],
+    become: Become,
+    changes: Mapping[str, str | None],
 ) -> None:
     template = os.getpid()
     midwife = os.fork()
@@ -115,7 +116,7 @@ def _fork_batch(
                     for fd in (*others, say_go):
                         os.close(fd)
                     _wait_to_be_adopted(go, own)
-                    become(message, fds)
+                    become(message, fds, changes)
                 finally:
                     os._exit(1)
             os.close(go)
