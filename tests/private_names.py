@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from functools import cached_property
 from pathlib import Path
 
 
@@ -18,23 +19,37 @@ def is_private(name: str) -> bool:
     return bool(_PRIVATE.fullmatch(name)) and not name.endswith("__") and name not in _PUBLIC
 
 
-def names_defined_in(paths: list[Path]) -> set[str]:
+def names_defined_in(paths: list[Path]) -> Container[str]:
     """Every function, class, variable and attribute that these files define."""
-    found: set[str] = set()
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                    found.add(node.name)
-                case ast.Attribute(ctx=ast.Store()):
-                    found.add(node.attr)
-                case ast.Name(ctx=ast.Store()):
-                    found.add(node.id)
-    return found
+    return _Names(paths)
+
+
+class _Names(Container[str]):
+    """Reads the files when a name is first looked up: every process that collects tests makes one."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    @cached_property
+    def _names(self) -> set[str]:
+        found: set[str] = set()
+        for path in self._paths:
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                        found.add(node.name)
+                    case ast.Attribute(ctx=ast.Store()):
+                        found.add(node.attr)
+                    case ast.Name(ctx=ast.Store()):
+                        found.add(node.id)
+        return found
 
 
 def foreign_private_names(
-    path: Path, package: str, defined: set[str], *, friends: bool = False
+    path: Path, package: str, defined: Container[str], *, friends: bool = False
 ) -> Iterator[tuple[int, str]]:
     """Line and name of each use of a private name that is not this package's own.
 
