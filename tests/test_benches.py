@@ -32,6 +32,7 @@ LITTLE = {
     "soak.py": QUICK,
     "soak_elastic.py": ["--faults", "2", "--patience", "120"],
     "soak_rpc.py": ["--faults", "60"],
+    "soak_sessions.py": ["--faults", "3", "--workers", "2"],
     "strangers.py": QUICK,
 }
 

@@ -233,13 +233,9 @@ class Objects:
 
 def _check_replicated(given: Any) -> None:
     """Refuse what is known to differ between ranks: another rank's would be given to one that takes a lost one over."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    name = type(given).__name__
-    if isinstance(given, ZeroRedundancyOptimizer):
-        raise ElasticError(_SHARDED.format(name))
-    if isinstance(given, nn.Module) and any(map(torch_private.is_sharded, given.parameters())):
-        raise ElasticError(_SHARDED.format(name))
+    parts = given.parameters() if isinstance(given, nn.Module) else [given]
+    if any(map(torch_private.is_sharded, parts)):
+        raise ElasticError(_SHARDED.format(type(given).__name__))
 
 
 def _shape(tensor: torch.Tensor) -> list[Any]:

@@ -122,8 +122,7 @@ class Session:
         first = self._place.epoch
         for epoch in range(first, count):
             if epoch > first:
-                self._place = Place(epoch)
-            self._tasks_to_skip = self._place.tasks if self._resume is not None else 0
+                self._place, self._tasks_to_skip = Place(epoch), 0
             yield epoch
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
@@ -418,18 +417,13 @@ class Session:
         group = kept.groups.default
         assert group is not None
         group.inner.barrier().wait()
-        # From here on this rank can be right.
-        self._is_new = False
-        ahead, self._whole = verdict.steps > self._steps, True
-        repeated = self._begun is not None and not ahead
-        self._steps = verdict.steps
         kept.generation = notice.generation
         recovery = Recovery(
             generation=notice.generation,
             ranks=notice.ranks,
             why=notice.why,
             steps=verdict.steps,
-            repeated=repeated,
+            repeated=self._begun is not None,
             formed=formed - notice.at,
             transferred=clock.MONOTONIC.now() - formed,
             bytes_moved=moved,
@@ -477,29 +471,38 @@ class Session:
     def _settle(self, verdict: Verdict) -> None:
         """Make everything as it was at the beginning of the step to come."""
         assert self._kept is not None
-        own, begun = self._own, self._begun
-        if self._rank in verdict.receivers:
-            own = None if own is None else own.at(verdict.steps)
-            if own is None:
-                _log.warning(
-                    "rank %d: its random state at step %d is not known; it continues with another",
-                    self._rank,
-                    verdict.steps,
-                )
-            else:
-                own.random.restore()
-                self._objects.fill_buffers(own.buffers)
-                self._own = own
-                if self._memory is not None:
-                    self._memory.keep(own.pack())
-                if self._is_new:
-                    self._place, self._resume = own.place, own
-        elif begun is not None:
-            begun.random.restore()
-            self._objects.restore_buffers(begun.buffers)
+        begun = self._begun
         if begun is not None:
             self._objects.drop_gradients(begun.gradients)
+        if begun is not None and self._steps == verdict.steps:
+            begun.random.restore()
+            self._objects.restore_buffers(begun.buffers)
+        elif self._rank in verdict.receivers:
+            self._continue_own(verdict.steps)
         self._objects.restore_layouts(verdict.layouts, list(self._kept.groups))
+        # From here on this rank can be right.
+        self._whole, self._is_new = True, False
+        if self._steps != verdict.steps:
+            self._steps, self._begun = verdict.steps, None
+
+    def _continue_own(self, steps: int) -> None:
+        """In a rank that skips to a later step: what is its own is that of this step, too."""
+        own = None if self._own is None else self._own.at(steps)
+        if own is None:
+            _log.warning(
+                "rank %d: its random state at step %d is not known; it continues with another",
+                self._rank,
+                steps,
+            )
+            return
+        own.random.restore()
+        self._objects.fill_buffers(own.buffers)
+        self._own = own
+        if self._memory is not None:
+            self._memory.keep(own.pack())
+        if self._is_new:
+            self._place, self._resume = own.place, own
+            self._tasks_to_skip = own.place.tasks
 
 
 @dataclass(frozen=True, slots=True)

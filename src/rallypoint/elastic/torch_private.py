@@ -6,6 +6,7 @@ the installed torch for each name and its signature.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -174,11 +175,18 @@ def group_of_ddp(net: Any) -> Any:
 # -- other modules, tensors ---------------------------------------------------------------------------------------
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this rank holds a part of it only, as FSDP2 and tensor-parallel modules do."""
-    from torch.distributed.tensor import DTensor
+def is_sharded(each: Any) -> bool:
+    """Whether a tensor or optimizer has a part on each rank, as those of FSDP2, tensor-parallel modules and ZeRO do.
 
-    return isinstance(tensor, DTensor)
+    Their classes are not imported for this: whoever has such an object has imported them.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")
+    optimizers = sys.modules.get("torch.distributed.optim")
+    kinds = (
+        getattr(tensors, "DTensor", None),
+        getattr(optimizers, "ZeroRedundancyOptimizer", None),
+    )
+    return any(kind is not None and isinstance(each, kind) for kind in kinds)
 
 
 def version(tensor: torch.Tensor) -> int:

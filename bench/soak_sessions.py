@@ -1,0 +1,228 @@
+"""Workers of a session are killed at random instants; the end must equal that of a run without a loss; prints JSON.
+
+    python bench/soak_sessions.py --faults 50 --workers 8
+    python bench/soak_sessions.py --output bench/results/soak_sessions.json
+
+DistributedDataParallel, Adam, dropout, batch norm, one million parameters, random order of the data. A fault is SIGKILL to one
+worker, now and then to two at once, also while the one before is being recovered from, and in the set-up of the process
+that takes a rank over. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs import RALLY, Progress, adopt_orphans, machine, publish, spread
+
+
+# One line of the board for each rank: pid, steps it has completed, when it completed the last.
+LINE = struct.Struct("=qqd")
+# Seconds without a step of some rank after which the job counts as hanging.
+PATIENCE = 90.0
+
+TRAIN = """
+import hashlib, json, mmap, os, random, struct, sys, time
+rank = int(os.environ["RANK"])
+folder, steps = sys.argv[1], int(sys.argv[2])
+board = mmap.mmap(os.open(f"{folder}/board", os.O_RDWR), 0)
+LINE = struct.Struct("=qqd")
+LINE.pack_into(board, rank * LINE.size, os.getpid(), -1, 0.0)
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+names = [None] * dist.get_world_size()
+dist.all_gather_object(names, rank)
+assert names == list(range(dist.get_world_size()))
+net = DistributedDataParallel(torch.nn.Sequential(
+    torch.nn.Linear(64, 1000), torch.nn.BatchNorm1d(1000), torch.nn.ReLU(), torch.nn.Dropout(0.1),
+    torch.nn.Linear(1000, 930), torch.nn.ReLU(), torch.nn.Linear(930, 4)))
+optimizer = torch.optim.Adam(net.parameters())
+data = torch.utils.data.TensorDataset(torch.randn(400, 64), torch.randint(4, (400,)))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+torch.manual_seed(100 + rank)
+random.seed(rank)
+with elastic.session(net, optimizer) as session:
+    for epoch in session.epochs(steps // 50):
+        for x, y in session.batches(loader):
+            with session.step():
+                loss = torch.nn.functional.cross_entropy(net(x) * (1 + random.random()), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            LINE.pack_into(board, rank * LINE.size, os.getpid(), session.position, time.monotonic())
+    bits = hashlib.sha256()
+    for tensor in (*net.parameters(), *net.buffers()):
+        bits.update(tensor.detach().numpy().tobytes())
+    for state in optimizer.state_dict()["state"].values():
+        bits.update(state["exp_avg_sq"].numpy().tobytes())
+    end = [session.position, bits.hexdigest(), torch.rand(1).item(), random.random()]
+with open(f"{folder}/end {rank}", "w") as file:
+    json.dump(end, file)
+dist.destroy_process_group()
+"""
+
+
+class Board:
+    """What the workers say of themselves, in memory that they share."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        path = folder / "board"
+        path.write_bytes(bytes(LINE.size * workers))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._workers = workers
+
+    def lines(self) -> list[tuple[int, int, float]]:
+        return [LINE.unpack_from(self._map, rank * LINE.size) for rank in range(self._workers)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=50, help="how many times to kill (50)")
+    parser.add_argument("--workers", type=int, default=8, help="how many workers (8)")
+    parser.add_argument("--seed", type=int, default=7, help="of the instants and victims (7)")
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    adopt_orphans()
+    steps = max(100, options.faults * 20) // 50 * 50
+    progress = Progress(options.faults + 1)
+    progress.step("a run without a loss")
+    calm, _ = run(options, steps, 0, progress)
+    ends, found = run(options, steps, options.faults, progress)
+    equal = [one == other for one, other in zip(calm["ends"], ends["ends"], strict=True)]
+    right = ends["code"] == 0 and all(equal) and ends["ends"][0] is not None
+    result = {
+        "benchmark": "soak_sessions",
+        "machine": machine(),
+        "workers": options.workers,
+        "seed": options.seed,
+        "steps": steps,
+        "faults": found["faults"],
+        "killed": found["killed"],
+        "survivors_kept_their_process": found["kept"],
+        "seconds_to_the_next_step_of_all": spread(found["seconds"]),
+        "seconds_without_a_loss": calm["seconds"],
+        "seconds": ends["seconds"],
+        "code": ends["code"],
+        "ranks_with_an_equal_end": sum(equal),
+        "processes_left": found["left"],
+        "said": ends["said"],
+        "targets": [
+            {"what": "every rank ends bit by bit as without a loss", "holds": right},
+            {"what": "no survivor's process changes", "holds": found["kept"]},
+            {"what": "no process is left", "holds": not found["left"]},
+        ],
+    }
+    return 1 if publish(result, options.output) else 0
+
+
+def run(
+    options: argparse.Namespace, steps: int, faults: int, progress: Progress
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = Path(tempfile.mkdtemp(prefix="rally-soak-"))
+    try:
+        return run_in(folder, options, steps, faults, progress)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_in(
+    folder: Path, options: argparse.Namespace, steps: int, faults: int, progress: Progress
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    (folder / "train.py").write_text(TRAIN)
+    board = Board(folder, options.workers)
+    begun = time.monotonic()
+    with (folder / "said").open("w") as said:
+        job = subprocess.Popen(
+            [
+                *(*RALLY, "--nproc-per-node", str(options.workers), "--max-losses", "100000"),
+                *("--preload", "torch._dynamo", str(folder / "train.py"), str(folder), str(steps)),
+            ],
+            cwd=folder,
+            stdout=said,
+            stderr=said,
+        )
+    found = torment(job, board, options, faults, progress) if faults else {}
+    try:
+        code = job.wait(PATIENCE + steps)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        code = -1
+    ends = [folder / f"end {rank}" for rank in range(options.workers)]
+    report = {
+        "code": code,
+        "seconds": round(time.monotonic() - begun, 1),
+        "ends": [json.loads(each.read_text()) if each.exists() else None for each in ends],
+        "said": (folder / "said").read_text().splitlines()[-20:] if code else [],
+    }
+    found["left"] = [pid for pid, *_ in board.lines() if pid and Path(f"/proc/{pid}").exists()]
+    return report, found
+
+
+def torment(
+    job: subprocess.Popen[bytes],
+    board: Board,
+    options: argparse.Namespace,
+    faults: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    chance = random.Random(options.seed)
+    seconds: list[float] = []
+    killed: list[int] = []
+    kept, done = True, 0
+    while any(steps < 1 for _, steps, _ in board.lines()) and job.poll() is None:
+        time.sleep(0.01)  # a bench may poll what it measures
+    while done < faults and job.poll() is None:
+        done += 1
+        progress.step(f"fault {done}")
+        time.sleep(chance.uniform(0.0, 0.4))
+        before = board.lines()
+        victims = chance.sample(range(options.workers), 2 if chance.random() < 0.1 else 1)
+        at = time.monotonic()
+        for rank in victims:
+            try:
+                os.kill(before[rank][0], signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it is being replaced
+            killed.append(rank)
+        if chance.random() < 0.3:
+            continue  # the next one while this one is being recovered from
+        while job.poll() is None:
+            now = board.lines()
+            if all(last > at for _, _, last in now):
+                seconds.append(max(last for _, _, last in now) - at)
+                survivors = [rank for rank in range(options.workers) if rank not in victims]
+                pids = [(before[rank][0], now[rank][0]) for rank in survivors]
+                # A survivor of this fault may have been the victim of the one before, whose place is taken only now.
+                kept = kept and all(
+                    old == new or not Path(f"/proc/{old}").exists() for old, new in pids
+                )
+                break
+            if time.monotonic() - at > PATIENCE:
+                job.terminate()
+                return {"faults": done, "killed": killed, "seconds": seconds, "kept": False}
+            time.sleep(0.002)
+    return {"faults": done, "killed": killed, "seconds": seconds, "kept": kept}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
