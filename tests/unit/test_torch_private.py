@@ -501,6 +501,8 @@ def test_private_attributes_that_sessions_use(ddp: Any) -> None:
     of_elastic.settle_buckets(ddp)
     assert of_elastic.layout_of_buckets(ddp) is not None
     assert of_elastic.group_of_ddp(ddp) is ddp.process_group
+    assert not of_elastic.is_static(ddp)
+    assert of_elastic.is_static(DistributedDataParallel(torch.nn.Linear(2, 2), static_graph=True))
     assert "0" in of_elastic.names_of_groups()
     assert of_elastic.backends_of("gloo") == {"gloo"}
     changed = torch.zeros(1)

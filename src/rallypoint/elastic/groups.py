@@ -38,6 +38,7 @@ class KeptGroup(dist.ProcessGroup):
         # torch's stubs know only the form with a store, which a group of ours has no use for.
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self.kept_name = name
+        self._names = [name, ""]
         self.members = tuple(ranks)
         self._rank, self._timeout = rank, timeout
         self.inner: Any = None  # Any: dist.ProcessGroup lacks half its methods in torch's stubs
@@ -72,6 +73,19 @@ class KeptGroup(dist.ProcessGroup):
         return work
 
     # -- what is not a collective ------------------------------------------------------------------
+
+    # torch keeps a group's name with its backend, which this one lacks. C++ looks for these four names.
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._names[0] = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._names[0]
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._names[1] = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._names[1]
 
     def getBackendName(self) -> str:  # noqa: N802  C++ looks for this name
         # Not "gloo": DDP's logger would take the group's backend for torch's own class.

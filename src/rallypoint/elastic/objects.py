@@ -233,6 +233,12 @@ class Objects:
 
 def _check_replicated(given: Any) -> None:
     """Refuse what is known to differ between ranks: another rank's would be given to one that takes a lost one over."""
+    for part in given.modules() if isinstance(given, nn.Module) else ():
+        if isinstance(part, DistributedDataParallel) and torch_private.is_static(part):
+            raise ElasticError(
+                "elastic.session: DistributedDataParallel(static_graph=True) cannot be kept: a process that takes a lost rank"
+                " over would reduce its first gradients in another order than the others"
+            )
     parts = given.parameters() if isinstance(given, nn.Module) else [given]
     if any(map(torch_private.is_sharded, parts)):
         raise ElasticError(_SHARDED.format(type(given).__name__))

@@ -168,6 +168,11 @@ def settle_buckets(net: Any) -> None:
         net._has_rebuilt_buckets = True
 
 
+def is_static(net: Any) -> bool:
+    """Whether DDP learns in its first iteration which gradients it gets, and in which order."""
+    return bool(net.static_graph)
+
+
 def group_of_ddp(net: Any) -> Any:
     return net.process_group
 
