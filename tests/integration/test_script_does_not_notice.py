@@ -939,7 +939,14 @@ def test_a_worker_has_what_a_plain_process_has(name: str, facts: dict[str, dict[
         assert facts[how][name] == facts[PYTHON][name], how
 
 
-def test_what_torch_reads_at_import_may_be_set_by_the_script(run: Runner) -> None:
+# Both with real torch, which an exec'd interpreter imports like any other: that way is tested among the long ones.
+BOTH = pytest.mark.parametrize(
+    "launcher", ["forkserver", pytest.param("exec", marks=pytest.mark.long)]
+)
+
+
+@BOTH
+def test_what_torch_reads_at_import_may_be_set_by_the_script(run: Runner, launcher: str) -> None:
     # In the fork server torch has been imported before.
     source = (
         "import os, logging\n"
@@ -951,7 +958,7 @@ def test_what_torch_reads_at_import_may_be_set_by_the_script(run: Runner) -> Non
         "print(logging.getLogger('torch._inductor').level, logging.getLogger('torch._dynamo').level)\n"
         "t = threading.Thread(target=lambda: print(torch.get_num_threads()))\nt.start()\nt.join()\n"
     )
-    done = run(Probe(files={"probe.py": source}, real_torch=True), ["forkserver"])
+    done = run(Probe(files={"probe.py": source}, real_torch=True), [launcher])
     if len(os.sched_getaffinity(0)) > 1:
         assert done[PYTHON].out.startswith("2 DebugLevel.DETAIL")
     assert_same(done)
@@ -1087,13 +1094,14 @@ if __name__ == "__main__":
 """
 
 
-def test_data_loaders_and_multiprocessing_work_as_under_python(run: Runner) -> None:
-    # spawn and forkserver import the script again, by its name. (With --start-method exec: the next test.)
+@BOTH
+def test_data_loaders_and_multiprocessing_work_as_under_python(run: Runner, launcher: str) -> None:
+    # spawn and forkserver import the script again, by its name.
     probe = Probe(
         files={"sub/probe.py": PROCESSES}, target=["sub/probe.py", "spawn"], real_torch=True
     )
-    done = run(probe, ["forkserver"])
-    assert '"DataLoader spawn": [[[0, 1], [0, 0], [2, 2], [1, 1]]' in done["forkserver"].out
+    done = run(probe, [launcher])
+    assert '"DataLoader spawn": [[[0, 1], [0, 0], [2, 2], [1, 1]]' in done[launcher].out
     assert_same(done)
 
 
