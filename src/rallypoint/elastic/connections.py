@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,10 @@ from . import torch_private
 # Seconds that the connections of one group may take. A member that dies in the middle is reported by its supervisor; this is for
 # the moment in which Gloo waits for a member that will not come, and nothing can wake it.
 FORMING = 10.0
+# Seconds for a connection to a listener of this process.
+KNOCKING = 1.0
+# How Gloo's side that connects names the pair: gloo/transport/tcp/listener.cc, sequence_number_t.
+_PAIR = struct.Struct("=q")
 # Seconds for a connection to the workers' store.
 STORE_PATIENCE = 15.0
 
@@ -46,6 +51,7 @@ class Wiring:
         self._lock = forks.Lock()
         self._is_cut = False
         self._devices: list[_Device] = []
+        self._pairs = 0  # at most as many connections were awaited so far
         self._client: TcpStore | None = None
         self._store: Any = None  # c10d's view of it: torch's stubs know no Store
 
@@ -93,6 +99,7 @@ class Wiring:
         with self._lock:
             if not self._devices:
                 self._devices = _devices()
+            self._pairs += size
         store = torch_private.prefixed(self._store, f"{self._prefix}/{name}")
         options = torch_private.gloo_options(
             [device.handle for device in self._devices], timedelta(seconds=FORMING)
@@ -111,7 +118,7 @@ class Wiring:
         if store is not None:
             store.close()
         for device in devices:
-            device.shut()
+            device.shut(self._pairs)
 
     def _connect(self) -> None:
         with self._lock:
@@ -142,10 +149,19 @@ class _Device:
                 "Gloo's connections cannot be found in /proc/self/fdinfo, so they could not be shut after a loss"
             )
 
-    def shut(self) -> None:
+    def shut(self, pairs: int) -> None:
+        """Shut all connections.
+
+        Args:
+            pairs: at least as many as were ever awaited. A member that dies while a group forms leaves the others waiting for
+                its connection, which has no socket yet. They get one from here, with the number by which Gloo
+                knows the pair, and closed at once.
+        """
         for epoll in self._epolls:
             for fd, inode in _watched(epoll).items():
-                _shut(fd, inode)
+                if (address := _shut(fd, inode)) is not None:
+                    for number in range(pairs):
+                        _knock(address, number)
 
 
 def _devices() -> list[_Device]:
@@ -203,16 +219,27 @@ def _listens(fd: int) -> bool:
         return copy is not None and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _shut(fd: int, inode: int) -> None:
-    """Shut a connected socket down. A listener stays: Gloo ends the process if it fails."""
+def _shut(fd: int, inode: int) -> Any:
+    """Shut a connected socket down. A listener stays, as Gloo ends the process if it fails: returns its address."""
     with _copied(fd) as copy:
         if copy is None or os.fstat(copy.fileno()).st_ino != inode:
-            return  # closed meanwhile, and its number may be another file's
+            return None  # closed meanwhile, and its number may be another file's
         try:
-            copy.getpeername()
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return copy.getsockname()
             copy.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # a listener, or closed by the peer
+            pass  # closed by the peer
+    return None
+
+
+def _knock(address: Any, number: int) -> None:
+    """Connect to a listener of this process as one of the pairs that Gloo awaits, and close."""
+    try:
+        with socket.create_connection(address[:2], timeout=KNOCKING) as knock:
+            knock.sendall(_PAIR.pack(number))
+    except OSError:
+        pass  # the device has ended meanwhile
 
 
 @contextmanager
