@@ -43,9 +43,11 @@ class Wiring:
         host: where the workers' store is served.
         port: its port.
         prefix: of the keys under which the members find each other; the same on all of them, and never used before.
+        generation: whose connections they are.
     """
 
-    def __init__(self, host: str, port: int, prefix: str) -> None:
+    def __init__(self, host: str, port: int, prefix: str, generation: int = 0) -> None:
+        self.generation = generation
         self._address = host, port
         self._prefix = prefix
         self._lock = forks.Lock()

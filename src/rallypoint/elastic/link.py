@@ -140,9 +140,10 @@ class Link:
             why=str(record.get("why", "")),
             at=clock.MONOTONIC.now(),
         )
-        if record["kind"] == "lost":
-            self._on_loss(notice)
         with self._changed:
             if self._newest is None or notice.generation >= self._newest.generation:
                 self._newest = notice
             self._changed.notify_all()
+        # Afterwards: who begins to form an older generation just now either sees the newer notice, or is seen here.
+        if record["kind"] == "lost":
+            self._on_loss(notice)

@@ -42,7 +42,7 @@ class KeptProcess:
 
     def wiring_of(self, generation: int, host: str, port: int) -> Wiring:
         """New connections for a generation."""
-        return Wiring(host, port, f"rally/kept/{generation}")
+        return Wiring(host, port, f"rally/kept/{generation}", generation)
 
     def publish(self) -> None:
         """Store the record of this process's set-up, for those that may take its place."""
@@ -62,9 +62,9 @@ class KeptProcess:
         return wiring
 
     def _cut(self, notice: Notice) -> None:
-        """In the link's thread: nobody may go on waiting for the lost ones."""
+        """In the link's thread: nobody may go on waiting for the lost ones. Newer connections may be under way already."""
         for wiring in {self.groups.wiring, self._forming}:
-            if wiring is not None:
+            if wiring is not None and wiring.generation < notice.generation:
                 wiring.cut()
 
     def _read(self, key: str) -> bytes | None:
