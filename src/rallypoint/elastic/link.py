@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import ElasticError
 
 
+# Seconds until the old connections are shut once more, if this process still waits on them.
+AGAIN = 0.25
 # Seconds that the supervisor may take to answer.
 ANSWER_PATIENCE = 60.0
 
@@ -44,6 +47,7 @@ class Notice:
     ranks: tuple[int, ...] = ()
     why: str = ""
     at: float = 0.0
+    is_loss: bool = False
 
 
 class Link:
@@ -63,6 +67,7 @@ class Link:
         self._newest: Notice | None = None
         self._memory: int | None = None
         self._is_over = False
+        self._met = -1
         self._thread = threading.Thread(target=self._listen, name="rally-elastic", daemon=True)
         self._thread.start()
 
@@ -100,6 +105,10 @@ class Link:
     def newest(self) -> Notice | None:
         return self._newest
 
+    def meet(self, generation: int) -> None:
+        """This process goes to meet the others in this generation: it waits for no older connection any more."""
+        self._met = generation
+
     def wait(self, after: int, timeout: float) -> Notice | None:
         """The newest notice of a generation after this one. Blocks: until there is one, or the time is over."""
         deadline = Deadline(timeout)
@@ -113,7 +122,15 @@ class Link:
 
     def _listen(self) -> None:
         data = b""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
         while True:
+            newest = self._newest
+            is_unheeded = newest is not None and newest.is_loss and self._met < newest.generation
+            # A collective may have begun just when the connections were shut.
+            if newest is not None and is_unheeded and not poller.poll(AGAIN * 1000):
+                self._on_loss(newest)
+                continue
             try:
                 more, fds, _, _ = socket.recv_fds(self._socket, 65536, 4)
             except OSError:
@@ -139,11 +156,12 @@ class Link:
             ranks=tuple(record.get("ranks", ())),
             why=str(record.get("why", "")),
             at=clock.MONOTONIC.now(),
+            is_loss=record["kind"] == "lost",
         )
         with self._changed:
             if self._newest is None or notice.generation >= self._newest.generation:
                 self._newest = notice
             self._changed.notify_all()
         # Afterwards: who begins to form an older generation just now either sees the newer notice, or is seen here.
-        if record["kind"] == "lost":
+        if notice.is_loss:
             self._on_loss(notice)

@@ -56,6 +56,7 @@ class KeptProcess:
         """The connections to meet with, in the generation of a notice. A newer notice cuts them."""
         wiring = self.wiring_of(notice.generation, notice.host, notice.port)
         self._forming = wiring
+        self.link.meet(notice.generation)
         newest = self.link.newest
         if newest is not None and newest.generation > notice.generation:
             wiring.cut()
