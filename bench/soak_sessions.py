@@ -2,10 +2,11 @@
 
     python bench/soak_sessions.py --faults 50 --workers 8
     python bench/soak_sessions.py --output bench/results/soak_sessions.json
+    python bench/soak_sessions.py --nodes 4 --output bench/results/soak_sessions_nodes.json
 
 DistributedDataParallel, Adam, dropout, batch norm, one million parameters, random order of the data. A fault is SIGKILL to one
 worker, now and then to two at once, also while the one before is being recovered from, and in the set-up of the process
-that takes a rank over. See bench/README.md.
+that takes a rank over. With several nodes, each has a supervisor of its own on this host. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -99,6 +101,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=50, help="how many times to kill (50)")
     parser.add_argument("--workers", type=int, default=8, help="how many workers (8)")
+    parser.add_argument("--nodes", type=int, default=1, help="how many nodes they are on (1)")
     parser.add_argument("--seed", type=int, default=7, help="of the instants and victims (7)")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     options = parser.parse_args()
@@ -114,6 +117,7 @@ def main() -> int:
         "benchmark": "soak_sessions",
         "machine": machine(),
         "workers": options.workers,
+        "nodes": options.nodes,
         "seed": options.seed,
         "steps": steps,
         "faults": found["faults"],
@@ -152,21 +156,26 @@ def run_in(
     board = Board(folder, options.workers)
     begun = time.monotonic()
     with (folder / "said").open("w") as said:
-        job = subprocess.Popen(
-            [
-                *(*RALLY, "--nproc-per-node", str(options.workers), "--max-losses", "100000"),
-                *("--preload", "torch._dynamo", str(folder / "train.py"), str(folder), str(steps)),
-            ],
-            cwd=folder,
-            stdout=said,
-            stderr=said,
-        )
-    found = torment(job, board, options, faults, progress) if faults else {}
-    try:
-        code = job.wait(PATIENCE + steps)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        code = -1
+        jobs = [
+            subprocess.Popen(
+                [
+                    *(*RALLY, *words, "--max-losses", "100000", "--preload", "torch._dynamo"),
+                    *(str(folder / "train.py"), str(folder), str(steps)),
+                ],
+                cwd=folder,
+                stdout=said,
+                stderr=said,
+            )
+            for words in nodes(options)
+        ]
+    found = torment(jobs[0], board, options, faults, progress) if faults else {}
+    code = 0
+    for job in jobs:
+        try:
+            code = job.wait(PATIENCE + steps) or code
+        except subprocess.TimeoutExpired:
+            job.kill()
+            code = -1
     ends = [folder / f"end {rank}" for rank in range(options.workers)]
     report = {
         "code": code,
@@ -176,6 +185,26 @@ def run_in(
     }
     found["left"] = [pid for pid, *_ in board.lines() if pid and Path(f"/proc/{pid}").exists()]
     return report, found
+
+
+def nodes(options: argparse.Namespace) -> list[list[str]]:
+    """The words of each node's command line that say how many workers there are, and where."""
+    if options.nodes == 1:
+        return [["--nproc-per-node", str(options.workers)]]
+    each, rest = divmod(options.workers, options.nodes)
+    if rest or not each:
+        raise SystemExit(f"--workers {options.workers} cannot be shared out to {options.nodes} nodes")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        [
+            *("--nnodes", str(options.nodes), "--node-rank", str(rank), "--insecure"),
+            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+            *("--nproc-per-node", str(each)),
+        ]
+        for rank in range(options.nodes)
+    ]
 
 
 def torment(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,41 @@ def test_survivors_keep_their_process_and_leak_nothing(
     for end, calm in zip((ends[0], ends[2]), (undisturbed[0], undisturbed[2]), strict=True):
         assert end["threads"] <= calm["threads"] + 1
         assert end["files"] <= calm["files"] + 2
+
+
+def test_a_worker_is_replaced_on_each_of_two_nodes(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    # Node 1 has one worker: nobody on it survives.
+    faults = [(2, 0, "backward"), (5, 2, "optimizer"), (9, 1, "forward"), (9, 2, "forward")]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "rallypoint", "run", "--nnodes", "2", "--insecure"),
+                *("--node-rank", str(node), "--nproc-per-node", str(2 - node)),
+                *("--master-addr", "127.0.0.1", "--master-port", port),
+                *("--preload", "torch._dynamo"),
+                *(str(tmp_path / "train.py"), str(tmp_path), json.dumps(faults)),
+            ],
+            cwd=tmp_path,
+            # As in the undisturbed run, or sums come out differently.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [each.communicate(timeout=150)[1] for each in nodes]
+    assert [each.returncode for each in nodes] == [0, 0], said
+    ends = [json.loads((tmp_path / f"end {rank}").read_text()) for rank in range(3)]
+    assert_same_end(ends, undisturbed)
+    assert "rank 2 on node 1 was killed by SIGKILL; another process takes its place" in said[0]
+    for each in said:
+        assert each.count("another process takes its place") == len(faults)
 
 
 def test_a_worker_that_raises_is_replaced_once(

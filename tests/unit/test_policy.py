@@ -16,6 +16,8 @@ from rallypoint.launch.policy import (
     Finish,
     GraceOver,
     Join,
+    LossTold,
+    NodeInSession,
     NodeWaiting,
     NotNeeded,
     PassOn,
@@ -36,6 +38,7 @@ from rallypoint.launch.policy import (
     State,
     Sweep,
     Swept,
+    TellLoss,
     TellPeers,
     Verdict,
     WorkerEnded,
@@ -533,7 +536,8 @@ def test_a_lost_worker_of_a_session_is_replaced():
     decision = policy.decide(5.0, in_session(0, 1, 2), LOST)
     assert decision.commands == (Replace(1),)
     after = decision.state
-    assert (after.phase, after.generation, after.running) == (Phase.RUNNING, 1, {0, 1, 2})
+    assert (after.phase, after.generation, after.running) == (Phase.RUNNING, 0, {0, 1, 2})
+    assert after.replaced == 1
     assert (after.kept, after.arriving, after.losses) == ({0, 2}, {1}, (5.0,))
     entered = policy.decide(6.0, after, SessionEntered(1)).state
     assert (entered.kept, entered.arriving) == ({0, 1, 2}, frozenset())
@@ -543,7 +547,7 @@ def test_a_worker_that_is_lost_again_before_it_arrives_is_replaced_again():
     state = policy.decide(0.0, in_session(0, 1, 2), LOST).state
     again = policy.decide(1.0, state, LOST)
     assert again.commands == (Replace(1),)
-    assert again.state.generation == 2
+    assert again.state.replaced == 2
 
 
 @pytest.mark.parametrize(
@@ -553,7 +557,8 @@ def test_a_worker_that_is_lost_again_before_it_arrives_is_replaced_again():
         ("nobody is left", in_session(1), LOST),
         ("the others only arrive", in_session(0, 1, kept=frozenset({1}), arriving={0}), LOST),
         ("the store is gone", in_session(0, 1, 2), WorkerEnded(-1, failed=True)),
-        ("there are other nodes", in_session(0, 1, 2, num_nodes=2), LOST),
+        ("another node is not in a session", in_session(0, 1, 2, num_nodes=2, nodes=2), LOST),
+        ("one has left its session", in_session(0, 1, 2, has_left=True), LOST),
         ("it is switched off", in_session(0, 1, 2, max_losses=0), LOST),
         ("too many were lost", in_session(0, 1, 2, losses=(4.0, 5.0)), LOST),
         ("the error came before", in_session(0, 1, 2), WorkerEnded(1, failed=True, again=True)),
@@ -576,6 +581,11 @@ def test_a_worker_that_has_left_its_session_is_not_kept():
     assert SignalWorkers(signal.SIGTERM) in policy.decide(1.0, state, LOST).commands
 
 
+def test_a_worker_that_leaves_its_session_while_another_takes_over_ends_the_generation():
+    state = policy.decide(0.0, in_session(0, 1, 2), LOST).state
+    assert policy.decide(0.0, state, SessionLeft(0)).state.phase is Phase.STOPPING
+
+
 def test_a_restart_begins_without_sessions():
     state = policy.decide(0.0, in_session(0, 1, losses=(0.0,)), WorkerEnded(-1, True)).state
     state = replace(state, phase=Phase.JOINING, generation=1)
@@ -587,6 +597,71 @@ def test_no_worker_is_replaced_once_the_job_is_stopped():
     decision = policy.decide(1.0, state, LOST)
     assert decision.state.phase is Phase.STOPPING
     assert not decision.commands
+
+
+# -- sessions on several nodes --------------------------------------------------------------------
+
+
+def on_two_nodes(*indices: int, **changes) -> State:
+    both = frozenset({0, 1})
+    told = {"in_session": both, "said_in_session": True}
+    return in_session(*indices, **{"num_nodes": 2, "nodes": 2, **told, **changes})
+
+
+def test_the_nodes_are_told_once_all_workers_of_this_one_are_in_a_session():
+    state = running(0, 1, num_nodes=2, nodes=2, max_losses=2)
+    first = policy.decide(0.0, state, SessionEntered(0))
+    second = policy.decide(0.0, first.state, SessionEntered(1))
+    assert (first.commands, second.commands) == ((), (TellPeers("in session"),))
+
+
+def test_a_loss_is_told_to_all_nodes_before_anyone_is_replaced():
+    told = policy.decide(0.0, on_two_nodes(0, 1), LOST)
+    assert told.commands == (TellLoss(1, survivors=True),)
+    heard = policy.decide(0.1, told.state, LossTold(0, 1))
+    assert heard.commands == (Replace(1),)
+    assert (heard.state.running, heard.state.arriving, heard.state.lost) == ({0, 1}, {1}, set())
+    there = policy.decide(0.1, on_two_nodes(0, 1), LossTold(0))
+    assert there.commands == (Replace(None),)
+    assert there.state.replaced == heard.state.replaced == 1
+
+
+def test_the_only_worker_of_a_node_is_replaced_too():
+    told = policy.decide(0.0, on_two_nodes(0), WorkerEnded(0, failed=True))
+    assert told.commands == (TellLoss(0, survivors=False),)
+    heard = policy.decide(0.1, told.state, LossTold(0, 0, survivors=False))
+    assert heard.commands == (Replace(0),)
+    entered = policy.decide(0.2, heard.state, SessionEntered(0))
+    assert entered.commands == (TellPeers("in session"),)
+    told_so = policy.decide(0.3, entered.state, NodeInSession(0, True))
+    assert told_so.state.without_survivors == frozenset()
+
+
+def test_all_restart_if_nobody_is_left_who_has_the_state():
+    lost = policy.decide(0.0, on_two_nodes(0), WorkerEnded(0, failed=True)).state
+    first = policy.decide(0.1, lost, LossTold(1, survivors=False))
+    assert first.commands == (Replace(None),)
+    second = policy.decide(0.1, first.state, LossTold(0, 0, survivors=False))
+    assert second.commands[0] == TellPeers("failed")
+    assert second.state.phase is Phase.SWEEPING
+    assert second.state.aim is Aim.RESTART
+
+
+def test_a_node_whose_session_has_ended_fails_when_another_loses_a_worker():
+    left = policy.decide(0.0, on_two_nodes(0, 1), SessionLeft(0))
+    assert left.commands == (TellPeers("out of session"),)
+    decision = policy.decide(0.1, left.state, LossTold(1))
+    assert decision.commands[0] == TellPeers("failed")
+    assert decision.state.phase is Phase.STOPPING
+
+
+def test_the_others_of_a_node_may_end_before_all_have_heard_of_a_loss():
+    lost = policy.decide(0.0, on_two_nodes(0, 1), LOST).state
+    lost = policy.decide(0.0, lost, SessionLeft(0)).state
+    ended = policy.decide(0.1, lost, WorkerEnded(0, failed=False))
+    assert ended.state.phase is Phase.RUNNING
+    heard = policy.decide(0.2, ended.state, LossTold(0, 1))
+    assert (heard.state.phase, heard.state.aim) == (Phase.SWEEPING, Aim.RESTART)
 
 
 # -- by property ----------------------------------------------------------------------------------
@@ -609,6 +684,8 @@ EVENTS = st.one_of(
     st.builds(Broken, st.just("broken")),
     st.builds(SessionEntered, st.integers(0, WORKERS)),
     st.builds(SessionLeft, st.integers(0, WORKERS)),
+    st.builds(NodeInSession, st.integers(0, 2), st.booleans()),
+    st.builds(LossTold, st.integers(0, 2), st.none() | st.integers(0, WORKERS), st.booleans()),
 )
 # Likely orders, so that long lives are reached too: mostly rounds, failures and sweeps.
 LIVELY = st.one_of(
@@ -662,9 +739,7 @@ def test_whatever_happens(start, steps):
         commands += decision.commands
 
     joins = [command.generation for command in commands if isinstance(command, Join)]
-    replaced = sum(isinstance(command, Replace) for command in commands)
-    assert joins == sorted(set(joins)), "the generation only grows"
-    assert max(joins) < len(joins) + replaced, "by one"
+    assert joins == list(range(len(joins))), "the generation grows by one"
     assert len(joins) <= start.max_restarts + 1 or start.elastic
     finishes = [command for command in commands if isinstance(command, Finish)]
     assert (decision.state.phase is Phase.ENDED) == (len(finishes) == 1)
@@ -775,3 +850,89 @@ def test_every_event_is_answered_in_every_phase(start, phase, aim, event):
     decision = policy.decide(2.0, before, event)
     assert decision.reason
     assert isinstance(decision.state, State)
+
+
+@dataclass
+class Nodes:
+    """Several nodes whose workers are in a session, and the journal that they share. Each reads it when it likes."""
+
+    states: list[State]
+    workers: list[set[int]]
+    journal: list[policy.Event | tuple[str, int]] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    replaced: list[list[tuple[int, int]]] = field(default_factory=list)
+
+    def tell(self, node: int, event: policy.Event) -> None:
+        decision = policy.decide(0.0, self.states[node], event)
+        self.states[node] = decision.state
+        for command in decision.commands:
+            match command:
+                case TellPeers("in session" | "out of session" as what):
+                    self.journal.append(NodeInSession(node, what == "in session"))
+                case TellPeers("failed"):
+                    self.journal.append(("failed", node))
+                case TellLoss(index, survivors):
+                    self.journal.append(LossTold(node, index, survivors))
+                case Replace(index):
+                    entry = self.journal[self.read[node] - 1]
+                    assert isinstance(entry, LossTold)
+                    self.replaced[node].append((entry.node_rank, entry.index or 0))
+                    if index is not None:
+                        self.workers[node].add(index)
+                case SignalWorkers():
+                    for each in sorted(self.workers[node]):
+                        self.end(node, each, failed=True)
+
+    def end(self, node: int, index: int, *, failed: bool) -> None:
+        self.workers[node].discard(index)
+        self.tell(node, WorkerEnded(index, failed))
+
+    def read_on(self, node: int) -> bool:
+        if self.read[node] == len(self.journal):
+            return False
+        entry = self.journal[self.read[node]]
+        self.read[node] += 1
+        match entry:
+            case ("failed", teller):
+                if teller != node:
+                    self.tell(node, PeerFailed(teller, 0))
+            case LossTold(teller, index, survivors):
+                self.tell(node, LossTold(teller, index if teller == node else None, survivors))
+            case event:
+                self.tell(node, event)
+        return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(sizes=st.lists(st.integers(1, 2), min_size=2, max_size=3), data=st.data())
+def test_all_nodes_replace_the_same_workers_or_restart_all(sizes, data):
+    count = len(sizes)
+    indices = [frozenset(range(size)) for size in sizes]
+    common = {"num_nodes": count, "nodes": count, "max_losses": 4, "loss_window": 1.0}
+    states = [running(*each, **common) for each in indices]
+    world = Nodes(states, [set(each) for each in indices], [], [0] * count, [[] for _ in sizes])
+    for _ in range(data.draw(st.integers(0, 40), label="steps")):
+        node = data.draw(st.integers(0, count - 1), label="node")
+        alive = sorted(world.workers[node])
+        match data.draw(st.sampled_from(["enter", "enter", "read", "read", "die", "leave"])):
+            case "read":
+                world.read_on(node)
+            case "enter" if alive:
+                world.tell(node, SessionEntered(data.draw(st.sampled_from(alive))))
+            case "die" if alive:
+                world.end(node, data.draw(st.sampled_from(alive)), failed=True)
+            case "leave" if kept := sorted(world.states[node].kept & set(alive)):
+                index = data.draw(st.sampled_from(kept))
+                world.tell(node, SessionLeft(index))
+                world.end(node, index, failed=False)
+    while any([world.read_on(node) for node in range(count)]):
+        pass
+    keeping = [each.phase is Phase.RUNNING for each in world.states]
+    done = [each.aim is Aim.SUCCEED for each in world.states]
+    assert all(keeping) or not any(keeping) or all(done), "some nodes restart, others wait"
+    if all(keeping):
+        assert all(each == world.replaced[0] for each in world.replaced)
+        assert all(not each.lost for each in world.states)
+    lengths = {len(each) for each in world.replaced}
+    shortest = min(lengths)
+    assert all(each[:shortest] == world.replaced[0][:shortest] for each in world.replaced)

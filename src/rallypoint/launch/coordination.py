@@ -47,6 +47,7 @@ class RoundReady:
         master_port: its port.
         restarts: how much of the restart budget is used, as all nodes count it.
         serves: this node serves the job's store.
+        replaced: how many workers of sessions were replaced since then.
     """
 
     generation: int
@@ -56,13 +57,16 @@ class RoundReady:
     master_port: int
     restarts: int = 0
     serves: bool = False
+    replaced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
     """``failed``, ``stopped``, ``leaving``, ``lost``, ``waiting`` (a node, to be admitted).
 
-    From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported.
+    From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported. From all nodes,
+    this one included: ``in session``, ``out of session``, and ``worker lost``, with ``survivors`` if other workers of the
+    node are in the session.
     """
 
     what: str
@@ -70,6 +74,7 @@ class PeerEvent:
     generation: int
     failures: tuple[WorkerFailure, ...] = ()
     reason: str = ""
+    survivors: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +130,15 @@ class Coordination(Protocol):
     def tell(
         self, what: str, generation: int, failures: tuple[WorkerFailure, ...], reason: str = ""
     ) -> None:
-        """``failed``, ``stopped``, ``leaving``, ``done`` or ``report`` (all failures of a generation).
+        """``failed``, ``stopped``, ``leaving``, ``done``, ``report`` (all failures of a generation), ``in session`` or
+        ``out of session``.
 
         Args:
             reason: why this node fails or leaves, if neither a worker nor a signal is the cause.
         """
+
+    def tell_loss(self, generation: int, failure: WorkerFailure, *, survivors: bool) -> None:
+        """A worker of a session is lost: all nodes get ``worker lost``, in the same order as other such losses."""
 
     def reports(self) -> tuple[WorkerFailure, ...]:
         """The failures that all nodes have reported (``report``), the root cause first."""
@@ -176,6 +185,9 @@ class LoneNode:
     def tell(
         self, what: str, generation: int, failures: tuple[WorkerFailure, ...], reason: str = ""
     ) -> None:
+        pass
+
+    def tell_loss(self, generation: int, failure: WorkerFailure, *, survivors: bool) -> None:
         pass
 
     def reports(self) -> tuple[WorkerFailure, ...]:

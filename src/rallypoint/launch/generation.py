@@ -42,6 +42,7 @@ class Worker:
         result_fd: function launches: the memory file for its result.
         pid: 0 until the fork server has reported it.
         said: what it reported.
+        takes_over: it took the place of a lost one.
         in_session: it can be kept if another worker is lost.
         failed_at: the step in which its session failed; -1 if it did not.
         memory_fd: what it keeps for the one that takes its place.
@@ -56,6 +57,7 @@ class Worker:
     result_fd: int | None = None
     pid: int = 0
     said: bytearray = field(default_factory=bytearray)
+    takes_over: bool = False
     in_session: bool = False
     failed_at: int = -1
     memory_fd: int | None = None

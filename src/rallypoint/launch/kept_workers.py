@@ -25,12 +25,12 @@ class KeptWorkers:
         ] = {}  # rank -> the step at which it took part in the last recovery
         self._errors: set[tuple[int, str, str]] = set()
         self._recovered: dict[int, list[dict[str, Any]]] = {}
-        self._losses: dict[int, str] = {}  # generation -> the loss that it follows
+        self._losses: dict[int, str] = {}  # meeting -> the loss that it follows
 
     def admit(self, worker: Worker, ready: RoundReady) -> None:
         """Answer a worker that has entered its session: which generation it is, and what its place has kept."""
         record = {"kind": "go", **_where(ready)}
-        worker.tell(record, worker.memory_fd if ready.generation else None)
+        worker.tell(record, worker.memory_fd if worker.takes_over else None)
 
     def has_seen(self, failure: WorkerFailure, step: int) -> bool:
         """Whether a replaced worker has failed in the same way at the same step. Remembers this one."""
@@ -48,9 +48,10 @@ class KeptWorkers:
         for worker in workers:
             if worker.in_session and worker.status is None:
                 worker.tell(record)
-        self._losses[ready.generation] = f"rank {failure.rank}"
+        self._losses[_meeting(ready)] = f"rank {failure.rank}"
+        there = "" if failure.node_rank == ready.node_rank else f" on node {failure.node_rank}"
         self._say(
-            f"rank {failure.rank} {why}; another process takes its place, the others keep theirs"
+            f"rank {failure.rank}{there} {why}; another process takes its place, the others keep theirs"
         )
 
     def note_recovery(self, record: dict[str, Any], size: int) -> None:
@@ -74,7 +75,12 @@ class KeptWorkers:
 
 def _where(ready: RoundReady) -> dict[str, Any]:
     return {
-        "generation": ready.generation,
+        "generation": _meeting(ready),
         "host": ready.master_addr,
         "port": ready.master_port,
     }
+
+
+def _meeting(ready: RoundReady) -> int:
+    """The number that workers know a meeting by: it grows with each loss."""
+    return ready.generation + ready.replaced

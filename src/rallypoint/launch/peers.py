@@ -143,9 +143,15 @@ class PeerNodes:
                 self._ask(lambda: self._report(generation, told))
             case "leaving":
                 self._requests.put(lambda: self._say_farewell(generation, reason))
+            case "in session" | "out of session":
+                self._requests.put(lambda: self._append(what, generation))
             case _:
                 more = {"failures": told} | ({"reason": reason} if reason else {})
                 self._requests.put(lambda: self._append(what, generation, **more))
+
+    def tell_loss(self, generation: int, failure: WorkerFailure, *, survivors: bool) -> None:
+        more = {"failures": failures_to_json((failure,)), "survivors": survivors}
+        self._requests.put(lambda: self._append("worker lost", generation, **more))
 
     def reports(self) -> tuple[WorkerFailure, ...]:
         with self._lock:
@@ -502,8 +508,13 @@ class PeerNodes:
                 self._post(PeerEvent("reports", node, generation))
             case "lost":
                 self._heed_lost(current, entry)
-            case "waiting":
-                self._post(PeerEvent("waiting", node, generation))
+            case "waiting" | "in session" | "out of session":
+                self._post(PeerEvent(what, node, generation))
+            case "worker lost":
+                failures = failures_from_json(str(entry.get("failures", "[]")))
+                survivors = entry.get("survivors") is True
+                if failures:
+                    self._post(PeerEvent(what, node, generation, failures, survivors=survivors))
             case "parted" if not own:
                 reason = f"node {node} has lost its connection to the job's store"
                 self._post(PeerEvent("lost", node, generation, reason=reason))

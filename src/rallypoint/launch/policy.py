@@ -25,8 +25,10 @@ Rules:
 5. An elastic node whose workers have succeeded leaves at once. The node that serves the job's store (``serves``) stays
    until all others have finished, through all their rounds.
 6. A worker in a session (``rallypoint.elastic``) survives its peers. If one fails while all others are in a session, or start in
-   order to enter one, only it is replaced: the generation counts on, and the others are told (``Replace``). This is limited to
-   ``max_losses`` in ``loss_window`` seconds, and not done for an error that came at the same step before.
+   order to enter one, only it is replaced, and the others are told (``Replace``). This is limited to ``max_losses`` in
+   ``loss_window`` seconds, and not done for an error that came at the same step before. With several nodes, the loss is told to
+   all of them first (``TellLoss``). They read of losses in one order, so they number them alike. A node that cannot keep its
+   workers says so by failing: then all restart.
 7. A symptom does not stop the other workers at once, because the one with the cause may still be cleaning up. For
    ``moment`` seconds the supervisor listens to them and asks which exceptions they handle. Then it sends SIGTERM.
 """
@@ -93,7 +95,14 @@ class State:
         max_losses: how many workers may be replaced in place within ``loss_window`` seconds.
         kept: local indices of workers in a session.
         arriving: local indices of workers that take a lost one's place and have not entered their session.
-        losses: when workers were replaced.
+        losses: when workers were replaced, on any node.
+        replaced: how many since the round formed, on all nodes.
+        lost: local indices of workers whose loss was told to all nodes, and not read yet.
+        nodes: how many are in the round.
+        in_session: ranks of the nodes whose workers have all entered a session.
+        without_survivors: those of them whose workers are all to be replaced.
+        said_in_session: this node has told the others that its workers are in a session.
+        has_left: a worker's session has ended.
     """
 
     max_restarts: int
@@ -118,6 +127,13 @@ class State:
     kept: frozenset[int] = frozenset()
     arriving: frozenset[int] = frozenset()
     losses: tuple[float, ...] = ()
+    replaced: int = 0
+    lost: frozenset[int] = frozenset()
+    nodes: int = 1
+    in_session: frozenset[int] = frozenset()
+    without_survivors: frozenset[int] = frozenset()
+    said_in_session: bool = False
+    has_left: bool = False
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -132,12 +148,14 @@ class RoundFormed:
         generation: the job's.
         restarts: how much of the job's budget is used.
         serves: this node serves the job's store.
+        nodes: how many are in the round.
     """
 
     num_workers: int
     generation: int = 0
     restarts: int = 0
     serves: bool = False
+    nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +185,29 @@ class SessionLeft:
     """A worker's session has ended well."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInSession:
+    """All workers of a node are in a session; or, if not ``inside``, one of them has left it. Of this node, too."""
+
+    node_rank: int
+    inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LossTold:
+    """Several nodes: all are told that a worker of a session is lost, in the same order.
+
+    Args:
+        node_rank: where.
+        index: its local index, if it is this node's.
+        survivors: whether other workers of that node are in the session.
+    """
+
+    node_rank: int
+    index: int | None = None
+    survivors: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +282,8 @@ Event = (
     | WorkerEnded
     | SessionEntered
     | SessionLeft
+    | NodeInSession
+    | LossTold
     | PeerFailed
     | PeerLost
     | PeerLeaves
@@ -273,9 +316,17 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Start a worker in place of a lost one, in a new generation, and tell those in a session."""
+    """Start a worker in place of a lost one, and tell those in a session. None: another node does."""
+
+    index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TellLoss:
+    """Tell all nodes, this one included, that a worker of a session is lost."""
 
     index: int
+    survivors: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +355,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class TellPeers:
-    """``failed``, ``done``, ``stopped`` (the job) or ``leaving`` (this node)."""
+    """``failed``, ``done``, ``stopped`` (the job), ``leaving`` (this node), ``in session`` or ``out of session``."""
 
     what: str
 
@@ -323,6 +374,7 @@ Command = (
     Join
     | StartWorkers
     | Replace
+    | TellLoss
     | SignalWorkers
     | PassOn
     | AskWorkers
@@ -361,13 +413,16 @@ def decide(now: float, state: State, event: Event) -> Decision:
             return _round_formed(state, event)
         case WorkerEnded(index, failed, symptom, again):
             if failed and not again and _can_replace(now, state, index):
-                return _replace_worker(now, state, index)
+                return _lose_worker(now, state, index)
             return _worker_ended(now, state, index, failed, symptom)
         case SessionEntered(index):
-            new = replace(state, kept=state.kept | {index}, arriving=state.arriving - {index})
-            return Decision(new, (), f"worker {index} is in a session")
+            return _session_entered(state, index)
         case SessionLeft(index):
-            return Decision(replace(state, kept=state.kept - {index}), (), f"worker {index} left")
+            return _session_left(now, state, index)
+        case NodeInSession(node_rank, inside):
+            return _node_in_session(state, node_rank, inside)
+        case LossTold():
+            return _loss_told(now, state, event)
         case PeerFailed(node_rank, generation, symptom):
             return _peer_failed(now, state, node_rank, generation, symptom)
         case PeerLost(node_rank):
@@ -429,7 +484,18 @@ def _round_formed(state: State, event: RoundFormed) -> Decision:
         return Decision(new, (Finish(Aim.FAIL),), "the restart budget is spent")
     running = frozenset(range(event.num_workers))
     new = replace(state, phase=Phase.RUNNING, running=running, aim=Aim.SUCCEED)
-    new = replace(new, kept=frozenset(), arriving=frozenset())
+    new = replace(
+        new,
+        nodes=event.nodes,
+        has_left=False,
+        replaced=0,
+        kept=frozenset(),
+        arriving=frozenset(),
+        lost=frozenset(),
+        in_session=frozenset(),
+        without_survivors=frozenset(),
+        said_in_session=False,
+    )
     return Decision(new, (StartWorkers(),), f"round {event.generation} formed")
 
 
@@ -480,7 +546,7 @@ def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: b
         new = replace(state, phase=Phase.SWEEPING, kill_at=None)
         return Decision(new, (Sweep(min(LEFTOVER_GRACE, state.grace)),), "all workers have ended")
     if state.phase is Phase.RUNNING:
-        if not state.running:
+        if not state.running and not state.lost:
             new = replace(state, phase=Phase.SWEEPING)
             return Decision(new, (Sweep(LEFTOVER_GRACE),), "all workers ended well")
     elif state.phase is Phase.STOPPING:
@@ -498,30 +564,109 @@ def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: b
     return Decision(state, (), f"worker {index} ended, {len(state.running)} still run")
 
 
+# -- sessions -------------------------------------------------------------------------------------
+
+
 def _can_replace(now: float, state: State, index: int) -> bool:
     others = state.running - {index}
     recent = [at for at in state.losses if now - at < state.loss_window]
+    if state.num_nodes == 1:
+        others_can = bool(others & state.kept)
+    else:
+        others_can = len(state.in_session) == state.nodes  # LossTold looks for survivors
     return (
         state.phase is Phase.RUNNING
-        and state.num_nodes == 1
         and index in state.running
-        and bool(others & state.kept)
+        and others_can
+        and not state.has_left
         and others <= state.kept | state.arriving
-        and len(recent) < state.max_losses
+        and len(recent) + len(state.lost) < state.max_losses
     )
 
 
-def _replace_worker(now: float, state: State, index: int) -> Decision:
+def _lose_worker(now: float, state: State, index: int) -> Decision:
+    why = f"worker {index} failed; the others keep what they have"
+    if state.num_nodes == 1:
+        return _replace_worker(now, state, index, why)
+    survivors = bool(state.kept - {index})
     new = replace(
         state,
-        generation=state.generation + 1,
+        running=state.running - {index},
         kept=state.kept - {index},
-        arriving=state.arriving | {index},
+        arriving=state.arriving - {index},
+        lost=state.lost | {index},
+        said_in_session=state.said_in_session and survivors,
+    )
+    return Decision(new, (TellLoss(index, survivors),), why)
+
+
+def _replace_worker(now: float, state: State, index: int | None, why: str) -> Decision:
+    new = replace(
+        state,
+        replaced=state.replaced + 1,
         losses=(*(at for at in state.losses if now - at < state.loss_window), now),
     )
-    return Decision(
-        new, (Replace(index),), f"worker {index} failed; the others keep what they have"
-    )
+    if index is not None:
+        new = replace(
+            new,
+            running=state.running | {index},
+            kept=state.kept - {index},
+            arriving=state.arriving | {index},
+            lost=state.lost - {index},
+        )
+    return Decision(new, (Replace(index),), why)
+
+
+def _session_entered(state: State, index: int) -> Decision:
+    new = replace(state, kept=state.kept | {index}, arriving=state.arriving - {index})
+    if new.num_nodes == 1 or new.said_in_session or new.lost or not new.running <= new.kept:
+        return Decision(new, (), f"worker {index} is in a session")
+    new = replace(new, said_in_session=True)
+    return Decision(new, (TellPeers("in session"),), "all workers of this node are in a session")
+
+
+def _session_left(now: float, state: State, index: int) -> Decision:
+    told = state.said_in_session
+    new = replace(state, kept=state.kept - {index}, said_in_session=False, has_left=True)
+    commands = (TellPeers("out of session"),) if told else ()
+    why = f"worker {index} left its session"
+    if state.phase is Phase.RUNNING and state.arriving:
+        # It left just when another one was lost, whose successor would wait for it.
+        aim, verdict = _after_failure(new, symptom=False)
+        return _stop(now, new, aim, why, tell="failed", verdict=verdict)
+    return Decision(new, commands, why)
+
+
+def _node_in_session(state: State, node_rank: int, inside: bool) -> Decision:
+    node = frozenset({node_rank})
+    if inside:
+        new = replace(
+            state,
+            in_session=state.in_session | node,
+            without_survivors=state.without_survivors - node,
+        )
+        return Decision(new, (), f"node {node_rank} is in a session")
+    new = replace(state, in_session=state.in_session - node)
+    return Decision(new, (), f"node {node_rank} has left its session")
+
+
+def _loss_told(now: float, state: State, event: LossTold) -> Decision:
+    """Another worker takes the lost one's place if all nodes can keep theirs, and anyone has the state."""
+    why = f"a worker of node {event.node_rank} is lost"
+    if not event.survivors:
+        bare = state.without_survivors | {event.node_rank}
+        state = replace(state, without_survivors=bare)
+    can_keep = state.running <= state.kept | state.arriving and not state.has_left
+    anyone = bool(state.in_session - state.without_survivors)
+    if state.phase is Phase.RUNNING and can_keep and anyone:
+        return _replace_worker(now, state, event.index, why)
+    if event.index is not None:
+        state = replace(state, lost=state.lost - {event.index})
+    if state.phase in {Phase.STOPPING, Phase.LISTENING, Phase.JOINING}:
+        return Decision(state, (), f"{why}, but all workers are being stopped")
+    aim, verdict = _after_failure(state, symptom=False)
+    why = f"{why}, and not all others can be kept"
+    return _stop(now, state, aim, why, tell="failed", verdict=verdict)
 
 
 def _stop(

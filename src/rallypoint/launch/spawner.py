@@ -77,7 +77,7 @@ class Spawner:
         """Ask for a worker that takes the place of a lost one.
 
         Args:
-            ready: the round, with the generation of the loss.
+            ready: the round, with the number of losses.
             index: of the lost worker on this node.
             channel: to the fork server.
         Returns:
@@ -85,13 +85,16 @@ class Spawner:
         Raises:
             ConfigError, LaunchError: as :meth:`spawn`.
         """
-        folder = self._folder.generation(ready.generation)
+        folder = self._folder.generation(ready.generation, ready.replaced)
         factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
         facts = self._facts(ready)
         ranks = self._ranks(ready)[index]
         settings = self._settings_of(ranks, facts, factory)
         settings["env"][worker_env.TAKES_OVER] = "1"
-        return self._spawn_one(ranks, facts, factory, settings, channel)
+        name = f"worker {ready.generation}.{ranks.local_rank}, replaced {ready.replaced}"
+        worker = self._spawn_one(ranks, facts, factory, settings, channel, name)
+        worker.takes_over = True
+        return worker
 
     def _facts(self, ready: RoundReady) -> worker_env.RoundFacts:
         config = self._config
@@ -145,6 +148,7 @@ class Spawner:
         factory: StreamFactory,
         settings: dict[str, Any],
         channel: Channel,
+        name: str = "",
     ) -> Worker:
         prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
         streams = factory.open(ranks.local_rank, prefix)
@@ -155,7 +159,7 @@ class Spawner:
             raise
         ours.setblocking(False)
         # The name holds the generation: a report about an earlier one's must not be taken for its.
-        name = f"worker {facts.generation}.{ranks.local_rank}"
+        name = name or f"worker {facts.generation}.{ranks.local_rank}"
         worker = Worker(ranks, name, ours, streams)
         try:
             with theirs:

@@ -69,6 +69,8 @@ SAME_SIGNAL = 0.25
 DEATH_AHEAD = 1.0
 # The same, if the signal is sent on several hosts.
 SAME_SIGNAL_ELSEWHERE = 1.0
+# Reports of nodes that are no events for others.
+UNTOLD = frozenset({"all_done", "reports", "in session", "out of session"})
 # After this long, the supervisor prints what it waits for.
 SILENCE = 2.0
 # How long output may still arrive after its writers have ended.
@@ -166,6 +168,7 @@ class Supervisor:
         self._held_ends: list[policy.WorkerEnded] = []
         self._store_name = ""
         self._kept = KeptWorkers(say)
+        self._lost_worker: WorkerFailure | None = None  # of the loss that all nodes read of
         self._finished: Outcome | None = None
         self._server: ServerProcess
         self._spawner: Spawner
@@ -624,7 +627,7 @@ class Supervisor:
 
     def _hear_peers(self) -> None:
         for event in self._coordination.take():
-            if isinstance(event, PeerEvent) and event.what not in {"all_done", "reports"}:
+            if isinstance(event, PeerEvent) and event.what not in UNTOLD:
                 events.emit(
                     events.NodeReported(
                         generation=event.generation,
@@ -642,6 +645,7 @@ class Supervisor:
                             event.generation,
                             event.restarts,
                             event.serves,
+                            len(event.workers_of_nodes),
                         )
                     )
                 case ServeStore():
@@ -664,6 +668,11 @@ class Supervisor:
                     why = f"failed: {event.reason}" if event.reason else "was told to leave"
                     self._lost = self._lost or f"node {node_rank} {why}"
                     self._decide(policy.PeerLeaves(node_rank))
+                case PeerEvent("in session" | "out of session" as what, node_rank):
+                    self._decide(policy.NodeInSession(node_rank, what == "in session"))
+                case PeerEvent("worker lost", node_rank, generation, (failure, *_)):
+                    if generation == self._state.generation:
+                        self._hear_of_loss(node_rank, failure, survivors=event.survivors)
                 case PeerEvent("waiting"):
                     self._lost = self._lost or "a node wants to join"
                     self._decide(policy.NodeWaiting())
@@ -704,6 +713,10 @@ class Supervisor:
                         self._start_workers()
                 case policy.Replace(index):
                     self._replace(index)
+                case policy.TellLoss(index, survivors):
+                    failure = self._workers.failure_of(list(self._workers)[index])
+                    generation = self._state.generation
+                    self._coordination.tell_loss(generation, failure, survivors=survivors)
                 case policy.SignalWorkers(_) if self._start_is_due:
                     self._start_nothing()
                 case policy.SignalWorkers(number):
@@ -795,10 +808,26 @@ class Supervisor:
             case _:
                 pass  # the script has written to the descriptor
 
-    def _replace(self, index: int) -> None:
-        """A worker is lost: tell those in a session, and start another one in its place."""
+    def _hear_of_loss(self, node_rank: int, failure: WorkerFailure, *, survivors: bool) -> None:
+        """A worker of a session is lost, here or on another node."""
         assert self._round is not None
-        ready = self._round = replace(self._round, generation=self._state.generation)
+        index = None
+        if node_rank == self._round.node_rank:
+            ranks = [each.ranks.rank for each in self._workers]
+            if failure.rank not in ranks:
+                return
+            index = ranks.index(failure.rank)
+        self._lost_worker = failure
+        self._decide(policy.LossTold(node_rank, index, survivors))
+
+    def _replace(self, index: int | None) -> None:
+        """A worker is lost: tell those in a session, and start another one in its place, if it was this node's."""
+        assert self._round is not None
+        ready = self._round = replace(self._round, replaced=self._state.replaced)
+        if index is None:
+            assert self._lost_worker is not None
+            self._kept.tell_of_loss(self._workers, self._lost_worker, ready)
+            return
         lost = list(self._workers)[index]
         failure = self._workers.failure_of(lost)
         self._kept.tell_of_loss(self._workers, failure, ready)

@@ -58,15 +58,17 @@ class RunFolder:
             ) from None
         self.path = path
 
-    def generation(self, generation: int) -> Path | None:
+    def generation(self, generation: int, replaced: int = 0) -> Path | None:
         """Create the folder of one generation.
 
+        Args:
+            replaced: for a worker of a session that takes a lost one's place: the number of the loss.
         Raises:
             LaunchError: it cannot be created: the disk is full, or the run's folder was removed.
         """
         if self.path is None:
             return None
-        path = self.path / f"attempt_{generation}"
+        path = self.path / (f"attempt_{generation}" + (f".{replaced}" if replaced else ""))
         with needing(path):
             private.make_folder(path)
         return path
