@@ -925,8 +925,8 @@ def test_all_nodes_replace_the_same_workers_or_restart_all(sizes, data):
                 index = data.draw(st.sampled_from(kept))
                 world.tell(node, SessionLeft(index))
                 world.end(node, index, failed=False)
-    while any([world.read_on(node) for node in range(count)]):
-        pass
+    while any(world.read_on(node) for node in range(count)):
+        pass  # what one reads makes it tell the others something
     keeping = [each.phase is Phase.RUNNING for each in world.states]
     done = [each.aim is Aim.SUCCEED for each in world.states]
     assert all(keeping) or not any(keeping) or all(done), "some nodes restart, others wait"
