@@ -193,7 +193,9 @@ def nodes(options: argparse.Namespace) -> list[list[str]]:
         return [["--nproc-per-node", str(options.workers)]]
     each, rest = divmod(options.workers, options.nodes)
     if rest or not each:
-        raise SystemExit(f"--workers {options.workers} cannot be shared out to {options.nodes} nodes")
+        raise SystemExit(
+            f"--workers {options.workers} cannot be shared out to {options.nodes} nodes"
+        )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
