@@ -356,6 +356,8 @@ def test_a_worker_that_has_gone_is_lost_and_not_unknown(place: Place) -> None:
     rank = b.me.id
     b.group.leave("it was tired")
     b.close()
+    # Until its watcher has read that, it says that nobody listens there.
+    eventually(lambda: all(each.name != "b" for each in a.group.members()[1]))
     for to in ("b", rank, WorkerInfo("b", rank)):
         with pytest.raises(PeerLost, match="'b' is lost: could not find destination.*it was tired"):
             call(a, to, add, 1, 2)  # type: ignore[arg-type]
