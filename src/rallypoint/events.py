@@ -37,10 +37,12 @@ __all__ = [
     "NodeReported",
     "RanOut",
     "RoundFormed",
+    "SessionRecovered",
     "SignalReceived",
     "StoreLost",
     "Subscription",
     "WorkerEnded",
+    "WorkerReplaced",
     "WorkerStarted",
     "emit",
     "is_wanted",
@@ -131,6 +133,48 @@ class WorkerEnded(Event):
     signal: int | None
     error: str
     stopped: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerReplaced(Event):
+    """A worker of a session (:mod:`rallypoint.elastic`) was lost; another process takes its place. Told on every node.
+
+    Args:
+        generation: of the job.
+        replaced: how many workers were replaced since the generation began, with this one.
+        rank: of the lost worker.
+        node_rank: its node.
+        error: how it was lost, in a few words.
+    """
+
+    generation: int
+    replaced: int
+    rank: int
+    node_rank: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionRecovered(Event):
+    """All workers of this node are back in the session after a loss.
+
+    Args:
+        generation: of the job.
+        replaced: the loss that it follows, as in :class:`WorkerReplaced`.
+        steps: how many steps are complete.
+        repeated: whether a worker of this node repeats a step.
+        formed: seconds from the loss until all were connected again; most of it is the new process's set-up.
+        transferred: seconds that the state took.
+        bytes_received: bytes of state that this node's workers got.
+    """
+
+    generation: int
+    replaced: int
+    steps: int
+    repeated: bool
+    formed: float
+    transferred: float
+    bytes_received: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

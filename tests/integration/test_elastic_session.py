@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
-import hashlib, json, os, pathlib, random, signal, sys
+import hashlib, json, os, pathlib, random, signal, sys, threading
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
@@ -36,6 +36,10 @@ def fault(where):
             continue
         if where == "raise":
             raise ValueError("a bad batch")
+        if where == "hang":
+            threading.Event().wait()
+        if where == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGKILL)
 
 torch.manual_seed(0)
@@ -82,6 +86,8 @@ with elastic.session(net, optimizer, scheduler) as session:
             with session.step():
                 fault("forward")
                 fault("raise")
+                fault("hang")
+                fault("stop")
                 loss = torch.nn.functional.cross_entropy(net(x) * (1 + random.random()), y)
                 loss.backward()
                 optimizer.step()
@@ -218,6 +224,32 @@ def test_a_worker_is_replaced_on_each_of_two_nodes(
     assert "rank 2 on node 1 was killed by SIGKILL; another process takes its place" in said[0]
     for each in said:
         assert each.count("another process takes its place") == len(faults)
+
+
+def test_a_worker_that_the_others_wait_for_in_vain_is_ended_and_replaced(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RALLY_EVENTS", str(tmp_path / "events"))
+    faults = [(3, 1, "hang"), (6, 2, "stop")]
+    done, ends = trained(tmp_path / "job", faults, "--step-timeout", "2")
+    assert done.returncode == 0, done.stderr
+    assert_same_end(ends, undisturbed)
+    assert [end["recoveries"] for end in ends] == [2, 2, 1]
+    assert "rank 1 hung; another process takes its place" in done.stderr
+    assert "the others waited for it in a collective for 2 s" in done.stderr
+    assert "in fault" in done.stderr
+    assert "elastic/link.py" not in done.stderr
+    told = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    lost = [each for each in told if each["kind"] == "worker_replaced"]
+    assert [(each["rank"], each["replaced"], each["error"]) for each in lost] == [
+        (1, 1, "hung"),
+        (2, 2, "hung"),
+    ]
+    back = [each for each in told if each["kind"] == "session_recovered"]
+    assert [(each["replaced"], each["steps"], each["repeated"]) for each in back] == [
+        (1, 3, True),
+        (2, 6, True),
+    ]
 
 
 def test_a_worker_that_raises_is_replaced_once(

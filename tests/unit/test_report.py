@@ -82,6 +82,38 @@ def test_a_raised_exception():
     assert "Traceback" not in text
 
 
+def test_a_native_fault_shows_the_stack_of_its_thread():
+    threads = """Fatal Python error: Segmentation fault
+
+Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/queue.py", line 1 in get
+
+Current thread 0x00007f02 (most recent call first):
+  File "/home/me/train.py", line 7 in step
+
+Thread 0x00007f03 (most recent call first):
+  File "/home/me/other.py", line 3 in main
+"""
+    text = render(report(killed(0, signal.SIGSEGV, native_stack=threads)))
+    assert "train.py" in text
+    assert "queue.py" not in text
+    assert "other.py" not in text
+
+
+def test_a_signal_from_outside_shows_the_stack_of_the_script():
+    threads = """Fatal Python error: Aborted
+
+Current thread 0x00007f01 (most recent call first):
+  File "/lib/rallypoint/elastic/link.py", line 1 in _listen
+
+Thread 0x00007f03 (most recent call first):
+  File "/home/me/train.py", line 3 in main
+"""
+    text = render(report(killed(0, signal.SIGABRT, native_stack=threads)))
+    assert "train.py" in text
+    assert "link.py" not in text
+
+
 def test_a_native_fault_shows_the_python_stack_from_the_fault_on():
     ours = '  File "/x/rallypoint/launch/worker/bootstrap.py", line 1 in _run\n  File "<string>", line 1\n'
     stack = NATIVE.replace("line 2 in f2\n", "line 2 in f2\n" + ours)

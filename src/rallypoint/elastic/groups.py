@@ -44,7 +44,7 @@ class KeptGroup(dist.ProcessGroup):
         self.inner: Any = None  # Any: dist.ProcessGroup lacks half its methods in torch's stubs
         self.answerer: Answerer | None = None
         self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
-        self.before: Callable[[], None] | None = None
+        self.before: Callable[[KeptGroup, str], None] | None = None
 
     def connect(self, wiring: Wiring) -> None:
         """Form the inner group.
@@ -66,7 +66,7 @@ class KeptGroup(dist.ProcessGroup):
         if answerer is not None:
             return answerer.run(self, operation, (*args, *kwargs.values()))
         if self.before is not None:
-            self.before()
+            self.before(self, operation)
         work: dist.Work = getattr(self.inner, operation)(*args, **kwargs)
         if self.observer is not None:
             self.observer(self, operation, (*args, *kwargs.values()), work)

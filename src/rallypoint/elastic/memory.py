@@ -1,7 +1,7 @@
 """What a rank keeps in each step for the one that takes it over: a few KB in shared memory that outlives the process.
 
-The memory is an anonymous file that the supervisor holds, too. It has two slots, written in turn, so that one is whole
-whenever the process is killed.
+The memory is an anonymous file that the supervisor holds, too. It begins with how far the worker has come
+(:mod:`rallypoint._core.progress`). Then it has two slots, written in turn, so that one is whole whenever the process is killed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 
+from rallypoint._core import progress
 from rallypoint.errors import ElasticError
 
 
@@ -57,9 +58,11 @@ class Memory:
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("rally-session", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
-            os.ftruncate(self.fd, 2 * SLOT)
-        self._map = mmap.mmap(self.fd, 2 * SLOT)
-        held = newest([self._map[:SLOT], self._map[SLOT:]])
+            os.ftruncate(self.fd, progress.SIZE + 2 * SLOT)
+        self._map = mmap.mmap(self.fd, progress.SIZE + 2 * SLOT)
+        self.progress = progress.Progress(self._map)
+        start = progress.SIZE
+        held = newest([self._map[start : start + SLOT], self._map[start + SLOT :]])
         self._number = 0 if held is None else held[0]
         self.held = None if held is None else held[1]
 
@@ -75,7 +78,7 @@ class Memory:
             raise ElasticError(
                 f"a rank's own state is {len(slot):,} bytes, at most {SLOT:,} are kept"
             )
-        start = (number % 2) * SLOT
+        start = progress.SIZE + (number % 2) * SLOT
         self._map[start : start + len(slot)] = slot
         self._number = number
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from rallypoint._core import clock
 from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
 
-from . import process
+from . import process, torch_private
 from .agreement import Standing, Verdict, judge
 from .connections import Wiring
+from .groups import KeptGroup
 from .link import Notice
 from .memory import Memory
 from .objects import Objects
@@ -229,6 +230,7 @@ class Session:
             kept.link.enter(kept.generation, self._rank, self._memory.fd)
             self._keep_own(task=False)
             self._compare()
+        self._count_anew()
         for each in kept.groups:
             each.before = self._before_collective
         return self
@@ -349,8 +351,10 @@ class Session:
         self._own = OwnState(self._steps, self._place, RandomState.now(), None, buffers, b"", task)
         self._memory.keep(self._own.pack())
 
-    def _before_collective(self) -> None:
+    def _before_collective(self, group: KeptGroup, operation: str) -> None:
         """Behind a step's last collective this rank may die in a step that the others complete."""
+        if self._memory is not None and operation not in torch_private.POINT_TO_POINT:
+            self._memory.progress.begin(group.kept_name)
         if not self._in_step or self._own is None or self._memory is None:
             return
         state = RandomState.now()
@@ -360,6 +364,12 @@ class Session:
             return
         self._own = replace(self._own, later=state, later_buffers=buffers)
         self._memory.keep(self._own.pack())
+
+    def _count_anew(self) -> None:
+        """All ranks are at the same place: the supervisor compares the collectives that they begin from here on."""
+        assert self._kept is not None
+        if self._memory is not None:
+            self._memory.progress.restart(group.kept_name for group in self._kept.groups)
 
     def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
         if self._resume is None or self._resume.place.begun is None:
@@ -408,6 +418,7 @@ class Session:
         kept = self._kept
         assert kept is not None
         wiring = kept.form(notice)
+        self._count_anew()
         standings = self._introduce(wiring)
         kept.groups.connect(wiring)
         formed = clock.MONOTONIC.now()
@@ -417,6 +428,7 @@ class Session:
         group = kept.groups.default
         assert group is not None
         group.inner.barrier().wait()
+        self._count_anew()
         kept.generation = notice.generation
         recovery = Recovery(
             generation=notice.generation,
@@ -435,7 +447,7 @@ class Session:
             "repeated": recovery.repeated,
             "formed": recovery.formed,
             "transferred": recovery.transferred,
-            "bytes": recovery.bytes_moved,
+            "received": 0 if self._rank == verdict.source else moved,
         }
         kept.link.tell({"kind": "kept recovered", "rank": self._rank, **record})
 

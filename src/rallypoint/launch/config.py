@@ -202,6 +202,7 @@ class LaunchConfig:
         max_restarts: how many times the job is started again after a failure.
         max_losses: how many workers in a session are replaced within ``loss_window`` seconds.
         loss_window: see there.
+        step_timeout: seconds after which a worker of a session that the others wait for is ended and replaced; 0: never.
         master_addr: the host workers find their store at; None: ``localhost`` (one node) or this host.
         master_port: the port of the workers' store; None or 0: any free one.
         local_addr: the address that other nodes reach this one at.
@@ -239,6 +240,7 @@ class LaunchConfig:
     max_restarts: int = 0
     max_losses: int = 10
     loss_window: float = 600.0
+    step_timeout: float = 0.0
     master_addr: str | None = None
     master_port: int | None = None
     local_addr: str | None = None

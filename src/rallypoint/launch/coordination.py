@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .output.failure import WorkerFailure
@@ -66,7 +67,7 @@ class PeerEvent:
 
     From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported. From all nodes,
     this one included: ``in session``, ``out of session``, and ``worker lost``, with ``survivors`` if other workers of the
-    node are in the session.
+    node are in the session, and ``standstill``, with the ``progress`` of its ranks since a ``meeting``.
     """
 
     what: str
@@ -75,6 +76,8 @@ class PeerEvent:
     failures: tuple[WorkerFailure, ...] = ()
     reason: str = ""
     survivors: bool = True
+    progress: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    meeting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,15 @@ class Coordination(Protocol):
     def tell_loss(self, generation: int, failure: WorkerFailure, *, survivors: bool) -> None:
         """A worker of a session is lost: all nodes get ``worker lost``, in the same order as other such losses."""
 
+    def tell_standstill(
+        self, generation: int, meeting: int, progress: Mapping[int, Mapping[int, int]]
+    ) -> None:
+        """The workers of this node's session stand still: all nodes get ``standstill``.
+
+        Args:
+            progress: rank -> group -> collectives that it has begun since the meeting.
+        """
+
     def reports(self) -> tuple[WorkerFailure, ...]:
         """The failures that all nodes have reported (``report``), the root cause first."""
 
@@ -188,6 +200,11 @@ class LoneNode:
         pass
 
     def tell_loss(self, generation: int, failure: WorkerFailure, *, survivors: bool) -> None:
+        pass
+
+    def tell_standstill(
+        self, generation: int, meeting: int, progress: Mapping[int, Mapping[int, int]]
+    ) -> None:
         pass
 
     def reports(self) -> tuple[WorkerFailure, ...]:

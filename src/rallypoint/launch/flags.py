@@ -107,6 +107,16 @@ FLAGS: tuple[Flag, ...] = (
         help="seconds after which a loss no longer counts",
     ),
     Flag(
+        name="--step-timeout",
+        own=True,
+        metavar="S",
+        default="0",
+        env=False,
+        group=_RESTART,
+        help="in a session of rallypoint.elastic, kill and replace a worker that has begun no collective for S seconds"
+        " while the others wait for it (0: never)",
+    ),
+    Flag(
         name="--shutdown-timeout",
         metavar="S",
         group=_RESTART,

@@ -44,6 +44,7 @@ class Worker:
         said: what it reported.
         takes_over: it took the place of a lost one.
         in_session: it can be kept if another worker is lost.
+        hung: in words, if it was ended because it hung.
         failed_at: the step in which its session failed; -1 if it did not.
         memory_fd: what it keeps for the one that takes its place.
         status: as ``waitpid`` returned it; None while it runs.
@@ -59,6 +60,7 @@ class Worker:
     said: bytearray = field(default_factory=bytearray)
     takes_over: bool = False
     in_session: bool = False
+    hung: str = ""
     failed_at: int = -1
     memory_fd: int | None = None
     status: int | None = None
@@ -262,10 +264,11 @@ class Generation:
             signal=number,
             raised=raised,
             native_stack=native if number is not None else "",
-            cause="" if stopped or number != signal.SIGKILL else self._oom_cause(),
+            cause=worker.hung or self._oom_cause(stopped, number),
             stderr=worker.streams.stderr_tail(),
             at=at,
             stopped_by_us=stopped,
+            hung=bool(worker.hung),
         )
 
     def _was_stopped(self, worker: Worker, number: int | None, raised: Raised | None) -> bool:
@@ -277,7 +280,9 @@ class Generation:
             return number in self._signals_sent and worker.ended_at >= self._stopped_at
         return worker.ended_at >= self._stopped_at
 
-    def _oom_cause(self) -> str:
+    def _oom_cause(self, stopped: bool, number: int | None) -> str:
+        if stopped or number != signal.SIGKILL:
+            return ""
         return oom.explain(self._oom_before, oom.read_counters()) or ""
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint import events
+
 from .coordination import RoundReady
 from .generation import Generation, Worker
 from .output.failure import WorkerFailure
-from .output.report import in_a_line
+from .output.report import explained, in_a_line
 
 
 class KeptWorkers:
@@ -25,7 +27,8 @@ class KeptWorkers:
         ] = {}  # rank -> the step at which it took part in the last recovery
         self._errors: set[tuple[int, str, str]] = set()
         self._recovered: dict[int, list[dict[str, Any]]] = {}
-        self._losses: dict[int, str] = {}  # meeting -> the loss that it follows
+        # meeting -> the loss that it follows
+        self._losses: dict[int, tuple[str, RoundReady]] = {}
 
     def admit(self, worker: Worker, ready: RoundReady) -> None:
         """Answer a worker that has entered its session: which generation it is, and what its place has kept."""
@@ -48,10 +51,22 @@ class KeptWorkers:
         for worker in workers:
             if worker.in_session and worker.status is None:
                 worker.tell(record)
-        self._losses[_meeting(ready)] = f"rank {failure.rank}"
-        there = "" if failure.node_rank == ready.node_rank else f" on node {failure.node_rank}"
+        self._losses[_meeting(ready)] = f"rank {failure.rank}", ready
+        events.emit(
+            events.WorkerReplaced(
+                generation=ready.generation,
+                replaced=ready.replaced,
+                rank=failure.rank,
+                node_rank=failure.node_rank,
+                error=why,
+            )
+        )
+        is_here = failure.node_rank == ready.node_rank
+        there = "" if is_here else f" on node {failure.node_rank}"
+        more = explained(failure) if is_here else ""
         self._say(
             f"rank {failure.rank}{there} {why}; another process takes its place, the others keep theirs"
+            + (f"\n{more}" if more else "")
         )
 
     def note_recovery(self, record: dict[str, Any], size: int) -> None:
@@ -63,10 +78,23 @@ class KeptWorkers:
             return
         formed = max(each["formed"] for each in told)
         transferred = max(each["transferred"] for each in told)
-        moved = sum(each["bytes"] for each in told) // 2
+        moved = sum(each["received"] for each in told)
         repeated = any(each["repeated"] for each in told)
+        lost, ready = self._losses.pop(generation, ("a lost rank", None))
+        if ready is not None:
+            events.emit(
+                events.SessionRecovered(
+                    generation=ready.generation,
+                    replaced=ready.replaced,
+                    steps=int(record["steps"]),
+                    repeated=repeated,
+                    formed=formed,
+                    transferred=transferred,
+                    bytes_received=moved,
+                )
+            )
         self._say(
-            f"{self._losses.get(generation, 'a lost rank')} is back at step {record['steps']}"
+            f"{lost} is back at step {record['steps']}"
             f" ({'repeated' if repeated else 'nothing repeated'}): all met in {formed * 1000:.0f} ms,"
             f" {moved / 1e6:.1f} MB in {transferred * 1000:.0f} ms"
         )

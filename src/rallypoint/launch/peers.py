@@ -35,6 +35,7 @@ from rallypoint.rendezvous.home import ENDED_WELL
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.record_store import RecordStore
 
+from . import step_watch
 from .config import LaunchConfig
 from .coordination import (
     Coordination,
@@ -152,6 +153,12 @@ class PeerNodes:
     def tell_loss(self, generation: int, failure: WorkerFailure, *, survivors: bool) -> None:
         more = {"failures": failures_to_json((failure,)), "survivors": survivors}
         self._requests.put(lambda: self._append("worker lost", generation, **more))
+
+    def tell_standstill(
+        self, generation: int, meeting: int, progress: Mapping[int, Mapping[int, int]]
+    ) -> None:
+        more = {"meeting": meeting, "progress": step_watch.to_json(progress)}
+        self._requests.put(lambda: self._append("standstill", generation, **more))
 
     def reports(self) -> tuple[WorkerFailure, ...]:
         with self._lock:
@@ -508,6 +515,13 @@ class PeerNodes:
                 self._post(PeerEvent("reports", node, generation))
             case "lost":
                 self._heed_lost(current, entry)
+            case "standstill":
+                progress = step_watch.from_json(entry.get("progress"))
+                meeting = entry.get("meeting")
+                if isinstance(meeting, int):
+                    self._post(
+                        PeerEvent(what, node, generation, progress=progress, meeting=meeting)
+                    )
             case "waiting" | "in session" | "out of session":
                 self._post(PeerEvent(what, node, generation))
             case "worker lost":

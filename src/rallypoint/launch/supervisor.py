@@ -24,6 +24,7 @@ from rallypoint._core import (
     event_sinks,
     limits,
     process,
+    progress,
     secret,
 )
 from rallypoint.errors import ConfigError, LaunchError, RallyError
@@ -55,6 +56,7 @@ from .server.channel import Message
 from .server.server_process import ServerProcess
 from .signals import SignalEvents
 from .spawner import Spawner
+from .step_watch import Standstill, StepWatch, Tables
 from .worker.job import WorkerFds
 
 
@@ -70,9 +72,13 @@ DEATH_AHEAD = 1.0
 # The same, if the signal is sent on several hosts.
 SAME_SIGNAL_ELSEWHERE = 1.0
 # Reports of nodes that are no events for others.
-UNTOLD = frozenset({"all_done", "reports", "in session", "out of session"})
+UNTOLD = frozenset({"all_done", "reports", "in session", "out of session", "standstill"})
 # After this long, the supervisor prints what it waits for.
 SILENCE = 2.0
+# How often the workers of a session are looked at in the time after which one hangs.
+LOOKS = 4
+# How long a worker that hangs may take to report where.
+HANG_GRACE = 1.0
 # How long output may still arrive after its writers have ended.
 DRAIN_PATIENCE = 2.0
 # How long the nodes wait for each other's failures before they print the report, beyond the grace period.
@@ -673,6 +679,9 @@ class Supervisor:
                 case PeerEvent("worker lost", node_rank, generation, (failure, *_)):
                     if generation == self._state.generation:
                         self._hear_of_loss(node_rank, failure, survivors=event.survivors)
+                case PeerEvent("standstill", node_rank, generation):
+                    if generation == self._state.generation:
+                        self._hear_of_standstill(node_rank, event.meeting, event.progress)
                 case PeerEvent("waiting"):
                     self._lost = self._lost or "a node wants to join"
                     self._decide(policy.NodeWaiting())
@@ -788,6 +797,12 @@ class Supervisor:
         )
         for worker in self._spawner.spawn(ready, self._workers, self._server.channel):
             self._poller.register(worker.line, select.POLLIN)
+        if self._config.step_timeout:
+            self._step_watch = StepWatch(self._config.step_timeout)
+            # A node may look a while after another one, and the journal takes its time.
+            patience = self._config.step_timeout + 5.0
+            self._standstill = Standstill(len(ready.workers_of_nodes), patience)
+            self._look_at_steps(ready.generation)
 
     def _hear_worker(self, worker: Worker, record: dict[str, Any]) -> None:
         """Handle what a worker in a session says."""
@@ -807,6 +822,64 @@ class Supervisor:
                 worker.failed_at = int(record["step"])
             case _:
                 pass  # the script has written to the descriptor
+
+    def _look_at_steps(self, generation: int) -> None:
+        """See whether a worker of a session hangs; and again in a while."""
+        if generation != self._state.generation or self._state.phase is not Phase.RUNNING:
+            return
+        timeout = self._config.step_timeout
+        self._in(timeout / LOOKS, lambda: self._look_at_steps(generation))
+        tables = self._progress()
+        if tables is None:
+            self._step_watch.forget()
+        elif self._step_watch.look(clock.MONOTONIC.now(), tables):
+            replaced = self._state.replaced
+            if self._config.num_nodes > 1:
+                self._coordination.tell_standstill(generation, replaced, tables)
+            else:
+                self._hear_of_standstill(0, replaced, tables)
+
+    def _progress(self) -> Tables | None:
+        """How far the workers of this node are; None unless all are in a session."""
+        state = self._state
+        if state.arriving or state.lost or not state.running or not state.running <= state.kept:
+            return None
+        return {
+            worker.ranks.rank: progress.read(worker.memory_fd)
+            for worker in self._workers
+            if worker.memory_fd is not None
+        }
+
+    def _hear_of_standstill(self, node_rank: int, meeting: int, tables: Tables) -> None:
+        """The workers of a node stand still. If all do, this node ends its own that the others wait for."""
+        if not self._config.step_timeout or self._state.phase is not Phase.RUNNING:
+            return
+        found = self._standstill.tell(clock.MONOTONIC.now(), node_rank, meeting, tables)
+        if found is None or meeting != self._state.replaced:
+            return
+        hanging, together = found
+        mine = self._progress()
+        for worker in self._workers:
+            rank = worker.ranks.rank
+            # It may have gone on since this node said that it stands still.
+            if rank in hanging and mine is not None and mine.get(rank) == together[rank]:
+                self._end_hanging(worker)
+
+    def _end_hanging(self, worker: Worker) -> None:
+        """SIGABRT has it report where it is; SIGKILL follows."""
+        if worker.hung:
+            return
+        worker.hung = (
+            f"the others waited for it in a collective for {self._config.step_timeout:g} s"
+        )
+
+        def end(number: int) -> None:
+            if worker.status is None:
+                ask = {"names": [worker.name], "signal": number, "group": False, "hold": 0.0}
+                self._ask({"do": "signal", **ask})
+
+        end(signal.SIGABRT)
+        self._in(HANG_GRACE, lambda: end(signal.SIGKILL))
 
     def _hear_of_loss(self, node_rank: int, failure: WorkerFailure, *, survivors: bool) -> None:
         """A worker of a session is lost, here or on another node."""

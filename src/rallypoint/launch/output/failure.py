@@ -99,6 +99,7 @@ class WorkerFailure:
         stderr: the last lines of its stderr.
         at: when it failed, on the monotonic clock of ``host``.
         stopped_by_us: we stopped it because another worker failed.
+        hung: we ended it because the others waited for it.
     """
 
     host: str
@@ -115,6 +116,7 @@ class WorkerFailure:
     stderr: tuple[str, ...]
     at: float
     stopped_by_us: bool
+    hung: bool = False
 
     @property
     def signal_name(self) -> str | None:
@@ -165,6 +167,8 @@ class WorkerFailure:
     def headline(self) -> str:
         """What happened, in a few words."""
         raised = self.raised
+        if self.hung and raised is None:
+            return "hung"
         if self.stopped_by_us and raised is not None and raised.handled:
             return f"was handling {raised.shown[0]} when it was stopped"
         if raised is not None and not raised.is_exit and not raised.exited:

@@ -6,6 +6,7 @@ through :func:`clean`, so it can neither control the terminal nor break the colu
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,8 @@ MAX_VICTIM_LINES = 8
 MIN_WIDTH = 60
 # The frames below the script are only how we started it.
 _OURS = "rallypoint/launch/"
+# A thread that we have started in a worker.
+_OUR_THREAD = "rallypoint/elastic/link.py"
 _BEGINNING = "Traceback (most recent call last):"
 
 _RED, _BOLD, _DIM, _END = "\033[31m", "\033[1m", "\033[2m", "\033[0m"
@@ -99,6 +102,15 @@ def in_a_line(failure: WorkerFailure) -> str:
     """What happened to a worker: its headline, and the first line of its exception's message."""
     told = failure.raised.message.splitlines() if failure.raised is not None else []
     return f"{failure.headline()}: {clean(told[0])[:120]}" if told else failure.headline()
+
+
+def explained(failure: WorkerFailure, width: int = 100) -> str:
+    """The lines of a report about one failure, without a headline; empty if there is no more to say."""
+    if not (failure.raised or failure.native_stack or failure.cause or failure.stderr):
+        return ""
+    report = FailureReport(failures=(failure,), world_size=0, max_restarts=0)
+    lines = _root_lines(failure, report, max(width, MIN_WIDTH), _Paint(on=False))
+    return "\n".join(lines[1:])
 
 
 def _as_json(failure: WorkerFailure) -> dict[str, Any]:
@@ -317,13 +329,21 @@ def _frames(traceback: str) -> list[str]:
 
 def _native(stack: str) -> list[str]:
     """From faulthandler's text, the fault and the stack of its thread, down to the script."""
-    kept: list[str] = []
+    fault: list[str] = []
+    threads: list[list[str]] = []
+    current: list[str] | None = None
     for line in stack.splitlines():
-        if line.startswith("Extension modules:") or _OURS in line:
+        if line.startswith("Extension modules:"):
             break
-        if not line.startswith(("Thread 0x", "Current thread 0x")):
-            kept.append(line)
-    return kept
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            threads.append([])
+            current = threads[-1] if line.startswith("Current") else current
+        else:
+            (threads[-1] if threads else fault).append(line)
+    if current is None or any(_OUR_THREAD in line for line in current):
+        # A signal from outside may reach any thread. The script's is the first, and the last one here.
+        current = threads[-1] if threads else []
+    return [*fault, *itertools.takewhile(lambda line: _OURS not in line, current)]
 
 
 def _victim_lines(victims: Sequence[WorkerFailure], width: int) -> list[str]:

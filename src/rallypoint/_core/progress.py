@@ -1,0 +1,62 @@
+"""How far a worker of a session has come: numbers at the beginning of its memory, which its supervisor reads without asking.
+
+For each process group: how many collectives the worker has begun in it. A worker that is stuck has begun fewer than those that
+wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterable
+from mmap import mmap
+
+
+# Bytes of the memory that are for this.
+SIZE = 1024
+# One group: its key (0: none), the collectives that were begun.
+_ENTRY = struct.Struct("=QQ")
+
+
+def key_of(group: str) -> int:
+    """The key of a group, by its name; the same in all its members."""
+    return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest()) + 1
+
+
+def read(fd: int) -> dict[int, int]:
+    """What the worker with this memory has begun: collectives by the key of their group."""
+    found = _ENTRY.iter_unpack(os.pread(fd, SIZE, 0))
+    return {key: begun for key, begun in found if key}
+
+
+class Progress:
+    """The worker's side.
+
+    Args:
+        memory: where it is written; its first :data:`SIZE` bytes.
+    """
+
+    def __init__(self, memory: mmap) -> None:
+        self._memory = memory
+        self._begun: dict[str, list[int]] = {}  # group -> its place, its key, its collectives
+        self.restart(())
+
+    def restart(self, groups: Iterable[str]) -> None:
+        """Count from 0, at the same place of the program in all members.
+
+        Args:
+            groups: to be counted; those beyond the 64th are not.
+        """
+        self._begun.clear()
+        self._memory[:SIZE] = bytes(SIZE)
+        for place, group in zip(range(0, SIZE, _ENTRY.size), groups, strict=False):
+            self._begun[group] = [place, key_of(group), 0]
+            _ENTRY.pack_into(self._memory, place, *self._begun[group][1:])
+
+    def begin(self, group: str) -> None:
+        """A collective of this group begins."""
+        entry = self._begun.get(group)
+        if entry is not None:
+            entry[2] += 1
+            _ENTRY.pack_into(self._memory, *entry)

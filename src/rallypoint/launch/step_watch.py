@@ -1,0 +1,121 @@
+"""Which workers of a session hang: decisions only.
+
+A worker that hangs outside of a collective has begun fewer collectives than the members of its groups that wait for it. If all
+stand still and nobody is behind, nothing tells a hang from long work, so nobody is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+# Rank -> group -> the collectives that it has begun there.
+Tables = Mapping[int, Mapping[int, int]]
+
+
+def behind(tables: Tables) -> tuple[int, ...]:
+    """The ranks that others wait for.
+
+    Whoever is ahead of another member in any group waits there itself. Those who are behind in a group and ahead in none are
+    what the others wait for, directly or not.
+
+    Args:
+        tables: of all ranks.
+    Returns:
+        Their ranks, in order. Empty if nobody is behind.
+    """
+    late: set[int] = set()
+    waiting: set[int] = set()
+    for group in {group for table in tables.values() for group in table}:
+        begun = {rank: table[group] for rank, table in tables.items() if group in table}
+        most, least = max(begun.values()), min(begun.values())
+        if most > least:
+            late.update(rank for rank, count in begun.items() if count < most)
+            waiting.update(rank for rank, count in begun.items() if count > least)
+    return tuple(sorted(late - waiting))
+
+
+def to_json(tables: Tables) -> dict[str, dict[str, int]]:
+    """The tables as a record."""
+    return {
+        str(rank): {str(group): count for group, count in table.items()}
+        for rank, table in tables.items()
+    }
+
+
+def from_json(record: object) -> dict[int, dict[int, int]]:
+    """The tables in a record of another node; empty if it is none."""
+    try:
+        assert isinstance(record, dict)
+        return {
+            int(rank): {int(group): int(count) for group, count in table.items()}
+            for rank, table in record.items()
+        }
+    except (AssertionError, AttributeError, TypeError, ValueError):
+        return {}
+
+
+class StepWatch:
+    """Finds out when the workers of a node stand still.
+
+    Args:
+        timeout: seconds without a collective of any of them.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._since = 0.0
+        self._tables: Tables | None = None
+
+    def look(self, now: float, tables: Tables) -> bool:
+        """Whether they have stood still for the time-out.
+
+        Args:
+            now: seconds on a monotonic clock.
+            tables: of this node's ranks.
+        """
+        if tables != self._tables:
+            self._tables, self._since = tables, now
+        return now - self._since >= self._timeout
+
+    def forget(self) -> None:
+        """Begin anew: a loss is being recovered from."""
+        self._tables = None
+
+
+class Standstill:
+    """What all nodes say of their workers while these stand still.
+
+    Args:
+        nodes: how many there are.
+        patience: seconds for which a node's word counts.
+    """
+
+    def __init__(self, nodes: int, patience: float) -> None:
+        self._nodes = nodes
+        self._patience = patience
+        self._told: dict[int, tuple[float, int, Tables]] = {}
+
+    def tell(
+        self, now: float, node: int, meeting: int, tables: Tables
+    ) -> tuple[tuple[int, ...], Tables] | None:
+        """What a node says.
+
+        Args:
+            now: seconds on this node's monotonic clock.
+            node: which one says so.
+            meeting: how many losses it knows of: counts begin anew with each.
+            tables: of its ranks.
+        Returns:
+            The ranks that hang and what all say, once all nodes stand still.
+        """
+        self._told[node] = now, meeting, tables
+        current = [
+            each
+            for at, told_in, each in self._told.values()
+            if told_in == meeting and now - at < self._patience
+        ]
+        if len(current) < self._nodes:
+            return None
+        together = {rank: table for each in current for rank, table in each.items()}
+        return behind(together), together

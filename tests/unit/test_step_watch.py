@@ -1,0 +1,99 @@
+"""Which workers hang: by example, and by property."""
+
+from __future__ import annotations
+
+from hypothesis import given, strategies as st
+
+from rallypoint.launch import step_watch
+from rallypoint.launch.step_watch import Standstill, StepWatch, behind
+
+
+ALL, PAIR, OTHERS = 1, 2, 3
+
+
+def test_nobody_is_to_blame_if_nobody_is_behind():
+    assert behind({0: {ALL: 4}, 1: {ALL: 4}}) == ()
+    assert behind({}) == ()
+
+
+def test_the_one_that_has_begun_less_is_waited_for():
+    assert behind({0: {ALL: 5}, 1: {ALL: 4}, 2: {ALL: 5}}) == (1,)
+
+
+def test_who_waits_for_another_one_is_not_to_blame():
+    # 2 waits for 1 in the large group, which waits for 0 in the pair.
+    tables = {0: {ALL: 4, PAIR: 6}, 1: {ALL: 4, PAIR: 7}, 2: {ALL: 5}}
+    assert behind(tables) == (0,)
+
+
+def test_groups_are_compared_among_their_members():
+    assert behind({0: {ALL: 4, PAIR: 9}, 1: {ALL: 4, PAIR: 9}, 2: {ALL: 4, OTHERS: 1}}) == ()
+
+
+def test_a_standstill_lasts_as_long_as_nothing_changes():
+    watch = StepWatch(2.0)
+    assert not watch.look(0.0, {0: {ALL: 1}})
+    assert not watch.look(1.9, {0: {ALL: 1}})
+    assert watch.look(2.0, {0: {ALL: 1}})
+    assert not watch.look(2.5, {0: {ALL: 2}})
+    assert watch.look(4.5, {0: {ALL: 2}})
+    watch.forget()
+    assert not watch.look(9.0, {0: {ALL: 2}})
+
+
+def test_all_nodes_must_stand_still_since_the_same_meeting():
+    both = Standstill(2, patience=5.0)
+    assert both.tell(0.0, 0, 0, {0: {ALL: 3}}) is None
+    assert both.tell(6.0, 1, 0, {1: {ALL: 2}}) is None, "what node 0 said is too old"
+    assert both.tell(7.0, 0, 1, {0: {ALL: 3}}) is None, "another meeting"
+    assert both.tell(8.0, 1, 1, {1: {ALL: 2}}) == ((1,), {0: {ALL: 3}, 1: {ALL: 2}})
+
+
+def test_what_another_node_says_is_checked():
+    tables = {0: {ALL: 3}, 5: {}}
+    assert step_watch.from_json(step_watch.to_json(tables)) == tables
+    for wrong in (None, [], {"a": {}}, {"1": 2}, {"1": {"x": 1}}):
+        assert step_watch.from_json(wrong) == {}
+
+
+@given(
+    sizes=st.integers(2, 6),
+    hung=st.sets(st.integers(0, 5), min_size=1, max_size=3),
+    order=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=30, max_size=200),
+    data=st.data(),
+)
+def test_whoever_is_blamed_hangs(sizes, hung, order, data):
+    """Ranks run one program of collectives over some groups; those that hang begin nothing more from some place on."""
+    groups = [
+        frozenset(range(sizes)),
+        *(frozenset(data.draw(st.sets(st.integers(0, sizes - 1), min_size=2))) for _ in range(3)),
+    ]
+    program = [groups[number] for number, _ in order]
+    stops = {rank: data.draw(st.integers(0, len(program))) for rank in hung if rank < sizes}
+    begun = {
+        rank: {number: 0 for number in range(4) if rank in groups[number]} for rank in range(sizes)
+    }
+    place = dict.fromkeys(range(sizes), 0)
+    waiting: dict[int, int] = {}
+    went_on = True
+    while went_on:
+        went_on = False
+        for rank in range(sizes):
+            at = place[rank]
+            if at == len(program) or (rank in stops and at >= stops[rank]):
+                continue
+            members = program[at]
+            if rank not in members:
+                place[rank], went_on = at + 1, True
+            elif rank not in waiting:
+                waiting[rank], went_on = at, True
+                begun[rank][order[at][0]] += 1
+            if rank in waiting and all(
+                waiting.get(each) == at or place[each] > at for each in members
+            ):
+                del waiting[rank]
+                place[rank], went_on = at + 1, True
+    blamed = behind(begun)
+    assert set(blamed) <= set(stops), "somebody who waits was blamed"
+    stuck = [rank for rank in range(sizes) if rank in waiting]
+    assert blamed or not stuck, "somebody waits, and nobody is to blame"
