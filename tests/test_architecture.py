@@ -76,6 +76,7 @@ SANS_IO = {
     "launch/flags.py",
     "launch/placement/numa.py",
     "launch/policy.py",
+    "launch/step_watch.py",
     "launch/server/learning.py",
     "launch/placement/ranks.py",
     "launch/output/report.py",
