@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rallypoint.rpc.crew.poller import Poller
+from rallypoint.rpc.threads.poller import Poller
 from soak_rpc_calls import (
     CALLERS,
     COROUTINES,

@@ -313,3 +313,18 @@ def test_private_names_of_torch_stand_in_one_module_per_package(package: str) ->
     )
     gone = sorted(spread - found.keys())
     assert not gone, f"{package} no longer uses {gone}: take them out of STILL_SPREAD"
+
+
+def test_benches_examples_and_scripts_of_tests_import_what_is_there() -> None:
+    """They run in processes of their own, some only on request: a module that was moved would not be missed."""
+    missing = []
+    for folder in ("bench", "examples", "tests"):
+        for path in sorted((SRC.parents[1] / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != PKG:
+                    continue
+                place = SRC.joinpath(*(node.module or "").split(".")[1:])
+                module = place.with_suffix(".py")
+                if not place.is_dir() and not module.exists():
+                    missing.append(f"{path.name}:{node.lineno}: {node.module}")
+    assert not missing
