@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rallypoint.rpc.threads.poller import Poller
 from soak_rpc_calls import (
     CALLERS,
     COROUTINES,
@@ -48,6 +47,7 @@ from rallypoint.rpc.agent.agent import Agent
 from rallypoint.rpc.agent.serving import Request
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.connections.unused_memory import UnusedMemory
+from rallypoint.rpc.threads.poller import Poller
 from rallypoint.wire.memory import MemoryListener
 from rallypoint.wire.shm import SMALLEST, Mapped, Pool
 
