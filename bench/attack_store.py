@@ -4,8 +4,8 @@
     python bench/attack_store.py --output bench/results/attack_store.json
 
 Four hosts (network namespaces, which need root and iproute2; otherwise supervisors side by side on this host) run an elastic
-job with a secret. A fifth host does not know the secret but can reach the port of the job's store. It reads all keys and
-overwrites records: with old values, with values of other keys, with altered and with unsigned ones. Meanwhile a worker is
+job with a secret. On a fifth host, or with --here on the same one, another user (where this is root) does not know the
+secret but can reach the port of the job's store. That user reads all keys and overwrites records: with old values, with values of other keys, with altered and with unsigned ones. Meanwhile a worker is
 killed, and later a supervisor, so that rounds form under attack. No round may be wrong, and the job must succeed.
 """
 
@@ -36,6 +36,7 @@ from jobs import RALLY, machine, publish
 # A job that has not come so far within this time (seconds) never will.
 GIVE_UP = 300.0
 LEASE = 5.0
+NOBODY = 65534
 
 TRAIN = """
 import json, os, pathlib, sys, time
@@ -71,6 +72,10 @@ def attack(host: str, port: int, operations: int, seed: int) -> None:
     """Overwrite records; says on stdout how far it is, and at the end what it has done."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
     store = TCPStore(host, port, None, False, timedelta(seconds=20), wait_for_workers=False)
     chance = random.Random(seed)
     history: dict[str, list[bytes]] = {}

@@ -13,11 +13,25 @@ pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(600)]
 BENCH = Path(__file__).parents[2] / "bench" / "attack_store.py"
 
 
-def test_a_job_whose_records_are_replayed_and_rewritten_has_no_wrong_round_and_ends_well() -> None:
-    command = [sys.executable, str(BENCH), "--here", "--hosts", "2", "--operations", "300"]
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("another user", id="another-user"),
+        pytest.param(
+            "another host", id="another-host", marks=[pytest.mark.netns, pytest.mark.long]
+        ),
+    ],
+)
+def test_a_job_whose_records_are_replayed_and_rewritten_has_no_wrong_round_and_ends_well(
+    where: str,
+) -> None:
+    command = [sys.executable, str(BENCH), "--hosts", "2", "--operations", "300"]
+    if where == "another user":
+        command.append("--here")
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["attack"]
+    assert found["namespaces"] == (where == "another host")
     assert found["operations"] == 300
     assert set(found["by kind"]) == {"replayed", "moved", "changed", "unsigned"}
     assert found["wrong rounds"] == 0

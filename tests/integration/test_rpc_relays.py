@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import struct
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -18,84 +13,11 @@ from rallypoint import rpc
 from rallypoint.errors import RpcError
 from rallypoint.rpc import PeerLost, RpcTimeout
 from rallypoint.wire import tcp
+from relays import ALTERED, Relay, flip_in_the_middle, unchanged
 from rpc_workers import Workers
 
 
 TCP = ("tcp",)
-_LENGTH = struct.Struct("<I")
-_TAG_BYTES = 16
-# Messages of each end's handshake.
-_HANDSHAKE = 2
-# By records of one direction, the first after the handshake being 0: what is sent instead.
-Alter = Callable[[int, bytes], list[bytes]]
-
-
-def unchanged(_: int, record: bytes) -> list[bytes]:
-    return [record]
-
-
-class Relay:
-    """Passes handshakes on as they are, and then what ``alter`` makes of each record to the worker that was called."""
-
-    def __init__(self, to: tuple[str, int]) -> None:
-        self._to = to
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self._listener.getsockname()[:2]
-        self.alter: Alter = unchanged
-        self.connections = 0
-        self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._run, daemon=True)]
-        self._threads[0].start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                self.connections += 1
-                server = socket.create_connection(self._to)
-                self._sockets += (client, server)
-                for source, target, alters in ((client, server, True), (server, client, False)):
-                    thread = threading.Thread(
-                        target=self._pass, args=(source, target, alters), daemon=True
-                    )
-                    thread.start()
-                    self._threads.append(thread)
-
-    def _pass(self, source: socket.socket, target: socket.socket, alters: bool) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            reader = source.makefile("rb")
-            for _ in range(_HANDSHAKE):
-                head = _exactly(reader, 8)
-                target.sendall(head + _exactly(reader, int.from_bytes(head[4:], "little")))
-            number = 0
-            while True:
-                head = _exactly(reader, _LENGTH.size)
-                record = head + _exactly(reader, _LENGTH.unpack(head)[0] + _TAG_BYTES)
-                for each in self.alter(number, record) if alters else [record]:
-                    target.sendall(each)
-                number += 1
-        for each in (source, target):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for each in self._sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10.0)
-        for each in self._sockets:
-            each.close()
-
-
-def _exactly(reader: Any, size: int) -> bytes:
-    data: bytes = reader.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
-
 
 done: list[int] = []
 
@@ -147,20 +69,6 @@ def call(number: int) -> str:
         return f"lost: {error}"
 
 
-def flip_in_the_middle(record: bytes) -> list[bytes]:
-    at = len(record) // 2
-    return [record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]]
-
-
-ALTERED: dict[str, Callable[[bytes], list[bytes]]] = {
-    "changed": flip_in_the_middle,
-    "longer": lambda record: [_LENGTH.pack(_LENGTH.unpack(record[:4])[0] + 1) + record[4:] + b"x"],
-    "said twice": lambda record: [record, record],
-    "of the relay's own": lambda record: [_LENGTH.pack(8) + b"a frame!" + bytes(16), record],
-    "left out": lambda record: [],
-}
-
-
 @pytest.mark.parametrize("how", ALTERED)
 def test_what_a_relay_alters_is_refused_and_the_group_goes_on(
     group: tuple[Workers, Relay], how: str
@@ -170,15 +78,7 @@ def test_what_a_relay_alters_is_refused_and_the_group_goes_on(
     assert workers.on(0, call, 1) == "1"
     before = workers.on(1, lambda: (len(done), rpc.statistics()["changed_frames"]))
     # In a connection that has been used already: numbers are those of the stream.
-    altered: list[int] = []
-
-    def alter(number: int, record: bytes) -> list[bytes]:
-        if not altered:
-            altered.append(number)
-            return ALTERED[how](record)
-        return [record]
-
-    relay.alter = alter
+    altered = relay.alter_next(how)
     said = [workers.on(0, call, 2), workers.on(0, call, 3), workers.on(0, call, 4)]
     assert altered
     # One was lost with the connection, at most two where the answer had come already; the next has a new one.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +19,9 @@ import rpc_workers
 import tls_ends
 from rallypoint import rpc
 from rallypoint.rpc import PeerLost
-from rallypoint.rpc.certificates import identity_of
 from rallypoint.wire import tcp
-from rallypoint.wire.tls import TlsSocket
 from rpc_workers import Workers, eventually, timed
+from tls_relay import TlsRelay
 
 
 pytestmark = pytest.mark.integration
@@ -217,72 +214,6 @@ def test_certificates_of_one_authority_are_taken_and_others_are_not(tmp_path: Pa
             assert "certificates of one authority" in said
 
 
-class Between:
-    """Somebody on the way from a worker to another: sees all bytes, and may hold TLS with each of the two.
-
-    Args:
-        takes_part: with a certificate of his own; else bytes are only passed on.
-    """
-
-    def __init__(self, to: tuple[str, int], *, takes_part: bool) -> None:
-        self._to = to
-        self._takes_part = takes_part
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self._listener.getsockname()[:2]
-        self.seen = bytearray()
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        threads = []
-        while True:
-            client, _ = self._listener.accept()
-            if self._is_over:
-                client.close()
-                break
-            server = socket.create_connection(self._to)
-            threads.append(threading.Thread(target=self._relay, args=(client, server)))
-            threads[-1].start()
-        for each in threads:
-            each.join()
-
-    def _relay(self, client: socket.socket, server: socket.socket) -> None:
-        ends: Any = (client, server)
-        if self._takes_part:
-            own = identity_of(True)
-            assert own is not None
-            ends = TlsSocket(client, own, accepts=True), TlsSocket(server, own, accepts=False)
-            tls_ends.shake(*ends)
-        for each in ends:
-            each.setblocking(False)
-        with client, server:
-            while not self._is_over:
-                # What came with the end of a handshake does not make a descriptor readable: both are asked.
-                select.select(ends, [], [], 0.02)
-                for source in ends:
-                    try:
-                        data = source.recv(1 << 16)
-                    except BlockingIOError:
-                        continue
-                    except OSError:
-                        data = b""
-                    if not data:
-                        return
-                    self.seen += data
-                    other = ends[source is ends[0]]
-                    other.settimeout(5.0)
-                    with contextlib.suppress(OSError):
-                        other.sendall(data)
-                    other.setblocking(False)
-
-    def close(self) -> None:
-        self._is_over = True
-        socket.create_connection(self.address).close()
-        self._thread.join()
-        self._listener.close()
-
-
 def lead_astray(worker: str, kind: str, where: tuple[str, int]) -> None:
     """Have this worker reach another by an address that is not its own."""
     agent = rpc.api._get_current_rpc_agent()
@@ -300,7 +231,7 @@ def test_who_listens_reads_nothing(tls: bool) -> None:
     kind = "tcp+tls" if tls else "tcp"
     with Workers(2) as workers:
         workers.run(functools.partial(join, tls=tls))
-        between = Between(tuple(workers.on(1, addresses)[kind]), takes_part=False)
+        between = TlsRelay(tuple(workers.on(1, addresses)[kind]), takes_part=False)
         try:
             workers.on(0, divert, between.address)
             assert workers.on(0, lambda: rpc.rpc_sync("w1", double, (MARKER,))) == MARKER * 2
@@ -317,7 +248,7 @@ def test_who_listens_reads_nothing(tls: bool) -> None:
 def test_who_relays_the_proofs_with_a_certificate_of_his_own_is_refused() -> None:
     with Workers(2) as workers:
         workers.run(functools.partial(join, tls=True))
-        between = Between(tuple(workers.on(1, addresses)["tcp+tls"]), takes_part=True)
+        between = TlsRelay(tuple(workers.on(1, addresses)["tcp+tls"]), takes_part=True)
         try:
             workers.on(0, lead_astray, "w1", "tcp+tls", between.address)
             said = workers.on(0, refusal, "w1")
