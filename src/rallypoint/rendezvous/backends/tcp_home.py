@@ -7,7 +7,8 @@ store is starting: they wait, and that time is not counted against them.
 
 When the store is lost, the members of the last round ask the old place and each *standby* of the plan, and
 :mod:`.places` chooses. A standby has bound its port beforehand and does not listen there before it serves, so
-an attempt is refused at once; its watch port tells whether its process lives and so will serve. Where a
+an attempt is refused at once; its watch port tells whether its process lives and so will serve. From then on a doorman
+answers there, too, so strangers cannot fill the queue of the port before the store accepts connections. Where a
 newcomer meanwhile serves an empty store at the endpoint of old, the new host leaves a note there that
 leads to the new place.
 """
@@ -111,7 +112,6 @@ class TcpHome:
         self._server: _Served | None = None
         self._left: list[_Served] = []  # served here, and empty but for a note of where the job is
         self._standby: socket.socket | None = None
-        self._doorman: Doorman | None = None
         self._current: Place = Place(*self._hosts[0])
         self._outside: Place | None = None  # the same for others, once it has moved
         self._may_serve = True  # what served the store here has not been lost
@@ -257,17 +257,19 @@ class TcpHome:
                 return self._serve_when_ready(listener, deadline)
 
     def _serve_when_ready(self, listener: socket.socket, deadline: Deadline) -> Store:
-        self._doorman = Doorman(listener)
         began = MONOTONIC.now()
+        try:
+            return self._serve(listener)
+        finally:
+            deadline.extend(MONOTONIC.now() - began)  # that is time of our own
+
+    def _serve(self, listener: socket.socket) -> Store:
+        """Serve the store on a listening socket; answer there until it is ready."""
+        doorman = Doorman(listener)
         try:
             serve = self._prepare(listener)
         finally:
-            deadline.extend(MONOTONIC.now() - began)  # that is time of our own
-            doorman, self._doorman = self._doorman, None
             doorman.hand_on()
-        return self._begin(serve, listener)
-
-    def _begin(self, serve: Callable[[], Server], listener: socket.socket) -> Store:
         host, port = addresses.reached_at(listener), int(listener.getsockname()[1])
         self._server = _Served(serve(), host, port, self._silence)
         self._current = Place(host, port)
@@ -396,7 +398,7 @@ class TcpHome:
         if listener is None:
             return None
         self._say(f"all nodes that served the job's store have ended; serving it here, port {port}")
-        store = self._begin(self._prepare(listener), listener)
+        store = self._serve(listener)
         self._outside = Place(host, port)
         return store
 
@@ -426,7 +428,7 @@ class TcpHome:
             f"the job's store at {old.addr}:{old.port} is lost; serving it here, port {place.port}"
         )
         others = search.places
-        store = self._begin(self._prepare(listener), listener)
+        store = self._serve(listener)
         self._outside = place
         if self._forward is not None:
             # Another part of a broken network may have met at any of the places it knew.
@@ -556,6 +558,8 @@ def _probe_store(host: str, port: int, timeout: float = ATTEMPT) -> Answer:
     match door.greet(host, port, timeout).door:
         case Door.SERVES:
             return Answer.SERVES
+        case Door.STARTING:
+            return Answer.ALIVE
         case Door.REFUSED:
             return Answer.DEAD
         case _:

@@ -1,0 +1,88 @@
+"""A standby that takes over: what others find at its port before it serves."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import RendezvousConnectionError
+from rallypoint.rendezvous.backends import tcp_home
+from rallypoint.rendezvous.backends.places import Answer
+from rallypoint.rendezvous.backends.tcp_home import TcpHome, serve_here
+from rallypoint.rendezvous.home import LastRound, Server
+
+
+pytestmark = pytest.mark.integration
+
+PATIENCE = 60.0
+ROOM = 40
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def is_closed(line: socket.socket) -> bool:
+    line.settimeout(0.05)
+    try:
+        return line.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_strangers_do_not_fill_the_port_of_a_standby_that_begins_to_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes the place of an earlier one, and members are told that the store is starting."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr("rallypoint.rendezvous.held_lines.room", lambda *_: ROOM)
+    preparing, ready = threading.Event(), threading.Event()
+
+    def prepare(listener: socket.socket) -> Callable[[], Server]:
+        preparing.set()
+        assert ready.wait(PATIENCE)
+        return serve_here(listener)
+
+    home = TcpHome(
+        [("127.0.0.1", closed_port())],
+        silence=5.0,
+        is_host=False,
+        say=lambda _: None,
+        prepare=prepare,
+    )
+    port = home.standby("127.0.0.1")["port"]
+    standby = {"id": "me", "addr": "127.0.0.1", "port": port}
+    last = LastRound(plan={"store": "gone", "standbys": [standby]}, node_id="me")
+    lost = RendezvousConnectionError("the store is lost")
+    stop = threading.Event()
+    recovered = []
+    thread = threading.Thread(
+        target=lambda: recovered.append(home.recover(lost, last, Deadline(PATIENCE), stop)),
+        daemon=True,
+    )
+    with ExitStack() as stack:
+        stack.callback(home.close)
+        assert tcp_home._probe_store("127.0.0.1", port) is Answer.DEAD, "it does not listen yet"
+        thread.start()
+        assert preparing.wait(PATIENCE)
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE))
+            for _ in range(5 * ROOM)
+        ]
+        assert tcp_home._probe_store("127.0.0.1", port, PATIENCE) is Answer.ALIVE
+        deadline = time.monotonic() + PATIENCE
+        while not all(map(is_closed, strangers[:-ROOM])):
+            assert time.monotonic() < deadline
+        ready.set()
+        thread.join(PATIENCE)
+        assert recovered
+        stack.callback(recovered[0].store.close)
+        recovered[0].store.set("key", b"value")
+        assert tcp_home._probe_store("127.0.0.1", port, PATIENCE) is Answer.SERVES
