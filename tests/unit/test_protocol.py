@@ -626,6 +626,42 @@ def test_what_somebody_destroys_while_nodes_arrive_is_put_back(step: int, what: 
     assert_together(world, 4)
 
 
+def test_a_newcomer_that_saw_an_old_head_does_not_wait_for_a_round_of_old() -> None:
+    """Somebody had put it back, and destroyed that round's plan: restored records lead it on."""
+    world = World()
+    for name in "ab":
+        world.add(name, ELASTIC)
+    world.run()
+    for _ in range(3):
+        for name in "ab":
+            world.again(world.nodes[name])
+        world.run()
+    whole = dict(world.table)
+    world.table["head"] = {"generation": 1}
+    del world.table["1/plan"]
+    newcomer = world.add("z", ELASTIC)
+    while not isinstance(newcomer.operation, operations.Await):
+        world.act(newcomer)
+    assert newcomer.operation.key == "1/call"
+    world.table |= {key: whole[key] for key in ("head", "1/plan")}
+    world.run(3 * TIMING.lease)
+    assert world.table["4/waiting"] == 1, "the members see it"
+    for name in "ab":
+        world.again(world.nodes[name])
+    world.run()
+    assert set(ranks_of(world, 4)) == {"a", "b", "z"}
+
+
+def test_a_count_of_waiting_nodes_that_somebody_destroys_is_put_back() -> None:
+    world = World()
+    for name in "abcdef":
+        world.add(name, FIXED4)
+    world.run(60)
+    del world.table["1/waiting"]
+    world.run(2 * TIMING.lease)
+    assert world.table["1/waiting"] == 2
+
+
 def test_a_call_that_somebody_destroys_while_its_leader_waits_is_put_back() -> None:
     """Members of the last round go on to the next one when they see its call."""
     world = World()

@@ -19,8 +19,9 @@ died while it waited is in no plan. So only the leader and the members of a roun
 An answer can be lost though the operation took effect; then the node starts the round anew and takes another
 slot. If the plan has it under an earlier one, it finds itself by its id. When the store is lost and an
 empty one takes its place, survivors put the last plan there (:func:`.plan.seeded`); its slots are the old store's,
-so there, too, ids tell. Nodes that wait restore what somebody else destroys: every node its record and the counter,
-the leader also the call.
+so there, too, ids tell. Nodes that wait restore what somebody else destroys: every node its record and the counters,
+the leader also the call. A node that waits for a round that was long ago, since it saw overwritten records when it
+came, starts anew.
 
 A node that joins needs five operations (call, slot, record, plan, and deleting its record of the last
 round), however many nodes there are; the leader reads every record once, hundreds in one operation.
@@ -160,6 +161,9 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
                     return taken
         if not entitled:
             ended = yield from _wait_for_call(node, generation, settings, timing)
+            if isinstance(ended, _Over):
+                generation = None
+                continue
             if ended is not None:
                 return ended
         last = generation - 1 - void
@@ -223,8 +227,8 @@ def _held_by(rank: int, generation: int) -> Steps:
 
 
 def _wait_for_call(node: Node, generation: int, settings: Settings, timing: Timing) -> Steps:
-    """Wait until the round is opened. Returns an outcome, or None: take part."""
-    yield Increment(f"{generation}/waiting")
+    """Wait until the round is opened. Returns an outcome, or None: take part; or that the round is over already."""
+    (_, place) = yield Increment(f"{generation}/waiting")
     (now, (plan,)) = yield Look((f"{generation - 1}/plan",))
     first = fields.node_id(plans.first(plan).get("id"))
     if count := len(plans.order(plan or {})):
@@ -244,6 +248,12 @@ def _wait_for_call(node: Node, generation: int, settings: Settings, timing: Timi
         moved = notes.leads_on(note, notes.age(head, store), node.ended_stores)
         if moved is not None:
             return moved
+        if fields.generation(head) > generation:
+            # Nobody opens this round: what we saw on coming had been overwritten, or all went on without us.
+            return _Over()
+        (_, waiting) = yield Count(f"{generation}/waiting")
+        while waiting < place:
+            (_, waiting) = yield Increment(f"{generation}/waiting")
         if leases.observe(now, {0: fields.beat_number(beat)}):
             yield Tell("all nodes of the running round are silent; opening the next one")
             return None
