@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rallypoint.elastic import memory, torch_private
+from rallypoint.elastic import memory, rng, torch_private
 from rallypoint.elastic.agreement import Standing, judge
 from rallypoint.elastic.connections import watched
 from rallypoint.elastic.memory import Memory
@@ -181,6 +181,37 @@ def test_generators_continue_where_they_were() -> None:
     assert again.equals(state)
     again.restore()
     assert drawn() == expected
+
+
+@pytest.mark.usefixtures("generators")
+def test_each_way_to_draw_is_noticed() -> None:
+    numpy = pytest.importorskip("numpy")
+    ways = {
+        "torch": lambda: torch.rand(1).item(),
+        "python": random.random,
+        "gauss": lambda: random.gauss(0, 1),
+        "the gauss that is held": lambda: random.gauss(0, 1),
+        "numpy": numpy.random.rand,
+        "numpy's gauss": lambda: numpy.random.normal(),
+        "numpy's gauss that is held": lambda: numpy.random.normal(),
+    }
+    for way, draw in ways.items():
+        state = RandomState.now()
+        assert RandomState.now() is state, way
+        drawn = draw()
+        changed = RandomState.now()
+        assert not changed.equals(state), way
+        RandomState.unpack(*state.pack()).restore()
+        assert RandomState.now().equals(state), way
+        assert draw() == drawn, way
+
+
+@pytest.mark.usefixtures("generators")
+def test_pythons_generator_is_read_from_its_memory_as_it_says_itself() -> None:
+    for _ in range(3):
+        random.gauss(0, 1)
+        assert rng._python_at is not None
+        assert rng._python_now() == rng._python_asked()
 
 
 @pytest.mark.usefixtures("generators")

@@ -279,6 +279,7 @@ ATTRIBUTES = {
     "_StorageBase",
     "_devices",
     "_has_rebuilt_buckets",
+    "_inst",
     "_per_optimizer_states",
     "_version",
     "_world",

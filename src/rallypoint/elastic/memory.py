@@ -6,10 +6,10 @@ The memory is an anonymous file that the supervisor holds, too. It begins with h
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import struct
+import zlib
 
 from rallypoint._core import progress
 from rallypoint.errors import ElasticError
@@ -17,8 +17,8 @@ from rallypoint.errors import ElasticError
 
 # Bytes of one slot.
 SLOT = 256 * 1024
-# Sequence number, length, then the data's digest.
-_HEAD = struct.Struct("!QI16s")
+# Sequence number, length, then the checksum of both and the data.
+_HEAD = struct.Struct("!QII")
 
 
 def newest(slots: list[bytes]) -> tuple[int, bytes] | None:
@@ -31,9 +31,9 @@ def newest(slots: list[bytes]) -> tuple[int, bytes] | None:
     """
     found: tuple[int, bytes] | None = None
     for slot in slots:
-        number, size, digest = _HEAD.unpack_from(slot)
+        number, size, checksum = _HEAD.unpack_from(slot)
         data = slot[_HEAD.size : _HEAD.size + size]
-        is_whole = number and len(data) == size and digest == _digest(number, data)
+        is_whole = number and len(data) == size and checksum == _checksum(number, data)
         if is_whole and (found is None or number > found[0]):
             found = number, data
     return found
@@ -41,11 +41,11 @@ def newest(slots: list[bytes]) -> tuple[int, bytes] | None:
 
 def packed(number: int, data: bytes) -> bytes:
     """A slot: number (from 1 on), data."""
-    return _HEAD.pack(number, len(data), _digest(number, data)) + data
+    return _HEAD.pack(number, len(data), _checksum(number, data)) + data
 
 
-def _digest(number: int, data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16, key=struct.pack("!Q", number)).digest()
+def _checksum(number: int, data: bytes) -> int:
+    return zlib.crc32(data, number & 0xFFFFFFFF)
 
 
 class Memory:

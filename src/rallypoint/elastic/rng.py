@@ -1,4 +1,8 @@
-"""The random generators of a process: torch's, the current device's, Python's and NumPy's."""
+"""The random generators of a process: torch's, the current device's, Python's and NumPy's.
+
+Their state is looked at several times in each step, so that must be cheap: Python's and NumPy's are read as bytes from where the
+generators keep them, and what has not changed is not made anew.
+"""
 
 from __future__ import annotations
 
@@ -14,98 +18,173 @@ import torch
 from . import torch_private
 
 
-_PYTHON = struct.Struct("!625I")
+# As the Mersenne Twister of Python and NumPy holds it: 624 words of key, and a position among them.
+_WORDS = 624
+_KEY = 4 * _WORDS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class RandomState:
     """The state of all generators.
 
     Args:
         torch_state: of the CPU's generator.
         device_state: of the current accelerator's, if it is in use.
-        python: as ``random.getstate()`` returns it.
-        numpy: as ``numpy.random.get_state()`` returns it, if NumPy is in use.
+        python: key and position (native words) of ``random``'s generator.
+        python_gauss: the number that its ``gauss`` will return next, if it holds one.
+        numpy: kind, key, position, has_gauss and gauss of ``numpy.random``'s generator, if NumPy is in use.
     """
 
-    torch_state: torch.Tensor
-    device_state: torch.Tensor | None
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...] | None
+    torch_state: bytes
+    device_state: bytes | None
+    python: bytes
+    python_gauss: float | None
+    numpy: tuple[str, bytes, int, int, float] | None
 
     @classmethod
     def now(cls) -> RandomState:
-        """The present state."""
-        numpy = sys.modules.get("numpy.random")
-        device = torch.cuda.get_rng_state() if torch_private.cuda_is_in_use() else None
-        return cls(
-            torch.get_rng_state(),
-            device,
-            random.getstate(),
-            None if numpy is None else numpy.get_state(),
-        )
+        """The present state; the same object as before, if nothing has changed."""
+        global _last  # noqa: PLW0603  one process has one set of generators
+        device = None
+        if torch_private.cuda_is_in_use():
+            device = _bytes(torch.cuda.get_rng_state())
+        python, gauss = _python_now()
+        numpy = _numpy.now()
+        cpu = _bytes(torch.get_rng_state())
+        last = _last
+        if (
+            last is not None
+            and last.numpy is numpy
+            and last.torch_state == cpu
+            and last.python == python
+            and last.python_gauss == gauss
+            and last.device_state == device
+        ):
+            return last
+        _last = cls(cpu, device, python, gauss, numpy)
+        return _last
 
     def equals(self, other: RandomState) -> bool:
         """Whether both are the same."""
-        return (
-            torch.equal(self.torch_state, other.torch_state)
-            and self.python == other.python
-            and _same(self.device_state, other.device_state)
-            and _same_numpy(self.numpy, other.numpy)
-        )
+        return self is other or self == other
 
     def restore(self) -> None:
         """Make it the present one."""
-        torch.set_rng_state(self.torch_state)
+        torch.set_rng_state(_tensor(self.torch_state))
         if self.device_state is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.device_state)
-        random.setstate(self.python)
+            torch.cuda.set_rng_state(_tensor(self.device_state))
+        words = struct.unpack(f"={_WORDS + 1}I", self.python)
+        random.setstate((random.Random.VERSION, words, self.python_gauss))
         numpy = sys.modules.get("numpy.random")
         if numpy is not None and self.numpy is not None:
-            numpy.set_state(self.numpy)
+            import numpy as np
+
+            kind, key, place, has_gauss, gauss = self.numpy
+            numpy.set_state((kind, np.frombuffer(key, dtype=np.uint32), place, has_gauss, gauss))
+            _numpy.forget()
 
     def pack(self) -> tuple[dict[str, Any], list[bytes]]:
         """As JSON, and bytes that go beside it."""
-        version, words, gauss = self.python
-        head: dict[str, Any] = {"python": [version, gauss]}
-        parts = [_bytes(self.torch_state), _PYTHON.pack(*words)]
+        head: dict[str, Any] = {"python": self.python_gauss}
+        parts = [self.torch_state, self.python]
         if self.device_state is not None:
             head["device"] = True
-            parts.append(_bytes(self.device_state))
+            parts.append(self.device_state)
         if self.numpy is not None:
-            kind, keys, place, has_gauss, cached = self.numpy
-            head["numpy"] = [kind, place, has_gauss, cached]
-            parts.append(keys.tobytes())
+            kind, key, place, has_gauss, gauss = self.numpy
+            head["numpy"] = [kind, place, has_gauss, gauss]
+            parts.append(key)
         return head, parts
 
     @classmethod
     def unpack(cls, head: dict[str, Any], parts: list[bytes]) -> RandomState:
         """From what :meth:`pack` returned."""
         left = list(parts)
-        torch_state = _tensor(left.pop(0))
-        version, gauss = head["python"]
-        python = version, _PYTHON.unpack(left.pop(0)), gauss
-        device = _tensor(left.pop(0)) if head.get("device") else None
-        numpy: tuple[Any, ...] | None = None
+        torch_state, python = left.pop(0), left.pop(0)
+        device = left.pop(0) if head.get("device") else None
+        numpy = None
         if "numpy" in head:
-            import numpy as np
-
-            kind, place, has_gauss, cached = head["numpy"]
-            numpy = kind, np.frombuffer(left.pop(0), dtype=np.uint32), place, has_gauss, cached
-        return cls(torch_state, device, python, numpy)
+            kind, place, has_gauss, gauss = head["numpy"]
+            numpy = str(kind), left.pop(0), int(place), int(has_gauss), float(gauss)
+        return cls(torch_state, device, python, head["python"], numpy)
 
 
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
+_last: RandomState | None = None
 
 
-def _same_numpy(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    # The keys change only once in 624 draws: their place tells first.
-    return one[2:] == other[2:] and bool((one[1] == other[1]).all())
+# -- Python's ---------------------------------------------------------------------------------------------
+
+
+def _python_now() -> tuple[bytes, float | None]:
+    """Key, position and held gauss."""
+    at = _python_at
+    if at is not None:
+        raw = ctypes.string_at(at, _KEY + 4)
+        return raw[4:] + raw[:4], torch_private.python_gauss()
+    return _python_asked()
+
+
+def _python_asked() -> tuple[bytes, float | None]:
+    _, words, gauss = random.getstate()
+    return struct.pack(f"={_WORDS + 1}I", *words), gauss
+
+
+def _find_python() -> int | None:
+    """Where Python's generator keeps its position and key; None if it is not where CPython has it."""
+    at = torch_private.python_generator()
+    if at is None:
+        return None
+    raw = ctypes.string_at(at, _KEY + 4)
+    is_there = (raw[4:] + raw[:4], torch_private.python_gauss()) == _python_asked()
+    return at if is_there else None
+
+
+_python_at = _find_python()
+
+
+# -- NumPy's ----------------------------------------------------------------------------------------------
+
+
+class _NumPy:
+    """NumPy's legacy generator. Asking it takes long, so it is asked only once its memory has changed."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._at = 0
+        self._raw = b""
+        self._held = False  # with this memory, it has held a gauss
+        self._state: tuple[str, bytes, int, int, float] | None = None
+
+    def now(self) -> tuple[str, bytes, int, int, float] | None:
+        """The same object as before, if it has not changed; None if NumPy is not loaded."""
+        numpy = sys.modules.get("numpy.random")
+        if numpy is None:
+            return None
+        generator = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+        if generator is None or type(generator).__name__ != "MT19937":
+            return self._ask(numpy)
+        if generator is not self._generator:
+            self._generator, self._at = generator, generator.ctypes.state_address
+            self._state = None
+        raw = ctypes.string_at(self._at, _KEY + 4)
+        # A gauss that it holds is used up, or set again, without a change there.
+        if self._state is None or raw != self._raw or self._held:
+            self._held = raw == self._raw and self._held
+            self._raw, self._state = raw, self._ask(numpy)
+            self._held = self._held or bool(self._state[3])
+        return self._state
+
+    def forget(self) -> None:
+        """Its state was set: ask it anew."""
+        self._state = None
+
+    def _ask(self, numpy: Any) -> tuple[str, bytes, int, int, float]:
+        kind, key, place, has_gauss, gauss = numpy.get_state()
+        state = str(kind), key.tobytes(), int(place), int(has_gauss), float(gauss)
+        return self._state if state == self._state and self._state is not None else state
+
+
+_numpy = _NumPy()
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

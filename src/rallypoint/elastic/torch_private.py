@@ -6,6 +6,7 @@ the installed torch for each name and its signature.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -216,3 +217,23 @@ def reset_scaler(scaler: Any) -> None:
 
     fresh: Any = grad_scaler._refresh_per_optimizer_state
     scaler._per_optimizer_states = defaultdict(fresh)
+
+
+# -- Python's generator ---------------------------------------------------------------------------------------
+
+
+def python_generator() -> int | None:
+    """The address of the state of ``random``'s generator (a position, then 624 words of key); None if it has no such object.
+
+    CPython's ``_random.Random`` keeps it behind the object's head.
+    """
+    generator = getattr(random, "_inst", None)
+    if generator is None or sys.implementation.name != "cpython":
+        return None
+    return id(generator) + object.__basicsize__
+
+
+def python_gauss() -> float | None:
+    """The number that ``random.gauss`` holds back for its next call."""
+    held: float | None = random._inst.gauss_next  # type: ignore[attr-defined]
+    return held
