@@ -149,7 +149,7 @@ class Request:
     # -- by the pool ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        if self._incoming.is_deaf and self._incoming.park(self):
+        if self._incoming.is_paused and self._incoming.park(self):
             return
         if self._content is not None:
             if self._is_unwanted():

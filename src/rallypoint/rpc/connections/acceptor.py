@@ -29,13 +29,13 @@ from .lines import Lines
 
 logger = logging.getLogger(__name__)
 
-# Connections that are accepted before others are heard again.
+# Connections accepted in one go, before other connections are served again.
 _AT_ONCE = 16
-# Seconds that nobody here is late by otherwise.
+# Handling a timeout this many seconds late means that this process was stopped.
 _STOOD_STILL = 1.0
-# Until somebody is let in again after there was no descriptor for it.
+# Seconds until the next accept after one failed, for lack of descriptors for example.
 _PAUSE_SECONDS = 0.25
-# Seconds until strangers who crowd a port are warned of: at first, and then.
+# Seconds from a crowded port to the warning: the first one, and later ones.
 _FIRST_WARNING, _NEXT_WARNING = 1.0, 60.0
 
 
@@ -44,8 +44,8 @@ class Site:
     """Where a worker is for the other members of its group.
 
     Args:
-        addr: the address that workers on other hosts are to use.
-        bind: the address to listen on for them; None: all of this machine's.
+        addr: the address for workers on other hosts.
+        bind: the address to listen on; None: all addresses of this machine.
         one_host: all members are on this host.
     """
 
@@ -55,12 +55,12 @@ class Site:
 
 
 class Acceptor:
-    """Lets others in.
+    """Accepts connections from other workers.
 
     Args:
-        connections: takes those that have proved themselves.
+        connections: receives each connection once it has authenticated.
         roster, lines, secret, seals, ways, identity: as for :class:`Dialer`.
-        later: has something done after so many seconds.
+        later: calls a function after so many seconds.
     """
 
     def __init__(
@@ -93,30 +93,30 @@ class Acceptor:
         # Under the lock:
         self._half_open: dict[_Door, HalfOpen[Welcome]] = {}
         self._closed = False
-        # Those that had to go for others, by listener and source, since the last warning.
+        # Connections closed to make room for others since the last warning, by listener and source.
         self._crowded_out: Counter[tuple[str, str]] = Counter()
         self._warns = False
         self._warn_in = _FIRST_WARNING
 
     @property
     def strangers(self) -> list[Welcome]:
-        """Who has connected and not proved itself yet."""
+        """Connections that have not authenticated yet."""
         with self._lock:
             return [each for some in self._half_open.values() for each in some]
 
     # -- listening ----------------------------------------------------------------------------------
 
     def open(self, options: NativeRpcBackendOptions, site: Site) -> dict[str, Address]:
-        """Listen; nobody is let in yet.
+        """Listen, but accept nothing yet.
 
         Args:
-            site: where the others are; the options win.
+            site: the default addresses; options override them.
 
         Raises:
-            RpcError: none of the transports can be used; says why.
+            RpcError: no transport can be used; gives the reason for each.
         """
         chosen = options.transports != transports.DEFAULT or options.bind is not None
-        # A worker that is known by another address than the one we see is reached by a route that we do not see.
+        # An advertised address may arrive by an interface other than the one seen here.
         bind = options.bind or (None if options.advertise else site.bind)
         config = ListenConfig(
             bind=None if bind == "*" else bind,
@@ -145,14 +145,14 @@ class Acceptor:
         return {each.kind: each.address for each in self.listeners}
 
     def start(self) -> None:
-        """Let in who comes, and who has come meanwhile."""
+        """Accept connections, including those that came since :meth:`open`."""
         most = room(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         for listener in self.listeners:
             self._half_open[listener] = HalfOpen(most)
             self._poller.add(listener.fileno(), listener)
 
     def close(self) -> list[Welcome]:
-        """Let nobody in any more; returns those who are at it, for the caller to close."""
+        """Accept no more. Returns the unauthenticated connections, for the caller to close."""
         with self._lock:
             self._closed = True
         strangers = self.strangers
@@ -164,7 +164,7 @@ class Acceptor:
     # -- strangers ----------------------------------------------------------------------------------
 
     def admit(self, listener: _Door) -> None:
-        """Accept connections that wait."""
+        """Accept the waiting connections."""
         for _ in range(_AT_ONCE):
             try:
                 sock = listener.accept()
@@ -201,7 +201,6 @@ class Acceptor:
         self._pool.wake_at(stranger.until)
 
     def _crowd_out(self, listener: _Door, victim: Welcome, source: str) -> None:
-        """There is no room for all: this one has had its time."""
         victim.close("it made room for newer connections, and had not authenticated")
         with self._lock:
             self._crowded_out[listener.kind, source] += 1
@@ -225,7 +224,7 @@ class Acceptor:
         )
 
     def _pause(self, listener: _Door, error: OSError) -> None:
-        """Connections wait, and cannot be accepted. Asking again at once would take a whole core."""
+        """Stop accepting for a moment: retrying at once would busy-loop."""
         fd = listener.fileno()
         self._poller.change(fd, off=READ)
         self._later(_PAUSE_SECONDS, lambda: self._poller.change(fd, on=READ))
@@ -240,12 +239,12 @@ class Acceptor:
         )
 
     def expire(self, now: float) -> float | None:
-        """Turn away who has not proved itself in time; returns when to look again."""
+        """Close connections that did not authenticate in time. Returns when to call this again."""
         following: float | None = None
         for half_open in list(self._half_open.values()):
             while (oldest := self._oldest(half_open)) is not None and oldest.until <= now:
                 if oldest.until <= now - _STOOD_STILL:
-                    # It was this process that stood still: what strangers have said meanwhile is not read yet.
+                    # This process was stopped, and has not yet read what came meanwhile.
                     with self._lock:
                         for each in half_open:
                             each.until = now + PATIENCE
@@ -275,8 +274,7 @@ class Acceptor:
     ) -> None:
         peer, rest, side, keys = known
         if peer.get("probe"):
-            # It wanted to know whether we are there, and does. Its end says nothing about the peer: whoever
-            # probed in return would never come to an end.
+            # It has its answer. Its end says nothing about the peer: probing back would never stop.
             sock.close()
             if side is not None:
                 side.close()
@@ -288,8 +286,8 @@ class Acceptor:
                 sharing = self._lines.share(side)
             line = self._lines.line(sock, kind, keys)
         except (OSError, TypeError, ValueError, OverflowError) as error:
-            # It has gone again, or does not say who it is.
-            logger.info("a connection of %r was given up: %s", peer.get("name"), error)
+            # It is gone already, or its introduction is invalid.
+            logger.info("closed a connection from %r: %s", peer.get("name"), error)
             if sharing is not None:
                 sharing.close()
             elif side is not None:
@@ -317,7 +315,7 @@ class _Door:
         self.source, self.close = listener.source, listener.close
 
     def accept(self) -> socket.socket | None:
-        """As :meth:`Listener.accept`. Any other error becomes an OSError: the thread that calls this serves all peers."""
+        """As :meth:`Listener.accept`, but every error is an OSError: the calling thread serves all peers."""
         try:
             with forks.opening():
                 sock = self._listener.accept()

@@ -1,7 +1,7 @@
-"""Calls that are under way to one peer: who waits for which, and until when.
+"""The calls in progress to one peer.
 
-A call is made once and completed once, by whichever thread reads its reply, notices the loss of the peer, or finds
-its time run out. Completion is the pop from the table: whoever gets the call out of it completes it.
+A call is completed once: by the thread that reads its reply, notices the loss of the peer, or finds it timed out.
+Popping the call from the table decides which: the thread that gets it completes it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from rallypoint.wire.frames import Frame
 
 
 class Call:
-    """One request without an answer yet.
+    """A request and its outcome.
 
     Attributes:
-        frame: the reply, once it has come.
+        frame: the reply, once it has arrived.
         error: why there will be none.
         deadline: monotonic seconds, or None.
-        waiter: held while a thread sleeps until it is released.
-        on_done: called once, with the call, instead of waking anybody; for futures.
+        waiter: a lock that a sleeping thread waits for.
+        on_done: for futures: called once with the call, instead of waking a thread.
         on_item: called with each frame of a stream.
-        future: what ``on_done`` completes, and ``outgoing``: the connection; kept here, since a closure for each
-            call would be more for the garbage collector to look at than the call itself.
-        has_callbacks: whether ``on_done`` runs code of the user's, which may take long.
-        held: kept until the answer comes, as the buffers that were sent.
-        size: bytes that count as in flight.
+        future, outgoing: what ``on_done`` completes, and the connection. Attributes, because a closure per call would
+            cost the garbage collector more than the call itself.
+        has_callbacks: whether ``on_done`` runs user code, which may be slow.
+        held: kept alive until the answer comes, such as the buffers that were sent.
+        size: bytes counted as in flight.
         forks: references that were sent with it.
-        is_owed: whether it was sent, and the peer still has to say something about it.
+        is_owed: whether it was sent and the peer has not answered it yet.
     """
 
     __slots__ = (
@@ -81,7 +81,7 @@ class Call:
         self.is_owed = False
 
     def describe(self) -> str:
-        """The call, for an error."""
+        """The call, as errors name it."""
         return describe(self.what)
 
 
@@ -94,7 +94,7 @@ def describe(what: Any) -> str:
 
 
 class CallTable:
-    """Calls by number. Safe to use from several threads: each operation is one dict operation."""
+    """Calls by number. Thread-safe: each operation is a single dict operation."""
 
     __slots__ = ("_calls",)
 
@@ -105,7 +105,7 @@ class CallTable:
         self._calls[number] = call
 
     def take(self, number: int) -> Call | None:
-        """The call, for the caller to complete; None if somebody else has it."""
+        """The call, for the caller to complete; None if another thread has taken it."""
         return self._calls.pop(number, None)
 
     def get(self, number: int) -> Call | None:
@@ -121,7 +121,7 @@ class CallTable:
         return bool(self._calls)
 
     def take_all(self) -> list[Call]:
-        """All of them: the peer is lost."""
+        """All calls, to fail them: the peer is lost."""
         taken = []
         while self._calls:
             try:
@@ -131,7 +131,7 @@ class CallTable:
         return taken
 
     def take_expired(self, now: float) -> tuple[list[tuple[int, Call]], float | None]:
-        """Those whose time is up, and when the next one's is."""
+        """The calls that have timed out, and the next deadline."""
         expired, following = [], None
         for number, call in list(self._calls.items()):
             deadline = call.deadline

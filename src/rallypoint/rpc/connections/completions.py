@@ -1,4 +1,4 @@
-"""Calls whose replies have come while nobody waits for them: what hangs on them is done by the pool."""
+"""Completing calls that no thread waits for: the pool completes their futures and runs the callbacks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 
 
 def complete_by(finish: Callable[[Call, Outgoing], Any], call: Call) -> None:
-    """Complete a call's future with what ``finish`` makes out of the reply."""
+    """Complete a call's future with the reply as ``finish`` reads it."""
     future, call.future = call.future, None
     try:
         value = finish(call, call.outgoing)
-    except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
+    except BaseException as error:  # noqa: BLE001  # raised where the future is waited for
         future.fail(error)
     else:
         future.set_result(value)
 
 
 def complete_soon(calls: list[Call], jobs: deque[Job]) -> None:
-    """User code hangs on some of them, which may take long: those are jobs of their own."""
+    """Calls with callbacks become jobs of their own: user code may be slow."""
     short = [each for each in calls if not each.has_callbacks]
     if short:
         jobs.append(Completions(short, jobs))
@@ -37,7 +37,7 @@ def complete_soon(calls: list[Call], jobs: deque[Job]) -> None:
 
 
 class Completions:
-    """Calls whose replies have come together, and on which nothing of the user's hangs."""
+    """Calls without callbacks whose replies arrived together."""
 
     __slots__ = ("_calls", "_jobs")
 
@@ -48,8 +48,8 @@ class Completions:
     def run(self) -> None:
         if not self._calls:
             return
-        # Something of the user's may be hung on one of them at this moment, and wait for a later one: whoever leads
-        # then goes on with the rest.
+        # The user may add a callback to one of them now, which waits for a later one. Then the next leader goes on
+        # with the rest.
         self._jobs.append(self)
         while self._calls:
             try:
@@ -60,7 +60,7 @@ class Completions:
 
 
 class Completion:
-    """A call whose reply has come: what hangs on it is done by the pool."""
+    """A call whose reply has arrived."""
 
     __slots__ = ("_call",)
 

@@ -1,6 +1,6 @@
-"""The connections of one worker, those on which it calls and those on which it is called: which there are, who reads.
+"""The connections of one worker, outgoing and incoming, and which thread reads them.
 
-How one is made stands in ``dialer``, how one is let in in ``acceptor``; what its end means in ``losses``.
+``dialer`` opens and ``acceptor`` accepts them; ``peer_monitor`` decides what the end of one means.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from .outgoing import Outgoing
 
 logger = logging.getLogger(__name__)
 
-# What one attempt to connect may take, where the call itself may take longer.
+# Seconds for one attempt to connect; the call may allow more.
 _CONNECT_SECONDS = 10.0
 _LEFT = "this worker has left the group"
 _HANG_UP = select.EPOLLRDHUP
 
 
 class Connections:
-    """Those of one agent, in both directions.
+    """The connections of one agent, in both directions.
 
     Args:
-        dialer: makes those on which we call.
-        roster: who can be called.
+        dialer: opens outgoing connections.
+        roster: the members that can be called.
         most_unread: bytes of answers that a peer may leave unread.
         heartbeat: seconds after which a silent host is lost.
-        job: makes what the pool does out of a request.
-        read: takes the content of a reply.
-        suspect: called with a peer and a reason when its connection has ended (which is to be closed by
-            :meth:`close_ended`), or when nobody listens there any more.
-        inquire: asks a worker which of these references have come to it.
+        job: makes a request into a job of the pool.
+        read: reads the content of a reply.
+        suspect: called with a peer, a reason, and its connection if that has ended (to be closed with
+            :meth:`close_ended`), or None if its address refuses connections.
+        inquire: asks a worker which of these references it has received.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Connections:
         self._pool = pool
         self._most_unread = most_unread
         self._heartbeat = heartbeat
-        # When hosts are looked at next; None: nothing goes to another host.
+        # When hosts are checked next; None: there is no connection to another host.
         self._look_at: float | None = None
         self._job = job
         self._read = read
         self._suspect = suspect
         self._inquire = inquire
-        # Those with frames that wait for more.
+        # Connections with frames that are held back to be sent together.
         self._kept: deque[Outgoing] = deque()
         self._lock = threading.Lock()
         # Under the lock:
@@ -93,7 +93,7 @@ class Connections:
         self._connecting: dict[int, threading.Lock] = {}
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: set[Incoming] = set()
-        # Those that have ended and are not closed yet.
+        # Connections that have ended and are not closed yet.
         self._ended: set[Outgoing | Incoming] = set()
         self.is_closed = False
         # Whether the pool has ended.
@@ -109,14 +109,15 @@ class Connections:
     # -- to others ----------------------------------------------------------------------------------
 
     def route(self, to: Any, until: float | None = None, seconds: float = 0.0) -> Outgoing:
-        """The connection to a worker, made if there is none. Blocks for as long as that takes.
+        """The connection to a worker. Opens one if needed, and blocks until it is open.
 
         Args:
-            until: monotonic seconds, the call's deadline; ``seconds`` is what it was given, for the error.
+            until: the call's deadline in monotonic seconds.
+            seconds: its timeout, for the error.
 
         Raises:
-            PeerLost: there is no way to it.
-            RpcTimeout: ``until`` is over.
+            PeerLost: it cannot be reached.
+            RpcTimeout: the deadline has passed.
             RpcError: there is no such worker.
         """
         try:
@@ -136,29 +137,29 @@ class Connections:
         return outgoing
 
     def watch(self, to: str) -> None:
-        """Be connected to a worker: that is how its loss is noticed.
+        """Connect to a worker, so that its loss is noticed.
 
         Raises:
-            PeerLost: it is gone. One that is only late is not.
+            PeerLost: it is gone, not only late.
         """
         with contextlib.suppress(RpcTimeout):
             self.route(to, time.monotonic() + _CONNECT_SECONDS, _CONNECT_SECONDS)
 
     def is_connected_to(self, worker: int) -> bool:
-        """Whether a call to this worker would go out at once."""
+        """Whether a call to this worker needs no new connection."""
         return worker in self.outgoing
 
     def connect(self, member: Member, until: float | None = None, seconds: float = 0.0) -> Outgoing:
-        """A connection to a member: the one there is, or a new one by the best way that works.
+        """The connection to a member: the existing one, or a new one by the best transport that works.
 
-        A member that is there and stands still is waited for, as it would be over a connection.
+        Waits for a stopped member, as a call over an open connection does.
 
         Args:
-            until: as for :meth:`route`.
+            until, seconds: as for :meth:`route`.
 
         Raises:
-            PeerLost: none works; says why each did not.
-            RpcTimeout: ``until`` is over, and nobody has answered yet.
+            PeerLost: no transport works; gives the reason for each.
+            RpcTimeout: the member has not answered by the deadline.
         """
         with self._lock:
             gate = self._connecting.setdefault(member.id, threading.Lock())
@@ -187,7 +188,7 @@ class Connections:
             raise
 
     def _connect_first(self, member: Member, limit: float) -> Outgoing:
-        """One attempt, by whoever is at it alone."""
+        """One attempt; the caller holds the member's lock."""
         outgoing = self.outgoing.get(member.id)
         if outgoing is not None and outgoing.lost_reason is None:
             return outgoing
@@ -196,7 +197,7 @@ class Connections:
             raise PeerLost(member.name, dead)
 
         def refused(reason: str) -> None:
-            # It may have died before anybody was connected to it, and nobody else would ever notice.
+            # It may have died before any worker was connected to it, so that nothing else reports its loss.
             self._suspect(WorkerInfo(member.name, member.id), reason, None)
 
         deadline = Deadline(max(0.0, limit - time.monotonic()))
@@ -205,7 +206,7 @@ class Connections:
         with self._lock:
             closed = self.is_closed
             if not closed:
-                # First: who finds it in the table may have it watched at once.
+                # First: a thread that finds it in the table may arm it at once.
                 self._poller.add(outgoing.line.fileno(), _Replies(self, outgoing), _HANG_UP)
                 self.outgoing[member.id] = outgoing
         if closed:
@@ -214,7 +215,7 @@ class Connections:
         self._look_at_host_of(outgoing.line)
         expelled = self._roster.expelled
         if expelled is not None:
-            # Just now: whoever ended the others has not seen this one.
+            # Expelled just now: the thread that ended the other connections missed this one.
             outgoing.fail(str(expelled))
             raise Expelled(*expelled.args)
         return outgoing
@@ -229,7 +230,7 @@ class Connections:
         rest: bytes,
         jobs: deque[Job],
     ) -> None:
-        """A peer has connected and proved itself; ``rest`` came with the last of that."""
+        """Add an authenticated connection from a peer; ``rest`` arrived with the end of the handshake."""
         incoming = Incoming(
             line,
             worker,
@@ -261,7 +262,7 @@ class Connections:
         else:
             self._poller.change(fd, off=READ)
             logger.info(
-                "%s does not read its answers: no further calls of it are taken until it does",
+                "%s does not read its answers: its calls are paused until it does",
                 incoming.peer.name,
             )
 
@@ -278,17 +279,17 @@ class Connections:
     # -- writing, in both directions ----------------------------------------------------------------
 
     def _finish_writing(self, line: Line) -> None:
-        """Whenever the kernel takes no more of it, have the leader send the rest."""
+        """When the socket's buffer is full, have the leader send the rest."""
         line.on_full = lambda: self._poller.change(line.fileno(), on=WRITE)
 
     def is_written(self, line: Line) -> None:
-        """Nothing is left to be sent on it: the poller need not say when it can be written to."""
+        """All is sent: stop polling for writability."""
         self._poller.change(line.fileno(), off=WRITE)
         if line.is_full:
-            # A thread has filled it since: what it asked of the poller may have come before we took it back.
+            # A thread has filled it meanwhile, and may have asked the poller before the line above.
             self._poller.change(line.fileno(), on=WRITE)
 
-    # -- what an Outgoing asks of its watch ---------------------------------------------------------
+    # -- the Watch of an Outgoing -------------------------------------------------------------------
 
     def arm(self, outgoing: Outgoing) -> None:
         self._poller.change(outgoing.line.fileno(), on=READ | _HANG_UP)
@@ -326,7 +327,7 @@ class Connections:
         self._pool.submit(Task(lambda: self._inquire(outgoing.info.id, forks)))
 
     def unwanted(self, outgoing: Outgoing, frame: Frame) -> None:
-        """An answer that nobody waits for any more carries references: they are taken, and dropped."""
+        """Read and drop an unwanted answer, to release the references in it."""
         self._pool.submit(Task(lambda: self._read(frame, outgoing)))
 
     def defer(self, calls: list[Call]) -> None:
@@ -335,17 +336,17 @@ class Connections:
         if self._is_alone:
             self.complete_left()
 
-    # -- by the overseer ----------------------------------------------------------------------------
+    # -- called by the overseer ---------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Send what waits for more."""
+        """Send the frames that were held back."""
         while self._kept:
             outgoing = self._kept.popleft()
             if outgoing.line.has_kept:
                 outgoing.send_kept()
 
     def expire(self, now: float) -> float | None:
-        """Fail the calls whose time is up; returns when to look again."""
+        """Fail the calls that have timed out. Returns when to call this again."""
         following: float | None = None
         for outgoing in self.all_outgoing():
             expired, then = outgoing.expire(now)
@@ -355,9 +356,9 @@ class Connections:
         return following
 
     def look_at_hosts(self, now: float) -> float | None:
-        """End the connections to hosts that are silent; returns when to look again."""
+        """End the connections to silent hosts. Returns when to call this again."""
         if self._look_at is not None and self._look_at <= now:
-            # Before anything is looked at: a line that is new from here on sees to itself.
+            # Before the check: a line that is added from here on sets it again.
             self._look_at = None
             reason = f"its host has not answered for {self._heartbeat:g} s"
             outgoing, incoming = self.all_outgoing(), self.all_incoming()
@@ -373,7 +374,6 @@ class Connections:
         return self._look_at
 
     def _look_at_host_of(self, line: Line) -> None:
-        """There is a new line."""
         if line.silence is not None and self._look_at is None:
             self._look_at = look_at = time.monotonic() + self._heartbeat / LOOKS
             self._pool.wake_at(look_at)
@@ -381,23 +381,23 @@ class Connections:
     # -- the end ------------------------------------------------------------------------------------
 
     def hang_up(self, worker: int, name: str | None) -> None:
-        """A worker is gone: calls that have no answer yet fail, as soon as what has come is read.
+        """A worker is gone: once the data that has arrived is read, its unanswered calls fail.
 
         Args:
-            name: only if it is the one of this name.
+            name: only if the worker has this name.
         """
         outgoing = self.outgoing.get(worker)
         if outgoing is not None and (name is None or outgoing.peer == name):
             outgoing.hang_up()
 
     def close_ended(self, ended: Outgoing | Incoming) -> None:
-        """Give back what a connection has held that was lost."""
+        """Release the resources of a lost connection."""
         ended.close()
         with self._lock:
             self._ended.discard(ended)
 
     def close_all_ended(self) -> None:
-        """Nobody is left to close those that were lost just before."""
+        """The pool has ended, which closes lost connections otherwise."""
         with self._lock:
             left = list(self._ended)
             self._ended.clear()
@@ -405,7 +405,7 @@ class Connections:
             connection.close()
 
     def stop(self) -> tuple[list[Outgoing], list[Incoming]] | None:
-        """No new ones from here on. Returns those there are, for the caller to end; None if it is stopped already."""
+        """Allow no new connections. Returns the existing ones, for the caller to end; None if already stopped."""
         with self._lock:
             if self.is_closed:
                 return None
@@ -427,12 +427,12 @@ class Connections:
             table.clear()
 
     def be_alone(self) -> None:
-        """The pool ends: nobody else tells those who wait for an answer that there is none."""
+        """The pool ends, and completes no calls from here on."""
         self._is_alone = True
         self.complete_left()
 
     def complete_left(self) -> None:
-        """The pool has ended: complete the calls that it has not."""
+        """Complete the calls that the ended pool did not."""
         for job in self._pool.take_left():
             if isinstance(job, (Completion, Completions)):
                 job.run()

@@ -1,4 +1,4 @@
-"""How a connection to another worker is made: by the best way that works, and with proof on both sides."""
+"""Connecting to another worker: by the best transport that works, with authentication in both directions."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .lines import Lines
 from .outgoing import Outgoing, Watch
 
 
-# Seconds before a handshake that was cut off is tried again: at first, and at most.
+# Seconds before a broken-off handshake is retried: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
-# So often only the best way is tried: a slower one would be kept for as long as the connection lasts.
+# Attempts with the best transport before slower ones are tried: a connection keeps its transport for life.
 _TRIES_OF_THE_BEST = 4
 
 
 def is_late(error: PeerLost) -> bool:
-    """Whether :meth:`Dialer.dial` has found a member that is there: connected to, and no handshake came to its end.
+    """Whether :meth:`Dialer.dial` failed only for lack of time.
 
-    It stands still, or strangers crowd its port.
+    The member accepted the connection, but no handshake was completed: it is stopped, or its port is crowded.
     """
     return isinstance(error.__cause__, DeadlineExceeded)
 
 
 def _is_cut(error: Exception) -> bool:
-    """Whether somebody was there and hung up, or had no room: another attempt may get through."""
+    """Whether the other end hung up or had no room. A further attempt may succeed."""
     return isinstance(
         error,
         (HungUp, ConnectionResetError, ConnectionAbortedError, BrokenPipeError, BlockingIOError),
@@ -43,7 +43,7 @@ def _is_cut(error: Exception) -> bool:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between attempts. Many may be turned away in one moment, and are not to come back in one."""
+    """Seconds between attempts. Random: many workers may be refused at once, and should not all return at once."""
     pause = _FIRST_PAUSE
     while True:
         yield random.uniform(pause / 2, pause)  # noqa: S311  # nothing secret
@@ -55,11 +55,11 @@ class Dialer:
 
     Args:
         roster: its group.
-        lines: what connections are made of.
-        secret: what all members know.
-        seals: how connections without TLS may be protected, the best first.
-        ways: the transports that it may use, the best first.
-        identity: what it shows under TLS.
+        lines: makes lines and shared memory for connections.
+        secret: the group's secret.
+        seals: the MACs allowed on connections without TLS, best first.
+        ways: the allowed transports, best first.
+        identity: its TLS certificate and key.
         heartbeat: as in the options.
     """
 
@@ -83,7 +83,7 @@ class Dialer:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """No further attempts: whoever waits for one is told now."""
+        """Make no further attempts. Callers that wait for one return now."""
         self._stopped.set()
 
     def dial(
@@ -95,18 +95,18 @@ class Dialer:
         probe: bool = False,
         refused: Callable[[str], None] | None = None,
     ) -> Outgoing:
-        """A new connection to a member, which nobody reads yet.
+        """Open a connection to a member. No thread reads it yet.
 
-        A handshake that the other end cuts off is tried again until the deadline: it says nothing of the member, which
-        may have closed what it took for a stranger's.
+        If the other end breaks off the handshake, it is retried until the deadline: the member may have closed it to
+        make room for others.
 
         Args:
-            watch: is given to the connection.
-            probe: it is only to be seen whether the member is there.
-            refused: called with the reasons if nobody listens there at all.
+            watch: passed to the connection.
+            probe: only find out whether the member is there.
+            refused: called with the reasons if every transport is refused.
 
         Raises:
-            PeerLost: no way works; says why each did not. :func:`is_late` if it is no proof of a loss.
+            PeerLost: no transport works; gives the reason for each. See :func:`is_late`: not each one means a loss.
         """
         group = self._roster.group
         assert group is not None
@@ -152,7 +152,7 @@ class Dialer:
         raise PeerLost(member.name, f"it cannot be reached ({'; '.join(reasons)})") from late
 
     def _wait(self, seconds: float, deadline: Deadline) -> bool:
-        """Wait before another attempt; False if there is to be none."""
+        """Wait before the next attempt; False if there is none."""
         left = deadline.remaining()
         if left is not None:
             seconds = min(seconds, left)

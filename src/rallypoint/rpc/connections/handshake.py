@@ -1,4 +1,4 @@
-"""Both ends of a new connection prove themselves: the bytes of ``wire.auth`` over a socket, within TLS where there is one."""
+"""Authentication of a new connection: the protocol of ``wire.auth`` over a socket, inside TLS if there is any."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from rallypoint.wire.transport import HungUp
 
 _CHUNK = 8192
 _FD = struct.Struct("i")
-# Seconds in which a stranger must have proved itself.
+# Seconds for a client to authenticate.
 PATIENCE = 10.0
 
 
 class Introduced(NamedTuple):
-    """The other end has proved itself.
+    """The result of a handshake.
 
     Args:
-        peer: who it is.
-        rest: what came after its last message.
+        peer: the introduction of the other end.
+        rest: bytes that followed its last message.
         side: our end of the side socket.
-        keys: of what follows, as in ``wire.auth``.
+        keys: MAC keys for the data that follows, as in ``wire.auth``.
     """
 
     peer: dict[str, Any]
@@ -58,14 +58,14 @@ def introduce(
     """The connecting side's handshake. Blocks.
 
     Args:
-        side: also set up a second socket, for descriptors; not through TLS.
-        channel: what we know of the connection; of TLS it is known without.
-        seals: how what follows may be protected, if it is not by TLS.
+        side: also set up a second socket, for descriptors. Not possible through TLS.
+        channel: identifies the connection; TLS has its own.
+        seals: the allowed MACs for what follows, if there is no TLS.
 
     Raises:
-        AuthenticationError: it does not know the secret, or does not take us.
-        HungUp: it has closed the connection without a word.
-        ProtocolError: it is no worker.
+        AuthenticationError: the other end does not know the secret, or rejects ours.
+        HungUp: it closed the connection without a message.
+        ProtocolError: it is not a worker.
         DeadlineExceeded: it does not answer.
         OSError: the connection broke.
     """
@@ -87,7 +87,7 @@ def introduce(
             sent = socket.send_fds(sock, [first], [theirs.fileno()])
             first = first[sent:]
         if first:
-            # Who has refused our certificate has closed; what it said of it can be read.
+            # If the peer rejected our certificate it has closed the connection, but its reason can still be read.
             is_tls = isinstance(sock, TlsSocket)
             with contextlib.suppress(ConnectionError) if is_tls else contextlib.nullcontext():
                 sock.sendall(first)
@@ -103,7 +103,7 @@ def introduce(
                     "the other end did not complete the handshake in time"
                 ) from None
             except BlockingIOError:
-                # Less than a record.
+                # An incomplete TLS record.
                 continue
             if not data:
                 raise HungUp(str(talk.ended()))
@@ -127,7 +127,7 @@ def introduce(
 
 
 def _secure(sock: TlsSocket, deadline: Deadline) -> None:
-    """The connecting side's TLS handshake. Blocks; raises what :func:`introduce` does."""
+    """The connecting side's TLS handshake. Blocks; raises the same errors as :func:`introduce`."""
     late = "the other end did not complete the TLS handshake in time"
     try:
         sock.settimeout(deadline.remaining())
@@ -137,21 +137,21 @@ def _secure(sock: TlsSocket, deadline: Deadline) -> None:
                 raise DeadlineExceeded(late)
             sock.settimeout(left)
     except BlockingIOError:
-        # No time was left at all: a time-out of 0 does not wait.
+        # The deadline had passed: a timeout of 0 makes the socket non-blocking.
         raise DeadlineExceeded(late) from None
     except TimeoutError as error:
         raise (error if isinstance(error, DeadlineExceeded) else DeadlineExceeded(late)) from None
 
 
 class Welcome:
-    """A connection that somebody has opened and not proved anything on yet. Lives in the poller.
+    """An accepted connection that has not authenticated yet. Lives in the poller.
 
     Args:
-        sock: accepted; it is taken over, and handed to ``accepted`` or closed.
-        identity: of this end, for a TLS handshake before the proof; None: the connection is plain.
+        sock: passed on to ``accepted``, or closed.
+        identity: for a TLS handshake before authentication; None: no TLS.
         channel, seals: as for :func:`introduce`.
-        accepted: called with the socket, and who is at its other end.
-        ended: called when this is over, either way.
+        accepted: called with the socket and its peer.
+        ended: called when authentication has succeeded or failed.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Welcome:
 
     @property
     def _talk(self) -> Accepting:
-        # Only now: most strangers in a crowd say nothing.
+        # Created late: most connections of a flood never send anything.
         if self._begun is None:
             self._begun = self._begin()
         return self._begun
@@ -236,7 +236,7 @@ class Welcome:
             return None
 
     def _receive_with_side(self, sock: socket.socket) -> bytes:
-        # Not socket.recv_fds, which drops the flag: a child of this process would inherit what came.
+        # Not socket.recv_fds, which drops the flag: children would inherit the descriptors.
         data, ancillary, _, _ = sock.recvmsg(
             _CHUNK, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
         )
@@ -265,7 +265,6 @@ class Welcome:
         self._outbox = self._outbox[sent:]
 
     def close(self, reason: str) -> None:
-        """Turn the stranger away."""
         self._ended(self, reason or "it has left")
         self.sock.close()
         if self._side is not None:

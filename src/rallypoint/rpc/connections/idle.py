@@ -1,4 +1,4 @@
-"""Waiting until no call is under way, without a look at the clock and at next to no cost for calls that end meanwhile."""
+"""Waiting until no call is in progress, without polling and at almost no cost to the calls."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rallypoint._core.clock import Deadline
 
 
 class IdleCondition:
-    """Whoever ends a call says so, if somebody wants to know.
+    """A condition that is notified at the end of each call while a thread waits for it.
 
     Attributes:
-        is_wanted: whether anybody does. Read without a lock, after what was ended is seen to have ended: who wants
-            to know says so first, and looks then.
+        is_wanted: whether a thread waits. Read without a lock, after the state of the ended call is visible: a waiter
+            sets it first and then checks the state.
     """
 
     __slots__ = ("_changed", "_closed", "_waiting", "is_wanted")
@@ -25,12 +25,12 @@ class IdleCondition:
         self._closed = False
 
     def note(self) -> None:
-        """A call has ended, or a connection with all that was under way on it."""
+        """A call or a connection has ended."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, is_quiet: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait until ``is_quiet()`` or :meth:`close`; False if the time was up before."""
+        """Wait until ``is_quiet()`` or :meth:`close`; False if the deadline comes first."""
         with self._changed:
             self._waiting += 1
             self.is_wanted = True
@@ -49,6 +49,6 @@ class IdleCondition:
         self._closed = True
 
     def close(self) -> None:
-        """The agent closes: its calls come to an end by themselves."""
+        """The agent closes: waiting ends."""
         self._closed = True
         self.note()

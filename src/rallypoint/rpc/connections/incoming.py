@@ -23,31 +23,31 @@ from .messages import CANCEL, CREDIT, REPLY
 
 
 class Served(Protocol):
-    """A request that is in line or being worked on."""
+    """A request that is queued or being served."""
 
     def cancel(self) -> None:
-        """The caller has given it up."""
+        """The caller has cancelled it."""
 
     def credit(self, amount: int) -> None:
-        """The caller takes so many more items of a stream."""
+        """The caller accepts so many more items of a stream."""
 
     def abandon(self) -> None:
-        """In a forked child: whatever comes of it goes nowhere. Takes no lock."""
+        """In a forked child: its result is dropped. Takes no lock."""
 
 
 class Incoming:
-    """A connection that a peer has opened and proved itself on.
+    """An authenticated connection that a peer opened.
 
     Args:
         line: connected.
-        peer: who.
-        sharing: the way of large buffers, or None.
-        job: makes what the pool does out of a request.
+        peer: the other end.
+        sharing: shared memory for large buffers, or None.
+        job: makes a request into a job of the pool.
         lost: called once when the connection ends, with the reason.
         hold_back: has :meth:`flush` called when the leader has no more jobs at hand.
-        most_unread: bytes of answers that the peer may leave unread; beyond that no further requests of it are taken.
-        listen: told whether there are to be any, when that changes.
-        submit: has a request done that was read, and waited.
+        most_unread: bytes of unread answers beyond which the peer's requests are paused.
+        listen: called when requests are paused (False) or resumed.
+        submit: gives the pool a parked request.
         idle: told when a request is answered.
     """
 
@@ -70,7 +70,7 @@ class Incoming:
         self.sharing = sharing
         self.active: dict[int, Served] = {}
         self.sent_references = SentReferences()
-        # Taken out of the others, and not handed to the kernel yet.
+        # Requests that are answered, but not handed to the kernel yet.
         self._answering: set[int] = set()
         self._job = job
         self._lost = lost
@@ -78,9 +78,9 @@ class Incoming:
         self._most_unread = most_unread
         self._listen = listen
         self._submit = submit
-        # Set under its lock: the peer is not listened to until it reads. And its requests that wait for that.
-        self.is_deaf = False
-        self._deaf_lock = threading.Lock()
+        # Under the lock: whether requests are paused until the peer reads, and those that wait for that.
+        self.is_paused = False
+        self._pause_lock = threading.Lock()
         self._parked: list[Job] = []
         self._held: deque[bytes] = deque()
         self._is_marked = False
@@ -94,14 +94,14 @@ class Incoming:
         try:
             if mask & WRITE:
                 self.line.flush()
-                self._hear()
-            if mask & ~WRITE or not self.is_deaf:
+                self._pause_or_resume()
+            if mask & ~WRITE or not self.is_paused:
                 self._take(self.line.read_now(), jobs)
         except (Closed, ProtocolError) as error:
             self.end(str(error))
 
     def feed(self, data: bytes, jobs: deque[Job]) -> None:
-        """What came together with the last bytes of the handshake."""
+        """Take data that arrived with the end of the handshake."""
         try:
             self._take(self.line.parse(data), jobs)
         except ProtocolError as error:
@@ -119,7 +119,7 @@ class Incoming:
             elif 0 < kind < REPLY:
                 jobs.append(self._job(self, frame))
             else:
-                raise ProtocolError(f"{self.peer} has sent a request of kind {kind}")
+                raise ProtocolError(f"{self.peer} sent a request of unknown kind {kind}")
 
     def _cancel(self, number: int) -> None:
         served = self.active.get(number)
@@ -127,8 +127,8 @@ class Incoming:
             served.cancel()
 
     def claim(self, number: int) -> bool:
-        """Whether the caller is the one to answer this request: nobody else has, or has given it up."""
-        # Into the one before out of the other: who looks whether all is done must find it.
+        """Whether the caller may answer this request: it has not been answered or cancelled."""
+        # Added here before it is removed there: is_idle must not miss it.
         self._answering.add(number)
         if self.active.pop(number, None) is None:
             self.answered(number)
@@ -143,8 +143,8 @@ class Incoming:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being done for the peer, and all answers are on their way."""
-        # In the order in which an answer goes through them; the lock is held while some are handed to the kernel.
+        """Whether no request is being served, and all answers are handed to the kernel."""
+        # In the order in which an answer passes through them. flush() holds the lock while it sends.
         return not (self.active or self._answering or self._held or self._lock.locked())
 
     # -- replies ----------------------------------------------------------------------------------
@@ -162,18 +162,18 @@ class Incoming:
         home: int = 0,
         is_alone: bool = False,
     ) -> bool:
-        """Answer a request. Does not wait; an answer to a peer that has gone is dropped.
+        """Answer a request. Does not block; the answer is dropped if the peer is gone.
 
         Args:
-            home, is_alone: of a buffer that may go back as it came, as :meth:`~.wire.sharing.Sharing.place` says.
-            held: kept until the buffers are sent.
-            later: send it together with the next ones, at :meth:`flush`.
+            home, is_alone: for a buffer that may be returned in place; see :meth:`~.wire.sharing.Sharing.place`.
+            held: kept alive until the buffers are sent.
+            later: hold it back until :meth:`flush`, to send several at once.
 
         Returns:
-            False if it has certainly not left.
+            False if it was certainly not sent.
         """
         if self._ended:
-            # What it asked for was given up with it: that is not what it shall read in its last moment.
+            # The answer may be that of a request cancelled by end(): the peer must not read that.
             return False
         placed: Sequence[Shared | memoryview] = buffers
         if buffers and self.sharing is not None:
@@ -181,39 +181,39 @@ class Incoming:
         pieces = encode(kind, number, payload, placed, flags=flags)
         if later and len(pieces) == 1:
             self._held.append(pieces[0])  # type: ignore[arg-type]  # the only piece is bytes
-            # In this order: a flush clears the mark first, and takes all that is there then.
+            # In this order: flush() clears the mark before it takes the answers.
             if not self._is_marked:
                 self._is_marked = True
                 self._hold_back(self)
             return True
         with contextlib.suppress(Closed):
             if not self.line.send(pieces, held):
-                self._hear()
+                self._pause_or_resume()
         return True
 
-    def _hear(self) -> None:
-        """Listen to a peer that reads what it is told, and to no other."""
+    def _pause_or_resume(self) -> None:
+        """Backpressure: pause the requests of a peer with too many unread answers."""
         parked: list[Job] = []
-        with self._deaf_lock:
+        with self._pause_lock:
             left = self.line.left
-            deaf = left > (self._most_unread // 2 if self.is_deaf else self._most_unread)
-            if deaf != self.is_deaf:
-                self.is_deaf = deaf
-                self._listen(self, not deaf)
-            if not deaf:
+            pause = left > (self._most_unread // 2 if self.is_paused else self._most_unread)
+            if pause != self.is_paused:
+                self.is_paused = pause
+                self._listen(self, not pause)
+            if not pause:
                 parked, self._parked = self._parked, parked
         for each in parked:
             self._submit(each)
 
     def park(self, job: Job) -> bool:
-        """Keep a request until the peer reads; False if it does again."""
-        with self._deaf_lock:
-            if self.is_deaf:
+        """Keep a request until the peer reads its answers; False if requests are not paused."""
+        with self._pause_lock:
+            if self.is_paused:
                 self._parked.append(job)
-            return self.is_deaf
+            return self.is_paused
 
     def flush(self) -> None:
-        """Send what was held back."""
+        """Send the answers that were held back."""
         self._is_marked = False
         with self._lock:
             pieces = []
@@ -222,29 +222,29 @@ class Incoming:
             if pieces:
                 with contextlib.suppress(Closed):
                     if not self.line.send([b"".join(pieces) if len(pieces) > 1 else pieces[0]]):
-                        self._hear()
+                        self._pause_or_resume()
         if self._idle.is_wanted:
             self._idle.note()
 
     # -- the end ----------------------------------------------------------------------------------
 
     def end(self, reason: str) -> None:
-        """The peer has gone, or we leave: what it waits for is given up. Idempotent."""
+        """The peer is gone, or this worker leaves: cancel its requests. Idempotent."""
         with self._lock:
             if self._ended:
                 return
             self._ended = True
         for served in list(self.active.values()):
             served.cancel()
-        with self._deaf_lock:
-            self.is_deaf = False
+        with self._pause_lock:
+            self.is_paused = False
             parked, self._parked = self._parked, []
         for each in parked:
-            self._submit(each)  # which drops what they carry
+            self._submit(each)  # which drops it, and releases what it carries
         self._lost(self, reason)
 
     def finish(self, deadline: Deadline) -> None:
-        """We leave: what has been answered still goes out, then it ends."""
+        """This worker leaves: send the answers that are ready, then end."""
         self.flush()
         with contextlib.suppress(Closed, DeadlineExceeded):
             if self.line.is_full:
@@ -252,9 +252,9 @@ class Incoming:
         self.end("this worker has left the group")
 
     def abandon(self) -> None:
-        """In a forked child: the parent answers. What forked in the middle of a request has nobody to answer here."""
+        """In a forked child: only the parent answers, also if a request forked."""
         self._lock = threading.Lock()
-        self._deaf_lock = threading.Lock()
+        self._pause_lock = threading.Lock()
         self._ended = True
         for served in self.active.values():
             served.abandon()
@@ -262,7 +262,7 @@ class Incoming:
         self._held.clear()
 
     def close(self) -> None:
-        """Give the sockets back; called when nobody reads any more."""
+        """Close the sockets. Called when no thread reads any more."""
         self.line.shut()
         self.line.close()
         if self.sharing is not None:

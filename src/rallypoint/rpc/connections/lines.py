@@ -1,4 +1,4 @@
-"""What connections are made of: a line over a socket, and memory that both ends share."""
+"""The parts of a connection: a line over a socket, and shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lines:
-    """Makes them; all of one agent share a budget, memory for what comes, and threads that copy.
+    """Makes the parts of connections. All connections of an agent share a memory budget, buffers, and copying threads.
 
     Args:
         shared_memory_bytes, heartbeat: as in the options.
@@ -38,7 +38,7 @@ class Lines:
         later: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self._heartbeat = heartbeat
-        # Connections that ended since what came was not what was sent.
+        # Connections that ended because data was altered in transit.
         self.num_changed = 0
         unused = UnusedMemory(later)
         self.budget = Budget(shared_memory_bytes, unused.used)
@@ -47,14 +47,14 @@ class Lines:
         unused.watch(self.budget, self._recycler)
 
     def share(self, side: socket.socket) -> Sharing:
-        """The way of large buffers, over the second socket of a connection."""
+        """Shared memory for large buffers, over the second socket of a connection."""
         return Sharing(side, self.budget, self._copier.move)
 
     def line(self, sock: tls.Connection, kind: str, keys: tuple[Keys, Keys] | None = None) -> Line:
-        """Over a connected socket of a transport of this kind.
+        """A line over a connected socket of a transport of this kind.
 
         Args:
-            keys: of what is sent and received from here on; None: it is under no MAC.
+            keys: MAC keys for sending and receiving; None: no MAC.
         """
         silence = Silence(self._heartbeat) if _is_tcp(sock) else None
         allocate = self._recycler.allocate
@@ -80,7 +80,7 @@ class Lines:
 
 
 def _is_tcp(sock: tls.Connection) -> bool:
-    """Whether the kernel can tell how long the other host has been silent, whichever transport this is."""
+    """Whether the kernel reports how long the other host has been silent, whatever the transport."""
     try:
         return bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_SIZE))
     except OSError:

@@ -1,4 +1,4 @@
-"""The kinds of messages between two agents, and the names that torch has for them."""
+"""The kinds of messages between two agents, and torch's names for them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """What a frame is. Numbers are part of the protocol: append only."""
+    """The kind of a frame. Numbers are part of the protocol: append only."""
 
-    # From the one that connected.
+    # From the end that connected.
     CALL = 1
     SCRIPT_CALL = 2
     REMOTE = 3
@@ -24,27 +24,27 @@ class Kind(IntEnum):
     SEGMENT = 13
     LEAVE = 14
     INQUIRY = 15
-    # From the one that accepted.
+    # From the end that accepted.
     REPLY = 32
     NOTHING = 33
     FAILURE = 34
     ITEM = 35
     END = 36
-    # There will be no answer: the caller has given the request up, or its time is over.
+    # No answer will follow: the caller cancelled the request, or it timed out.
     GIVEN_UP = 37
 
 
-# The same as plain numbers, for what is done with each message: an enum's member takes longer to find.
+# As plain numbers, for code that runs per message: looking up an enum member is slower.
 CALL, SCRIPT_CALL, STREAM = int(Kind.CALL), int(Kind.SCRIPT_CALL), int(Kind.STREAM)
 REMOTE, SCRIPT_REMOTE = int(Kind.REMOTE), int(Kind.SCRIPT_REMOTE)
 FETCH, SCRIPT_FETCH = int(Kind.FETCH), int(Kind.SCRIPT_FETCH)
 CANCEL, CREDIT = int(Kind.CANCEL), int(Kind.CREDIT)
 REPLY, NOTHING, FAILURE = int(Kind.REPLY), int(Kind.NOTHING), int(Kind.FAILURE)
 ITEM, END, GIVEN_UP = int(Kind.ITEM), int(Kind.END), int(Kind.GIVEN_UP)
-# Those that make a value, and a reference to it.
+# Calls that create a remote value.
 REMOTES = (REMOTE, SCRIPT_REMOTE)
 
-# What `messages_to_fail` and `messages_to_delay` of torch's faulty agent call them.
+# Their names in `messages_to_fail` and `messages_to_delay` of torch's faulty agent.
 TORCH_NAMES: dict[Kind, str] = {
     Kind.CALL: "PYTHON_CALL",
     Kind.SCRIPT_CALL: "SCRIPT_CALL",
@@ -58,6 +58,6 @@ TORCH_NAMES: dict[Kind, str] = {
 }
 
 # Flags of a frame.
-FLAG_REFS = 2  # references, or shared GPU memory, are in it: it must be unpickled even if nobody wants it any more
-FLAG_PACKED = 4  # arguments, or the result, that are tuples are ordinary tensors (tensors.pack)
-FLAG_FOREIGN = 1  # the payload was made by a pickler that user code has put in place of ours
+FLAG_REFS = 2  # has references or shared GPU memory: must be unpickled even if the result is no longer wanted
+FLAG_PACKED = 4  # arguments or result are a tuple of plain tensors (tensors.pack)
+FLAG_FOREIGN = 1  # pickled by a pickler that user code installed

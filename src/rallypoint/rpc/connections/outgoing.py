@@ -1,8 +1,8 @@
 """The connection on which this process calls one peer: requests go out, replies come in.
 
-Who reads the replies: a thread that waits for one reads itself, since every hand-over to another thread costs more
-than the call. The *role* of the reader goes from thread to thread; while nobody who waits has it, the pool's leader
-reads (the connection is *armed*). What a reader finds for others it completes for them.
+A thread that waits for a reply reads the socket itself, since a hand-over between threads costs more than the call.
+One thread at a time has the *role* of the reader, and completes the calls of others as it reads their replies. While
+no waiting thread has the role, the pool's leader reads (the connection is *armed*).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .idle import IdleCondition
 from .messages import CANCEL, FAILURE, FLAG_REFS, GIVEN_UP, ITEM, REMOTE, REPLY, SCRIPT_REMOTE
 
 
-# Bytes of small requests that go out in one write.
+# Bytes of small requests that are collected for one write.
 _MOST_KEPT = 16 * 1024
 
 
 class Watch(Protocol):
-    """Has the pool's leader look at a connection."""
+    """Has the pool's leader serve a connection."""
 
     idle: IdleCondition
 
@@ -45,16 +45,16 @@ class Watch(Protocol):
     def disarm(self, outgoing: Outgoing) -> None: ...
 
     def kept(self, outgoing: Outgoing) -> None:
-        """It has frames that wait for more: have them sent by :meth:`Outgoing.send_kept` soon."""
+        """It holds frames back: have :meth:`Outgoing.send_kept` send them soon."""
 
     def full(self, outgoing: Outgoing) -> None:
-        """The kernel takes no more for now: have the rest sent when it does."""
+        """The socket's buffer is full: have the rest sent when there is room."""
 
     def forget(self, outgoing: Outgoing) -> None:
-        """It is lost: no further call goes this way. Several calls do no harm."""
+        """It is lost: route no further calls to it. Idempotent."""
 
     def lost(self, outgoing: Outgoing, reason: str) -> None:
-        """It has ended, and all its calls with it; called once."""
+        """It and all its calls have ended. Called once."""
 
     def wake_at(self, when: float) -> None: ...
 
@@ -62,10 +62,10 @@ class Watch(Protocol):
         """A call that carried these references has failed, perhaps before the peer read them."""
 
     def unwanted(self, outgoing: Outgoing, frame: Frame) -> None:
-        """An answer came too late that must not simply be dropped."""
+        """A late answer that must be read before it is dropped."""
 
     def defer(self, calls: list[Call]) -> None:
-        """Complete these calls on a thread of the pool: user code hangs on them."""
+        """Complete these calls on a thread of the pool: they have callbacks."""
 
 
 class Outgoing:
@@ -74,9 +74,9 @@ class Outgoing:
     Args:
         line: connected and authenticated.
         info: the peer.
-        watch: the agent.
-        sharing: the way of large buffers, or None.
-        has_maps: whether the peer has device maps, which its answers follow.
+        watch: arms it, and hears of its end.
+        sharing: shared memory for large buffers, or None.
+        has_maps: whether the peer has device maps; its answers follow them.
     """
 
     def __init__(
@@ -97,28 +97,27 @@ class Outgoing:
         self.lost_reason: str | None = None
         self.in_flight = 0
         self.sent_references = SentReferences()
-        # Calls that were given up and whose answers are still to come: they hold memory until somebody reads them.
+        # Cancelled calls whose answers are still to come: they hold memory until they are read.
         self._owed: set[int] = set()
         self._watch = watch
         self._idle = watch.idle
         self._numbers = itertools.count(1)
         self._role = threading.Lock()
-        # Whose thread has the role, if it has not given it away to run a handler.
+        # The call whose thread has the role, unless it gave it away to run a signal handler.
         self._reader: Call | None = None
-        # Guards who waits, whether it is armed, and the end.
+        # Guards _waiting, is_armed and lost_reason.
         self._lock = threading.Lock()
         self._waiting: deque[Call] = deque()
-        # Notified when bytes in flight have been answered.
+        # Notified when fewer bytes are in flight.
         self._room = threading.Condition(self._lock)
 
     # -- requests ---------------------------------------------------------------------------------
 
     def reserve(self, call: Call, size: int, most: int) -> None:
-        """Count bytes that ``call`` sends as in flight; waits while there are too many. One alone always goes.
+        """Count the bytes of ``call`` as in flight. Waits while there would be more than ``most``, unless it is alone.
 
         Raises:
-            RpcTimeout: the call's time is up.
-            PeerLost: the peer is gone.
+            RpcTimeout: the call has timed out.
         """
 
         def has_room() -> bool:
@@ -129,7 +128,7 @@ class Outgoing:
         with self._room:
             if not has_room():
                 left = None if call.deadline is None else call.deadline - time.monotonic()
-                # Those that nobody waits for must be read for: then they make room.
+                # Answers must be read to make room, also if no thread waits for them.
                 self._lock.release()
                 try:
                     self.attend()
@@ -141,7 +140,7 @@ class Outgoing:
             call.size = size
 
     def release(self, call: Call) -> None:
-        """``call`` is not made: its bytes are not in flight."""
+        """``call`` is not made: its bytes no longer count."""
         with self._room:
             self.in_flight -= call.size
             call.size = 0
@@ -162,11 +161,11 @@ class Outgoing:
         """Send a request whose reply completes ``call``; returns its number.
 
         Args:
-            crowd: small requests wait for each other when more than so many are under way; 0: never.
-            block: wait until the kernel has taken all of it; else the leader sends the rest.
+            crowd: with more calls in progress than this, small requests are held back and sent together; 0: never.
+            block: wait until all of it is in the socket's buffer; otherwise the leader sends the rest.
 
         Raises:
-            PeerLost: the peer is gone. ``call`` is not in the table then.
+            PeerLost: the peer is gone, and ``call`` is not in the table.
         """
         number = next(self._numbers)
         call.kind = kind
@@ -183,12 +182,12 @@ class Outgoing:
         pieces = encode(kind, number, payload, buffers, flags=flags, time_left=time_left)
         try:
             if crowd and not buffers and len(self.calls) > crowd:
-                # Many are under way: their answers will have this one sent, or the overseer's next tick.
+                # Sent with the next answer, or at the overseer's next tick.
                 piece: bytes = pieces[0]  # type: ignore[assignment]  # the only piece is bytes
                 kept = self.line.send_later(piece)
                 if kept < _MOST_KEPT:
                     if kept == len(piece):
-                        # The first since the last write: the others need no word of their own.
+                        # The first since the last write. One notice is enough.
                         self._watch.kept(self)
                     return number
                 done = self.line.flush()
@@ -203,27 +202,27 @@ class Outgoing:
             self.fail(str(error))
             self._withdraw(number)
         except DeadlineExceeded:
-            # What is left of it goes out when the peer reads again: the next request follows it.
+            # The rest of it goes out, before the next request, when the peer reads again.
             self._expire(call)
         return number
 
     def adopt(self, call: Call, kind: int) -> int:
-        """Take a call into the table without sending anything: for faults that are made on purpose."""
+        """Add a call to the table without sending anything: for injected faults."""
         number = next(self._numbers)
         call.number, call.kind = number, kind
         self.calls.add(number, call)
         return number
 
     def settle(self, call: Call, error: BaseException) -> None:
-        """Complete a call that is in nobody's table with an error."""
+        """Complete a call that is in no table with an error."""
         call.error = error
         theirs: list[Call] = []
         self._settle(call, theirs)
         self._complete(theirs)
 
     def _withdraw(self, number: int) -> None:
-        """The peer is lost: the call is not made, unless somebody has failed it already."""
-        # Whoever has found that out may not have come so far yet.
+        """The peer is lost: take the call back, unless another thread has failed it already."""
+        # The thread that noticed the loss may not have done this yet.
         self._watch.forget(self)
         call = self.calls.take(number)
         if call is not None:
@@ -242,7 +241,7 @@ class Outgoing:
             self.fail(str(error))
 
     def send_kept(self) -> None:
-        """Send what waits for more."""
+        """Send the frames that were held back."""
         try:
             if not self.line.flush():
                 self._watch.full(self)
@@ -252,16 +251,12 @@ class Outgoing:
     # -- replies ----------------------------------------------------------------------------------
 
     def attend(self) -> None:
-        """Somebody must read the reply of a call that nobody waits for: the leader, if nobody does already."""
+        """Have the leader read replies, unless another thread reads already."""
         if not self.is_armed and not self._role.locked():
             self._arm()
 
     def wait(self, call: Call) -> None:
-        """Wait until ``call`` is completed, or its time is up.
-
-        Raises:
-            RpcTimeout: it is; the call is taken out of the table.
-        """
+        """Wait until ``call`` is completed, at the latest by its timeout."""
         role = self._role
         if self.line.has_kept:
             self.send_kept()
@@ -272,7 +267,7 @@ class Outgoing:
             self._sleep(call)
 
     def _read_until(self, call: Call) -> None:
-        """Read as the one who has the role; gives it up whenever something is to be completed."""
+        """Read replies until ``call`` or calls of others are done. The caller has the role; it is released here."""
         late = False
         theirs: list[Call] = []
         self._reader = call
@@ -304,9 +299,9 @@ class Outgoing:
             self._expire(call)
 
     def read_now(self, into: Callable[[list[Call]], None]) -> None:
-        """For the leader: read what has come. What it completes is handed over."""
+        """For the leader: read what has arrived, and pass completed calls to ``into``."""
         if not self._role.acquire(False):
-            # A thread that waits reads. It arms the connection when it is done, perhaps before we disarm it.
+            # A waiting thread reads. It may have stopped and armed the connection before we disarm it, so try again.
             self._disarm()
             if not self._role.acquire(False):
                 return
@@ -334,9 +329,9 @@ class Outgoing:
                 self.discard(frame)
             return
         if kind < REPLY or kind > GIVEN_UP:
-            raise ProtocolError(f"worker {self.peer!r} has answered with a message of kind {kind}")
+            raise ProtocolError(f"worker {self.peer!r} sent an answer of unknown kind {kind}")
         if kind == GIVEN_UP:
-            # If it was given up over there first, since its time was over, it still is for us to find that out.
+            # If the peer timed it out first, this end still does so by its own clock.
             call = self.calls.get(frame.call)
             if call is not None:
                 call.is_owed = False
@@ -344,7 +339,7 @@ class Outgoing:
             return
         call = self.calls.take(frame.call)
         if call is None:
-            # Its time was up, or it was cancelled.
+            # It timed out or was cancelled.
             self._owed.discard(frame.call)
             self.discard(frame)
             return
@@ -354,14 +349,14 @@ class Outgoing:
         self._settle(call, theirs)
 
     def discard(self, frame: Frame) -> None:
-        """An answer that nobody takes: what it holds in shared memory is free, references in it are let go."""
+        """Drop an unwanted answer: release its shared memory and references."""
         if frame.flags & FLAG_REFS:
             self._watch.unwanted(self, frame)
         elif self.sharing is not None:
             self.sharing.discard(frame.buffers)
 
     def _settle(self, call: Call, theirs: list[Call]) -> None:
-        """Mark it done and wake who waits; what else there is to do is left to the caller."""
+        """Mark it done and wake its thread. Calls with ``on_done`` are appended to ``theirs``, for the caller."""
         call.held = None
         if call.size:
             with self._room:
@@ -389,7 +384,7 @@ class Outgoing:
             self._watch.defer(deferred)
 
     def _sleep(self, call: Call) -> None:
-        """Another thread reads: sleep until it has our reply, or gives the role up."""
+        """Sleep until the thread that reads has our reply, or gives up the role."""
         waiter = threading.Lock()
         waiter.acquire()
         rest = Rest.of_main(lambda: self._wait_no_longer(call))
@@ -397,7 +392,7 @@ class Outgoing:
             call.waiter = waiter
             self._waiting.append(call)
         try:
-            # It may have given it up just now, when nobody was waiting yet.
+            # The reader may have given up the role before we were in the list.
             if not call.done and self._role.locked():
                 left = None if call.deadline is None else call.deadline - time.monotonic()
                 if left is None or left > 0.0:
@@ -408,14 +403,14 @@ class Outgoing:
                         rest.check()
                         rest.call(functools.partial(waiter.acquire, True), seconds)
         except Lent:
-            # A handler has run on top: look again.
+            # A signal handler has run meanwhile: check again.
             pass
         finally:
             self._forget_waiter(call)
             if call.deadline is not None and call.deadline <= time.monotonic():
                 self._expire(call)
             if call.done:
-                # We may have been woken to read, and been answered at the same moment: the next one must be.
+                # We may have been woken to read, and answered at the same moment: wake the next.
                 self._hand_on()
 
     def _forget_waiter(self, call: Call) -> None:
@@ -425,12 +420,12 @@ class Outgoing:
                 self._waiting.remove(call)
 
     def _wait_no_longer(self, call: Call) -> None:
-        """Who sleeps until it may read does something else for a while; it may have been woken just now."""
+        """The sleeping thread runs a signal handler. It may have been woken to read just now: pass that on."""
         self._forget_waiter(call)
         self._hand_on()
 
     def rest(self) -> Rest | None:
-        """For whoever reads, before it sleeps."""
+        """For the reading thread, before it sleeps."""
         return Rest.of_main(self._give_role_away)
 
     def _give_role_away(self) -> None:
@@ -439,7 +434,7 @@ class Outgoing:
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """Nobody reads now: wake one that waits to do so, or have the leader do it."""
+        """Find the next reader: a waiting thread, or else the leader."""
         if self._role.locked():
             return
         with self._lock:
@@ -468,7 +463,7 @@ class Outgoing:
         self.cancel(call.number, RpcTimeout(call.seconds, f"{call.describe()} on {self.peer!r}"))
 
     def expire(self, now: float) -> tuple[list[Call], float | None]:
-        """Fail the calls whose time is up; returns those that are still to be completed, and the next time."""
+        """Fail the calls that have timed out. Returns those still to be completed, and the next deadline."""
         expired, following = self.calls.take_expired(now)
         theirs: list[Call] = []
         for number, call in expired:
@@ -478,7 +473,7 @@ class Outgoing:
         return theirs, following
 
     def cancel(self, number: int, error: BaseException) -> bool:
-        """Give a call up; False if it is done already."""
+        """Cancel a call; False if it is done already."""
         call = self.calls.take(number)
         if call is None:
             return False
@@ -487,10 +482,10 @@ class Outgoing:
         return True
 
     def _give_up(self, number: int, call: Call) -> None:
-        """Tell the peer that nobody waits. A value that it was to make is made all the same: others may hold it."""
+        """Tell the peer that the answer is not needed. Remote values are still created: others may refer to them."""
         if call.kind not in (REMOTE, SCRIPT_REMOTE):
             self.tell(CANCEL, number)
-        # In this order: what the peer says about it may be read at this moment.
+        # In this order: another thread may read the peer's answer at this moment.
         self._owed.add(number)
         if call.is_owed:
             self.attend()
@@ -498,17 +493,17 @@ class Outgoing:
             self._owed.discard(number)
 
     def hang_up(self) -> None:
-        """End the connection when what has come is read: every call without an answer fails then."""
+        """End the connection once the data that has arrived is read. Then every unanswered call fails."""
         self.line.shut()
 
     def fail(self, reason: str) -> None:
-        """The peer is lost, or we leave: every call fails, and no further one is made."""
+        """The peer is lost, or this worker leaves: fail all calls, and make no more."""
         with self._lock:
             if self.lost_reason is not None:
                 return
             self.lost_reason = reason
         self.line.shut()
-        # Before anybody hears of it: who tries again shall find another way.
+        # Before the calls fail: a retry must not be routed here.
         self._watch.forget(self)
         theirs: list[Call] = []
         for call in self.calls.take_all():
@@ -519,7 +514,7 @@ class Outgoing:
         self._watch.lost(self, reason)
 
     def abandon(self) -> None:
-        """In a forked child: the parent gets the answers. A thread that forked in the middle of waiting is woken."""
+        """In a forked child: the parent gets the answers. Wakes a thread that forked while it waited."""
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self.lost_reason = ELSEWHERE
@@ -530,7 +525,7 @@ class Outgoing:
                 _release(call.waiter)
 
     def close(self) -> None:
-        """Give the socket back, after :meth:`fail`. Waits for a thread that is still reading."""
+        """Close the socket, after :meth:`fail`. Waits for a thread that still reads."""
         with self._lock:
             self.lost_reason = self.lost_reason or "this worker has left"
         self.line.shut()
@@ -545,5 +540,5 @@ def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
     except RuntimeError:
-        # It was released already: one is enough to wake its owner.
+        # Released already, which is enough.
         return

@@ -1,4 +1,4 @@
-"""Pooled memory that nobody has used for a while goes back to the system."""
+"""Returning pooled memory to the system once it has not been used for a while."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rallypoint.wire.recycler import Recycler
 from rallypoint.wire.shm import Budget
 
 
-# Seconds that memory waits for another use.
+# Seconds that unused memory is kept.
 KEPT: Final = 60.0
-# Seconds between two looks while the other end still has some: it says nothing when it lets go.
+# Seconds between checks while the other end holds memory: it does not report when it releases it.
 LOOK: Final = 15.0
 
 
 class UnusedMemory:
-    """Looks after the pools of one agent, at times when there is something to be found; never while they are empty.
+    """Trims the pools of one agent. Runs only while they hold memory.
 
     Args:
         later: calls a function after so many seconds.
@@ -32,14 +32,14 @@ class UnusedMemory:
         self._sources = budget, recycler
 
     def used(self) -> None:
-        """Something was taken out of a pool."""
+        """Memory was taken from a pool."""
         if not self._looks:
             self._looks = True
             self._later(KEPT, self._look)
 
     def _look(self) -> None:
         assert self._sources is not None
-        # First: what is taken from here on has another look follow, even if this one finds nothing.
+        # First, so that memory taken from here on schedules another check.
         self._looks = False
         now = time.monotonic()
         budget, recycler = self._sources
