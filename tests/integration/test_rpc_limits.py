@@ -99,7 +99,9 @@ def test_too_many_tensors_in_a_result_are_an_error_at_the_caller(two):
         before = connections()
         with pytest.raises(rpc.MessageTooLarge, match=WORDS) as caught:
             rpc.rpc_sync("w1", rows, (TOO_MANY,))
-        assert "This is the result of a call" in caught.value.__notes__[0]
+        assert (
+            "The function returned, but its result could not be sent" in caught.value.__notes__[0]
+        )
         assert caught.value.limit == TOO_MANY - 1
         with pytest.raises(rpc.MessageTooLarge, match=WORDS):
             rpc.rpc_async("w1", rows, (TOO_MANY,)).wait()

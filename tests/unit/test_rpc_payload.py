@@ -279,7 +279,7 @@ def test_nested_and_mkldnn_tensors_arrive():
 )
 def test_what_is_not_there_is_called_what_it_is(name, kind):
     error = AttributeError(f"Can't get attribute {name!r} on <module 'm' from 'm.py'>")
-    assert f"The {kind} is not there on the callee" in str(translated(error))
+    assert f"The callee does not have this {kind}" in str(translated(error))
 
 
 def test_a_tensor_on_another_device_is_refused_with_what_to_do():

@@ -1,10 +1,10 @@
-"""One worker's end of a group: what it is made of, and how it comes and goes.
+"""One member of a group: its parts, its start and its end.
 
-Who does what: the :class:`Caller` makes calls over the :class:`Connections` that the :class:`Dialer` opens; the
-:class:`Acceptor` lets others in, whose requests the :class:`Service` has done by the :class:`ThreadPool`;
-:class:`PeerMonitor` tells all when a peer is gone. The agent brings them together.
+The :class:`Caller` makes calls over :class:`Connections`, which the :class:`Dialer` opens. The :class:`Acceptor` accepts
+connections from other workers, and the :class:`Service` runs their requests on the :class:`ThreadPool`. The
+:class:`PeerMonitor` tells all parts when a peer is gone.
 
-Each part names what it needs of the others (``ports``, and the parts' own arguments); none knows the agent.
+No part knows the agent: each declares what it needs from the others, as arguments or as protocols (``ports``).
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from .service import Service
 
 logger = logging.getLogger(__name__)
 
-# What a closing agent gives its threads and its peers to finish what they are at.
+# Seconds for threads and peers to finish when an agent closes.
 _LAST_WORDS = 0.5
 
 
 def _settle_torch() -> None:
-    """Have torch find out about this processor, and its number of threads, before there are threads of ours.
+    """Have torch initialize its CPU dispatch and thread count before the agent starts threads.
 
-    It does so with the first operation of a process, under a lock that a fork copies as it is: a child that is forked
-    while another thread is at it hangs in its own first operation.
+    The first operation in a process does so under a lock. A child forked during that has the lock taken forever, and
+    hangs in its own first operation.
     """
     torch.get_num_threads()
     torch.zeros(1, device="cpu").add_(1)
@@ -83,8 +83,8 @@ class Agent:
 
     Args:
         name: this worker's name.
-        options: how it works.
-        trust: what all members know.
+        options: its options.
+        trust: the group's secret, and the settings that all members share.
     """
 
     caller_type: ClassVar[type[Caller]] = Caller
@@ -97,14 +97,14 @@ class Agent:
     ) -> None:
         self.options = options
         self.counters = Counters()
-        # The program's calls, without the package's own: made, and served.
+        # Calls by the program, without the package's own.
         self.made, self.done = Tally(), Tally()
         self.allowed = _allowed(options, name)
         self.rrefs: RRefTable = None  # type: ignore[assignment]  # set by enter(), before anything is served
         self.group: Group | None = None
         self._secret = trust.secret
         self._gil_profiling = False
-        # Whether this process is only a child of the worker's.
+        # Whether this process is a forked child of the worker.
         self.is_inherited = False
         identity = identity_of(options.tls)
         ways = [
@@ -168,8 +168,7 @@ class Agent:
         self.incarnation = roster.incarnation
         self.skipped = self.acceptor.skipped
         self.long_ones = service.long_ones
-        # What the rest of the package asks of an agent. As its parts' own methods: a method around each of them would
-        # be one more call in every call.
+        # The agent's interface, bound to the parts directly: wrapper methods would cost time in each call.
         self.find = roster.find
         self.info = roster.info
         self.infos = roster.infos
@@ -195,18 +194,11 @@ class Agent:
     # -- coming and going ---------------------------------------------------------------------------
 
     def listen(self, site: Site) -> dict[str, Address]:
-        """Open the ways on which others can connect; nobody is served yet.
-
-        Args:
-            site: where the others are, and how those on other hosts reach this one.
-
-        Raises:
-            RpcError: none of the transports can be used; says why.
-        """
+        """Open the listeners; nothing is served yet. As :meth:`Acceptor.open`."""
         return self.acceptor.open(self.options, site)
 
     def enter(self, group: Group) -> None:
-        """This worker is a member of ``group`` from here on."""
+        """Become a member of ``group``."""
         self.group = group
         self.roster.enter(group)
         self.me = self.roster.me
@@ -221,7 +213,7 @@ class Agent:
         self.service.enter(self.me, rrefs)
 
     def start(self) -> None:
-        """Serve. What others have sent meanwhile is done now."""
+        """Serve requests, including those that have arrived since :meth:`listen`."""
         _settle_torch()
         interruptions.begin()
         self.acceptor.start()
@@ -231,9 +223,9 @@ class Agent:
         events.emit(events.AgentStarted(worker=self.me.name, id=self.me.id))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Leave: all calls fail, all threads end, everything is given back. Idempotent.
+        """Leave: fail all calls, end all threads, release all resources. Idempotent.
 
-        What functions that are running right now do cannot be ended; their answers go nowhere.
+        Functions that are still running cannot be interrupted; their results are dropped.
         """
         connections = self.connections
         left = connections.stop()
@@ -245,7 +237,7 @@ class Agent:
         strangers = self.acceptor.close()
         for each in outgoing:
             each.fail("this worker has left the group")
-        # Answers of what has just been done go out first.
+        # Answers that are ready go out first.
         self._pool.close(min(_LAST_WORDS, timeout))
         connections.be_alone()
         last_words = Deadline(min(_LAST_WORDS, timeout))
@@ -272,13 +264,12 @@ class Agent:
             self._poller.close()
         else:
             logger.warning(
-                "%s has left the group while it still runs functions that others have called; their"
-                " results are dropped",
+                "%s has left the group while it still serves calls; their results are dropped",
                 self.me.name,
             )
 
     def abandon(self) -> None:
-        """In a forked child, which is no worker: the parent goes on as if there were no child."""
+        """In a forked child, which is not a worker: leave the parent's resources alone."""
         self.is_inherited = True
         interruptions.abandon()
         self._poller.abandon()
@@ -296,7 +287,7 @@ class Agent:
     def _suspect(self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None) -> None:
         self.monitor.suspect(info, reason, ended)
 
-    # -- asked by the pool --------------------------------------------------------------------------
+    # -- called by the pool -------------------------------------------------------------------------
 
     def _on_wake(self, jobs: deque[Job]) -> None:
         self.tasks.take(jobs)
@@ -305,7 +296,7 @@ class Agent:
         self.connections.tick()
 
     def _due(self, now: float) -> float | None:
-        """Do what is due, and fail what has run out of time; returns when to look again."""
+        """Run due tasks and apply timeouts. Returns when to call this again."""
         found = (
             self.tasks.due(now),
             self.connections.expire(now),
@@ -314,11 +305,11 @@ class Agent:
         )
         return min((each for each in found if each is not None), default=None)
 
-    # -- under other names --------------------------------------------------------------------------
+    # -- timeouts, and torch's names ----------------------------------------------------------------
 
     @property
     def default_timeout(self) -> float:
-        """Of calls that are given none."""
+        """The timeout of calls that specify none."""
         return self.caller.default_timeout
 
     @default_timeout.setter
@@ -326,7 +317,6 @@ class Agent:
         self.caller.default_timeout = seconds
 
     def get_debug_info(self) -> dict[str, str]:
-        """torch's name for it."""
         info = self.debug_info()
         if self._gil_profiling:
             info["agent.gil_average_wait_time_us"] = "0"
@@ -336,16 +326,14 @@ class Agent:
         self._gil_profiling = flag
 
     def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
-        """torch's name for it; its RemoteModule asks."""
+        """For torch's RemoteModule."""
         return {
             torch.device(str(here)): torch.device(str(there))
             for here, there in self.options.device_maps.get(to.name, {}).items()
         }
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """torch's name for it."""
         return self.infos()
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
-        """torch's name for it."""
         return self.info(name)

@@ -18,7 +18,7 @@ _OURS = os.path.join(os.path.dirname(__file__), "")
 
 
 def without_our_frames(frames: TracebackType | None) -> TracebackType | None:
-    """A stack without its first frames, which are how the function was called here."""
+    """A stack without its first frames, which are this package's."""
     while (
         frames is not None
         and frames.tb_next is not None
@@ -29,14 +29,14 @@ def without_our_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 def translated(error: BaseException) -> BaseException:
-    """In torch's words, where it has some."""
+    """The error that torch would raise, where that is another one."""
     if isinstance(error, torch.jit.Error):
         scripted: BaseException = RuntimeError(str(error))
         return scripted.with_traceback(error.__traceback__)
     if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
         made: BaseException = RuntimeError(
-            f"{error}. The {_kind_of(error)} is not there on the callee: the RPC pickler does not serialize function"
-            " code, only its name; both sides must have it (or set the option pickle_by_value)."
+            f"{error}. The callee does not have this {_kind_of(error)}: functions and classes are sent by name, not as"
+            " code. Define it on both sides, or set the option pickle_by_value."
             " RPC pickler does not serialize function code."
         )
         return made.with_traceback(error.__traceback__)
@@ -44,7 +44,7 @@ def translated(error: BaseException) -> BaseException:
 
 
 def _kind_of(error: AttributeError) -> str:
-    """What was looked up in vain. There is nothing but its name, so this goes by how names are written."""
+    """What kind of thing was not found, guessed from the spelling of its name."""
     found = _MISSING_NAME.search(str(error))
     *outer, name = found[1].split(".") if found else [""]
     if _is_class_name(name):
@@ -58,9 +58,9 @@ def _is_class_name(name: str) -> bool:
 
 
 def as_value(error: BaseException, worker: str) -> Exception:
-    """An error as a reference's value: nothing that ends a program, and the traceback as text.
+    """An error as a reference's value: never one that ends a program, and with its traceback as text.
 
-    As frames it would hold what was called and with what, and never let go of it (``future.again``).
+    Frames would keep the arguments alive (``future.again``).
     """
     told = describe(error)
     if not isinstance(error, Exception):

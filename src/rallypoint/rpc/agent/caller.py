@@ -1,4 +1,4 @@
-"""How a worker calls others: a request is pickled, sent by way of its connection, and its answer waited for or not."""
+"""Making calls: pickle a request, send it, and wait for its answer or return a future."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from .devices import PeerDevices
 from .replies import Replies
 
 
-# What connecting may take at least for a call of ``remote``, however short its own time-out is.
+# The least time that ``remote`` allows for connecting, however short its timeout.
 _REMOTE_CONNECT_SECONDS = 0.2
-# Asynchronous calls go out in bundles when more than so many are under way to a peer.
+# With more calls than this in progress to a peer, asynchronous calls are sent in batches.
 _CROWD = 4
 
 _set_result = NativeFuture.set_result
@@ -54,13 +54,13 @@ class Caller:
     """Makes the calls of one agent.
 
     Args:
-        connections: the ways to others.
+        connections: to the other workers.
         replies: reads the answers.
-        devices: of the others.
-        pool: looks at the calls when their time is up.
-        tasks: what is done later.
-        counters: of all calls.
-        made: counts the program's own.
+        devices: the peers' devices.
+        pool: wakes for the timeouts of calls.
+        tasks: the background tasks.
+        counters: count all calls.
+        made: counts calls by the program.
     """
 
     # Set by the agent before any call is made.
@@ -83,7 +83,7 @@ class Caller:
         self.default_timeout = options.rpc_timeout
         self._counters = counters
         self._count_made = made.add
-        # What each call needs of others, without a way around.
+        # Bound methods of the other parts, called directly for speed.
         self.route = connections.route
         self.decode = replies.decode
         self.read = replies.read
@@ -118,7 +118,7 @@ class Caller:
             return self.decode(call, outgoing)
         except BaseException as error:
             if isinstance(error.__cause__, RemoteTraceback):
-                # It was raised over there: our own steps on its way lead nobody to its reason.
+                # The error is the callee's. The frames of this package would not explain it.
                 raise error.with_traceback(None) from error.__cause__
             raise
 
@@ -134,11 +134,11 @@ class Caller:
         future: RpcFuture[Any] | None = None,
         lost: Callable[[RpcError], None] | None = None,
     ) -> RpcFuture[Any]:
-        """Call, and give the answer as a future.
+        """Call, and return a future of the answer.
 
         Args:
-            finish: makes the future's value out of the reply; :meth:`decode` by default.
-            lost: called if the worker cannot be reached at all.
+            finish: turns the reply into the future's value; :meth:`decode` by default.
+            lost: called if the worker cannot be reached.
         """
         if DUE:
             run_due()
@@ -148,7 +148,7 @@ class Caller:
         try:
             until = deadline
             if until is not None and kind in REMOTES:
-                # A value that was asked for is made even if that is too late for whoever asked: others may hold it.
+                # A remote value is created even after the timeout: other workers may refer to it.
                 until = max(until, time.monotonic() + _REMOTE_CONNECT_SECONDS)
             outgoing = self.route(to, until, seconds)
         except (PeerLost, RpcTimeout) as error:
@@ -184,9 +184,9 @@ class Caller:
         return made
 
     def _finish(self, call: Call) -> None:
-        """The answer of a call that has a future."""
+        """Complete the future of a call."""
         future = call.future
-        # It has the call: in a cycle, it and what has come would stay until the garbage collector comes by.
+        # The future refers to the call: without this, the cycle would keep the reply until the next garbage collection.
         call.future = None
         try:
             error = call.error
@@ -196,7 +196,7 @@ class Caller:
             assert frame is not None
             value = None if frame.kind == NOTHING else self.read(frame, call.outgoing)
             call.frame = None
-        except BaseException as raised:  # noqa: BLE001  # it belongs to whoever waits
+        except BaseException as raised:  # noqa: BLE001  # raised where the future is waited for
             future.fail(raised)
         else:
             _set_result(future, value)
@@ -209,10 +209,10 @@ class Caller:
         timeout: float,
         finish: Callable[[Call, Outgoing], None],
     ) -> None:
-        """Send a message of our own; ``finish`` is called with the answer, or with why there is none.
+        """Send a control message. ``finish`` is called with the answered or failed call.
 
         Raises:
-            RpcError: it could not be sent.
+            RpcError: the message could not be sent.
         """
         deadline = time.monotonic() + timeout
         outgoing = self.route(to, deadline, timeout)
@@ -225,7 +225,7 @@ class Caller:
     def call_stream(
         self, to: Any, what: Any, content: tuple[Any, ...], timeout: float, window: int = WINDOW
     ) -> RpcStream[Any]:
-        """Call a generator function; its items come as they are made."""
+        """Call a generator function, and return a stream of its items."""
         deadline, seconds = self.deadline(timeout)
         outgoing = self.route(to, deadline, seconds)
         call = Call(what, deadline, seconds)
@@ -249,14 +249,14 @@ class Caller:
     def _pickle(
         self, kind: int, content: tuple[Any, ...], outgoing: Outgoing, flags: int, call: Call
     ) -> tuple[bytes, TensorWriter | None, int]:
-        """A request's payload, its buffers, and the flags that say how to read it.
+        """A request's payload, buffers and flags.
 
         Raises:
-            RpcTimeout: it took all of the call's time.
-            Exception: whatever an argument raises that cannot be pickled.
+            RpcTimeout: pickling took longer than the call's timeout.
+            Exception: an argument cannot be pickled.
         """
         if kind in REMOTES:
-            # The ids can be read even where the rest cannot be: then the value is there as an error.
+            # The ids are pickled separately: if the callee cannot read the rest, the value becomes an error.
             rref_id, fork_id, *what = content
             call.kind = kind
             inner, tensors, flags = self._pickle(CALL, tuple(what), outgoing, flags, call)
@@ -267,7 +267,7 @@ class Caller:
                 raise
         options = self.options
         if len(content) == 3 and not flags:
-            # The short way first: a call that carries nothing.
+            # The fast path for small calls.
             known = payloads.known_call(content)
             if known is not None and not options.pickle_by_value:
                 return known, None, 0
@@ -277,7 +277,7 @@ class Caller:
                     return *packed, FLAG_PACKED
         to = outgoing.info
         devices = self._devices_for(to) if options.device_maps or outgoing.has_maps else None
-        # A value that was asked for is made even if that is too late for whoever asked.
+        # A remote value is created even after the timeout.
         until = None if call.kind in REMOTES else call.deadline
         try:
             if len(content) == 3 and not flags:
@@ -311,7 +311,7 @@ class Caller:
         *,
         block: bool = True,
     ) -> None:
-        """Where faults are injected: every request goes through here."""
+        """Send a request. Every request passes through here, so that ``faulty`` can override it."""
         self._counters.sent += 1
         if kind <= STREAM and not is_own(call.what):
             self._count_made()
@@ -336,7 +336,7 @@ class Caller:
         flags: int = 0,
         block: bool = True,
     ) -> None:
-        """Send a request that carries buffers or references. Raises what :meth:`Outgoing.begin` does."""
+        """Send a request with buffers or references. Raises the same errors as :meth:`Outgoing.begin`."""
         if tensors.parcels:
             flags |= FLAG_REFS
         if tensors.forks:
@@ -369,10 +369,10 @@ class Caller:
     # -- time -------------------------------------------------------------------------------------
 
     def deadline(self, timeout: float) -> tuple[float | None, float]:
-        """When a call that is made now must be answered, and how many seconds that is; nested calls inherit it.
+        """The deadline of a call that starts now, and its timeout in seconds. The deadline of an outer call is a limit.
 
         Args:
-            timeout: as the user gave it: negative for the default, 0 for no limit.
+            timeout: the user's; negative: the default; 0: no limit.
         """
         try:
             seconds = self.default_timeout if timeout < 0 else timeout
@@ -389,12 +389,12 @@ class Caller:
         now = time.monotonic()
         deadline = now + seconds
         if outer is not None and outer < deadline:
-            # What it really has: an error that names the default would send people to the wrong setting.
+            # The effective timeout: an error that named the default would point to the wrong setting.
             return outer, max(0.0, outer - now)
         return deadline, seconds
 
     def expect(self, deadline: float) -> None:
-        """Have the overseer look at the calls at this time."""
+        """Have the overseer check for timeouts at this time."""
         due_at = self._pool.due_at
         if due_at is None or deadline < due_at:
             self._pool.wake_at(deadline)

@@ -1,4 +1,4 @@
-"""Where the ``async def`` functions that others have called run."""
+"""The event loop for ``async def`` functions that peers call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.rpc.ports import Answerable
 
 
 class CoroutineLoop:
-    """The event loop that ``async def`` functions run in: one thread, started with the first."""
+    """An event loop in a thread of its own, which is started for the first coroutine."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -23,7 +23,7 @@ class CoroutineLoop:
         self._thread: threading.Thread | None = None
 
     def run(self, request: Answerable, coroutine: Any) -> None:
-        """Run it, and answer when it is done."""
+        """Run a coroutine, and answer when it is done."""
         loop = self._start()
         context = copy_context()
 
@@ -34,7 +34,7 @@ class CoroutineLoop:
             if deadline is not None:
 
                 def expire() -> None:
-                    # No answer: that the time is up is the caller's to find, in words of its own.
+                    # No answer: the caller raises its own timeout.
                     request.give_up()
                     task.cancel()
 
@@ -71,11 +71,11 @@ class CoroutineLoop:
             return self._loop
 
     def count(self) -> int:
-        """Coroutines that are running."""
+        """The number of running coroutines."""
         return self._count
 
     def close(self, timeout: float) -> None:
-        """Cancel what runs, and end the thread."""
+        """Cancel the coroutines, and end the thread."""
         with self._lock:
             loop, thread, self._loop = self._loop, self._thread, None
         if loop is None or thread is None:

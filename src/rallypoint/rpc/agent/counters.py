@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-# Upper ends of the classes in which latencies are counted, in seconds; the last class is open.
+# Upper bounds of the latency histogram's buckets, in seconds; the last bucket has none.
 BOUNDS: tuple[float, ...] = tuple(1e-5 * 2**k for k in range(24))
-# Gathering is done by functions of this module.
+# The package's own calls are of functions in this module.
 _OWN_MODULE = "rallypoint.rpc.gather"
 
 
 def is_own(target: Any) -> bool:
-    """Whether a call of this function is the package's own: a shutdown does not look for those."""
+    """Whether a call of this function is the package's own: a shutdown ignores those."""
     return getattr(target, "__module__", None) == _OWN_MODULE
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the worker joined, for people: incremented without a lock, they may miss one.
+    """Counts since the worker joined, for users. Incremented without a lock, so they may miss a call.
 
     Attributes:
         sent: calls made.
         served: calls answered.
-        failed: those of them that raised.
-        latencies: of served calls from arrival to answer, counted by class (``BOUNDS``).
+        failed: answered calls that raised.
+        latencies: histogram of the time from arrival to answer (``BOUNDS``).
     """
 
     sent: int = 0
@@ -36,12 +36,12 @@ class Counters:
     latencies: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
 
     def note(self, seconds: float) -> None:
-        # log2 of how often 10 microseconds fit, without a loop.
+        # log2(seconds / 10 µs)
         index = int(seconds * 1e5).bit_length()
         self.latencies[min(index, len(BOUNDS))] += 1
 
     def quantile(self, part: float) -> float | None:
-        """Seconds that this part of the served calls took at most, to a factor of 2; None before the first."""
+        """A quantile of the latency of served calls in seconds, to a factor of 2; None before the first call."""
         total: int = sum(self.latencies)
         if not total:
             return None
@@ -54,9 +54,9 @@ class Counters:
 
 
 class Tally:
-    """A count that is exact without a lock: a shutdown goes by how many calls were made and served.
+    """A count that is exact without a lock. A shutdown compares such counts of calls made and served.
 
-    Any number of threads add to it. An addition is one call of C code, so that none is lost.
+    Any number of threads may add to it: an addition is a single call of C code.
 
     Attributes:
         add: adds one.
@@ -67,11 +67,11 @@ class Tally:
     def __init__(self) -> None:
         self.add = itertools.count().__next__
         self._lock = threading.Lock()
-        # Each look takes a number as well.
+        # Each call of value() advances the counter, too.
         self._looks = 0
 
     def value(self) -> int:
-        """How often something was added so far."""
+        """The number of additions so far."""
         with self._lock:
             found = self.add() - self._looks
             self._looks += 1

@@ -1,4 +1,4 @@
-"""Accelerators: what a worker tells of its own, and what becomes of tensors on them on their way to a peer."""
+"""Accelerators: those of this worker, and where a tensor goes at a peer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rallypoint.rpc.worker_info import WorkerInfo
 
 
 class PeerDevices:
-    """The devices of the others, as far as tensors are sent there."""
+    """The target devices of tensors that are sent to peers."""
 
     def __init__(self, options: NativeRpcBackendOptions, roster: Roster) -> None:
         self._options = options
         self._roster = roster
 
     def towards(self, to: WorkerInfo) -> Devices | None:
-        """What becomes of tensors on accelerators on their way to a peer: our map, else its own backwards."""
+        """The device map for a peer: this worker's, or else the reverse of the peer's."""
         group = self._roster.group
         assert group is not None
         own = self._options.device_maps.get(to.name)
@@ -63,7 +63,7 @@ class PeerPickler:
     """Pickles values for peers.
 
     Args:
-        devices: of the peers.
+        devices: the peers' devices.
     """
 
     def __init__(self, options: NativeRpcBackendOptions, devices: PeerDevices) -> None:
@@ -80,7 +80,7 @@ class PeerPickler:
 
 
 def node_devices(options: NativeRpcBackendOptions) -> Any:
-    """What this worker tells the others about its devices."""
+    """The devices of this worker, for its record in the group."""
     from rallypoint.rpc.device_map import NodeDevices
 
     counts = {"cuda": torch.cuda.device_count()} if torch.cuda.is_available() else {}

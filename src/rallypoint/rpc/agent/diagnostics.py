@@ -1,4 +1,4 @@
-"""What an agent has under way: for a shutdown, which waits for it, and for users."""
+"""The calls in progress of an agent: for a shutdown, which waits for them, and for users."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .coroutine_loop import CoroutineLoop
 
 
 class Diagnostics:
-    """What one agent has under way.
+    """Reports the calls in progress of one agent.
 
     Args:
         num_threads: as in the options.
@@ -29,24 +29,24 @@ class Diagnostics:
         self._num_threads = num_threads
 
     def is_idle(self) -> bool:
-        """Whether no call is under way, in either direction."""
+        """Whether no call is in progress, in either direction."""
         return not any(each.calls for each in self._connections.all_outgoing()) and not any(
             not each.is_idle for each in self._connections.all_incoming()
         )
 
     def wait_idle(self, deadline: Deadline) -> bool:
-        """Wait until no call is under way here; False if the time was up before."""
+        """Wait until no call is in progress; False if the deadline comes first."""
         return self.is_idle() or self._connections.idle.wait(self.is_idle, deadline)
 
     def work(self) -> str:
-        """The calls that are under way, for an error."""
+        """The calls in progress, for an error."""
         own = [
             f"{call.describe()} on {each.peer!r}"
             for each in self._connections.all_outgoing()
             for call in each.calls.all()
         ]
         theirs = [
-            f"{len(each.active)} of {each.peer.name!r}"
+            f"{len(each.active)} from {each.peer.name!r}"
             for each in self._connections.all_incoming()
             if each.active
         ]
@@ -59,7 +59,7 @@ class Diagnostics:
         return "; ".join(parts)
 
     def debug_info(self) -> dict[str, str]:
-        """Under torch's names."""
+        """Debug information under torch's keys."""
         idle, _ = self._pool.counts()
         return {
             "agent.thread_pool_size": str(self._num_threads),
@@ -86,7 +86,6 @@ class Diagnostics:
 
 
 def _outgoing_state(outgoing: Outgoing) -> dict[str, Any]:
-    """The state of a connection on which this worker calls a peer."""
     return {
         "name": outgoing.peer,
         "id": outgoing.info.id,
@@ -101,7 +100,6 @@ def _outgoing_state(outgoing: Outgoing) -> dict[str, Any]:
 
 
 def _incoming_state(incoming: Incoming) -> dict[str, Any]:
-    """The state of a connection on which a peer calls this worker."""
     return {
         "name": incoming.peer.name,
         "id": incoming.peer.id,

@@ -1,4 +1,4 @@
-"""The callee's end of a stream: runs a generator as far as the caller's credit goes."""
+"""The callee's end of a stream: runs a generator as far as the caller's credit allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint.rpc.threads.thread_pool import ThreadPool
 
 
 class ItemSource:
-    """Makes the items of one stream."""
+    """Produces the items of one stream."""
 
     def __init__(self, request: Streaming, window: int) -> None:
         self._request = request
@@ -40,7 +40,7 @@ class ItemSource:
         self._stopped = True
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Make all items. Blocks its thread while the caller does not take them."""
+        """Produce all items. Blocks while the caller has granted no credit."""
         request = self._request
         token = SERVING.set(request.call)
         try:
@@ -52,7 +52,7 @@ class ItemSource:
             try:
                 for value in items:
                     if not self._take_credit():
-                        # Not its end: the caller has given up, or finds its own time run out.
+                        # Cancelled or timed out, which the caller finds by itself.
                         request.give_up()
                         break
                     request.item(value)
@@ -62,13 +62,13 @@ class ItemSource:
                 close = getattr(items, "close", None)
                 if close is not None:
                     close()
-        except BaseException as error:  # noqa: BLE001  # the caller is to be told
+        except BaseException as error:  # noqa: BLE001  # sent to the caller
             request.fail(error)
         finally:
             SERVING.reset(token)
 
     def _take_credit(self) -> bool:
-        """Wait until one more item may be sent; False if the caller has given up."""
+        """Wait until one more item may be sent; False if the stream was cancelled or has timed out."""
         with self._ready:
             if not self._credit and not self._stopped:
                 pool = ThreadPool.current()

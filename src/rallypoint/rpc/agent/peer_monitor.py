@@ -1,4 +1,4 @@
-"""The loss of a peer: whether a connection that broke means one, and what follows from it."""
+"""Losses of peers: finding out whether a broken connection means one, and telling the other parts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rallypoint.rpc.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
-# A peer whose connection broke is asked again before it is taken for dead.
+# Seconds for a peer with a broken connection to answer a probe.
 _PROBE_SECONDS = 1.0
-# One that is there and does not answer stands still: it is asked again later, and less and less often.
+# A peer that accepts connections but does not answer is probed again, with pauses of up to so many seconds.
 _MOST_PAUSE = 64.0
 
 
@@ -33,12 +33,12 @@ class PeerMonitor:
     """Finds out which peers are gone, and tells the other parts of the agent.
 
     Args:
-        roster: who is in the group, and who is gone.
-        dialer: asks a peer whether it is still there.
-        tasks: probes take time, and may have to wait.
+        roster: the members of the group, and those that are gone.
+        dialer: probes peers.
+        tasks: run the probes, which block.
 
     Attributes:
-        on_lost: called with the name of a worker that is gone, and why.
+        on_lost: called with the name of a lost worker and the reason.
     """
 
     # Set by the agent before anything is served.
@@ -54,11 +54,11 @@ class PeerMonitor:
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
 
     def suspect(self, info: WorkerInfo, reason: str, ended: Outgoing | Incoming | None) -> None:
-        """A connection has ended, or nobody listens there: have it looked into. Does not wait."""
+        """A connection has ended, or was refused: probe the peer in the background."""
         self._tasks.now(lambda: self._investigate(info, reason, ended))
 
     def left(self, member: Member, reason: str) -> None:
-        """The group says that a member has left, or was lost: another one, or this worker itself."""
+        """The group's log says that a member, perhaps this worker, has left or was lost."""
         group = self._roster.group
         if member.incarnation == self._roster.incarnation:
             if isinstance(group, DynamicGroup) and group.expelled is not None:
@@ -67,7 +67,7 @@ class PeerMonitor:
         self._tasks.now(lambda: self._bury(WorkerInfo(member.name, member.id), member, reason))
 
     def _expelled(self, reason: str) -> None:
-        """The group goes on without this worker: nobody is called any more."""
+        """The group has removed this worker: end all outgoing connections."""
         expelled = Expelled(self._roster.me.name, reason)
         self._roster.expelled = expelled
         logger.warning("%s", expelled)
@@ -81,10 +81,10 @@ class PeerMonitor:
         ended: Outgoing | Incoming | None,
         pause: float = _PROBE_SECONDS,
     ) -> None:
-        """A connection has broken: is it only that, or is the peer gone?
+        """Find out whether the peer of a broken connection is gone.
 
         Args:
-            pause: seconds until it is asked again if it is there and does not answer.
+            pause: seconds until the next probe if it accepts connections but does not answer.
         """
         if ended is not None:
             self._connections.close_ended(ended)
@@ -111,14 +111,14 @@ class PeerMonitor:
                 self.rrefs.inquire(info.id, ended.sent_references.all())
 
     def _bury(self, info: WorkerInfo, member: Member | None, reason: str) -> None:
-        """A peer is gone: nobody waits for it any more."""
+        """A peer is gone: fail what waits for it."""
         if member is not None and (
             self._connections.is_closed or not self._roster.strike(member, reason)
         ):
             return
-        # Answers that have come already are still read.
+        # Answers that have arrived are still read.
         self._connections.hang_up(info.id, None if member is None else info.name)
-        logger.info("worker %s has gone: %s", info.name, reason)
+        logger.info("worker %s is gone: %s", info.name, reason)
         events.emit(events.MemberGone(worker=info.name, id=info.id, reason=reason))
         self.rrefs.peer_lost(info.id, reason)
         self.on_lost(info.name, reason)

@@ -1,4 +1,4 @@
-"""What comes back from a call: a value, or the error that the function has raised."""
+"""Replies to calls: the function's result, or the error that it raised."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rallypoint.wire.remote_error import rebuild
 
 
 class Replies:
-    """Reads them.
+    """Reads replies.
 
     Args:
-        allowed: what they may name; None: anything.
+        allowed: the names that a reply may contain; None: any.
     """
 
     def __init__(self, allowed: AllowList | None) -> None:
         self.allowed = allowed
 
     def decode(self, call: Call, outgoing: Outgoing) -> Any:
-        """What a completed call has returned; raises what it has raised."""
+        """The result of a completed call. Raises its error."""
         if call.error is not None:
             raise call.error
         frame = call.frame
@@ -35,13 +35,13 @@ class Replies:
         return self.read(frame, outgoing)
 
     def read(self, frame: Frame, outgoing: Outgoing) -> Any:
-        """The content of a reply; raises the error that it tells of."""
+        """The content of a reply. Raises the error that it carries."""
         buffers = frame.buffers
         if buffers and outgoing.sharing is not None:
             try:
                 buffers = outgoing.sharing.take(buffers)
             except ProtocolError as error:
-                # Of the connection's two sockets one may end before the other.
+                # The side socket may end before the connection itself.
                 outgoing.fail(str(error))
                 raise PeerLost(outgoing.peer, str(error)) from error
         allowed = self.allowed
@@ -55,7 +55,7 @@ class Replies:
 
 
 def _harmless(error: BaseException, worker: str) -> BaseException:
-    """What ends a program (SystemExit, KeyboardInterrupt) over there does not end this one."""
+    """Turn exceptions that would end this program, such as SystemExit, into RemoteError."""
     if isinstance(error, Exception):
         return error
     traceback = getattr(error.__cause__, "traceback", "")

@@ -1,4 +1,4 @@
-"""What a worker does for all requests of its peers: finds threads for them, and counts them."""
+"""Serving peers: choosing the thread for each request, and counting requests."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .item_source import ItemSource
 from .serving import Request
 
 
-# A function that was long is tried by the leader again after it was short so many times.
+# After so many short runs, a function that was long runs on the leader again.
 _SHORT_AGAIN = 8
 
 
 class Service:
-    """Where requests find threads: the pool's, the event loop's, or one of a stream's own; and what they count.
+    """Gives each request a thread: of the pool, the event loop's, or a stream's own.
 
     Args:
         me: this worker.
         pool: its threads.
-        pickler: writes the answers.
-        allowed: what requests may name; None: anything.
-        counters: of all calls.
-        done: counts the program's own.
+        pickler: pickles the answers.
+        allowed: the names that requests may contain; None: any.
+        counters: count all calls.
+        done: counts calls by the program.
     """
 
     # Set by enter(), before anything is served.
@@ -57,24 +57,23 @@ class Service:
         self._count_done = done.add
         self.loop = CoroutineLoop(f"rpc-{me.name}")
         self.long_ones: dict[Any, int] = {}
-        # As the other parts' own methods: a method around each of them would be one more call in every request.
+        # Bound to the parts directly: wrapper methods would cost time in each request.
         self.dumps = pickler.dumps
         self.submit = pool.submit
         self.leads = pool.leads
         self.run_coroutine = self.loop.run
 
     def enter(self, me: WorkerInfo, rrefs: RRefTable) -> None:
-        """This worker is a member of a group, under this id."""
         self.me = me
         self.rrefs = rrefs
 
     def new_job(self, incoming: Incoming, frame: Frame) -> Job:
         return Request(self, incoming, frame)
 
-    # -- whose thread does it -----------------------------------------------------------------------
+    # -- threads ------------------------------------------------------------------------------------
 
     def is_long(self, target: Any) -> bool:
-        """Whether a function took long when it was last called."""
+        """Whether recent runs of a function took long."""
         if not self.long_ones:
             return False
         try:
@@ -95,7 +94,7 @@ class Service:
             return
 
     def hand_over(self, job: Job) -> bool:
-        """Have a job done by a worker, if this is the leader's thread."""
+        """Give a job to a follower if the calling thread leads; False if it does not."""
         if not self._pool.leads():
             return False
         self._pool.submit(job)
@@ -113,7 +112,7 @@ class Service:
         source = ItemSource(request, int(kwargs.pop(WINDOW_NAME, WINDOW)))
         self._pool.submit(Task(lambda: source.run(func, args, kwargs)))
 
-    # -- what it comes to ---------------------------------------------------------------------------
+    # -- counting -----------------------------------------------------------------------------------
 
     def served(self, arrived: float, *, failed: bool, is_user: bool = True) -> None:
         counters = self._counters

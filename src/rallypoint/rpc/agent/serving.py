@@ -1,4 +1,4 @@
-"""A request, from its arrival to its answer: unpickle, call, answer; coroutines and futures answer later."""
+"""A request, from arrival to answer: unpickle, call, answer. Coroutines and futures answer later."""
 
 from __future__ import annotations
 
@@ -63,26 +63,26 @@ _FETCHES = (FETCH, SCRIPT_FETCH)
 
 
 class Threads(Protocol):
-    """Whose thread runs a function."""
+    """Chooses the thread of a function."""
 
-    # Functions that took long when they were last called.
+    # Functions whose recent runs took long.
     long_ones: dict[Any, int]
 
     def submit(self, job: Job) -> None: ...
 
     def leads(self) -> bool:
-        """Whether the calling thread should do nothing long."""
+        """Whether the calling thread is the leader, which must not block."""
 
     def is_long(self, target: Any) -> bool: ...
 
     def note_length(self, target: Any, seconds: float) -> None: ...
 
     def hand_over(self, job: Job) -> bool:
-        """Have another thread do it, if this one should do nothing long; False if it may."""
+        """Give a job to a follower if the calling thread leads; False if it does not."""
 
 
 class Runners(Protocol):
-    """Functions that answer later than they return."""
+    """Runs functions that answer after they return."""
 
     def run_coroutine(self, request: Request, coroutine: Any) -> None: ...
 
@@ -92,10 +92,10 @@ class Runners(Protocol):
 
 
 class Worker(Threads, Runners, Protocol):
-    """What a request needs of the worker that serves it. Flat: an attribute more is paid for with every call."""
+    """What a request needs from its worker. Flat, because each attribute lookup costs time in every call."""
 
     me: WorkerInfo
-    # What a message may name; None: anything.
+    # The names that a message may contain; None: any.
     allowed: AllowList | None
     rrefs: RRefTable
 
@@ -106,7 +106,7 @@ class Worker(Threads, Runners, Protocol):
 
 
 class Request:
-    """One request of a peer, on its way through this process."""
+    """One request of a peer."""
 
     __slots__ = (
         "_arrived",
@@ -131,14 +131,14 @@ class Request:
         self._frame = frame
         self._call: CurrentCall | None = None
         self._on_cancel: Callable[[], None] | None = None
-        # What it says, until the function is called.
+        # Function and arguments, until the function is called.
         self._content: Any = None
-        # Where the memory of its result begins, if nobody has it but the answer.
+        # Address of the result's memory if nothing else refers to it.
         self._home = 0
         self._is_array = False
-        # Takes the credit of a stream.
+        # The ItemSource of a stream.
         self._flow: Any = None
-        # For a remote call: of the value and of its first fork, once they are read; what the result belongs into.
+        # For a remote call: the ids of the value and its first fork, and the future of the value.
         self._ids: tuple[Any, Any] | None = None
         self._made: Future[Any] | None = None
         self._is_user = frame.kind <= STREAM
@@ -146,7 +146,7 @@ class Request:
         self._began = 0.0
         incoming.active[frame.call] = self
 
-    # -- by the pool ------------------------------------------------------------------------------
+    # -- called by the pool -----------------------------------------------------------------------
 
     def run(self) -> None:
         if self._incoming.is_paused and self._incoming.park(self):
@@ -158,7 +158,7 @@ class Request:
                 return
             try:
                 self._begin(later=False)
-            except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
+            except BaseException as error:  # noqa: BLE001  # sent to the caller
                 self._fail_to_begin(error)
             return
         frame = self._frame
@@ -174,15 +174,15 @@ class Request:
             if forks and self._worker.rrefs.when_confirmed(forks, self._resume):
                 return
             self._begin(later=True)
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
+        except BaseException as error:  # noqa: BLE001  # sent to the caller
             self._fail_to_begin(error)
 
     def _is_unwanted(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether it was cancelled or has timed out."""
         call = self._call
         if call is None or call.cancelled:
             return call is not None
-        # A value that was asked for is made all the same: others may hold it.
+        # A remote value is created all the same: other workers may refer to it.
         return (
             call.deadline is not None
             and call.deadline <= time.monotonic()
@@ -190,21 +190,21 @@ class Request:
         )
 
     def _resume(self, error: RpcError | None) -> None:
-        """The references among the arguments are confirmed now, or never will be."""
+        """The references among the arguments are confirmed, or never will be."""
         if error is not None:
             self._fail_to_begin(error)
             return
         self._worker.submit(self)
 
     def _fail_to_begin(self, error: BaseException) -> None:
-        """The function is not called. Whoever fetches the value that it was to make is told."""
+        """The function is not called. For a remote call, the error becomes the value."""
         self._content = None
         if self._made is None and self._ids is not None:
             self._made = self._worker.rrefs.begin_remote(*self._ids, self._incoming.peer.id)
         self.fail(error)
 
     def _begin(self, *, later: bool) -> None:
-        """Call the function, or do what else is asked."""
+        """Call the function, or serve a message about references."""
         kind = self._frame.kind
         if kind > STREAM or kind in _FETCHES:
             content, self._content = self._content, None
@@ -258,7 +258,7 @@ class Request:
         """Call the function and answer."""
         call = self._call
         assert call is not None
-        # Nobody else has them: what the function does not keep goes with this function's own names.
+        # The only references to the arguments, so that they are released as early as possible.
         (func, args, kwargs), self._content = self._content, None
         if self._frame.kind == STREAM:
             self._worker.stream(self, func, args, kwargs)
@@ -287,16 +287,16 @@ class Request:
                 del args, kwargs
                 self._home = memory_of_array(result)
                 self._is_array = True
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to be told
+        except BaseException as error:  # noqa: BLE001  # sent to the caller
             self.fail(error)
             return
         finally:
             SERVING.reset(token)
-        # Who leads sends it together with the next ones; nobody would do so for a worker.
+        # Only the leader flushes answers that are held back.
         self.answer(result, later=later and self._worker.leads())
 
     def answer_with(self, future: Any) -> None:
-        """Answer when a future is done, which an ``@async_execution`` function has returned."""
+        """Answer when the future that an ``@async_execution`` function returned is done."""
         if not isinstance(future, NativeFuture):
             self.fail(wrong_return_type(future))
             return
@@ -304,14 +304,14 @@ class Request:
         def done(finished: Future[Any]) -> None:
             try:
                 result = finished.value()
-            except BaseException as error:  # noqa: BLE001  # it is the caller's
+            except BaseException as error:  # noqa: BLE001  # sent to the caller
                 self.fail(error, printed=False)
             else:
                 self.answer(result)
 
         if self._made is None:
             self.on_cancel(self.give_up)
-        # Beneath an RpcFuture's own: this is our code, which needs no thread of its own.
+        # Not RpcFuture's method, which would give the callback a thread of its own.
         NativeFuture.add_done_callback(future, done)
 
     # -- answers ----------------------------------------------------------------------------------
@@ -330,13 +330,13 @@ class Request:
         return self._incoming
 
     def on_cancel(self, act: Callable[[], None]) -> None:
-        """Have ``act`` called when the caller gives up; at once if they have."""
+        """Have ``act`` called when the caller cancels the request; at once if it has."""
         self._on_cancel = act
         if self._call is not None and self._call.cancelled:
             act()
 
     def give_up(self) -> None:
-        """Nobody waits for the answer any more, which may never come: a shutdown need not, either."""
+        """Tell the caller that no answer will follow, so that a shutdown need not wait for one."""
         if self._incoming.claim(self._frame.call):
             self._say_given_up()
 
@@ -345,7 +345,7 @@ class Request:
         self._incoming.answered(self._frame.call)
 
     def _forget(self) -> None:
-        """Nobody waits for an answer. What the request carries is taken, and dropped."""
+        """Drop a cancelled request, and release what it carries."""
         frame = self._frame
         is_ours = self._incoming.claim(frame.call)
         try:
@@ -353,13 +353,13 @@ class Request:
                 self._read(frame, [])
             elif frame.buffers and self._incoming.sharing is not None:
                 self._incoming.sharing.discard(frame.buffers)
-        except Exception as error:  # noqa: BLE001  # whatever the peer has sent
-            logger.info("a request that was given up could not be read: %s", error)
+        except Exception as error:  # noqa: BLE001  # the peer may have sent anything
+            logger.info("a cancelled request could not be read: %s", error)
         if is_ours:
             self._say_given_up()
 
     def answer(self, result: Any, *, later: bool = False) -> None:
-        """Send what the function has returned."""
+        """Send the function's result."""
         made = self._made
         if made is not None:
             self._made = None
@@ -383,7 +383,7 @@ class Request:
                 payload, tensors = self._worker.dumps(result, self._incoming.peer)
                 self._reply(REPLY, payload, tensors, later=later)
         except BaseException as error:  # noqa: BLE001  # a result that cannot be pickled
-            error.add_note("This is the result of a call: the function itself has returned.")
+            error.add_note("The function returned, but its result could not be sent.")
             self._incoming.active[number] = self
             self.fail(error)
             return
@@ -391,7 +391,7 @@ class Request:
         self._worker.served(self._arrived, failed=False, is_user=self._is_user)
 
     def fail(self, error: BaseException, *, printed: bool = True) -> None:
-        """Send what the function has raised; for a remote call, keep it for those who fetch the value."""
+        """Send the function's error; for a remote call, keep it as the value."""
         made = self._made
         if made is not None:
             self._made = None
@@ -413,12 +413,12 @@ class Request:
         self._worker.served(self._arrived, failed=True, is_user=self._is_user)
 
     def _print(self, error: BaseException) -> None:
-        # As torch does: who looks at this process's output is to see what happened in it.
+        # As torch does: the error should also show in the output of the process in which it occurred.
         text = f"On {self._worker.me}:\n{''.join(traceback.format_exception(error))}"
         try:
             print(text, file=sys.stderr)  # noqa: T201
         except (OSError, ValueError):
-            # Its output is closed, or takes no such characters: the caller is told all the same.
+            # stderr is closed, or cannot encode the text. The caller still gets the error.
             logger.info("%s", text)
 
     def item(self, value: Any) -> None:
@@ -458,7 +458,7 @@ class Request:
             self._incoming.answered(self._frame.call)
             self._worker.served(self._arrived, failed=False, is_user=self._is_user)
 
-    # -- by the caller ----------------------------------------------------------------------------
+    # -- on behalf of the caller ------------------------------------------------------------------
 
     def cancel(self) -> None:
         call = self._call
@@ -479,5 +479,5 @@ class Request:
             self._flow.abandon()
 
     def flow(self, source: Any) -> None:
-        """Who is told about credit for this stream."""
+        """Set the receiver of credit for this stream."""
         self._flow = source

@@ -1,1 +1,1 @@
-"""The threads of an agent, what they wait for, and what they do beside calls."""
+"""The threads of an agent, the events they wait for, and background tasks."""

@@ -1,4 +1,4 @@
-"""What the pool's leader waits for: sockets that can be read from or written to, in one epoll."""
+"""The events that the pool's leader waits for: readable and writable sockets, in one epoll."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ logger = logging.getLogger(__name__)
 
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
-# Delivered even if nothing is asked for.
 _BROKEN = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 
 
 class Handler(Protocol):
-    """What happens when a descriptor is ready. Called by the leader alone; must not wait, raises nothing."""
+    """Called by the leader when a descriptor is ready. Must not block or raise."""
 
     def on_ready(self, mask: int, jobs: deque[Job]) -> None: ...
 
@@ -58,7 +57,7 @@ class Poller:
             self._epoll.register(fd, mask)
 
     def change(self, fd: int, *, on: int = 0, off: int = 0) -> None:
-        """Ask for more, or for less. Does nothing for a descriptor that is not watched."""
+        """Change the watched events. Does nothing for a descriptor that is not watched."""
         with self._lock:
             before = self._masks.get(fd)
             if before is None:
@@ -69,14 +68,14 @@ class Poller:
                 self._epoll.modify(fd, after)
 
     def remove(self, fd: int) -> None:
-        """Watch it no longer. A second call does nothing."""
+        """Stop watching a descriptor. Idempotent."""
         with self._lock:
             if self._handlers.pop(fd, None) is not None:
                 del self._masks[fd]
                 with contextlib.suppress(OSError):
                     self._epoll.unregister(fd)
 
-    # -- the pool's source ------------------------------------------------------------------------
+    # -- the pool's Source ------------------------------------------------------------------------
 
     def poll(self, jobs: deque[Job]) -> None:
         try:
@@ -100,12 +99,12 @@ class Poller:
             try:
                 handler.on_ready(mask, jobs)
             except Exception:
-                # A mistake of ours, which must not cost the thread that all others depend on.
-                logger.exception("what came on descriptor %d could not be handled", fd)
+                # A bug of ours, which must not end the thread that serves all peers.
+                logger.exception("the handler of descriptor %d failed: please report this bug", fd)
                 self.remove(fd)
 
     def _spin(self) -> list[tuple[int, int]]:
-        """What comes within a moment, without sleeping."""
+        """Poll for a short time without sleeping."""
         poll, until = self._epoll.poll, perf_counter() + SPIN
         while not (ready := poll(0)) and perf_counter() < until:
             pass
@@ -118,7 +117,7 @@ class Poller:
                 os.eventfd_write(self._wake, 1)
 
     def hold_back(self, dirty: Dirty) -> None:
-        """Flush this one when no more jobs are at hand."""
+        """Have it flushed when no more jobs are at hand."""
         self._dirty.append(dirty)
 
     def flush(self) -> None:
@@ -130,13 +129,13 @@ class Poller:
             dirty.flush()
 
     def abandon(self) -> None:
-        """In a forked child, which shares both with its parent: what is changed in them is changed for both."""
+        """In a forked child. The epoll and the eventfd are shared with the parent: close, but do not change them."""
         self._lock = threading.Lock()
         self._dirty.clear()
         self.close()
 
     def close(self) -> None:
-        """Only when no thread polls any more."""
+        """Call this only when no thread polls any more."""
         with self._lock:
             if self._closed:
                 return
@@ -148,6 +147,6 @@ class Poller:
 
 
 class Dirty(Protocol):
-    """Has something that was held back."""
+    """Has data that was held back."""
 
     def flush(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What an agent has done by its pool beside calls: at once, soon, or later."""
+"""Background tasks of an agent: at once, soon, or later."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Task:
 
 
 class TaskQueue:
-    """Those of one agent.
+    """The background tasks of one agent.
 
     Args:
-        pool: does them.
-        poller: wakes the pool's leader, who takes what is to be done soon (:meth:`take`).
+        pool: runs them.
+        poller: wakes the pool's leader, which calls :meth:`take`.
     """
 
     def __init__(self, pool: ThreadPool, poller: Poller) -> None:
@@ -50,35 +50,35 @@ class TaskQueue:
         self._numbers = itertools.count()
 
     def now(self, act: Callable[[], None]) -> None:
-        """Have something done by a worker."""
+        """Run a task on another thread."""
         self._pool.submit(Task(act))
 
     def soon(self, act: Callable[[], None]) -> None:
-        """The same. Safe in finalizers: takes no lock."""
+        """As :meth:`now`, but safe in finalizers: takes no lock."""
         self._soon.append(act)
         self._poller.wake()
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """The same, after some time."""
+        """Run a task after so many seconds."""
         when = time.monotonic() + seconds
         with self._lock:
             heapq.heappush(self.timers, (when, next(self._numbers), act))
         self._pool.wake_at(when)
 
     def take(self, jobs: deque[Job]) -> None:
-        """By the leader, when it was woken."""
+        """Called by the leader when it was woken."""
         while self._soon:
             jobs.append(Task(self._soon.popleft()))
 
     def due(self, now: float) -> float | None:
-        """Have done what is due; returns when the next one is."""
+        """Run the tasks that are due. Returns when the next one is."""
         with self._lock:
             while self.timers and self.timers[0][0] <= now:
                 self._pool.submit(Task(heapq.heappop(self.timers)[2]))
             return self.timers[0][0] if self.timers else None
 
     def close(self) -> None:
-        """Drop what has not been done: nobody does it any more."""
+        """Drop the remaining tasks."""
         with self._lock:
             self.timers.clear()
         self._soon.clear()

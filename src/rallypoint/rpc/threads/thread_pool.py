@@ -1,23 +1,23 @@
-"""A thread pool in which one thread leads and the others follow: the leader reads, and runs what it reads itself.
+"""A leader/followers thread pool: the thread that reads requests also runs them.
 
 Theory of operation
 -------------------
 Handing a request from the thread that reads it to a thread that runs it costs more than most calls take. In the
 leader/followers pattern (Schmidt, O'Ryan, Kircher, Pyarali and Buschmann, "Leader/Followers", PLoP 2000) one thread,
 the *leader*, waits for input and runs each job itself. The pattern promotes a follower before each job. Here the
-leader keeps the lead as long as its jobs are short, so that a short job costs no hand-over at all. A job that turns
-out long loses its thread the lead: a follower takes over the reading, and the thread goes on with its job as a plain
-worker. No job has to say beforehand how long it takes.
+leader keeps the lead as long as its jobs are short, so that a short job needs no hand-over at all. If a job turns out
+to be long, a follower becomes the leader, and the thread goes on with its job as a plain worker. No job has to say
+beforehand how long it takes.
 
 - A job that is about to wait for another process says so (:meth:`ThreadPool.waiting`) and gives up the lead at once.
-- Any other long job is noticed by the *overseer*, a thread that wakes every :data:`TICK` while there is work at all.
-- A job that is known to be long hands itself to a follower (:meth:`ThreadPool.submit`) in the first place.
+- Any other long job is noticed by the *overseer*, a thread that wakes every :data:`TICK` while there is work.
+- A job that is known to be long hands itself to a follower (:meth:`ThreadPool.submit`).
 
-At most ``limit`` threads run jobs at once; further jobs wait in line. Threads that wait for other processes do not
-count, so nested calls cannot use the pool up. There is always a leader, whatever the other threads do.
+At most ``limit`` threads run jobs at once; further jobs are queued. Threads that wait for other processes do not
+count, so nested calls cannot exhaust the pool. There is always a leader.
 
-A token decides who leads. The leader puts it into a dict when it begins a job, under the job's number, and takes it
-back when the job is done. The overseer takes it, too. Whoever gets it has the lead: a dict's pop is atomic.
+A token decides which thread leads. The leader puts it into a dict when it begins a job, under the job's number, and
+pops it when the job is done. The overseer pops it to take the lead away. A dict's pop is atomic: one of them gets it.
 """
 
 from __future__ import annotations
@@ -36,38 +36,36 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-# How long a job may hold up the reading. Half of the interpreter's own switch interval: shorter brings nothing.
+# Seconds that a job may delay reading: half of the interpreter's switch interval. Less has no effect.
 TICK = 0.0025
-# The overseer sleeps until it is called when nothing has happened for so many ticks.
+# After so many ticks without work the overseer sleeps until it is woken.
 _QUIET_TICKS = 20
-# Threads that wait for work longer than this end, but for a few.
+# Threads that are idle for so many seconds end, except for a few.
 _IDLE_SECONDS = 30.0
 _KEPT_IDLE = 2
-_MISTAKE = "a job failed: this is a mistake of Rallypoint's, please report it"
+_BUG = "a job of the thread pool failed: please report this bug"
 
 
 class Job(Protocol):
-    """Something to do."""
-
     def run(self) -> None:
-        """Do it, or have it done (:meth:`ThreadPool.submit`) if it is known to take long. Raises nothing."""
+        """Do it, or hand it over (:meth:`ThreadPool.submit`) if it is known to be long. Must not raise."""
 
 
 class Source(Protocol):
-    """Where jobs come from. Called by the leader alone."""
+    """Where jobs come from. Only the leader calls :meth:`poll`."""
 
     def poll(self, jobs: deque[Job]) -> None:
-        """Wait for input and append what is to be done; returns as well when it is woken."""
+        """Wait for input or :meth:`wake`, and append jobs."""
 
     def wake(self) -> None:
-        """Have :meth:`poll` return. Called by any thread."""
+        """Have :meth:`poll` return. Any thread may call this."""
 
     def flush(self) -> None:
-        """Nothing more is at hand: what was held back to go out together goes out now."""
+        """Send what was held back: no more jobs are at hand."""
 
 
 class _Parked:
-    """A thread that waits for something to do."""
+    """An idle thread."""
 
     __slots__ = ("lock",)
 
@@ -85,19 +83,19 @@ _mine = _Mine()
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Around waiting, in a function that is being served: others are served meanwhile."""
+    """Around waiting for another process, on any thread: the pool serves others meanwhile."""
     pool = _mine.pool
     return nullcontext() if pool is None else pool.waiting()
 
 
 class ThreadPool:
-    """The threads of one agent: a leader/followers pool.
+    """The threads of one agent.
 
     Args:
         name: for the threads' names.
-        limit: how many jobs are done at once; those that wait for other processes do not count.
+        limit: how many jobs run at once, not counting those that wait for other processes.
         source: where jobs come from.
-        due: called by the overseer with the time: does what is due, and returns when it wants to be called next.
+        due: called by the overseer with the time, for timers; returns when to call it next.
         tick: called by the overseer every ``TICK`` while there is work.
     """
 
@@ -127,9 +125,9 @@ class ThreadPool:
         self._closed = False
         self._is_inherited = False
         self._number = 0
-        # Threads that were woken or started to look for work, and have not looked yet.
+        # Threads that were woken or started and have not taken a job yet.
         self._coming = 0
-        # The overseer sleeps until this is set.
+        # Wakes the overseer.
         self._call = threading.Event()
         self._overseer_sleeps = False
         self._wake_at: float | None = None
@@ -153,7 +151,7 @@ class ThreadPool:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around waiting for another process, on a thread of the pool: somebody else leads and works meanwhile."""
+        """As the function :func:`waiting`, on a thread of this pool."""
         if _mine.waits:
             yield
             return
@@ -167,17 +165,17 @@ class ThreadPool:
         finally:
             _mine.waits = 0
             with self._lock:
-                # Beyond the limit, if need be: a job that has begun is not held up.
+                # Perhaps beyond the limit: a job that has begun goes on.
                 self._working += 1
 
     def submit(self, job: Job) -> None:
-        """Have a job done, by anyone but the leader."""
+        """Queue a job for a thread other than the leader."""
         with self._lock:
             self._line.append(job)
             self._employ()
 
     def wake_at(self, when: float) -> None:
-        """Something will be due at this time (monotonic seconds)."""
+        """Have ``due`` called at this time (monotonic seconds)."""
         with self._lock:
             if self._wake_at is not None and self._wake_at <= when:
                 return
@@ -185,25 +183,25 @@ class ThreadPool:
         self._call.set()
 
     def attend(self) -> None:
-        """Have the overseer's ticks go on."""
+        """Wake the overseer, so that its ticks continue."""
         if self._overseer_sleeps:
             self._call.set()
 
     @property
     def due_at(self) -> float | None:
-        """When the overseer looks next for what is due."""
+        """When ``due`` is called next."""
         return self._wake_at
 
     def leads(self) -> bool:
-        """Whether the calling thread leads: it should do nothing long."""
+        """Whether the calling thread is the leader, which must not block."""
         return self._leader == threading.get_ident()
 
     def counts(self) -> tuple[int, int]:
-        """Threads that are idle, and jobs that wait in line."""
+        """The numbers of idle threads and of queued jobs."""
         return len(self._parked), len(self._line)
 
     def close(self, timeout: float) -> bool:
-        """End all threads but those that are in the middle of a job; True if none is left."""
+        """End all threads that are not in the middle of a job; True if none is left."""
         with self._lock:
             self._closed = True
             parked = list(self._parked)
@@ -222,7 +220,7 @@ class ThreadPool:
         )
 
     def take_left(self) -> list[Job]:
-        """The jobs that no thread will do any more, after :meth:`close`."""
+        """The jobs that were not run, after :meth:`close`."""
         left: list[Job] = []
         for each in (self._jobs, self._line):
             while each:
@@ -230,7 +228,7 @@ class ThreadPool:
         return left
 
     def abandon(self) -> None:
-        """In a forked child, which has none of the threads but perhaps one: that which forked, in a job."""
+        """In a forked child, which has at most one of the threads: the one that forked in a job."""
         self._is_inherited = True
         self._lock = threading.Lock()
         self._call = threading.Event()
@@ -252,7 +250,7 @@ class ThreadPool:
         thread.start()
 
     def _employ(self) -> None:
-        """Have somebody look for work, if there is some that may be begun. Under the lock."""
+        """Wake or start a thread if there is a job that may begin, or no leader. Under the lock."""
         if self._closed:
             return
         wanted = (self._leader is None) + min(len(self._line), self._limit - self._working)
@@ -260,7 +258,7 @@ class ThreadPool:
             return
         self._coming += 1
         if self._parked:
-            # The one that has waited shortest: its memory is warm.
+            # The most recently used thread: its caches are warm.
             self._parked.pop().lock.release()
         else:
             self._spawn()
@@ -297,8 +295,8 @@ class ThreadPool:
                     try:
                         job.run()
                     except BaseException:
-                        logger.exception(_MISTAKE)
-                    # The leader may be asleep: what this job has held back waits for nobody else.
+                        logger.exception(_BUG)
+                    # The leader may be asleep and would not send what this job has held back.
                     self._source.flush()
                     with self._lock:
                         self._working -= 1
@@ -311,7 +309,7 @@ class ThreadPool:
                 self._threads.discard(threading.current_thread())
 
     def _park(self, parked: _Parked) -> bool:
-        """Wait to be woken; False if this thread is not needed any more."""
+        """Wait to be woken; False if this thread is no longer needed."""
         if parked.lock.acquire(timeout=_IDLE_SECONDS):
             return True
         with self._lock:
@@ -324,7 +322,7 @@ class ThreadPool:
         return True
 
     def _lead(self) -> None:
-        """Read and do jobs until the lead is lost, or all ends. The thread does not count as working."""
+        """Read and run jobs until the lead is lost or the pool closes. The thread does not count as working."""
         jobs, token, source = self._jobs, self._token, self._source
         while not self._closed:
             while jobs:
@@ -344,12 +342,12 @@ class ThreadPool:
                 try:
                     job.run()
                 except BaseException:
-                    # A thread that ends here would take the lead with it: nobody would read any more.
-                    logger.exception(_MISTAKE)
-                # What it holds goes now, not when the next one comes.
+                    # Must not end the thread: it has the lead.
+                    logger.exception(_BUG)
+                # Release what it holds now, not when the next job comes.
                 del job
                 if not token.pop(serial, False):
-                    # Somebody else leads: this was the job of a worker, and it is done.
+                    # Another thread has taken the lead meanwhile.
                     source.flush()
                     with self._lock:
                         self._working -= 1
@@ -361,7 +359,7 @@ class ThreadPool:
             self._leader = None
 
     def _step_down(self) -> bool:
-        """Give the lead up, if the calling thread has it, in the middle of a job."""
+        """Give up the lead, if the calling thread has it, in the middle of a job."""
         if self._leader != threading.get_ident():
             return False
         return self._depose(self._serial)
@@ -397,7 +395,7 @@ class ThreadPool:
                 left = None if wake_at is None else wake_at - now
                 if quiet >= _QUIET_TICKS and not self._token:
                     self._overseer_sleeps = True
-                    # Whoever calls from here on sees that it sleeps.
+                    # attend() sees from here on that it sleeps.
                     self._tick()
                     if self._serial == seen and not self._token:
                         self._call.wait(left)
@@ -411,7 +409,7 @@ class ThreadPool:
                 if self._serial != seen:
                     quiet = 0
                 elif self._token:
-                    # The same job as a tick ago.
+                    # The same job as one tick ago.
                     self._depose(seen)
                     quiet = 0
                 else:
@@ -422,9 +420,9 @@ class ThreadPool:
 
 
 def _end_child() -> None:
-    """End a child that has come back out of the job in which it was forked: there is nothing else that it could do.
+    """End a child that was forked in a job and has returned from it.
 
-    Python would do the same when its last thread ends, but with torch in the process it aborts on the way.
+    Python would end it anyway, but with torch loaded it aborts while it does.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
