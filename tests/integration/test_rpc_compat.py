@@ -158,7 +158,7 @@ def test_distributed_autograd_is_refused_at_once_and_works_again_afterwards(impo
                 lambda: optimizer(torch.optim.SGD, [rref], lr=0.1),
                 lambda: rref.backward(1),
             ):
-                with pytest.raises(rpc.RpcError, match="calls carry no graph"):
+                with pytest.raises(rpc.RpcError, match="do not record an autograd graph"):
                     act()
             rref.backward()
             rpc.shutdown()

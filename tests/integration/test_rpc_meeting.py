@@ -65,7 +65,7 @@ def test_who_comes_before_the_store_waits_for_it(host, world_size):
 def test_a_store_that_nobody_serves_is_told_in_one_line_and_in_time(world_size):
     port = free_port()
     said = (
-        f"nobody has served the store at 127.0.0.1:{port} within 1 s (Connection refused):"
+        f"no store at 127.0.0.1:{port} after 1 s (Connection refused):"
         " is rank 0 running, and is this its address?"
     )
     with Workers(2) as workers:

@@ -1,1 +1,1 @@
-"""Who is in a group of workers, and the store that they meet in."""
+"""Membership of a group of workers, and the store through which they meet."""

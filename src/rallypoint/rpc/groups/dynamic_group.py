@@ -1,8 +1,8 @@
 """A group that processes join and leave.
 
-[Note: What a join costs] Thirteen calls to the store at most when nothing goes wrong, whatever the number of members
-(and two more for every 512 of these); nobody else is asked, and nobody waits for a lock. Where another joiner is
-between its two steps, ours asks once in a while whether it is done; where it has died there, one second later on.
+[Note: The cost of a join] At most thirteen calls to the store, plus two per 512 members. There are no locks, and no
+other member takes part. If another process is between the two steps of its own join, this one polls until that is
+done; if the other has died there, it goes on after a second.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ from .signing import PUBLIC, Signer
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two looks at entries that are just being written: from the first to the last.
+# Seconds between checks for an entry that is being written: at first, and at most.
 SOON: Final = (0.002, 0.05)
-# Seconds between two looks at the counter while somebody waits for a name: finds what the watcher cannot, a hole
-# behind which the next writer died, too.
+# Seconds between checks of the counter in wait_for: the watcher cannot see past a hole if the next writer died, too.
 LOOK_EVERY: Final = 1.0
-# Seconds for the watcher to end.
+# Seconds to wait for the watcher thread to end.
 CLOSING: Final = 1.0
-# Entries that somebody may have to read at once.
+# The most entries that a member reads at once.
 MOST_AHEAD: Final = 1 << 17
-# Members that left whose last words are kept.
+# How many departed members' reasons are kept.
 REMEMBERED: Final = 256
 
 OnJoin = Callable[[Member], object]
@@ -52,10 +51,9 @@ OnLeave = Callable[[Member, str], object]
 
 
 class DynamicGroup:
-    """Processes that come and go. One thread listens for news and calls the callbacks.
+    """A group that processes join and leave. One thread watches the journal and calls the callbacks.
 
-    Two members that are at one epoch see the same group. A member that has left, or was reported lost, hears of
-    nothing after that.
+    All members at the same epoch see the same group. A member that has left or was reported lost sees no later changes.
     """
 
     is_static = False
@@ -67,12 +65,12 @@ class DynamicGroup:
         clock: Clock = MONOTONIC,
         signer: Signer = PUBLIC,
     ) -> None:
-        """Not to be called: :meth:`join` makes groups."""
+        """Private. Use :meth:`join`."""
         self._store = store
         self._calls = Calls(store, signer)
         self._me = me
         self._clock = clock
-        # Guards the view and what comes of it; held for computing only.
+        # Guards what follows. Not held during I/O.
         self._changed = threading.Condition()
         self._view = View()
         self._news: deque[Event] = deque()
@@ -80,8 +78,8 @@ class DynamicGroup:
         self._gone: dict[str, str] = {}  # incarnation to reason
         self._departed: dict[str | int, tuple[str, str]] = {}  # name or rank to name and reason
         self._members: tuple[int, tuple[Member, ...]] = (0, ())
-        self.expelled: str | None = None  # why this very process was taken for lost
-        self._listens = True  # somebody will want the news
+        self.expelled: str | None = None  # why this process was reported lost
+        self._listens = True  # whether the watcher runs
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -96,25 +94,25 @@ class DynamicGroup:
         clock: Clock = MONOTONIC,
         signer: Signer = PUBLIC,
     ) -> Self:
-        """Become a member. See [Note: What a join costs].
+        """Become a member. See [Note: The cost of a join].
 
         Args:
-            me: its ``id`` does not count.
-            rank: None: the group gives one; :attr:`me` has it.
-            timeout: seconds; None: no limit. It ends waiting for others, not for a silent store.
-            signer: signs what members put into the store.
+            me: its ``id`` is ignored.
+            rank: None: the group assigns one, see :attr:`me`.
+            timeout: seconds to wait for others; None: no limit. Does not limit single calls to the store.
+            signer: signs the records in the store.
 
         Raises:
-            ConfigError: its device maps and a member's do not go together.
-            DeadlineExceeded: numbers of the journal were taken again and again before ours could be used.
-            RpcError: name or rank is taken, the group is a static one, or the store is lost.
+            ConfigError: its device maps conflict with those of a member.
+            DeadlineExceeded: the store is so slow that others filled our place in the journal each time.
+            RpcError: name or rank is taken, the group is static, or the store is lost.
         """
         deadline = Deadline(timeout, clock)
         group = cls(store, me, clock, signer)
         calls = group._calls
         agree_on_kind(calls, b"dynamic")
         group._start_from_outline()
-        # What cannot be is best found before others hear of it; what happens after this look is found below.
+        # Refuse what can be refused before others see it. What changes after this is found below.
         group._advance(calls, calls.add("next", 0))
         group._refuse(me.name, rank)
         wanted = Join(replace(me, id=rank or 0), given=rank is not None)
@@ -150,11 +148,11 @@ class DynamicGroup:
             return self._members
 
     def find(self, key: str | int) -> Member:
-        """The member of that name or rank; where it is unknown, the journal is read to its end first.
+        """The member of that name or rank. If it is unknown, first reads the rest of the journal.
 
         Raises:
             RpcError: there is none, in torch's words; or the store is lost.
-            PeerLost: there was one.
+            PeerLost: that member has left or was lost.
         """
         member = self._view.find(key)
         if member is None:
@@ -169,10 +167,10 @@ class DynamicGroup:
         return member
 
     def wait_for(self, names: Iterable[str], timeout: float | None = None) -> tuple[Member, ...]:
-        """The members of these names, once all are in at one epoch.
+        """Wait until members of all these names are in the group at the same time, and return them.
 
         Raises:
-            DeadlineExceeded: some are not; says which.
+            DeadlineExceeded: some are missing; names them.
         """
         wanted = tuple(names)
         deadline = Deadline(timeout, self._clock)
@@ -188,27 +186,24 @@ class DynamicGroup:
             if len(found) == len(wanted):
                 return found
             if deadline.expired():
-                there = ", ".join(view.ranks) or "nobody"
+                there = ", ".join(view.ranks) or "none"
                 raise DeadlineExceeded(
-                    f"{', '.join(view.missing(wanted))} not in the group after {timeout:g} s (at epoch"
-                    f" {view.epoch} there are: {there})"
+                    f"{', '.join(view.missing(wanted))} not in the group after {timeout:g} s (members at epoch"
+                    f" {view.epoch}: {there})"
                 )
             if unchanged:
                 self._read_on()
 
     def on_join(self, callback: OnJoin) -> tuple[int, tuple[Member, ...]]:
-        """Call ``callback(member)`` for everyone who joins from now on, on the watcher's thread, in the journal's order.
+        """Call ``callback(member)`` for each later join, on the watcher's thread, in the journal's order.
 
         Returns:
-            As :meth:`members`: for these it is not called.
+            As :meth:`members`: the members for which it is not called.
         """
         return self._call_back(callback, None)
 
     def on_leave(self, callback: OnLeave) -> tuple[int, tuple[Member, ...]]:
-        """Call ``callback(member, reason)`` for everyone who leaves or is lost from now on: see :meth:`on_join`.
-
-        This process itself is one of them.
-        """
+        """Call ``callback(member, reason)`` for each later departure or loss, also this process's. See :meth:`on_join`."""
         return self._call_back(None, callback)
 
     def _call_back(
@@ -222,18 +217,17 @@ class DynamicGroup:
         return self._gone.get(member.incarnation)
 
     def report_lost(self, member: Member, reason: str) -> None:
-        """Have the group go on without a member. The first report counts; when this returns, it is out of the view here.
+        """Remove a member from the group. When this returns, this process no longer sees it.
 
-        What one who is out itself reports does not count.
-
-        May block for a second where another has reported it at the same time, and died then.
+        The first report counts. Reports by processes that are no longer members are ignored. May block for a second if
+        another process reported the loss at the same time and then died.
         """
         if self._view.holds(member.id, member.incarnation) is None or not self._is_member():
             return
         mine = self._me.incarnation.encode()
         first = self._calls.put_new(f"gone/{member.id}/{member.incarnation}", mine)
         if first != mine:
-            # Its entry is written by now, or will be: fifty entries for one death are no use.
+            # Another process writes the entry: one per loss is enough.
             deadline = Deadline(membership.HOLE_GRACE, self._clock)
             while not deadline.expired() and not self._closing.is_set():
                 self._advance(self._calls, self._calls.add("next", 0))
@@ -244,26 +238,28 @@ class DynamicGroup:
         self._append(entry, Deadline(None))
 
     def leave(self, reason: str = "") -> None:
-        """Tell the others that this process goes. Its name is free at the epoch where this stands."""
+        """Tell the others that this process leaves. Its name is free from that epoch on."""
         if self._view.holds(self._me.id, self._me.incarnation) is not None:
             self._append(Leave(self._me.id, self._me.incarnation, reason), Deadline(None))
 
     def close(self) -> None:
-        """End the watcher, within a second; a second call does nothing. Does not :meth:`leave`."""
+        """End the watcher within a second. Idempotent. Does not :meth:`leave`."""
         watcher = self._watcher
         if watcher is None or self._closing.is_set():
             return
         self._closing.set()
         if watcher is threading.current_thread() or not watcher.is_alive():
-            return  # a callback closes: the thread ends after it
-        # A thread of its own: a store that is silent must not hold us up.
+            return  # called in a callback: the watcher ends after it
+        # In another thread: a store that does not answer must not block this one.
         waker = threading.Thread(target=self._wake, name="rally-group-close", daemon=True)
         waker.start()
         deadline = Deadline(CLOSING)
         watcher.join(deadline.remaining())
         waker.join(deadline.remaining())
         if watcher.is_alive() or waker.is_alive():
-            _log.warning("the store does not answer: the group's watcher is left to itself")
+            _log.warning(
+                "the store does not answer: the thread that watches the group was not ended"
+            )
 
     def abandon(self) -> None:
         """In a forked child: its copies of the store's connections are closed with the store."""
@@ -275,7 +271,7 @@ class DynamicGroup:
     # -- reading and writing the journal ----------------------------------------------------------
 
     def _start_from_outline(self) -> None:
-        """Begin with the view that an outline tells, where there is one."""
+        """Begin with the view of the latest outline, if there is one."""
         calls = self._calls
         empty = membership.encode_outline(membership.Outline())
         try:
@@ -293,22 +289,22 @@ class DynamicGroup:
             _log.warning("the journal is read from its beginning: %s", error)
 
     def _read_on(self) -> None:
-        """Know what is in the journal now."""
+        """Read the journal to its current end."""
         self._settle(self._calls, self._calls.add("next", 0))
 
     def _append(self, entry: Entry, deadline: Deadline) -> int:
-        """Write an entry and apply all up to it; its number."""
+        """Write an entry, apply all entries up to it, and return its number."""
         calls, data = self._calls, membership.encode(entry)
         while True:
             number = calls.add("next", 1)
             if calls.announce_new(_entry(number), data) == data:
                 break
-            # We were too slow, and a reader has filled our place.
+            # We were too slow: a reader took the place for a hole and filled it.
             if deadline.expired():
                 raise DeadlineExceeded(
-                    "the store is too slow: our place in the group's journal was taken for a hole each time"
+                    "the store is too slow: an entry in the group's journal took more than a second to write, each time"
                 )
-        # Who writes an entry sees to the holes before it: others listen for these in vain.
+        # The writer of an entry fills the holes before it: no event tells the others of these.
         self._settle(calls, number)
         if number % membership.OUTLINE_EVERY == 0:
             plan = membership.encode_outline(membership.outline(self._view))
@@ -317,13 +313,13 @@ class DynamicGroup:
         return number
 
     def _advance(self, calls: Calls, last: int, known: int = 0) -> tuple[int, ...]:
-        """Apply entries up to ``last``, or to the first that is not there; the numbers that are not.
+        """Apply entries up to ``last``, or up to the first missing one. Returns the missing numbers.
 
         Args:
-            known: where ``last`` is no more than this, all are there.
+            known: entries up to this number are known to exist.
 
         Raises:
-            RpcError: there cannot be so many.
+            RpcError: ``last`` is implausibly high.
         """
         first = self._view.epoch + 1
         if last - first > MOST_AHEAD:
@@ -336,11 +332,11 @@ class DynamicGroup:
         if numbers and last > known and not calls.present([_entry(number) for number in numbers]):
             gaps = set(calls.absent([_entry(number) for number in numbers]))
             absent = tuple(number for number in numbers if _entry(number) in gaps)
-            # In the meantime all may have come.
+            # They may all have arrived meanwhile.
             numbers = range(first, absent[0] if absent else last + 1)
         if numbers:
             read = calls.read([_entry(number) for number in numbers])
-            # What no member has written is a hole: whoever has this number may still come.
+            # An entry that no member has signed counts as a hole: the owner of the number may still write it.
             holes = tuple(n for n, each in zip(numbers, read, strict=True) if each is None)
             sound = read[: holes[0] - first] if holes else read
             self._apply(first, [_decode(each) for each in sound if each is not None])
@@ -348,7 +344,7 @@ class DynamicGroup:
         return absent
 
     def _settle(self, calls: Calls, last: int) -> None:
-        """Apply entries up to ``last``; where one is missing, wait for it, and fill its place in the end."""
+        """Apply entries up to ``last``. Wait for missing ones, and fill their places in the end."""
         absent = self._advance(calls, last)
         since: dict[int, float] = {}
         pause = SOON[0]
@@ -358,7 +354,7 @@ class DynamicGroup:
             for number in decision.fill:
                 _log.info("entry %d of the group's journal was never written: filled", number)
                 calls.announce_new(_entry(number), membership.encode(VOID))
-            # Those that are filled are there now, whoever was first.
+            # The filled ones exist now, by us or by another process.
             patience = Deadline(
                 None if decision.look_at is None else decision.look_at - self._clock.now(),
                 self._clock,
@@ -418,7 +414,7 @@ class DynamicGroup:
         try:
             while not self._closing.is_set() and self._is_member():
                 with self._changed:
-                    # Another thread may have read entries since the last look: they are told before the next wait.
+                    # Another thread may have read entries meanwhile: call back for them before waiting.
                     untold, upcoming = bool(self._news), self._view.epoch + 1
                 if untold:
                     self._tell()
@@ -426,7 +422,7 @@ class DynamicGroup:
                 if not listener.wait(_entry(upcoming), self._closing):
                     break
                 counted = calls.add("next", 0)
-                # The counter is not signed: what cannot be is not believed.
+                # The counter is not signed: ignore implausible values.
                 is_sane = upcoming <= counted <= upcoming + MOST_AHEAD
                 last = counted if is_sane else upcoming
                 absent = self._advance(calls, last, known=upcoming)
@@ -436,7 +432,12 @@ class DynamicGroup:
             self._tell()
         except RpcError as error:
             level = logging.DEBUG if self._closing.is_set() else logging.WARNING
-            _log.log(level, "no more news of the group (epoch %d): %s", self._view.epoch, error)
+            _log.log(
+                level,
+                "changes of the group are no longer seen (epoch %d): %s",
+                self._view.epoch,
+                error,
+            )
         finally:
             with self._changed:
                 self._listens = False
@@ -447,7 +448,7 @@ class DynamicGroup:
         return self._view.holds(self._me.id, self._me.incarnation) is not None
 
     def _tell(self) -> None:
-        """Call back for what has happened, up to our own end."""
+        """Call back for joins and departures, up to our own departure."""
         while not self._closing.is_set():
             with self._changed:
                 if not self._news:
@@ -462,20 +463,19 @@ class DynamicGroup:
                         on_join(event.member)
                     elif isinstance(event, Gone) and on_leave is not None:
                         on_leave(event.member, event.reason)
-                except Exception:  # noqa: BLE001  # a user's; the other callbacks are called all the same
+                except Exception:  # noqa: BLE001  # user code; must not prevent the other callbacks
                     _log.exception("a callback of the group failed")
 
     def _wake(self) -> None:
-        """End the watcher's wait: with an entry that says nothing, the one thing that works with every store."""
+        """End the watcher's wait by a void entry, which works with every store."""
         if not pushes(self._store):
-            return  # it looks by itself whether it is to end
+            return  # the watcher polls
         upcoming, void = self._view.epoch + 1, membership.encode(VOID)
-        with contextlib.suppress(
-            RpcError
-        ):  # the store is lost: then the watcher's wait has ended, too
+        # If the store is lost, the watcher's wait has ended anyway.
+        with contextlib.suppress(RpcError):
             number = self._calls.add("next", 1)
             self._calls.announce_new(_entry(number), void)
-            if upcoming < number:  # a hole, or a writer that will take another number
+            if upcoming < number:  # a hole; a slow writer takes another number
                 self._calls.announce_new(_entry(upcoming), void)
 
 
@@ -487,6 +487,8 @@ def _decode(data: bytes) -> Entry:
     try:
         return membership.decode(data)
     except ProtocolError as error:
-        # All take it for nothing; to stop here would stop all.
-        _log.warning("the group's journal holds what no member of this version writes: %s", error)
+        # All members read it as void. To fail here would stop them all.
+        _log.warning(
+            "ignored an entry of the group's journal that this version cannot read: %s", error
+        )
         return VOID

@@ -1,16 +1,16 @@
-"""The processes of an RPC group, as the store tells: static ones form together, dynamic ones come and go.
+"""What both kinds of groups have in common: a static group forms once, a dynamic one can be joined and left.
 
-The store is c10d's (``torch.distributed.Store``) and the caller's: nothing here closes it. It is best given under a
-``PrefixStore`` of the group's own. Keys::
+The store is a ``torch.distributed.Store`` of the caller, who also closes it; preferably a ``PrefixStore`` for this
+group alone. Keys::
 
-    rpc/kind              "static" or "dynamic", the first member's
+    rpc/kind              "static" or "dynamic", as the first member says
     rpc/rank/<rank>       static: that member's record, {"world_size", "member"}
-    rpc/formed            static: the group that all have seen, or who gave up
-    rpc/left/<rank>       static: a member's last words
-    rpc/next              dynamic: the last number that was taken
+    rpc/formed            static: the group that all have seen, or the member that gave up
+    rpc/left/<rank>       static: why a member has left
+    rpc/next              dynamic: the highest number taken
     rpc/entry/<number>    dynamic: the journal (membership.py)
     rpc/outline           dynamic: an outline of a view, at most some 256 entries old
-    rpc/gone/<rank>/<incarnation>   dynamic: somebody has reported this member lost
+    rpc/gone/<rank>/<incarnation>   dynamic: a claim on reporting this member lost
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .member import Member
 
 @runtime_checkable
 class Group(Protocol):
-    """What both kinds of groups are."""
+    """A group of either kind."""
 
     is_static: bool
 
@@ -37,7 +37,7 @@ class Group(Protocol):
     def epoch(self) -> int: ...
 
     def members(self) -> tuple[int, tuple[Member, ...]]:
-        """The epoch, and who is in at it, by rank."""
+        """The epoch, and the members at it, by rank."""
 
     def find(self, key: str | int) -> Member:
         """The member of that name or rank.
@@ -47,13 +47,13 @@ class Group(Protocol):
         """
 
     def last_words(self, member: Member) -> str | None:
-        """Why a member has left or is taken for lost, or None if nothing is known of that."""
+        """Why a member has left or was reported lost; None if it has not."""
 
     def leave(self, reason: str = "") -> None:
-        """Tell the others that this process goes, and why."""
+        """Tell the others that this process leaves, and why."""
 
     def close(self) -> None:
-        """Give back what the group holds; a second call does nothing. The store stays the caller's."""
+        """Release the group's resources. Idempotent. Does not close the store."""
 
 
 def agree_on_kind(calls: Calls, kind: bytes) -> None:
@@ -61,13 +61,13 @@ def agree_on_kind(calls: Calls, kind: bytes) -> None:
     if held != kind:
         raise RpcError(
             "RPC group mixes statically and dynamically initialized members which is not supported."
-            f" This one is {kind.decode()}, the first was {held.decode(errors='replace')}; give all"
+            f" This member is {kind.decode()}, the first one is {held.decode(errors='replace')}; give all"
             " members the same world_size, or none"
         )
 
 
 def no_destination(key: str | int, members: Sequence[Member]) -> RpcError:
     what = f"rank {key}" if isinstance(key, int) else repr(key)
-    there = ", ".join(str(member) for member in members[:16]) or "nobody"
+    there = ", ".join(str(member) for member in members[:16]) or "no members"
     more = f" and {len(members) - 16} more" if len(members) > 16 else ""
     return RpcError(f"could not find destination {what}; the group has {there}{more}")

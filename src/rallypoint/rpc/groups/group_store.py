@@ -1,10 +1,10 @@
-"""c10d's store as groups use it: calls under their keys, and how one hears of a key that comes.
+"""A c10d store as groups use it: calls with the group's keys, and waiting for a key to appear.
 
-[Note: Watching] What others write is heard of in one of two ways. A TCPStore's server tells those who wait for a
-key: one blocked call on a connection of our own, no cost until something happens, and then at most four calls. All
-other stores poll when they wait, or have waits that cannot be broken off: there the watcher asks for the next entry
-every ``POLL`` seconds, on the same object where that is a file or this process's memory (cloned FileStores would
-count as users of the file, and it goes when these have ended), else on a clone. News is that much late there.
+[Note: Watching] There are two ways to wait for a key. A TCPStore's server notifies waiting clients: the watcher
+blocks in a call on a connection of its own, which costs nothing until the key appears. Other stores poll when they
+wait, or have waits that cannot be interrupted: there the watcher checks for the next entry every ``POLL`` seconds. It
+uses a clone of the store, except for FileStore (each clone counts as a user of the file, which is deleted when all
+users have ended) and HashStore.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from .signing import PUBLIC, Signer
 _log = logging.getLogger(__name__)
 
 
-# Seconds between two looks where the store does not tell by itself.
+# Seconds between checks of stores that do not notify.
 POLL: Final = 0.05
-# A wait without limit: c10d hands milliseconds to poll(2) as a C int, which ends at 24 days.
+# For waits without a limit: c10d passes milliseconds to poll(2) as a C int, so 24 days is the most.
 NO_LIMIT: Final = timedelta(days=20)
-# c10d counts milliseconds, and takes none for no limit at all.
+# c10d counts in milliseconds, and 0 means no limit.
 SHORTEST: Final = timedelta(milliseconds=1)
-# Seconds after which a wait lets signals through.
+# Seconds between checks for signals during a wait.
 SIGNALS: Final = 0.25
 # Keys in one call.
 BATCH: Final = 512
-# To put something where somebody else writes, too.
+# Attempts to write a key that another program keeps changing.
 _MOST_TRIES: Final = 100
 
 
 class C10dStore(Protocol):
-    """What is used of ``torch.distributed.Store``. Some have ``clone()``."""
+    """The methods used of ``torch.distributed.Store``. Some stores also have ``clone()``."""
 
     def set(self, key: str, value: bytes, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -57,19 +57,18 @@ class C10dStore(Protocol):
 
 
 class Calls:
-    """A store's calls under the group's keys; whatever else goes wrong in them is an RpcError.
+    """Calls to a store with the group's keys. Errors of the store become RpcError.
 
-    Values are signed: what no member has put there counts as not there, is named once in the log, and is replaced by whoever
-    has something to put there.
+    Values are signed. A value that no member has signed is treated as absent, logged once, and overwritten by the next
+    member that writes the key.
     """
 
     def __init__(self, store: C10dStore, signer: Signer = PUBLIC) -> None:
         self._store = store
         self.signer = signer
         self._named: set[str] = set()
-        # A TCPStore's server tells those who wait of what was set; of a compare_set only the libuv one tells them,
-        # and a client cannot know which one it talks to.
-        self._deaf = pushes(store)
+        # Not every TCPStore server notifies waiting clients of a compare_set, but all do of a set.
+        self._needs_set = pushes(store)
 
     def set(self, key: str, value: bytes) -> None:
         with _as_rpc_error():
@@ -80,7 +79,7 @@ class Calls:
             return self._store.add(_key(key), amount)
 
     def put_new(self, key: str, value: bytes) -> bytes:
-        """Set a key under which no member has put anything; what it holds now."""
+        """Set a key unless a member has set it already. Returns its value."""
         signed, expected = self.signer.sign(key, value), b""
         for _ in range(_MOST_TRIES):
             with _as_rpc_error():
@@ -90,21 +89,21 @@ class Calls:
             content = self._content(key, held)
             if content is not None:
                 return content
-            # Where it is gone again meanwhile, some stores answer with what was expected.
+            # If the key was deleted meanwhile, some stores return the expected value.
             expected = b"" if held == expected else held
         raise RpcError(
-            f"another program keeps writing to the group's store, under {_key(key)!r}: protect the store, or give the"
-            " group its own"
+            f"another program keeps overwriting {_key(key)!r} in the group's store: protect the store, or give the group"
+            " its own"
         )
 
     def _content(self, key: str, value: bytes) -> bytes | None:
-        """What a member has put there; None: it was somebody else."""
+        """The content of a value; None if no member has signed it."""
         content = self.signer.read(key, value)
         if content is None and key not in self._named and len(self._named) < BATCH:
             self._named.add(key)
             _log.warning(
-                "the group's store holds under %r what no member of this group has put there; it is not used: somebody else"
-                " writes into the store",
+                "ignored the value of %r in the group's store, which no member of this group has signed: another program"
+                " writes to the store",
                 _key(key),
             )
         return content
@@ -112,7 +111,7 @@ class Calls:
     def announce_new(self, key: str, value: bytes) -> bytes:
         """:meth:`put_new` for a key that others wait for."""
         held = self.put_new(key, value)
-        if held == value and self._deaf:
+        if held == value and self._needs_set:
             self.set(key, value)
         return held
 
@@ -121,12 +120,12 @@ class Calls:
             self._store.delete_key(_key(key))
 
     def present(self, keys: Sequence[str]) -> bool:
-        """Whether all of them exist."""
+        """Whether all these keys exist."""
         with _as_rpc_error():
             return all(self._store.check([_key(key) for key in some]) for some in _batches(keys))
 
     def absent(self, keys: Sequence[str]) -> list[str]:
-        """Those that do not exist: found by halves."""
+        """The keys that do not exist, found by bisection."""
         if not keys or self.present(keys):
             return []
         if len(keys) == 1:
@@ -135,7 +134,7 @@ class Calls:
         return self.absent(keys[:half]) + self.absent(keys[half:])
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """What members have put under these, which exist; None where it was somebody else."""
+        """The contents of existing keys; None for values that no member has signed."""
         with _as_rpc_error():
             if not self._store.has_extended_api():
                 values = [bytes(self._store.get(_key(key))) for key in keys]
@@ -148,31 +147,31 @@ class Calls:
         return [self._content(key, value) for key, value in zip(keys, values, strict=True)]
 
     def are_there(self, keys: Sequence[str]) -> bool:
-        """Whether members have put something under all of them."""
+        """Whether all keys have values signed by members."""
         return self.present(keys) and None not in self.read(keys)
 
     def read_or_none(self, key: str) -> bytes | None:
-        """What a member has put under this; None: nothing, or somebody else did."""
+        """The content of a key; None if it does not exist or no member has signed it."""
         return self.read([key])[0] if self.present([key]) else None
 
     def wait(self, keys: Sequence[str], timeout: float | None) -> bool:
-        """Wait until all exist; False if they do not in time."""
+        """Wait until all keys exist; False on timeout."""
         limit = NO_LIMIT
         if timeout is not None:
             limit = min(max(timedelta(seconds=timeout), SHORTEST), NO_LIMIT)
         try:
             self._store.wait([_key(key) for key in keys], limit)
         except RuntimeError:
-            # Stores say in different ways that time is up. One that is lost says so again here.
+            # Stores report timeouts in different ways. A lost store raises here again.
             return self.present(keys)
         return True
 
     def wait_interruptibly(self, keys: Sequence[str], timeout: float | None) -> bool:
-        """:meth:`wait`, for the main thread: c10d's waits let no signal through."""
+        """:meth:`wait`, for the main thread: signals do not interrupt c10d's waits."""
         if self.present(keys):
             return True
         if pushes(self._store):
-            # A wait that ends without the key makes c10d print warnings: one on another connection and thread.
+            # One long wait in a thread: c10d prints a warning for each wait that times out.
             return self._wait_beside(keys, timeout)
         deadline = Deadline(timeout)
         while True:
@@ -183,14 +182,14 @@ class Calls:
                 return False
 
     def _wait_beside(self, keys: Sequence[str], timeout: float | None) -> bool:
-        """:meth:`wait` in a thread, which a signal leaves behind until its time is up."""
+        """:meth:`wait` in a thread. If a signal interrupts this, the thread ends with its timeout."""
         listener = Listener.of(self._store, self.signer)
         answers: SimpleQueue[bool | BaseException] = SimpleQueue()
 
         def wait() -> None:
             try:
                 answers.put(listener.calls.wait(keys, timeout))
-            except BaseException as error:  # noqa: BLE001  # it belongs to the caller
+            except BaseException as error:  # noqa: BLE001  # raised in the caller
                 answers.put(error)
 
         thread = threading.Thread(target=wait, name="rally: waits for members", daemon=True)
@@ -223,12 +222,12 @@ def _as_rpc_error() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """How the watcher hears of an entry: [Note: Watching].
+    """Waits for entries: [Note: Watching].
 
     Args:
         calls: the store, for the watcher.
-        blocks: whether its waits end when a key comes, and cost nothing until then.
-        clone: what is ours of it.
+        blocks: whether its waits block until the key appears, without polling.
+        clone: the clone to close, if any.
     """
 
     calls: Calls
@@ -246,20 +245,21 @@ class Listener:
         return cls(Calls(own, signer), blocks, own)
 
     def wait(self, key: str, stop: threading.Event) -> bool:
-        """Wait for a key; False if it is time to stop."""
+        """Wait for a key; False once ``stop`` is set."""
         while not stop.is_set():
             if self.calls.present([key]):
                 return True
             if self.blocks:
-                self.calls.wait(
-                    [key], None
-                )  # ends without the key, too: when another's comparison fails
+                # Also ends without the key, when another client's compare_set fails.
+                self.calls.wait([key], None)
             else:
                 stop.wait(POLL)
         return False
 
     def close(self) -> None:
-        end = getattr(innermost(self.clone), "close", None)  # a TCPStore's ends with the object
+        end = getattr(
+            innermost(self.clone), "close", None
+        )  # a TCPStore has none: it ends with the object
         if end is not None:
             end()
 
@@ -272,5 +272,5 @@ def innermost(store: Any) -> Any:
 
 
 def pushes(store: Any) -> bool:
-    # By name: importing torch takes a second, and this package is loaded by those who never meet a TCPStore.
+    # By name, to avoid importing torch here.
     return hasattr(store, "clone") and type(innermost(store)).__name__ == "TCPStore"

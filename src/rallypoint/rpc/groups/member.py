@@ -1,6 +1,6 @@
-"""A member of an RPC group: who it is and where it can be reached, as the others read it from the store.
+"""A member's record: its identity and addresses, as other members read it from the store.
 
-The record is versioned JSON with limits; what others have written is checked in full before it is used.
+Records are versioned JSON with limits, and are fully validated before use.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rallypoint.rpc.device_map import Device, NodeDevices
 
 
 RECORD_VERSION: Final = 1
-# Of a record's bytes. A record with 16 addresses and 64 device maps takes some 10 KiB.
+# Bytes. A record with 16 addresses and 64 device maps has about 10 KiB.
 MAX_RECORD: Final = 64 * 1024
-# torch's: ids are 32-bit signed there.
+# As in torch, where ids are signed 32-bit integers.
 MAX_ID: Final = 2**31 - 1
-# torch's rule for names: what they consist of, and that they are shorter than this.
+# torch's rules for names: their characters, and their length.
 NAME: Final = "^[A-Za-z0-9-_:]*$"
 NAME_BOUND: Final = 128
-# Of host identities, addresses, versions.
+# Characters of a host identity, address or version.
 MAX_TEXT: Final = 1024
 MAX_ADDRESSES: Final = 64
 
@@ -39,18 +39,18 @@ class Member:
     """One process of a group.
 
     Args:
-        name: what it is called by; unique in the group.
+        name: unique in the group.
         id: its rank; unique in the group.
-        incarnation: random hex digits, which tell a process from the one before it that had its name.
-        host: as :func:`rallypoint._core.host.host_identity` tells; empty: shares a host with nobody.
-        pid: for people.
+        incarnation: random hex digits that distinguish a process from earlier ones of the same name.
+        host: as :func:`rallypoint._core.host.host_identity` returns it; empty: shares a host with no other member.
+        pid: for messages only.
         addresses: by transport, a path or a host and port.
         devices: its devices and device maps.
-        version: of the package that it runs.
-        extra: what else the others should know, as JSON.
+        version: of its rallypoint package.
+        extra: further JSON data for the others.
 
     Raises:
-        RpcError: the name is none, in torch's words.
+        RpcError: the name is invalid, in torch's words.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Member:
         return f"{self.name!r} (rank {self.id}, pid {self.pid}{place})"
 
     def shares_host(self, other: Member) -> bool:
-        """Whether the two can use Unix sockets and shared memory between them."""
+        """Whether the two can share Unix sockets and memory."""
         return same_host(self.host, other.host)
 
     def body(self) -> dict[str, Any]:
-        """The record as JSON knows it; :func:`member_from` is its reverse."""
+        """The record as a JSON object; :func:`member_from` is the inverse."""
         return {
             "name": self.name,
             "id": self.id,
@@ -104,34 +104,34 @@ class Member:
         """The record's bytes.
 
         Raises:
-            ProtocolError: they are more than ``MAX_RECORD``, or what is in the fields is not JSON.
+            ProtocolError: it is larger than ``MAX_RECORD``, or a field is not JSON.
         """
         return dump({"v": RECORD_VERSION, "member": self.body()}, "member")
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """The member that :meth:`encode` wrote.
+        """The inverse of :meth:`encode`.
 
         Raises:
-            ProtocolError: it did not write these bytes.
+            ProtocolError: the bytes are not a valid record.
         """
         return cls(**_fields_of(load(data, "member").get("member")))
 
 
 def member_from(body: object) -> Member:
-    """A member from its :meth:`Member.body`.
+    """The inverse of :meth:`Member.body`.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the body is invalid.
     """
     return Member(**_fields_of(body))
 
 
 def check_name(name: object) -> str:
-    """A worker's name, by torch's rule and in torch's words.
+    """Check a worker's name by torch's rules.
 
     Raises:
-        RpcError: it cannot be one.
+        RpcError: it is invalid, in torch's words.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RpcError(f"Worker name must match {NAME}, but got {name!r}")
@@ -145,46 +145,46 @@ def check_name(name: object) -> str:
 
 
 def dump(record: Mapping[str, Any], what: str) -> bytes:
-    """A record's bytes, as short as JSON gets.
+    """A record's bytes, as compact JSON.
 
     Raises:
-        ProtocolError: they are more than ``MAX_RECORD``, or what it holds is not JSON.
+        ProtocolError: it is larger than ``MAX_RECORD``, or not JSON.
     """
     try:
         data = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"a {what} record can hold JSON only: {error}") from error
+        raise ProtocolError(f"a {what} record has a value that is not JSON: {error}") from error
     if len(data) > MAX_RECORD:
         raise ProtocolError(
-            f"a {what} record of {len(data)} bytes: at most {MAX_RECORD} are read; put less into `extra`"
+            f"a {what} record of {len(data)} bytes exceeds the limit of {MAX_RECORD}; put less into `extra`"
         )
     return data
 
 
 def load(data: bytes, what: str, limit: int = MAX_RECORD) -> dict[str, Any]:
-    """A record from its bytes: an object of our version.
+    """A record from its bytes: a JSON object of our version.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the bytes are not one.
     """
     if len(data) > limit:
-        raise ProtocolError(f"a {what} record of {len(data)} bytes: at most {limit} are read")
+        raise ProtocolError(f"a {what} record of {len(data)} bytes exceeds the limit of {limit}")
     try:
         record = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # bad UTF-8 and huge numbers are ValueErrors, too
-        raise ProtocolError(f"a {what} record that is not JSON: {shown(data)}") from error
+        raise ProtocolError(f"a {what} record is not JSON: {shown(data)}") from error
     if not isinstance(record, dict):
-        raise ProtocolError(f"a {what} record that is no object: {shown(data)}")
+        raise ProtocolError(f"a {what} record is not a JSON object: {shown(data)}")
     if (version := record.get("v")) != RECORD_VERSION or isinstance(version, bool):
         raise ProtocolError(
-            f"a {what} record of version {shown(version)}, expected {RECORD_VERSION}: do all members"
-            " run the same rallypoint?"
+            f"a {what} record has version {shown(version)}, expected {RECORD_VERSION}: do all members"
+            " run the same version of rallypoint?"
         )
     return record
 
 
 def shown(value: object) -> str:
-    """A value in an error's text, cut where it is long."""
+    """A value in an error's text, shortened."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -193,7 +193,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-# -- reading with suspicion -----------------------------------------------------------------------
+# -- validation -----------------------------------------------------------------------------------
 
 
 def _fields_of(body: object) -> dict[str, Any]:
@@ -261,30 +261,30 @@ def _devices(value: object) -> NodeDevices:
 def _device(value: object) -> Device:
     try:
         return Device.parse(text(value, "device"))
-    except ValueError as error:  # ConfigError is one; so are more digits than Python takes
-        raise _bad("device", value, "one as 'cuda:0' or 'cpu'") from error
+    except ValueError as error:  # including ConfigError, and numbers with too many digits
+        raise _bad("device", value, "a device such as 'cuda:0' or 'cpu'") from error
 
 
 def mapping(value: object, what: str) -> Mapping[str, Any]:
-    """An object of JSON, or ProtocolError."""
+    """A JSON object, or ProtocolError."""
     if not isinstance(value, dict):
         raise _bad(what, value, "an object")
     return value
 
 
 def text(value: object, what: str) -> str:
-    """A short text, or ProtocolError."""
+    """A short string, or ProtocolError."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise _bad(what, value, f"a text of at most {MAX_TEXT} characters")
+        raise _bad(what, value, f"a string of at most {MAX_TEXT} characters")
     return value
 
 
 def whole(value: object, what: str, most: int = MAX_ID) -> int:
-    """A whole number from 0, or ProtocolError."""
+    """A non-negative integer, or ProtocolError."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise _bad(what, value, f"a whole number from 0 to {most}")
+        raise _bad(what, value, f"an integer from 0 to {most}")
     return value
 
 
 def _bad(what: str, value: object, expected: str) -> ProtocolError:
-    return ProtocolError(f"a record with {what} {shown(value)}, expected {expected}")
+    return ProtocolError(f"{what} in a record is {shown(value)}, expected {expected}")

@@ -1,23 +1,21 @@
-"""Who is in a dynamic group, from its journal. Pure.
+"""The members of a dynamic group, from its journal. Pure.
 
 Theory of operation
 -------------------
-The journal is a numbered list of entries in the store; its order is the only truth, and everybody applies it alone:
+The journal is a numbered list of entries in the store. Every member applies all of them in their order:
 
-1. To write an entry is two steps: take the next number from a counter, then put the entry under it if there is none
-   yet. No two writers wait for each other.
-2. An entry is applied when all before it are. The *epoch* is the number of the last one applied, so at one epoch all
-   see the same members.
-3. Who dies between the two steps leaves a hole, and whoever wants to read on fills it: once it has been there for
-   ``HOLE_GRACE`` on the reader's own clock, with an entry that says nothing. A writer that was only slow finds its
-   number taken, and takes another.
+1. An entry is written in two steps: take the next number from a counter, then set the entry under that number unless
+   it is set already. Writers never wait for each other.
+2. An entry is applied when all entries before it are. The *epoch* is the number of the last one applied, so all
+   processes at the same epoch see the same members.
+3. A process that dies between the two steps leaves a hole. A reader that has seen the hole for ``HOLE_GRACE`` on its
+   own clock fills it with a void entry. A writer that was only slow finds its number used, and takes another.
 4. A join is refused if its name or rank is taken *at its place in the journal*. So names and ranks are unique without
-   locks, nobody who dies while it joins keeps one, and a name is free at the epoch where its holder's leaving stands.
-5. A join without a rank gets the one after the highest that was ever used: those who keep ranks as numbers do not
-   mistake a newcomer for someone who left.
-6. Leaving and being lost name an incarnation; said twice, or about one who is gone, they change nothing. What one who
-   is out has to say about others does not count: who was cut off found all of them silent.
-7. An outline says which entries made the present members, so that a newcomer reads these and not the whole journal.
+   locks, a process that dies while it joins reserves nothing, and a name is free from the epoch of its holder's leave.
+5. A join without a rank gets the one after the highest ever used, so that a remembered rank never means another worker.
+6. Leave and loss entries name an incarnation. Repeated ones change nothing. Reports by processes that are no longer
+   members are ignored: one that was cut off from the network found all others silent.
+7. An outline lists the entries that made the present members, so that a newcomer need not read the whole journal.
 """
 
 from __future__ import annotations
@@ -44,21 +42,21 @@ from .member import (
 )
 
 
-# Seconds that a hole has to be there before it may be filled. A round trip to the store takes milliseconds.
+# Seconds before a hole may be filled. A round trip to the store takes milliseconds.
 HOLE_GRACE: Final = 1.0
-# An outline is written at every entry whose number is a multiple of this.
+# An outline is written after every so many entries.
 OUTLINE_EVERY: Final = 256
-# Of an outline's bytes: some 60,000 members.
+# Bytes of an outline: enough for 60,000 members.
 MAX_OUTLINE: Final = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A process wants to be in.
+    """A process asks to join.
 
     Args:
-        member: its record; its ``id`` counts only where it was given.
-        given: whether it wants the rank that the record says; else it gets one.
+        member: its record.
+        given: whether it asks for the rank in its record; otherwise it is assigned one.
     """
 
     member: Member
@@ -67,7 +65,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A member goes, and says so itself."""
+    """A member leaves."""
 
     rank: int
     incarnation: str
@@ -76,10 +74,10 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A member is gone, as another noticed.
+    """A member was lost, as another one reports.
 
     Args:
-        by: the incarnation of the one that noticed; empty: not known.
+        by: the incarnation of the reporter; empty: not known.
     """
 
     rank: int
@@ -101,7 +99,7 @@ def encode(entry: Entry) -> bytes:
     """An entry's bytes.
 
     Raises:
-        ProtocolError: they are too many, or its member's `extra` is not JSON.
+        ProtocolError: it is too large, or its member's `extra` is not JSON.
     """
     body: dict[str, Any]
     match entry:
@@ -126,17 +124,19 @@ def _departure(kind: str, rank: int, incarnation: str, reason: str) -> dict[str,
 
 
 def decode(data: bytes) -> Entry:
-    """The entry that :func:`encode` wrote.
+    """The inverse of :func:`encode`.
 
     Raises:
-        ProtocolError: it did not write these bytes.
+        ProtocolError: the bytes are not a valid entry.
     """
     record = load(data, "membership")
     match record.get("kind"):
         case "join":
             given = record.get("given")
             if not isinstance(given, bool):
-                raise ProtocolError(f"a membership record with given {shown(given)}")
+                raise ProtocolError(
+                    f"given in a membership record is {shown(given)}, expected true or false"
+                )
             return Join(member_from(record.get("member")), given)
         case "leave":
             return Leave(*_departed(record))
@@ -145,7 +145,7 @@ def decode(data: bytes) -> Entry:
         case "void":
             return VOID
         case kind:
-            raise ProtocolError(f"a membership record of kind {shown(kind)}")
+            raise ProtocolError(f"a membership record has unknown kind {shown(kind)}")
 
 
 def _departed(record: Mapping[str, Any]) -> tuple[int, str, str]:
@@ -172,10 +172,10 @@ class View:
     """The group after some entries.
 
     Args:
-        epoch: the number of the last one.
-        seats: who is in, by rank.
+        epoch: the number of the last entry.
+        seats: the members, by rank.
         ranks: by name.
-        next_rank: what the next join without a rank gets.
+        next_rank: the rank of the next join without one.
     """
 
     epoch: int = 0
@@ -184,7 +184,7 @@ class View:
     next_rank: int = 0
 
     def members(self) -> tuple[Member, ...]:
-        """Who is in, by rank."""
+        """The members, by rank."""
         return tuple(seat.member for _, seat in sorted(self.seats.items()))
 
     def find(self, key: str | int) -> Member | None:
@@ -194,35 +194,35 @@ class View:
         return None if seat is None else seat.member
 
     def holds(self, rank: int, incarnation: str) -> Member | None:
-        """The member of that rank, if it is that very process."""
+        """The member of that rank, if it has that incarnation."""
         member = self.find(rank)
         return member if member is not None and member.incarnation == incarnation else None
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of ``names`` that nobody here has, in their order."""
+        """The ``names`` that no member has, in their order."""
         return tuple(name for name in dict.fromkeys(names) if name not in self.ranks)
 
     def refusal(self, name: str, rank: int | None) -> str | None:
-        """Why nobody may join under this name and rank now, or None.
+        """Why a join with this name and rank is refused now; None if it is not.
 
         Args:
-            rank: None: any will do.
+            rank: None: the group assigns one.
         """
         holder = self.find(name)
         if holder is not None:
             return (
-                f"RPC worker name {name} is not unique: {holder} has it (a name is free once its"
-                " holder has left or was reported lost)"
+                f"RPC worker name {name} is not unique: {holder} has it (a name becomes free when its"
+                " holder leaves or is reported lost)"
             )
         holder = None if rank is None else self.find(rank)
         if holder is not None:
-            return f"rank {rank} is taken by {holder}; give another one, or none to get one"
+            return f"rank {rank} is taken by {holder}; use another one, or none to be assigned one"
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A member is in as of ``epoch``."""
+    """A member has joined at ``epoch``."""
 
     epoch: int
     member: Member
@@ -230,7 +230,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A member is out as of ``epoch``."""
+    """A member has left or was lost at ``epoch``."""
 
     epoch: int
     member: Member
@@ -240,7 +240,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A join changed nothing."""
+    """A join was refused."""
 
     epoch: int
     member: Member
@@ -254,10 +254,10 @@ def advance(view: View, first: int, entries: Sequence[Entry]) -> tuple[View, tup
     """Apply entries in order.
 
     Args:
-        first: the number of the first one. Those that the view knows already are passed over.
+        first: the number of the first one. Entries that the view includes already are skipped.
 
     Returns:
-        The view after the last one, and what happened since ``view``, in order.
+        The view after the last one, and the events since ``view``, in order.
 
     Raises:
         InternalError: there is a gap between the view and the entries.
@@ -267,7 +267,7 @@ def advance(view: View, first: int, entries: Sequence[Entry]) -> tuple[View, tup
     fresh = entries[view.epoch + 1 - first :]
     if not fresh:
         return view, ()
-    # Copied once for all: a newcomer may have thousands to apply.
+    # Copied once for all entries: a newcomer may apply thousands.
     working = View(view.epoch, seats := dict(view.seats), ranks := dict(view.ranks), view.next_rank)
     events: list[Event] = []
     for number, entry in enumerate(fresh, view.epoch + 1):
@@ -302,12 +302,12 @@ def _is_in(seats: Mapping[int, Seat], incarnation: str) -> bool:
 def _rank_for(view: View) -> int:
     if view.next_rank <= MAX_ID:
         return view.next_rank
-    # Somebody was given the highest rank there is.
+    # A member asked for the highest rank there is.
     return next(rank for rank in range(MAX_ID) if rank not in view.seats)
 
 
 def device_problem(view: View, newcomer: Member) -> str | None:
-    """What is wrong with device maps between a newcomer and those who are in, or None."""
+    """A conflict between the device maps of a newcomer and the members; None if there is none."""
     concerned = {
         member.name: member.devices
         for member in view.members()
@@ -322,12 +322,12 @@ def device_problem(view: View, newcomer: Member) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """What to do about numbers whose entries are not there, though the counter has passed them.
+    """What to do about holes: numbers that the counter has passed, without an entry.
 
     Args:
         fill: those that may be filled now.
-        since: since when the others are known to be holes; the next call wants it.
-        look_at: when to look again at the latest; None: there is no hole left.
+        since: when the others were first seen, for the next call.
+        look_at: when to check again at the latest; None: there is no hole left.
     """
 
     fill: tuple[int, ...]
@@ -336,7 +336,7 @@ class Patience:
 
 
 def decide_holes(now: float, since: Mapping[int, float], missing: Collection[int]) -> Patience:
-    """Which holes have been there long enough. All times are on the caller's monotonic clock.
+    """Decide which holes to fill. All times are on the caller's monotonic clock.
 
     Args:
         since: from the last call; empty at the first.
@@ -353,7 +353,7 @@ def decide_holes(now: float, since: Mapping[int, float], missing: Collection[int
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A view, told by the entries that made it.
+    """A view, as the entries that made it.
 
     Args:
         epoch: the view's.
@@ -366,7 +366,7 @@ class Outline:
     seats: Mapping[int, int] = field(default_factory=dict)
 
     def numbers(self) -> tuple[int, ...]:
-        """The entries to be read."""
+        """The entries to read."""
         return tuple(sorted(self.seats.values()))
 
 
@@ -377,7 +377,7 @@ def outline(view: View) -> Outline:
 
 
 def encode_outline(plan: Outline) -> bytes:
-    """An outline's bytes; they may be more than can be read, see ``MAX_OUTLINE``."""
+    """An outline's bytes, perhaps more than ``MAX_OUTLINE``."""
     record = {
         "v": RECORD_VERSION,
         "epoch": plan.epoch,
@@ -388,15 +388,15 @@ def encode_outline(plan: Outline) -> bytes:
 
 
 def decode_outline(data: bytes) -> Outline:
-    """The outline that :func:`encode_outline` wrote.
+    """The inverse of :func:`encode_outline`.
 
     Raises:
-        ProtocolError: it did not write these bytes.
+        ProtocolError: the bytes are not a valid outline.
     """
     record = load(data, "outline", MAX_OUTLINE)
     listed = record.get("seats")
     if not isinstance(listed, list):
-        raise ProtocolError(f"an outline record with seats {shown(listed)}, expected a list")
+        raise ProtocolError(f"seats in an outline record is {shown(listed)}, expected a list")
     epoch = whole(record.get("epoch"), "epoch", 2**62)
     seats: dict[int, int] = {}
     for each in listed:
@@ -405,7 +405,9 @@ def decode_outline(data: bytes) -> Outline:
                 number = whole(number, "number", epoch)
                 seats[whole(rank, "rank")] = number
             case _:
-                raise ProtocolError(f"an outline record with seat {shown(each)}")
+                raise ProtocolError(
+                    f"a seat in an outline record is {shown(each)}, expected a rank and a number"
+                )
     return Outline(epoch, whole(record.get("next_rank"), "next_rank", MAX_ID + 1), seats)
 
 
@@ -413,18 +415,20 @@ def restore(plan: Outline, entries: Mapping[int, Entry]) -> View:
     """The view of an outline.
 
     Args:
-        entries: at least those that it names.
+        entries: at least those that it lists.
 
     Raises:
-        ProtocolError: they cannot have made it.
+        ProtocolError: outline and entries do not match.
     """
     seats: dict[int, Seat] = {}
     for rank, number in plan.seats.items():
         entry = entries.get(number)
         if not isinstance(entry, Join):
-            raise ProtocolError(f"an outline record for rank {rank}: entry {number} is no join")
+            raise ProtocolError(
+                f"an outline record lists entry {number} for rank {rank}, which is not a join"
+            )
         seats[rank] = Seat(replace(entry.member, id=rank), number)
     ranks = {seat.member.name: rank for rank, seat in seats.items()}
     if len(ranks) < len(seats):
-        raise ProtocolError("an outline record in which two members have one name")
+        raise ProtocolError("an outline record lists two members with the same name")
     return View(plan.epoch, seats, ranks, plan.next_rank)

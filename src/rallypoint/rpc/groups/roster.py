@@ -1,4 +1,4 @@
-"""Who is in a worker's group, as its agent knows it: this worker, the others, and those that are gone."""
+"""A worker's view of its group: itself, the other members, and those that are gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Roster:
 
     Args:
         name: this worker's name.
-        job: tells this group from every other one that could meet at the same addresses.
+        job: distinguishes this group from others at the same addresses.
     """
 
     def __init__(self, name: str, job: str) -> None:
@@ -31,18 +31,18 @@ class Roster:
         self.group: Group | None = None
         self._job = job
         self._lock = threading.Lock()
-        # Set once the group has gone on without this worker.
+        # Set once the group has removed this worker.
         self.expelled: Expelled | None = None
         # Incarnations that are gone, and why. Written under the lock.
         self.dead: dict[str, str] = {}
 
     def enter(self, group: Group) -> None:
-        """This worker is a member of ``group`` from here on."""
+        """Become a member of ``group``."""
         self.group = group
         self.me = WorkerInfo(group.me.name, group.me.id)
 
     def introduction(self) -> dict[str, Any]:
-        """What this worker says of itself on a new connection."""
+        """How this worker introduces itself on a new connection."""
         return {
             "job": self._job,
             "generation": 0,
@@ -52,12 +52,12 @@ class Roster:
         }
 
     def find(self, to: str | int | WorkerInfo) -> Member:
-        """The member that is called by this name, rank or info.
+        """The member with this name, rank or info.
 
         Raises:
             RpcError: there is none.
-            Expelled: the group has taken this worker for lost.
-            ValueError: it is none of these three.
+            Expelled: the group has removed this worker.
+            ValueError: ``to`` is of another type.
         """
         if self.expelled is not None:
             raise Expelled(*self.expelled.args)
@@ -71,7 +71,7 @@ class Roster:
         return self.group.find(to)
 
     def info(self, to: str | int | WorkerInfo | None = None) -> WorkerInfo:
-        """Name and id of a worker; None: of this one."""
+        """Name and id of a worker; None: this worker."""
         if to is None:
             return self.me
         member = self.find(to)
@@ -82,14 +82,14 @@ class Roster:
         return [WorkerInfo(each.name, each.id) for each in self.group.members()[1]]
 
     def is_gone(self, worker: int) -> bool:
-        """Whether there is no such worker any more."""
+        """Whether this worker is gone, or not in the group."""
         try:
             return self.find(worker).incarnation in self.dead
         except RpcError:
             return True
 
     def strike(self, member: Member, reason: str) -> bool:
-        """A member is gone; False if that is known."""
+        """Note that a member is gone; False if that was known."""
         with self._lock:
             if member.incarnation in self.dead:
                 return False

@@ -1,8 +1,8 @@
-"""What members put into the group's store, signed: whoever can write there and does not know the secret is not believed. Pure.
+"""Signed values in the group's store: those written without the secret are ignored. Pure.
 
-A value is the version, a keyed BLAKE2b of 16 bytes over its key and its content, and the content. The signing key belongs
-to one group. So a value that was altered, that stands under another key, or is from another group is none. What is under
-a key can be deleted, or put back to an earlier value of that very key: the groups see to that (``group.py``).
+A value is a version, a 16-byte keyed BLAKE2b over key and content, and the content. Each group has a signing key of its
+own, so values that were altered, moved to another key, or copied from another group are invalid. Deleting a key, or
+restoring an earlier value of it, is not detected here: the groups handle that (``group.py``).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Signer:
     """Signs for one group.
 
     Args:
-        secret: what its members know.
-        group: what tells it from others that have the same secret.
+        secret: the group's secret.
+        group: distinguishes it from other groups with the same secret.
     """
 
     def __init__(self, secret: bytes, group: str) -> None:
         self._key = derive(secret, "rpc member records", group)
 
     def sign(self, key: str, content: bytes) -> bytes:
-        """What to put under ``key``."""
+        """The value to store under ``key``."""
         return _VERSION + self._tag(key, content) + content
 
     def read(self, key: str, value: bytes) -> bytes | None:
-        """The content of what stands under ``key``; None: no member has put it there."""
+        """The content of a value stored under ``key``; None if the signature is invalid."""
         content = value[_HEAD:]
         if not value.startswith(_VERSION) or len(value) < _HEAD:
             return None
@@ -50,5 +50,5 @@ class Signer:
         return signed.digest()
 
 
-# Of those who have no secret: everybody can sign so.
+# For groups without a secret: anyone can sign with it.
 PUBLIC: Final = Signer(b"no secret", "")

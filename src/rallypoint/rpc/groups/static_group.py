@@ -1,4 +1,4 @@
-"""A group whose members are all there from the beginning."""
+"""A group whose members are fixed from the start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .signing import PUBLIC, Signer
 
 
 class StaticGroup:
-    """``world_size`` processes, each with its rank, which all come at the beginning. Its epoch is always 1."""
+    """``world_size`` processes, each with its rank. Its epoch is always 1."""
 
     is_static = True
 
@@ -49,19 +49,19 @@ class StaticGroup:
         timeout: float | None = None,
         signer: Signer = PUBLIC,
     ) -> Self:
-        """Be one of ``world_size``; all see the same group, or fail for the same reason.
+        """Form a group of ``world_size``. Either all see the same group, or all fail for the same reason.
 
-        Blocks: until all have come. The store's other users have to wait as long.
+        Blocks: until all members have arrived, and with it other users of the same store object.
 
         Args:
             me: its ``id`` is its rank.
             timeout: seconds to wait for the others; None: no limit.
-            signer: signs what members put into the store.
+            signer: signs the records in the store.
 
         Raises:
-            ConfigError: the rank is not below ``world_size``, or device maps do not go together.
-            DeadlineExceeded: some never came; says which ranks.
-            RpcError: rank or name is taken, the group is a dynamic one, or the store is lost.
+            ConfigError: the rank is not below ``world_size``, or device maps conflict.
+            DeadlineExceeded: some ranks are missing; names them.
+            RpcError: rank or name is taken, the group is dynamic, or the store is lost.
         """
         if not 0 <= me.id < world_size:
             raise ConfigError("rank", me.id, f"expected 0 to {world_size - 1}: one of {world_size}")
@@ -78,21 +78,21 @@ class StaticGroup:
             )
         keys = [f"rank/{rank}" for rank in range(world_size)]
         if not calls.wait_interruptibly(keys, timeout):
-            # Those who see this record, too, must know that it is void; unless all have seen one group already.
+            # Tell those who see our record that we gave up, unless all have seen the complete group already.
             seal = calls.put_new("formed", _given_up(me))
             missing = [key.removeprefix("rank/") for key in calls.absent(keys)]
             if missing or seal.startswith(_GIVEN_UP):
                 calls.delete(f"rank/{me.id}")
                 lacking = f"; missing: rank {', '.join(missing)}" if missing else ""
                 raise DeadlineExceeded(
-                    f"{world_size - len(missing)} of {world_size} members came within {timeout:g} s{lacking};"
-                    " see why they did not start, or raise the timeout"
+                    f"{world_size - len(missing)} of {world_size} members arrived within {timeout:g} s{lacking};"
+                    " check why the others did not start, or raise the timeout"
                 )
         members = _check(_read_all(calls, keys, me.id, record, deadline), world_size)
         gave_up = _confirm(calls, members)
         if gave_up is not None:
             calls.delete(f"rank/{me.id}")
-            raise DeadlineExceeded(f"{gave_up} gave up waiting before all members had come")
+            raise DeadlineExceeded(f"{gave_up} gave up before all members had arrived")
         return cls(store, me, members, signer)
 
     @property
@@ -124,23 +124,23 @@ class StaticGroup:
         return None if said is None else said.decode(errors="replace")
 
     def leave(self, reason: str = "") -> None:
-        """Leave last words. The others go on to list this member: a static group stays what it is."""
+        """Store the reason for leaving. The members of a static group do not change."""
         self._calls.set(f"left/{self._me.id}", (reason or "left").encode())
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def _read_all(
     calls: Calls, keys: Sequence[str], rank: int, own: bytes, deadline: Deadline
 ) -> list[bytes]:
-    """The members' records, which are there. One that somebody else has put in its place is put back by its owner.
+    """The members' records, which all exist. If another program overwrites a record, its owner restores it.
 
     Raises:
-        DeadlineExceeded: that goes on.
+        DeadlineExceeded: some records keep being overwritten.
     """
     pause = threading.Event()
-    missing: list[str] = []  # all were there just now
+    missing: list[str] = []
     while True:
         found = [] if missing else calls.read(keys)
         records = [each for each in found if each is not None]
@@ -160,7 +160,7 @@ def _read_all(
         missing = calls.absent(keys)
 
 
-# Seconds between two looks at a record that its owner is to put back.
+# Seconds between checks for a record that its owner has to restore.
 _LOOK_AGAIN: Final = 0.05
 _GIVEN_UP: Final = b"given up by "
 
@@ -172,7 +172,7 @@ def _given_up(member: Member) -> bytes:
 def _taker(record: bytes) -> str:
     with contextlib.suppress(ProtocolError):
         return str(_read_static(record)[1])
-    return f"something that is no member: {shown(record)}"
+    return f"an invalid record: {shown(record)}"
 
 
 def _read_static(data: bytes) -> tuple[int, Member]:
@@ -181,13 +181,13 @@ def _read_static(data: bytes) -> tuple[int, Member]:
 
 
 def _check(records: Sequence[bytes], world_size: int) -> tuple[Member, ...]:
-    """The members, if their records make a group. Whoever has the same records comes to the same end."""
+    """The members, if their records form a valid group. The result depends only on the records."""
     read = [_read_static(each) for each in records]
     members = tuple(member for _, member in read)
     sizes = {size for size, _ in read}
     if sizes != {world_size}:
         each = ", ".join(f"rank {member.id}: {size}" for size, member in read)
-        raise ConfigError("world_size", world_size, f"the members do not agree on it: {each}")
+        raise ConfigError("world_size", world_size, f"the members have different values: {each}")
     by_name: dict[str, Member] = {}
     for member in members:
         other = by_name.setdefault(member.name, member)
@@ -200,7 +200,7 @@ def _check(records: Sequence[bytes], world_size: int) -> tuple[Member, ...]:
 
 
 def _confirm(calls: Calls, members: tuple[Member, ...]) -> Member | None:
-    """Seal the group. Returns who has given up before all had come, if anybody has."""
+    """Confirm the group. Returns the member that gave up before all had arrived, if any."""
     crowd = " ".join(member.incarnation for member in members)
     seal = b"formed by " + hashlib.sha256(crowd.encode()).hexdigest().encode()
     while (held := calls.put_new("formed", seal)) != seal:
@@ -211,5 +211,5 @@ def _confirm(calls: Calls, members: tuple[Member, ...]) -> Member | None:
         gave_up = next((member for member in members if _given_up(member) == held), None)
         if gave_up is not None:
             return gave_up
-        calls.delete("formed")  # who gave up has come again since, or another in its place
+        calls.delete("formed")  # the one that gave up was replaced since
     return None

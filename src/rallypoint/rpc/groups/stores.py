@@ -1,4 +1,4 @@
-"""The store that the members of a group meet in."""
+"""The store that ``init_method`` names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rallypoint.errors import ConfigError
 
 # torch re-exports its names by *.
 dist: Any = torch_distributed
-# With these torch's store waits for all workers, unless the address says that there are any number.
+# Schemes for which torch's store waits for all workers, unless the address says world_size=-1.
 _WAITING = ("env", "tcp")
-# Seconds between two tries to reach a store that nobody serves yet: the first, and the longest.
+# Seconds between attempts to reach a store that is not served yet: at first, and at most.
 _SOON: Final = (0.002, 0.1)
 
 
@@ -39,24 +39,24 @@ def open_store(
 
     Args:
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
-        rank: 0 hosts a TCP store; negative: whoever comes first on its host does.
+        rank: 0 serves a TCP store; negative: the first process on the store's host does.
         timeout: seconds to wait for it; 0: c10d's default.
-        torch_rules: a rank must be given, and is asked for in torch's words.
+        torch_rules: require a rank, with torch's error.
 
     Raises:
-        ConfigError: it is none of these.
-        torch.distributed.DistNetworkError: nobody has served it in time.
+        ConfigError: ``init_method`` is invalid.
+        torch.distributed.DistNetworkError: the store was not served in time.
     """
     limit = timedelta(seconds=timeout) if timeout else dist.constants.default_pg_timeout
     _check_host(init_method)
     url = urlsplit(init_method)
     if url.scheme == "file" and url.path:
-        # c10d makes it readable by everybody. What members put there is theirs alone.
+        # c10d would make the file readable by all users.
         with contextlib.suppress(OSError):
             os.close(os.open(url.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     if (rank >= 0 and world_size) or (torch_rules and rank < 0):
-        # torch's own way, so that every scheme that it knows, or was taught, works. But the store is not to wait
-        # for all workers: that cannot be interrupted, and does not say who is missing. The group waits for them.
+        # By torch's own rendezvous, so that every scheme registered there works. But the group waits for the workers,
+        # not the store: the store's wait cannot be interrupted, and does not say who is missing.
         host = ""
         if (
             rank >= 0
@@ -101,7 +101,7 @@ def _no_address(init_method: str) -> ConfigError:
 
 
 def _tcp(host: str, port: int, limit: timedelta, rank: int) -> Any:
-    """Rank 0 serves it; without ranks, whoever comes first on the store's host."""
+    """Rank 0 serves it; without ranks, the first process on the store's host."""
     own = own_address(host)
     if _serves(rank) or (rank < 0 and own is not None and _serves(0)):
         try:
@@ -110,22 +110,22 @@ def _tcp(host: str, port: int, limit: timedelta, rank: int) -> Any:
         except (RuntimeError, OSError):
             if rank == 0:
                 raise
-            # Somebody serves it already.
+            # Another process serves it already.
     address = _await_server(host, port, limit)
     with connecting_to(address):
         return dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
 
 
 def _serves(rank: int) -> bool:
-    """Whether this rank is the one that serves a TCP store: none does where the launcher does."""
+    """Whether this rank serves a TCP store. None does if the launcher serves it."""
     return rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _server_of(url: SplitResult) -> tuple[str, int] | None:
-    """The host and the port that an ``init_method`` names; None if it lacks one of them.
+    """The host and port that an ``init_method`` names; None if one is missing.
 
     Raises:
-        ConfigError: the port is none.
+        ConfigError: the port is invalid.
     """
     what, host = "init_method", url.hostname
     if url.scheme == "env":
@@ -144,13 +144,13 @@ def _netloc(host: str, port: int) -> str:
 
 
 def _await_server(host: str, port: int, limit: timedelta) -> str:
-    """Wait until somebody serves a TCP store there; returns the address that answered, as numbers.
+    """Wait until a TCP store is served there. Returns the numeric address that answered.
 
-    c10d's own client tries it again after half a second and more, so that one whose server comes a millisecond later is late by
-    as much; it cannot be interrupted, takes twice its time-out, and prints pages of C++ when it gives up.
+    c10d's own client retries after half a second or more, cannot be interrupted, takes twice its timeout, and prints
+    pages of C++ frames when it gives up.
 
     Raises:
-        torch.distributed.DistNetworkError: nobody does in time.
+        torch.distributed.DistNetworkError: the store was not served in time.
     """
     seconds = limit.total_seconds()
     deadline, never = Deadline(seconds), threading.Event()
@@ -165,15 +165,15 @@ def _await_server(host: str, port: int, limit: timedelta) -> str:
         left = deadline.remaining()
         if not left:
             raise dist.DistNetworkError(
-                f"nobody has served the store at {_netloc(host, port)} within {seconds:g} s ({reason}): is rank 0 running, and is"
-                " this its address?"
+                f"no store at {_netloc(host, port)} after {seconds:g} s ({reason}): is rank 0 running, and is this its"
+                " address?"
             )
         never.wait(min(pause, left))
         pause = min(2 * pause, longest)
 
 
 def _check_host(init_method: str) -> None:
-    """Tell at once of a name that is nobody's: c10d tries it until the time is up."""
+    """Fail at once for an unknown host name: c10d would retry until the timeout."""
     url = urlsplit(init_method)
     host = env.get("MASTER_ADDR") if url.scheme == "env" else url.hostname
     if url.scheme in ("env", "tcp") and host:

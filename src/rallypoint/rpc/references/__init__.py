@@ -1,1 +1,1 @@
-"""References to values that live on another worker: who holds which, and when a value may go."""
+"""References to values on other workers: which worker holds which, and when a value is released."""

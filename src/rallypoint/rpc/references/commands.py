@@ -1,4 +1,4 @@
-"""What the reference counting wants done: messages to others, and news for this process."""
+"""Commands of the reference counting: messages to other workers, and events in this process."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .ids import ForkId, RRefId
 
 
 class Kind(StrEnum):
-    """What workers tell each other about references. Each is acknowledged, and sent again if it was not."""
+    """Messages between workers about references. Each is repeated until it is acknowledged."""
 
     FORK_REQUEST = (
-        "fork_request"  # user to owner: register me; its answer confirms or fails the fork
+        "fork_request"  # user to owner: register me; the answer confirms or fails the fork
     )
     CHILD_ACCEPT = "child_accept"  # child to parent: you need not cover me any more
-    USER_DELETE = "user_delete"  # user to owner: nobody holds this fork any more
+    USER_DELETE = "user_delete"  # user to owner: this fork is no longer held
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this message until it is acknowledged. ``to`` is another worker, and none that is known to be lost."""
+    """Send this message until it is acknowledged. ``to`` is another worker that is not known to be lost."""
 
     to: int
     kind: Kind
@@ -30,14 +30,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The owner has registered this fork: functions that waited for it may run."""
+    """The owner has registered this fork: functions that wait for it may run."""
 
     fork_id: ForkId
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """This reference is dead, and will remain so: end what waits for it."""
+    """This reference is dead for good: fail what waits for it."""
 
     fork_id: ForkId
     reason: str
@@ -45,7 +45,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Answer the FORK_REQUEST that was just given with this failure. Without it, the answer is yes."""
+    """Answer the current FORK_REQUEST with this failure. Without this command, the answer is yes."""
 
     fork_id: ForkId
     reason: str
@@ -53,14 +53,14 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Forget the value, if it is there; if its function still runs, forget the result when it comes."""
+    """Release the value, or its future result if the function still runs."""
 
     rref_id: RRefId
 
 
 @dataclass(frozen=True, slots=True)
 class Orphaned:
-    """The value that others wait for will not be made: fail those who ask for it."""
+    """The value will never be created: fail those that fetch it."""
 
     rref_id: RRefId
     reason: str
@@ -71,12 +71,13 @@ Command = Send | Confirmed | Lost | Refuse | Release | Orphaned
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What has become of a reference that came.
+    """The result of receiving a reference.
 
     Args:
-        fork_id: the user reference to hold (then ``dropped``); None: the value lives here.
-        commands: to be carried out.
-        gone: why it can not be used; if not, and it lives here, it is held once (then ``owner_local_dropped``).
+        fork_id: the user reference to hold, until ``dropped``; None: the value lives here, and is held once until
+            ``owner_local_dropped``, unless it is ``gone``.
+        commands: to execute.
+        gone: why it cannot be used; empty if it can.
     """
 
     fork_id: ForkId | None
@@ -86,14 +87,14 @@ class Received:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """How many there are now.
+    """Numbers of references.
 
     Args:
         num_owner_rrefs: own values that others refer to.
-        num_forks: their references, those on their way included.
+        num_forks: their references, including those in transit.
         num_users: references to values of others; at shutdown, 0 means that all are deleted.
         num_pending_users: those of them that the owner has not confirmed yet.
-        num_pending_children: references that were passed on and are not accepted yet.
+        num_pending_children: references that were passed on and not accepted yet.
     """
 
     num_owner_rrefs: int

@@ -1,4 +1,4 @@
-"""Sends the messages that the reference counting asks for, each until it is acknowledged."""
+"""Sending the messages of the reference counting until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _KINDS = {
     Control.CHILD_ACCEPT: Kind.CHILD_ACCEPT,
     Control.USER_DELETE: Kind.USER_DELETE,
 }
-# A message that was not acknowledged is sent again after so many seconds, then after twice that, and so on.
+# Seconds before the first retry; each later pause is twice as long.
 _RETRY_SECONDS = 0.05
 _MOST_RETRIES = 10
-# Seconds that an acknowledgement may take, whatever the user's time-out is.
+# Timeout for an acknowledgement in seconds, independent of the user's.
 _PATIENCE = 60.0
 
 
@@ -33,9 +33,9 @@ class ControlSender:
     """Sends control messages, and repeats those that fail. Thread-safe.
 
     Args:
-        confirmed: called with a fork when its owner has taken the FORK_REQUEST.
-        failed: called with a fork and the reason when the owner has refused it, or does not answer.
-        settled: called after each message that needs no more sending.
+        confirmed: called with a fork when its owner has accepted the FORK_REQUEST.
+        failed: called with a fork and a reason when its owner has refused it or does not answer.
+        settled: called after each message that is acknowledged or given up.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class ControlSender:
         self._confirmed = confirmed
         self._failed = failed
         self._settled = settled
-        # Each change is one operation of a set, which is atomic.
+        # Changed by single set operations, which are atomic.
         self._unacknowledged: set[Send] = set()
 
     @property
     def is_settled(self) -> bool:
-        """Whether every message has been acknowledged, or given up."""
+        """Whether every message has been acknowledged or given up."""
         return not self._unacknowledged
 
     def send(self, command: Send, attempt: int = 0) -> None:
-        """Send a message until it is acknowledged. Does not wait."""
+        """Send a message until it is acknowledged. Does not block."""
         self._unacknowledged.add(command)
 
         def finish(call: Call, outgoing: Outgoing) -> None:
@@ -74,7 +74,7 @@ class ControlSender:
             except RpcError as error:
                 again(error)
                 return
-            except Exception as error:  # noqa: BLE001  # the owner's answer to FORK_REQUEST: no
+            except Exception as error:  # noqa: BLE001  # the owner refused a FORK_REQUEST
                 if command.kind == Control.FORK_REQUEST:
                     self._failed(command.fork_id, str(error))
             else:
@@ -107,7 +107,7 @@ class ControlSender:
         if self._links.is_connected_to(command.to):
             begin()
         else:
-            # Connecting takes time, and this may be the leader's thread.
+            # Connecting blocks, and this may be the leader's thread.
             self._tasks.soon(begin)
 
     def inquire(
@@ -119,11 +119,11 @@ class ControlSender:
         missing: Callable[[list[Fork]], None],
         attempt: int = 0,
     ) -> None:
-        """Ask a worker which of these references have come to it, until it answers. Does not wait.
+        """Ask a worker which of these references it has received, until it answers. Does not block.
 
         Args:
-            unsettled: picks those that still keep something alive here.
-            missing: called with those that have not come.
+            unsettled: selects those that still keep something alive here.
+            missing: called with those that were not received.
         """
         asked = unsettled(forks)
         if not asked or self._links.is_closed or self._peers.is_gone(to) or attempt > _MOST_RETRIES:
@@ -138,7 +138,7 @@ class ControlSender:
                 missing([each for each in asked if each.fork_id in fork_ids])
 
         def again(error: BaseException) -> None:
-            logger.debug("worker %d has not said which references have come: %s", to, error)
+            logger.debug("worker %d has not said which references it received: %s", to, error)
             self._tasks.later(
                 _RETRY_SECONDS * 2**attempt,
                 lambda: self.inquire(

@@ -1,4 +1,4 @@
-"""What values and references to them are called, and a reference on its way."""
+"""Ids of values and references, and a reference in transit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class RRefId(NamedTuple):
-    """A value's, over all workers. An equal :class:`ForkId` is not the same: they never share a table."""
+    """The id of a value, unique over all workers. Never kept in one table with :class:`ForkId`, which may be equal."""
 
     created_on: int
     local_id: int
@@ -17,7 +17,7 @@ class RRefId(NamedTuple):
 
 
 class ForkId(NamedTuple):
-    """A user reference's: ``created_on`` is the worker that made it, not the one that holds it."""
+    """The id of a user reference. ``created_on`` is the worker that created it, not the one that holds it."""
 
     created_on: int
     local_id: int
@@ -28,14 +28,14 @@ class ForkId(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fork:
-    """A reference on its way: what is pickled in its place.
+    """A reference in transit, as it is pickled.
 
     Args:
         rref_id: the value.
         fork_id: the reference that the receiver will hold.
-        owner: where the value lives.
-        parent: who sends it.
-        type_text: the value's type, as far as the sender knows it.
+        owner: the worker that has the value.
+        parent: the sender.
+        type_text: the value's type, if the sender knows it.
     """
 
     rref_id: RRefId

@@ -1,46 +1,46 @@
-"""Who still refers to which value: the distributed reference counting of one process. Pure.
+"""Distributed reference counting: one process's part. Pure.
 
 Theory of operation
 ===================
 
-A value lives on its *owner*. The owner's own objects *hold* it. Any other worker that can reach it has a *user*
-reference, and each user reference is a *fork* with an id of its own: who holds two has two forks. The owner keeps,
-for each value, the forks that it knows (*registered*) and the number of its own holds; with none of either, the value
-is released.
+A value lives on its *owner*. The owner's own objects *hold* it. Any other worker that refers to it has a *user*
+reference, and each user reference is a *fork* with an id of its own: a worker with two references has two forks. For
+each value, the owner keeps the forks that it knows (*registered*) and the number of its own holds. With none of
+either, it releases the value.
 
-**Invariant.** A value is not released while a reference to it exists or is on its way; it is released when there is
+**Invariant.** A value is not released while a reference to it exists or is in transit. It is released once there is
 none and the network is quiet.
 
-It holds because at any time each fork is either registered, or *covered* by another fork that is, and that cannot be
-deleted as long as it covers:
+This holds because at any time each fork is registered, or *covered* by a registered fork that cannot be deleted as
+long as it covers another:
 
-1. The owner registers a fork when it is put into a message, before the message leaves. Its receiver is confirmed from
-   the first moment.
-2. A user that passes a reference on covers the new fork, its *pending child*: it does not delete its own before the
-   child says CHILD_ACCEPT, even if its object is collected meanwhile. The child says so when the owner has answered its
-   FORK_REQUEST, that is when the owner has registered it. A child that is the owner itself says it at once.
-3. A user deletes its fork (USER_DELETE) when its objects are gone, it covers nobody, and it has been confirmed. So the
-   delete cannot overtake what it undoes: the request was answered before.
-4. ``remote`` makes the value's id and the first fork's on the caller; they travel with the call, and its answer is the
-   confirmation. The caller may pass the reference on before the call has arrived: the owner then registers forks
-   of a value that is *expected*.
+1. The owner registers a fork when it puts it into a message, before the message is sent. Such a fork is confirmed
+   from the start.
+2. A user that passes a reference on covers the new fork, its *pending child*: it does not delete its own fork before
+   the child sends CHILD_ACCEPT, even if its object is collected. The child does so once the owner has registered it,
+   that is, has answered its FORK_REQUEST. If the child is the owner itself, it does so at once.
+3. A user deletes its fork (USER_DELETE) when its objects are gone, it covers no other, and it is confirmed. So the
+   delete cannot overtake the request that it undoes: that has been answered.
+4. ``remote`` creates the ids of the value and of its first fork on the caller. They travel with the call, and its
+   answer is the confirmation. The caller may pass the reference on before the call has arrived: the owner then
+   registers forks of a value that is *expected*.
 
-Every message may come twice and late. What registers a fork (FORK_REQUEST, the call of ``remote``) must not do so once
-the fork is deleted: its id is remembered. So is the id of a released value, lest it be expected for ever.
-A message whose connection ends may have come or not. Its sender asks (``on_inquiry``): what has not come then never
-will, and was not sent (``unsent``).
-A confirmation that was given up (``failed``) leaves it open whether the fork is registered. Such a reference is dead
-to its holder, but it covers its children still, keeps its own parent until these are accepted, and is deleted as
-others are; a delete may then come before what it undoes, and the remembered id takes care of that, too.
+Every message may arrive twice and late. FORK_REQUEST and the call of ``remote`` must not register a fork that is
+deleted already, so ids of deleted forks are remembered. So are ids of released values: otherwise a late message
+would make the owner expect them forever.
+If a connection ends, its last messages may or may not have arrived. The sender asks (``on_inquiry``): what has not
+arrived by then is never accepted, and counts as not sent (``unsent``).
+If a confirmation is given up (``failed``), the fork may or may not be registered. The reference is dead to its holder,
+but it still covers its children, keeps its parent until these are accepted, and is deleted like any other. Its delete
+may then arrive before its request; the remembered id handles that, too.
 
-**Where the guarantee ends.** A worker that dies covers nobody any more, and its forks are reclaimed. A reference that
-it had passed on, and that the owner has not registered yet, may be refused: it is then dead, with the reason, and no
-call on it waits for ever. False alarms are not survived: who is said to be lost stays lost, and a worker that
-comes again must have a new id. Ids are remembered up to a limit: a duplicate that comes later than that many deletions
-leaves a fork registered until its worker ends.
+**Limits of the guarantee.** A dead worker covers nothing, and its forks are reclaimed. A reference that it passed on
+may then be refused if the owner has not registered it yet: it is dead, with the reason, and no call on it waits
+forever. A worker that was declared lost stays lost; if it returns, it must have a new id. Only so many ids are
+remembered: a duplicate that arrives after more deletions than that leaves a fork registered until its worker ends.
 
-Nothing here locks, and an object may be collected anywhere, also inside of these methods: a finalizer notes the fork
-(``deque.append``) and the shell calls ``dropped`` later, outside of all of this.
+Nothing here locks. An object may be collected anywhere, even inside these methods: its finalizer only notes the fork
+(``deque.append``), and the shell calls ``dropped`` later.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ from .commands import (
 from .ids import Fork, ForkId, RRefId
 
 
-# Retries of a message end after some 13 s (5 attempts, from 1 s, each wait 1.5 times the last): at 1000 deletions a
-# second, these are enough; they take 4 MB.
+# A message is retried for 51 s (``control_sender``). 16,384 ids take 4 MB.
 REMEMBER = 16_384
 
 
@@ -75,7 +74,7 @@ REMEMBER = 16_384
 class _Owned:
     """A value that lives here. It is in the table as long as it has forks or holds."""
 
-    made: bool  # or somebody else's call that makes it is still to come
+    made: bool  # False: the call that creates it has not arrived yet
     holds: int = 0
     forks: dict[ForkId, int] = field(default_factory=dict)  # to the worker that holds it
     orphaned: str = ""
@@ -87,7 +86,7 @@ class _User:
 
     rref_id: RRefId
     owner: int
-    parent: int | None  # to be told CHILD_ACCEPT; None: nobody, or it has been
+    parent: int | None  # still to be sent CHILD_ACCEPT
     holds: int = 1
     confirmed: bool = False
     dead: str = ""
@@ -99,7 +98,7 @@ class _User:
 
 
 class _Child(NamedTuple):
-    """A fork that one of mine covers."""
+    """A fork that one of ours covers."""
 
     covered_by: ForkId
     to: int
@@ -109,7 +108,7 @@ _Id = TypeVar("_Id", RRefId, ForkId)
 
 
 class _Recent(Generic[_Id]):
-    """The ids that were added last, up to a limit."""
+    """The most recently added ids, up to a limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -127,12 +126,12 @@ class _Recent(Generic[_Id]):
 class References:
     """All references of one process: to its own values, and to those of others.
 
-    Whoever calls a method carries out the commands it returns, in their order. Methods named ``on_…`` take what
-    another worker sent, and may be called again with the same.
+    The caller of a method executes the commands it returns, in their order. Methods named ``on_…`` take messages of
+    other workers and are idempotent.
 
     Args:
         me: this worker's id.
-        remember: how many deleted forks and released values are kept in mind against late duplicates.
+        remember: how many ids of deleted forks and released values are remembered, against late duplicates.
     """
 
     def __init__(self, me: int, *, remember: int = REMEMBER) -> None:
@@ -149,15 +148,15 @@ class References:
     # Making references
 
     def create_owned(self) -> RRefId:
-        """A value of this process gets an id. It is held once, and nobody else knows of it."""
+        """The id of a new value of this process, which is held once."""
         rref_id = RRefId(self.me, self._new_id())
         self._owned[rref_id] = _Owned(made=True, holds=1)
         return rref_id
 
     def create_remote(self, owner: int) -> tuple[RRefId, ForkId]:
-        """The ids that a call of ``remote`` carries; its answer goes to ``confirmed`` or ``failed``.
+        """The ids for a call of ``remote``. Its answer goes to ``confirmed`` or ``failed``.
 
-        If ``owner`` is this worker, its object holds the value itself, and the fork stands for the call until then.
+        If ``owner`` is this worker, its object holds the value, and the fork stands for the call until it is answered.
         """
         rref_id, fork_id = RRefId(self.me, self._new_id()), ForkId(self.me, self._new_id())
         if owner == self.me:
@@ -168,9 +167,9 @@ class References:
         return rref_id, fork_id
 
     def fork_owned(self, rref_id: RRefId, to: int, type_text: str = "") -> Fork:
-        """A value of this process is put into a message to ``to``: that reference is registered at once.
+        """A reference to a value of this process, for a message to ``to``. It is registered at once.
 
-        If the message is not sent after all: ``unsent``.
+        If the message is not sent: ``unsent``.
         """
         owned = self._owned.get(rref_id)
         if owned is None:
@@ -181,9 +180,9 @@ class References:
         return fork
 
     def fork_user(self, fork_id: ForkId, to: int, type_text: str = "") -> Fork:
-        """A user reference is put into a message to ``to``: it is kept until the other is accepted.
+        """A copy of a user reference, for a message to ``to``. The original is kept until the copy is accepted.
 
-        If the message is not sent after all: ``unsent``.
+        If the message is not sent: ``unsent``.
 
         Raises:
             RpcError: the reference is dead, or was deleted at shutdown.
@@ -201,23 +200,23 @@ class References:
         return fork
 
     def unsent(self, fork: Fork) -> list[Command]:
-        """The message with this fork has not left and will not. If that is uncertain, this is not for it."""
+        """The message with this fork was certainly not sent."""
         if fork.owner == self.me:
             return self._delete_fork(fork.rref_id, fork.fork_id)
         return self.on_child_accept(fork.fork_id)
 
     def receive(self, fork: Fork) -> Received:
-        """A reference has come in a message."""
+        """A reference has arrived in a message."""
         if fork.owner == self.me:
             return self._receive_own(fork)
         user = self._users.get(fork.fork_id)
-        if user is not None:  # the message came twice: so do the objects made of it
+        if user is not None:  # the message arrived twice, and makes two objects
             user.holds += 1
             return Received(fork.fork_id, [], user.dead)
         user = _User(fork.rref_id, fork.owner, fork.parent)
         self._users[fork.fork_id] = user
         if fork.fork_id in self._deleted:
-            user.dead = "it came a second time, after it had been deleted"
+            user.dead = "it arrived a second time, after it had been deleted"
         else:
             user.dead = self._why_lost(fork.owner)
         if fork.parent == fork.owner:
@@ -230,7 +229,7 @@ class References:
     def _receive_own(self, fork: Fork) -> Received:
         owned = self._find(fork.rref_id)
         if isinstance(owned, _Owned):
-            owned.holds += 1  # first: what follows gives up what has kept the value so far
+            owned.holds += 1  # first: the next lines release what has kept the value so far
         gone = "" if isinstance(owned, _Owned) else owned
         if fork.parent == self.me:
             return Received(None, self._delete_fork(fork.rref_id, fork.fork_id), gone)
@@ -239,15 +238,15 @@ class References:
     # The objects of this process
 
     def dropped(self, fork_id: ForkId) -> list[Command]:
-        """An object that stood for this user reference is gone. Once for each object."""
+        """One object of this user reference is gone."""
         user = self._users.get(fork_id)
-        if user is None:  # delete_all has been there
+        if user is None:  # delete_all was called
             return []
         user.holds = max(0, user.holds - 1)
         return self._settle_user(fork_id)
 
     def owner_local_held(self, rref_id: RRefId) -> bool:
-        """Hold a value of this process once more, also one that is only expected. False: it is gone, or never comes."""
+        """Hold a value of this process once more, even if it is only expected. False: it is or will never be there."""
         owned = self._find(rref_id)
         if not isinstance(owned, _Owned):
             return False
@@ -255,7 +254,7 @@ class References:
         return True
 
     def owner_local_dropped(self, rref_id: RRefId) -> list[Command]:
-        """A hold on a value of this process is gone: ``create_owned``'s, ``receive``'s, ``owner_local_held``'s."""
+        """Release one hold on a value of this process, from ``create_owned``, ``receive`` or ``owner_local_held``."""
         owned = self._owned.get(rref_id)
         if owned is None or not owned.holds:
             raise InternalError(f"{rref_id} was dropped here more often than it was held")
@@ -276,7 +275,7 @@ class References:
         return [Confirmed(fork_id), *self._settle_user(fork_id)]
 
     def failed(self, fork_id: ForkId, reason: str) -> list[Command]:
-        """The owner has refused FORK_REQUEST or the call of ``remote``, or nobody waits for an answer any more."""
+        """The owner has refused FORK_REQUEST or the call of ``remote``, or waiting for the answer was given up."""
         rref_id = self._calls_to_self.pop(fork_id, None)
         if rref_id is not None:
             return self._delete_fork(rref_id, fork_id)
@@ -289,13 +288,13 @@ class References:
     # Messages of other workers
 
     def accept_remote(self, rref_id: RRefId, fork_id: ForkId, user: int) -> list[Command]:
-        """The call of ``remote`` has come: the value will be made here. Release at once: nobody wants it any more.
+        """The call of ``remote`` has arrived: create the value, unless Release is returned.
 
-        It is not made for a worker that is lost, even if others wait for it: they have been told that it never comes.
+        It is not created for a lost worker, even if others wait for it: they have been told that it never will be.
         """
         owned = self._owned.get(rref_id)
         if user == self.me or user in self._lost or rref_id in self._released:
-            # One for this worker itself was registered by create_remote.
+            # For this worker's own calls, create_remote has registered the fork.
             return [] if owned is not None and owned.made else [Release(rref_id)]
         if owned is None:
             owned = self._owned[rref_id] = _Owned(made=True)
@@ -305,7 +304,7 @@ class References:
         return self._settle_owned(rref_id)
 
     def on_fork_request(self, rref_id: RRefId, fork_id: ForkId, sender: int) -> list[Command]:
-        """``sender`` holds a reference that it got from another user. The answer is yes, unless Refuse is returned."""
+        """``sender`` holds a reference from another user. The answer is yes, unless Refuse is returned."""
         if sender in self._lost or fork_id in self._deleted:
             return []
         owned = self._find(rref_id)
@@ -315,7 +314,7 @@ class References:
         return []
 
     def on_child_accept(self, fork_id: ForkId) -> list[Command]:
-        """The owner knows ``fork_id``, which was passed on from here, or it will never."""
+        """``fork_id``, which was passed on from here, is registered, or never will be."""
         child = self._children.pop(fork_id, None)
         if child is None:
             return []
@@ -323,15 +322,15 @@ class References:
         return self._settle_user(child.covered_by)
 
     def on_user_delete(self, rref_id: RRefId, fork_id: ForkId, sender: int) -> list[Command]:
-        """``sender`` has given up a reference to a value of this process."""
+        """``sender`` has deleted a reference to a value of this process."""
         if sender in self._lost:
             return []
         return self._delete_fork(rref_id, fork_id)
 
     def on_inquiry(self, fork_ids: Iterable[ForkId]) -> list[ForkId]:
-        """Another worker asks which of these references have come here; returns those that have not, and never will.
+        """Another worker sent these references on a connection that has ended. Returns those that have not arrived.
 
-        It has sent them on a connection that has ended since. One that comes after this answer is dead.
+        If one of those arrives later, it is dead.
         """
         missing = [each for each in fork_ids if each not in self._users]
         for fork_id in missing:
@@ -341,7 +340,7 @@ class References:
     # Ends
 
     def peer_lost(self, worker: int, reason: str) -> list[Command]:
-        """A worker is gone for good: what it held is free, what it owned is dead, what it was passed is let go."""
+        """A worker is gone for good: reclaim its forks, fail references to its values, and stop covering its forks."""
         if worker in self._lost or worker == self.me:
             return []
         self._lost[worker] = reason
@@ -353,7 +352,7 @@ class References:
             for fork_id in [each for each, holder in owned.forks.items() if holder == worker]:
                 del owned.forks[fork_id]
             commands += self._settle_owned(rref_id)
-        # All children first: then no reference settles on the word of one that is about to die, too.
+        # All children first, before any reference is settled.
         let_go = [
             fork_id
             for fork_id, child in self._children.items()
@@ -369,9 +368,9 @@ class References:
         return commands
 
     def delete_all(self) -> list[Command]:
-        """For shutdown: every user reference is deleted as if its objects were gone.
+        """For shutdown: delete all user references as if their objects were gone.
 
-        Those that wait for a confirmation or a child follow as these come: ``counts().num_users`` says when it is over.
+        Those that wait for a confirmation or a child follow later. All are deleted when ``counts().num_users`` is 0.
         """
         commands: list[Command] = []
         for fork_id, user in list(self._users.items()):
@@ -387,7 +386,7 @@ class References:
         return user is not None and user.confirmed
 
     def unsettled(self, forks: Iterable[Fork]) -> list[Fork]:
-        """Which of these, sent by this worker, keep something alive here."""
+        """Those of these forks, sent by this worker, that keep something alive here."""
         return [
             each
             for each in forks
@@ -396,26 +395,26 @@ class References:
         ]
 
     def owner_of(self, fork_id: ForkId) -> int | None:
-        """Where the value of this reference of ours lives; None if there is no such reference (any more)."""
+        """The owner of this reference of ours; None if there is no such reference."""
         user = self._users.get(fork_id)
         return None if user is None else user.owner
 
     def is_expected(self, rref_id: RRefId) -> bool:
-        """Whether anybody refers to this value of this process, be it there or not."""
+        """Whether there are references to this value of this process, which may not exist yet."""
         return rref_id in self._owned
 
     def why_absent(self, rref_id: RRefId) -> str:
-        """Why a value of this process is not there, and never will be; empty if it is, or may be."""
+        """Why a value of this process does not exist and never will; empty if it does or may."""
         owned = self._owned.get(rref_id)
         return self._why_absent(rref_id) if owned is None else owned.orphaned
 
     def why_dead(self, fork_id: ForkId) -> str:
-        """Why this reference of ours can not be used any more; empty if it can."""
+        """Why this reference of ours cannot be used; empty if it can."""
         user = self._users.get(fork_id)
         return "it was deleted" if user is None else user.dead
 
     def pending_confirmations(self, fork_ids: Iterable[ForkId]) -> set[ForkId]:
-        """Which of these a function that received them must wait for: Confirmed or Lost will come for each."""
+        """Those for which a function that received them must wait: Confirmed or Lost follows for each."""
         return {each for each in fork_ids if each in self._users and self._users[each].pending}
 
     def leaks(self, name_of: Callable[[int], str] = "worker {}".format) -> list[str]:
@@ -433,7 +432,7 @@ class References:
         ]
 
     def counts(self) -> Counts:
-        """How many references there are now, by kind."""
+        """The number of references, by kind."""
         return Counts(
             num_owner_rrefs=sum(bool(each.forks) for each in self._owned.values()),
             num_forks=sum(len(each.forks) for each in self._owned.values()),
@@ -460,22 +459,22 @@ class References:
         return f"worker {owner}, which owns the value, is lost: {self._lost[owner]}"
 
     def _why_absent(self, rref_id: RRefId) -> str:
-        """Why a value that is not in the table will not come; empty if it may."""
+        """Why a value that is not in the table never will be; empty if it may."""
         creator = rref_id.created_on
         if creator == self.me or rref_id in self._released:
             return (
                 f"the value of {rref_id} was released before its owner heard of this reference:"
-                " a worker that had passed it on has ended, or given it up"
+                " a worker that passed it on has ended or given it up"
             )
         if creator in self._lost:
             return (
-                f"the value of {rref_id} was never made: worker {creator}, which asked for it,"
+                f"the value of {rref_id} was never created: worker {creator}, which asked for it,"
                 f" is lost: {self._lost[creator]}"
             )
         return ""
 
     def _find(self, rref_id: RRefId) -> _Owned | str:
-        """A value of this process, from now on expected if it is not there; or why it never will be."""
+        """A value of this process, which is expected from now on if it does not exist; or why it never will."""
         owned = self._owned.get(rref_id)
         if owned is not None:
             return owned.orphaned or owned
@@ -494,22 +493,22 @@ class References:
         return self._settle_owned(rref_id)
 
     def _settle_owned(self, rref_id: RRefId) -> list[Command]:
-        """Release the value if nobody refers to it."""
+        """Release the value if there is no reference to it."""
         owned = self._owned[rref_id]
         if owned.forks or owned.holds:
             return []
         del self._owned[rref_id]
-        # One that is only expected may be made yet, by a call whose fork nobody has heard of so far. Ids made
-        # here need no memory: what is not in the table is released.
+        # A value that is only expected may still be created by a call that has not arrived. Ids of values created
+        # here need not be remembered: if they are not in the table, they are released.
         if owned.made and rref_id.created_on != self.me:
             self._released.add(rref_id)
         return [Release(rref_id)]
 
     def _settle_user(self, fork_id: ForkId) -> list[Command]:
-        """Tell the parent, and delete the reference, if it is time."""
+        """Send CHILD_ACCEPT and delete the reference, if they are due."""
         user = self._users[fork_id]
         commands: list[Command] = []
-        # One that failed may cover children, and is not registered for sure: only its own parent keeps them.
+        # A failed reference may not be registered: its children then depend on its own parent.
         if user.parent is not None and (user.confirmed or (user.dead and not user.children)):
             parent, user.parent = user.parent, None
             commands += self._accept(parent, user.rref_id, fork_id)

@@ -1,4 +1,4 @@
-"""References to values that live on another worker."""
+"""References to values on other workers."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _TIMED_OUT = "RRef creation via rpc.remote() timed out, and it is possible that 
 
 
 class Holder(Calls, Peers, Protocol):
-    """The worker that holds a reference, as far as the reference needs it."""
+    """The worker that holds a reference, as the reference uses it."""
 
     me: WorkerInfo
     rrefs: RRefTable
-    # Whether this process is only a child of the worker's.
+    # Whether this process is a forked child of the worker.
     is_inherited: bool
 
     @property
@@ -94,7 +94,7 @@ class RRef(Generic[T]):
 
     @classmethod
     def _of_own(cls, agent: Holder, rref_id: RRefId) -> RRef[Any]:
-        """For a value of this worker that is held once for this object."""
+        """A reference to a value of this worker, which is held once for it."""
         made: RRef[Any] = cls.__new__(cls)
         made._own(agent, rref_id)
         made._type_future = None
@@ -110,7 +110,7 @@ class RRef(Generic[T]):
         owner: WorkerInfo,
         creation: Future[Any] | None = None,
     ) -> RRef[Any]:
-        """For a user reference that is held once for this object."""
+        """A user reference, which is held once for this object."""
         made: RRef[Any] = cls.__new__(cls)
         made._made_by = agent
         made._rref_id = rref_id
@@ -129,10 +129,10 @@ class RRef(Generic[T]):
         return self._made_by
 
     def _check_process(self) -> None:
-        """A forked child has a copy of the object, and no part in what it refers to."""
+        """Raise in a forked child, whose copy of the object is not a reference."""
         if self._made_by.is_inherited:
             raise RpcError(
-                f"{self} belongs to worker {self._made_by.me.name!r}, from which this process was forked: use it there"
+                f"{self} cannot be used in a process forked from worker {self._made_by.me.name!r}: use it in that worker"
             )
 
     # -- who ----------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class RRef(Generic[T]):
 
         Raises:
             RpcError: this worker is not the owner.
-            RpcTimeout: this code serves a call, and the caller's time ran out first.
+            RpcTimeout: this code serves a call, and that call has timed out.
             Exception: what the function that computes the value raised.
         """
         if self._fork_id is not None:
@@ -242,7 +242,7 @@ class RRef(Generic[T]):
             raise RpcError(reason)
 
     def _was_lost(self) -> bool:
-        """Whether the value could not be made since its owner is gone: known here before it is known of the owner."""
+        """Whether creating the value failed with PeerLost, which may be known before the owner's loss is."""
         if self._creation is not None and self._creation.done():
             try:
                 self._creation.value()
@@ -253,7 +253,7 @@ class RRef(Generic[T]):
         return False
 
     def _get_future(self) -> Future[Any]:
-        """Completed when the owner has made the value (or it failed to hear of it)."""
+        """Completed when the owner has created the value, or could not be asked to."""
         self._check_process()
         if self._creation is None:
             self._creation = Future()
@@ -301,14 +301,14 @@ class RRef(Generic[T]):
         return RRefProxy(self, remote, timeout, checks=True)
 
     def _get_type(self, timeout: float = constants.UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The value's type, asked for once; with ``blocking=False`` as a future."""
+        """The value's type, which is fetched once; with ``blocking=False`` as a future."""
         known = self._type_future
         if known is None:
             if self.is_owner():
                 known = Future()
                 known.set_result(type(self.local_value()))
             else:
-                # The name under which torch's profiler shows this call.
+                # The name of this call in torch's profiler.
                 label = (
                     f"rpc_async#_rref_typeof_on_owner({self._agent.me.name} -> {self.owner_name()})"
                 )
@@ -335,7 +335,7 @@ class RRef(Generic[T]):
         """
         backward(self, dist_autograd_ctx_id, retain_graph)
 
-    # -- travelling ---------------------------------------------------------------------------------
+    # -- pickling -----------------------------------------------------------------------------------
 
     def _fork(self, to: int) -> Fork:
         table = self._agent.rrefs
@@ -354,7 +354,7 @@ class RRef(Generic[T]):
         return table.fork_user(self._fork_id, to, "")
 
     def _serialize(self) -> RRef[T]:
-        """For reducers that are written for torch's references: what they put into a message, which is the reference.
+        """For reducers written for torch's references: the object to put into a message, which is the reference itself.
 
         Raises:
             RpcError: it cannot be sent.
@@ -364,7 +364,7 @@ class RRef(Generic[T]):
 
     @staticmethod
     def _deserialize(sent: RRef[T]) -> RRef[T]:
-        """The reverse of :meth:`_serialize`, in the receiver."""
+        """The inverse of :meth:`_serialize`, in the receiver."""
         return sent
 
     def __reduce__(self) -> NoReturn:
@@ -381,7 +381,7 @@ class RRef(Generic[T]):
 
 
 def rebuild_rref(fork: Fork, owner: WorkerInfo) -> RRef[Any]:
-    """A reference that has come in a message."""
+    """A reference that has arrived in a message."""
     agent = current_agent()
     if agent is None:
         raise RpcError(without_agent(_NO_AGENT))
@@ -426,7 +426,7 @@ def call_remote(
     kwargs: dict[str, Any] | None,
     timeout: float,
 ) -> RRef[Any]:
-    """Have a value made on a worker; returns at once with a reference to it."""
+    """Have a value created on a worker. Returns a reference to it at once."""
     owner = agent.info(to)
     scripted = is_builtin(func)
     kind = Kind.SCRIPT_REMOTE if scripted else Kind.REMOTE

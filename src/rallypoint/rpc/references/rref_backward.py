@@ -1,4 +1,4 @@
-"""``RRef.backward``: autograd from a value that is referred to."""
+"""``RRef.backward``: autograd from a remote value."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from rallypoint.errors import RpcError
 
 
 class Reference(Protocol):
-    """A reference, as far as this needs it."""
-
     def is_owner(self) -> bool: ...
 
     def owner_name(self) -> str: ...
@@ -20,13 +18,12 @@ class Reference(Protocol):
 
 
 def backward(rref: Reference, context: int, retain_graph: bool) -> None:
-    """As :meth:`RRef.backward` says."""
+    """See :meth:`RRef.backward`."""
     if context != -1:
         raise no_distributed_autograd("RRef.backward() with a context")
     if not rref.is_owner():
         raise RpcError(
-            f"RRef.backward() runs where the value lives, on worker {rref.owner_name()!r}: call a function there that"
-            " does it"
+            f"RRef.backward() works only on the value's owner, {rref.owner_name()!r}: call it in a function on that worker"
         )
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
@@ -35,8 +32,8 @@ def backward(rref: Reference, context: int, retain_graph: bool) -> None:
 
 
 def no_distributed_autograd(what: str) -> RpcError:
-    """Why something that needs distributed autograd is refused."""
+    """The error for uses of distributed autograd."""
     return RpcError(
-        f"{what} does not work over Rallypoint: calls carry no graph, so gradients would stop at the first of them;"
+        f"{what} does not work over Rallypoint: its calls do not record an autograd graph, so gradients would stop there;"
         " use torch's own RPC for this (rallypoint.compat.uninstall())"
     )

@@ -1,7 +1,6 @@
-"""Remote references of one worker: the values that live here, and what the reference counting asks for.
+"""Remote references of one worker: its values, and the execution of reference-counting commands.
 
-``refcount.py`` decides; this carries it out: it keeps the values, has its messages sent, and has functions wait for what they
-need.
+``refcount.py`` decides. This module keeps the values, sends the messages, and makes functions wait for references.
 """
 
 from __future__ import annotations
@@ -42,20 +41,18 @@ Id = TypeVar("Id", RRefId, ForkId)
 
 
 def check_id(claimed: Any, kind: type[Id]) -> Id:
-    """An id that a peer has named.
+    """Check an id from a peer.
 
     Raises:
-        ProtocolError: it is none; among true ones it would be in the way for ever.
+        ProtocolError: it is not an id.
     """
     if type(claimed) is kind and type(claimed[0]) is int and type(claimed[1]) is int:
         return claimed
-    raise ProtocolError(
-        f"a peer has named {type(claimed).__name__} where the id of a value belongs"
-    )
+    raise ProtocolError(f"a peer sent {type(claimed).__name__}, expected {kind.__name__}")
 
 
 def check_ids(rref_id: Any, fork_id: Any) -> tuple[RRefId, ForkId]:
-    """Both ids of a user reference; raises the same."""
+    """Check both ids of a user reference; raises the same error."""
     return check_id(rref_id, RRefId), check_id(fork_id, ForkId)
 
 
@@ -84,9 +81,9 @@ class RRefTable:
         self._lock = threading.RLock()
         self._core = References(me)
         self._values: dict[RRefId, Future[Any]] = {}
-        # Who waits for a user reference to be confirmed.
+        # What waits for a user reference to be confirmed.
         self._waiting: dict[ForkId, list[Callable[[str], None]]] = {}
-        # Written by finalizers, which may run anywhere: one append, nothing else.
+        # Finalizers, which may run anywhere, only append to it.
         self._dropped: deque[ForkId | RRefId] = deque()
         self._asked = False
         self._settled = threading.Condition(self._lock)
@@ -97,7 +94,7 @@ class RRefTable:
     # -- values that live here ----------------------------------------------------------------------
 
     def own(self, value: Any) -> RRefId:
-        """A value of this process gets an id."""
+        """Add a value of this process, and return its id."""
         with self._lock:
             rref_id = self._core.create_owned()
             future: Future[Any] = RpcFuture()
@@ -106,7 +103,7 @@ class RRefTable:
         return rref_id
 
     def value(self, rref_id: RRefId) -> Future[Any]:
-        """The value of a reference whose owner is this worker; completed when it has been made."""
+        """The future of a value that this worker owns."""
         with self._lock:
             found = self._values.get(rref_id)
             if found is None:
@@ -116,10 +113,10 @@ class RRefTable:
             return found
 
     def fail_value(self, rref_id: RRefId, reason: str) -> None:
-        """A value of this worker will not be made."""
+        """A value of this worker will not be created."""
         with self._lock:
             if not self._core.is_expected(rref_id):
-                # Everybody has let it go in the meantime.
+                # All references to it are gone.
                 return
             self._not_made[rref_id] = reason
             future = self.value(rref_id)
@@ -127,7 +124,7 @@ class RRefTable:
             future.set_exception(RpcError(reason))
 
     def why_not_made(self, rref_id: RRefId) -> str:
-        """Why a value of this worker could not be made; empty if it could, or may still."""
+        """Why a value of this worker could not be created; empty if it was or may be."""
         with self._lock:
             return self._not_made.get(rref_id, "")
 
@@ -160,23 +157,23 @@ class RRefTable:
             return self._core.fork_user(fork_id, to, type_text)
 
     def unsent(self, forks: Iterable[Fork]) -> None:
-        """A message with these was not sent after all."""
+        """A message with these forks was not sent."""
         for fork in forks:
             with self._lock:
                 commands = self._core.unsent(fork)
             self._carry_out(commands)
 
     def unsettled(self, forks: Iterable[Fork]) -> list[Fork]:
-        """Which of these, sent by this worker, keep something alive here."""
+        """Those of these forks, sent by this worker, that keep something alive here."""
         with self._lock:
             return self._core.unsettled(forks)
 
     def inquire(self, to: int, forks: Iterable[Fork]) -> None:
-        """The connection on which these were sent to a worker has ended: find out which have come."""
+        """The connection on which these forks were sent has ended: find out which have arrived."""
         self._control.inquire(to, forks, unsettled=self.unsettled, missing=self.unsent)
 
     def receive(self, fork: Fork) -> Received:
-        """A reference has come in a message."""
+        """A reference has arrived in a message."""
         with self._lock:
             received = self._core.receive(fork)
         self._carry_out(received.commands)
@@ -193,10 +190,10 @@ class RRefTable:
     def when_confirmed(
         self, fork_ids: Iterable[ForkId], act: Callable[[RpcError | None], None]
     ) -> bool:
-        """Call ``act`` once when none of these is pending any more, with an error if one is dead.
+        """Call ``act`` once none of these is pending, with an error if one is dead.
 
         Returns:
-            False if none is pending now: ``act`` is not called then.
+            False if none is pending now, in which case ``act`` is not called.
         """
         with self._lock:
             pending = self._core.pending_confirmations(fork_ids)
@@ -217,7 +214,7 @@ class RRefTable:
             return True
 
     def _dead(self, fork_id: ForkId, reason: str) -> RpcError:
-        """Why a reference that somebody waits for cannot be used."""
+        """The error for a reference that cannot be used."""
         with self._lock:
             owner = self._core.owner_of(fork_id)
         if owner is not None and self._peers.is_gone(owner):
@@ -227,14 +224,14 @@ class RRefTable:
     # -- objects that are gone ----------------------------------------------------------------------
 
     def drop(self, what: ForkId | RRefId) -> None:
-        """An object that stood for this is gone. Safe in finalizers."""
+        """One object of this reference is gone. Safe in finalizers."""
         self._dropped.append(what)
         if not self._asked:
             self._asked = True
             self._tasks.soon(self.settle)
 
     def settle(self) -> None:
-        """Do what follows from objects that are gone."""
+        """Process dropped objects."""
         self._asked = False
         while self._dropped:
             try:
@@ -267,13 +264,13 @@ class RRefTable:
                 case Orphaned(rref_id, reason):
                     with self._lock:
                         if not self._core.is_expected(rref_id):
-                            # Everybody has let it go in the meantime.
+                            # All references to it are gone.
                             continue
                         future = self.value(rref_id)
                     if not future.done():
                         future.set_exception(RpcError(reason))
                 case Refuse():
-                    # The one who asks looks for it: see serve().
+                    # Handled by serve().
                     continue
         for act in acts:
             act()
@@ -291,7 +288,7 @@ class RRefTable:
     # -- messages of other workers ------------------------------------------------------------------
 
     def serve(self, request: Answerable, kind: int, content: Any) -> None:
-        """Anything but a plain call."""
+        """Serve a message about references."""
         sender = request.incoming.peer.id
         match kind:
             case Kind.FETCH | Kind.SCRIPT_FETCH:
@@ -322,27 +319,25 @@ class RRefTable:
                 request.answer(missing)
                 return
             case _:
-                request.fail(
-                    RpcError(f"a request of kind {kind}, which this version does not know")
-                )
+                request.fail(RpcError(f"this version does not know requests of kind {kind}"))
                 return
         self._carry_out(commands)
         request.answer(None)
 
     def _fetch(self, request: Answerable, rref_id: RRefId) -> None:
-        # Held until it is answered, or nobody waits any more: a value that is expected and never comes would
-        # be expected for ever.
+        # Held until the request is answered or cancelled: otherwise a value that never arrives would be expected
+        # forever.
         with self._lock:
             reason = self._core.why_absent(rref_id)
             if not reason:
                 self._core.owner_local_held(rref_id)
-                # Now: who has given up already lets it go below, and it must not come back.
+                # Under the lock: if the request is cancelled already, it is released below and must not be created anew.
                 future = self.value(rref_id)
         if reason:
             request.fail(RpcError(reason), printed=False)
             return
-        # The future keeps the callback for as long as there is no value, perhaps for ever: the request, and with it
-        # the whole connection, is let go when the caller gives up.
+        # The future keeps its callback until there is a value, perhaps forever. The list lets the request, and with it
+        # the connection, be released when the caller gives up.
         waiting = [request]
         holds = [rref_id]
 
@@ -358,7 +353,7 @@ class RRefTable:
                 return
             try:
                 value = future.value()
-            except BaseException as error:  # noqa: BLE001  # it belongs to whoever fetches
+            except BaseException as error:  # noqa: BLE001  # sent to the caller
                 request.fail(error, printed=False)
             else:
                 request.answer(value)
@@ -373,7 +368,7 @@ class RRefTable:
         future.add_done_callback(done)
 
     def begin_remote(self, rref_id: RRefId, fork_id: ForkId, user: int) -> Future[Any] | None:
-        """The call of ``remote`` has come; returns what its result belongs into, None if nobody wants it any more."""
+        """The call of ``remote`` has arrived. Returns the future of the value; None if it is no longer wanted."""
         with self._lock:
             commands = self._core.accept_remote(rref_id, fork_id, user)
             future = self.value(rref_id)
@@ -384,7 +379,7 @@ class RRefTable:
     # -- ends -----------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """In a forked child: copies of its references end there without a word to anybody."""
+        """In a forked child: its copies of references end silently."""
         self._lock = threading.RLock()
         self._settled = threading.Condition(self._lock)
         self._asked = True
@@ -409,7 +404,7 @@ class RRefTable:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether :meth:`delete_all` has been there: references cannot be used any more."""
+        """Whether :meth:`delete_all` was called: references can no longer be used."""
         return self._deleted
 
     def leaks(self) -> list[str]:
@@ -424,7 +419,7 @@ class RRefTable:
             return self._core.leaks(name_of)
 
     def debug_info(self) -> dict[str, str]:
-        """Under torch's names."""
+        """Debug information under torch's keys."""
         self.settle()
         with self._lock:
             counts = self._core.counts()
@@ -449,12 +444,12 @@ class RRefTable:
             }
 
     def close(self) -> None:
-        """This worker has left: what has not been made will not be. Values that are there stay with their objects."""
+        """This worker has left: fail the values that do not exist yet. Existing ones stay with their objects."""
         with self._lock:
             self._closed = True
             values = list(self._values.values())
             self._waiting.clear()
         for future in values:
-            # Who waits on a future hangs on it by references that the garbage collector does not see.
+            # A future that never completes leaks its callbacks: torch's C++ references hide them from the collector.
             if not future.done():
                 future.set_exception(RpcError(_LEFT))

@@ -1,4 +1,4 @@
-"""The references that were sent on one connection: when it ends, it is not known which of them have come."""
+"""The references sent on one connection. If it ends, they may not have arrived."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from .ids import Fork
 
 
-# Those that do not matter any more are looked for beyond this many.
+# Settled references are removed once there are more than this.
 _FEW = 64
 
 
 class SentReferences:
-    """References in the order in which they were sent. Thread-safe."""
+    """References in the order of sending. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,10 +21,10 @@ class SentReferences:
         self._enough = _FEW
 
     def add(self, forks: Iterable[Fork], unsettled: Callable[[list[Fork]], list[Fork]]) -> None:
-        """These are about to be sent.
+        """Add references that are about to be sent.
 
         Args:
-            unsettled: tells which of some references still keep something alive; the others are forgotten.
+            unsettled: selects those that still keep something alive; the others are forgotten.
         """
         with self._lock:
             self._forks += forks
