@@ -484,7 +484,7 @@ def test_a_store_that_ends_is_noticed_and_said(tmp_path: Any, caplog: Any) -> No
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         group = DynamicGroup.join(store, member("a"), None, 5.0)
         server.kill()
-        eventually(lambda: "no more news of the group" in caplog.text)
+        eventually(lambda: "changes of the group are no longer seen" in caplog.text)
         with pytest.raises(RpcError, match="the group's store is lost"):
             group.find("b")
         assert group.find("a") == group.me  # what is known stays known

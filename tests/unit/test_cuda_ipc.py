@@ -376,7 +376,7 @@ GOOD = Block("gpu", b"handle5", 400, 0, b"/torch_1_2_3", 7, b"", False)
     ids=str,
 )
 def test_a_description_is_checked_before_it_is_used(gpu, bad):
-    with pytest.raises(RpcError, match="cannot be one|the GPU has"):
+    with pytest.raises(RpcError, match="invalid description|the GPU has"):
         cuda_ipc.arrive_shared("cpu", *GOOD._replace(**bad))
     assert "open" not in gpu.log
     with pytest.raises(RpcError, match="expected a device"):
@@ -404,7 +404,7 @@ def test_a_description_is_checked_before_it_is_used(gpu, bad):
 )
 def test_a_view_stays_in_its_memory(size, stride, offset):
     flat = torch.zeros(40, dtype=torch.uint8)
-    with pytest.raises(RpcError, match="a tensor was sent with shape"):
+    with pytest.raises(RpcError, match="received a tensor with shape"):
         cuda_ipc.view(flat, torch.float32, size, stride, offset)
     assert flat.untyped_storage().nbytes() == 40
     assert cuda_ipc.view(flat, torch.float32, (2, 5), (5, 1), 0).shape == (2, 5)

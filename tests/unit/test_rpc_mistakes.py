@@ -126,7 +126,7 @@ def test_a_fake_tensor_is_refused_by_its_name(alone):
 def test_a_result_that_cannot_be_pickled_is_told_from_an_argument(alone):
     with pytest.raises(TypeError) as caught:
         rpc.rpc_sync("me", lock)
-    assert "the result of a call" in "".join(caught.value.__notes__)
+    assert "its result could not be sent" in "".join(caught.value.__notes__)
 
 
 def test_a_served_function_that_shuts_down_is_told_so_and_does_not_wait_for_itself(alone):

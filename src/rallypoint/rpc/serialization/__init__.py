@@ -1,1 +1,1 @@
-"""What messages say: pickles, tensors and scripted functions as bytes, and what may be named in them."""
+"""Serialization of messages: pickles, tensors and TorchScript functions, and the names they may contain."""

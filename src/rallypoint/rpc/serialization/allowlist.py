@@ -1,20 +1,21 @@
-"""What a message may name where a worker keeps a list (options ``allowed_modules``, ``allowed_calls``, ``exported_only``).
+"""The names that a message may contain, under the options ``allowed_modules``, ``allowed_calls`` and ``exported_only``.
 
-There are two lists. What may be *rebuilt* is made while a message is read: instances of classes, mostly. What may be *called* is
-the function of a call, or a method of a value that lives here. A name must lead to something that the list means, and not
-only begin in a module that is on it:
+There are two lists. Things that may be *rebuilt* are created while a message is unpickled: mostly instances of classes.
+Things that may be *called* are the function of a call, or a method of a value on this worker. It is not enough that a
+name begins with a module on the list:
 
-- a path goes through classes only: ``module.os.system`` and ``module.function.__globals__`` are no names of the module;
-- what a module has imported from elsewhere is elsewhere's;
-- a method is called if it is public, of a class that may be called, and not one of those that reach beyond their
-  object (:mod:`.unsafe_methods`);
-- our own functions, of which messages are made, put tensors and references together (:class:`Rebuilder`) or do what the
-  package's own calls ask (:class:`Served`). They are no functions to whoever reads the message, and cannot be passed on.
+- A path leads only through classes: ``module.os.system`` and ``module.function.__globals__`` do not belong to the
+  module.
+- What a module has imported belongs to the module that defines it.
+- A method may be called if it is public, its class may be called, and it does not reach beyond its object
+  (:mod:`.unsafe_methods`).
+- The package's own functions in messages rebuild tensors and references (:class:`Rebuilder`), or serve the package's own
+  calls (:class:`Served`). A message cannot use them as function values.
 
-It holds for what callers send and for what those answer who are called: values, items of streams, exceptions. Tensors, arrays,
-references and the exceptions of Python and of this package need no entry. How a message is read is in :mod:`.restricted_unpickler`.
+The lists apply to requests and to answers: values, items of streams, exceptions. Tensors, arrays, references, and the
+exceptions of Python and of this package need no entry. :mod:`.restricted_unpickler` reads the messages.
 
-A list is as narrow as what is on it: who lists ``torch`` has listed ``torch.load``.
+A list is only as narrow as its entries: ``torch`` includes ``torch.load``.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from .tensor_reader import rebuild_weights
 from .unsafe_methods import is_unsafe_method, is_unsafe_operator, makes_from_memory, name_of
 
 
-# How much a chain of partials may hold.
+# The most nested partials.
 _DEEPEST = 16
 
 
 class Rebuilder:
-    """A function that only the reading of a message calls. To everybody else it is nothing that can be called."""
+    """A function that only the unpickler may call. As a value in a message, it is not callable."""
 
     __slots__ = ("function", "name")
 
@@ -75,21 +76,21 @@ class _Names:
         return any(module == each or module.startswith(f"{each}.") for each in self._names)
 
     def has(self, found: Any) -> bool:
-        """A class or a function, by where it is at home."""
+        """Whether a class or function is listed, by the module that defines it."""
         home: str | None = found.__module__
         full = f"{home}.{found.__qualname__}"
         return full in self._names or (home is not None and self.has_module(home))
 
 
 class AllowList:
-    """What one worker allows.
+    """The lists of one worker.
 
     Args:
-        rebuilt: ``package.module``, for all that it and what is below it define; ``module.name`` for one thing.
-        called: the same of functions and of classes whose methods are called; None: what may be rebuilt. With it, functions
-            in ``rebuilt`` run while a message is read only if they are named one by one.
-        exported: functions and classes with ``@rpc.export`` may be called, too, and what may be rebuilt is not called.
-        worker: whose list it is, for errors.
+        rebuilt: ``package.module`` for everything that it and its submodules define; ``module.name`` for one name.
+        called: the same for functions, and for classes whose methods may be called; None: as ``rebuilt``. If given,
+            functions in ``rebuilt`` run during unpickling only if they are listed by name.
+        exported: also allow calls of functions and classes with ``@rpc.export``, but not of what is in ``rebuilt``.
+        worker: its name, for errors.
     """
 
     def __init__(
@@ -105,26 +106,26 @@ class AllowList:
         self._called = _Names((called or ()) if self._is_split else rebuilt)
         self._exported = exported
         self._whose = f"worker {worker!r}" if worker else "this worker"
-        # For errors: what makes something callable.
+        # For errors: how to make something callable.
         self._option = "allowed_calls" if self._is_split else "allowed_modules"
         self._export = "mark it with @rpc.export, or " if exported else ""
         self._instead: dict[tuple[str, str], Callable[..., Any]] = {
             ("builtins", "getattr"): self.method,
             ("rallypoint.rpc.serialization.tensor_reader", "rebuild_saved"): rebuild_weights,
         }
-        # What was found under a name, and what a message got of it.
+        # By name: what was found, and what a message gets for it.
         self._known: dict[tuple[str, str], tuple[Any, Any]] = {}
-        # What was named, and is at home elsewhere or does not tell: by whose name it may be called, or rebuilt.
+        # Listed things that are defined in another module, or do not say where: allowed by their listed name.
         self._called_as: dict[int, Any] = {}
         self._rebuilt_as: dict[int, Any] = {}
 
-    # -- what a message names ------------------------------------------------------------------------
+    # -- names in a message --------------------------------------------------------------------------
 
     def find(self, module: str, name: str) -> Any:
-        """What a message names.
+        """Look up a name in a message.
 
         Raises:
-            NotAllowed: it may not.
+            NotAllowed: it is not allowed.
         """
         key = module, name
         known = self._known.get(key)
@@ -139,7 +140,7 @@ class AllowList:
         return given
 
     def _find(self, module: str, name: str, full: str) -> tuple[Any, Any]:
-        """What is there, and what the message gets of it."""
+        """What the name refers to, and what the message gets for it."""
         if full in SERVED:
             found = _look_up(importlib.import_module(module), name, full)
             return found, Served(full, found)
@@ -154,12 +155,12 @@ class AllowList:
         if is_called or is_rebuilt:
             found = _look_up(importlib.import_module(module), name, full)
         elif self._exported and module in sys.modules:
-            # What is exported is there already: no module is imported for a name, and none makes things up for one.
+            # Exported functions are loaded already: never import a module because a message names it.
             found = _look_up(sys.modules[module], name, full)
         else:
             raise self._not_listed(full, module)
         if isinstance(found, ModuleType):
-            raise NotAllowed(f"a message names the module {full}: modules cannot be sent")
+            raise NotAllowed(f"a message refers to the module {full}: modules cannot be sent")
         tells = isinstance(found, (type, FunctionType)) or (
             isinstance(found, BuiltinFunctionType) and found.__module__ is not None
         )
@@ -170,7 +171,7 @@ class AllowList:
         return found, self._given(full, found, is_rebuilt=is_rebuilt)
 
     def _given(self, full: str, found: Any, *, is_rebuilt: bool) -> Any:
-        """As what the message gets it."""
+        """What the message gets for it."""
         if self._may_call(found):
             return found
         if isinstance(found, type):
@@ -180,12 +181,12 @@ class AllowList:
             if self._rebuilds_by(found):
                 return Rebuilder(full, found)
         elif is_rebuilt and not isinstance(found, torch.jit.ScriptFunction):
-            # A value that its module holds.
+            # A value in a module.
             return found
         raise self._refusal(full, found)
 
     def check_operator(self, name: str) -> None:
-        """Whether a message may name one of torch's operators.
+        """Check that a message may name one of torch's operators.
 
         Raises:
             NotAllowed: it may not.
@@ -200,13 +201,13 @@ class AllowList:
             )
         raise self._not_listed(full, "torch")
 
-    # -- while a message is read -----------------------------------------------------------------------
+    # -- unpickling ----------------------------------------------------------------------------------
 
     def rebuilder(self, func: Any) -> Callable[..., Any]:
-        """A function or a class, to be called with what a message says.
+        """A function or class that the unpickler may call.
 
         Raises:
-            NotAllowed: it is none for that.
+            NotAllowed: it may not.
         """
         found: Callable[..., Any]
         if type(func) is Rebuilder:
@@ -223,7 +224,7 @@ class AllowList:
         )
 
     def class_to_make(self, kind: Any) -> Any:
-        """A class, of which a message makes an instance.
+        """A class that the unpickler may instantiate.
 
         Raises:
             NotAllowed: it may not.
@@ -233,7 +234,7 @@ class AllowList:
         raise self._no_listed_class(f"an object of {_told(kind)}")
 
     def class_to_fill(self, made: Any) -> type:
-        """The class of an object whose attributes or items a message sets.
+        """The class of an object whose attributes or items the unpickler may set.
 
         Raises:
             NotAllowed: it may not.
@@ -254,15 +255,15 @@ class AllowList:
     def _rebuilds(self, kind: type) -> bool:
         if name_of(kind) in CLASSES or self._rebuilt.has(kind) or _is_in(self._rebuilt_as, kind):
             return True
-        # Each type of element has a class of its own.
+        # NumPy has a class for each dtype.
         return any(name_of(each) == "numpy.dtype" for each in kind.__mro__)
 
     def _rebuilds_by(self, func: Any) -> bool:
-        """Whether a function may run while a message is read."""
+        """Whether the unpickler may call a function."""
         if _is_in(self._rebuilt_as, func):
             return True
         if self._is_split:
-            # A list of calls would be worth nothing if a module's functions were called here.
+            # Otherwise a listed module's functions could be called here, in spite of the list of calls.
             return f"{func.__module__}.{func.__qualname__}" in self._rebuilt
         return self._rebuilt.has(func)
 
@@ -274,10 +275,10 @@ class AllowList:
     # -- calls ---------------------------------------------------------------------------------------
 
     def callee(self, func: Any) -> Callable[..., Any]:
-        """What a peer wants to have called.
+        """A function that a peer may call.
 
         Raises:
-            NotAllowed: it may not be.
+            NotAllowed: it may not.
         """
         if type(func) is Served:
             return func.function
@@ -287,7 +288,7 @@ class AllowList:
         raise self._refusal(_told(func), func)
 
     def call(self, content: Any) -> tuple[Callable[..., Any], Any, Any]:
-        """A call as a peer has sent it: the function, its arguments, those by name.
+        """Check a call from a peer: function, arguments, keyword arguments.
 
         Raises:
             NotAllowed: the function may not be called.
@@ -300,10 +301,10 @@ class AllowList:
         return self.callee(func), args, kwargs
 
     def method(self, value: Any, name: str) -> Any:
-        """A method of a value, or of a class, to be called.
+        """A method of a value or class that a peer may call.
 
         Raises:
-            NotAllowed: it may not be.
+            NotAllowed: it may not.
         """
         kind = value if isinstance(value, type) else type(value)
         if type(name) is not str or name.startswith("_") or not self._may_call_method(kind, name):
@@ -314,7 +315,7 @@ class AllowList:
             return found
         if kind is value and isinstance(found, (FunctionType, MethodType)):
             return found
-        # A callable that it holds, or that a property returns.
+        # A callable attribute, or one returned by a property.
         return self.callee(found)
 
     def _may_call(self, func: Any, depth: int = 0) -> bool:
@@ -366,7 +367,7 @@ class AllowList:
             for each in kind.__mro__
         )
 
-    # -- in words ------------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------
 
     def _not_listed(self, full: str, module: str) -> NotAllowed:
         where = f"add it, or its module {module!r}, to the option {self._option} there"
@@ -391,7 +392,7 @@ def _public_name(kind: type) -> str:
 def _look_up(found: Any, name: str, full: str) -> Any:
     for depth, part in enumerate(name.split(".")):
         if (depth and not isinstance(found, type)) or part.startswith("__"):
-            raise NotAllowed(f"a message names {full}: only attributes of classes can be named")
+            raise NotAllowed(f"a message refers to {full}: only attributes of classes can be named")
         found = getattr(found, part)
     return found
 
@@ -407,7 +408,7 @@ def _is_in(table: dict[int, Any], found: Any) -> bool:
 
 
 def _class_of(func: Any) -> type | None:
-    """The class whose method or static method a function is; None if it is none's."""
+    """The class of a method or static method; None for other functions."""
     *path, name = func.__qualname__.split(".")
     found: Any = sys.modules.get(func.__module__)
     for part in path:
@@ -417,7 +418,7 @@ def _class_of(func: Any) -> type | None:
     return None
 
 
-# What is found in a class under the name of one of its methods.
+# The types of methods as class attributes.
 _METHODS = (
     FunctionType,
     classmethod,
@@ -430,7 +431,7 @@ _METHODS = (
 
 
 def _function(kind: type, name: str) -> Any:
-    """What a class itself has under a name, without what methods are wrapped in."""
+    """An attribute of the class itself, unwrapped if it is a class or static method."""
     found = vars(kind).get(name)
     return getattr(found, "__func__", found)
 

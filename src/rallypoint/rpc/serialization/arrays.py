@@ -1,4 +1,4 @@
-"""NumPy's arrays whose memory came with a message and may go back as it is. NumPy itself is not imported here."""
+"""Detecting NumPy arrays whose memory arrived with a message and can be returned in place. Does not import NumPy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rallypoint.wire.shm import SMALLEST
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of NumPy's own class."""
+    """Whether it is a NumPy array, not of a subclass."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray
 
 
 def memory_of_array(array: Any) -> int:
-    """Where a large array's memory begins, if nothing in this process refers to the array but one variable of the caller,
-    and nothing but the array to its memory, which came with a message; else 0.
+    """The address of a large array's memory, if that arrived with a message and nothing else refers to it; else 0.
 
-    To be called as ``memory_of_array(variable)``, as :func:`.sole_reference.memory_of_one` is.
+    Call it as ``memory_of_array(variable)``: like :func:`.sole_reference.memory_of_one`, it expects one variable of
+    the caller to refer to the array.
     """
     if array.nbytes < SMALLEST or not array.flags.c_contiguous or not array.flags.writeable:
         return 0
@@ -31,10 +31,10 @@ def memory_of_array(array: Any) -> int:
 
 
 def _references(array: Any) -> tuple[int, ...]:
-    """To everything between an array and the memory that it came in; empty if there is something else between them.
+    """Reference counts of all objects from an array to its memory; empty if there are any unexpected ones.
 
-    That is: the array, the one it is a reshaped view of, the latter's view of the memory, what all such views share, and
-    the memory.
+    Expected are: the array, the array that it is a view of, that one's memoryview, the view's managed buffer, and the
+    memory.
     """
     inner = array.base
     if not is_array(inner):
@@ -59,9 +59,9 @@ _found_alone: tuple[int, ...] | None = None
 
 
 def _alone() -> tuple[int, ...]:
-    """What :func:`memory_of_array` finds where there is no other reference, in this Python and this NumPy.
+    """The counts for an array without other references, in this Python and NumPy.
 
-    Nothing from Python 3.14 on, which does not count all references of running functions: nobody is taken to be alone.
+    Empty from Python 3.14 on, which does not count all references from running functions.
     """
     global _found_alone  # noqa: PLW0603  # found once
     if _found_alone is None:

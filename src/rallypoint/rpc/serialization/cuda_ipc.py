@@ -1,32 +1,31 @@
-"""How tensors on GPUs get to another process: shared by CUDA IPC, handed over, or staged in the host's memory.
+"""Sending GPU tensors: shared by CUDA IPC, copied within a process, or staged in host memory.
 
-[Note: Who holds what, until when]
+[Note: Lifetime of GPU memory in messages]
 
-*Shared* (``Way.SHARED``), between two processes of one host:
+*Shared* (``Way.SHARED``), between two processes on one host:
 
-1. The sender copies what the tensor shows into a block of its own on the same GPU, on the current stream of the thread
-   that sends. The user's memory is never shared: it may be written to as soon as the call has returned, and
-   torch's machinery, which wraps a storage once more each time it is shared, leaves no trace on a weight that
-   is sent a million times.
-2. The block is shared by torch's own means (``_share_cuda_``, as ``torch.multiprocessing`` does): a handle, an event
-   behind the copy, and a counter in shared memory that says 1. The sender drops the block at once; torch keeps
-   it in limbo until the counter is 0.
-3. The receiver maps the block behind the event, copies it to the device where the tensor is to be, waits for the
-   copy, and lets the mapping go, which counts down. All that while the message is unpickled: the function that is
-   called, on whatever stream, finds its tensor complete and its own.
-4. The sender frees the block with the next one that it shares, with ``torch.cuda.ipc_collect()``, or when
-   its GPU's memory runs out.
+1. The sender copies the tensor's elements into a block of its own on the same GPU, on the current stream of the sending
+   thread. The user's memory is never shared. So the user may overwrite it as soon as the call returns, and torch's IPC,
+   which wraps a storage once more each time it is shared, leaves no trace on a weight that is sent a million times.
+2. The block is shared as ``torch.multiprocessing`` does (``_share_cuda_``): a handle, an event after the copy, and a
+   counter in shared memory, which is 1. The sender drops the block at once; torch keeps it until the counter is 0.
+3. While it unpickles the message, the receiver maps the block after the event, copies it to the target device, waits for
+   the copy, and releases the mapping, which decrements the counter. So the called function, on whatever stream, finds
+   its tensor complete and in memory of its own.
+4. The sender frees the block when it shares the next one, in ``torch.cuda.ipc_collect()``, or when its GPU's memory
+   runs out.
 
-Each counter must be counted down once: never, and the block stays until the sender ends; twice, and the counter is no
-longer understood. So messages with such blocks are unpickled even if nobody wants them (FLAG_REFS). Of one
-whose unpickling fails midway, the blocks that were not reached are given up (:func:`salvage`); of one that was pickled and did
-not leave, the sender gives them up itself (:meth:`Parcel.take_back`). What is lost with a connection or a process stays
-with its sender: its GPU memory of the messages that were on the way.
+Each counter must be decremented exactly once. Without that, the block stays until the sender ends; a second decrement
+corrupts the counter. So messages with such blocks are unpickled even if they are no longer wanted (FLAG_REFS). If
+unpickling fails midway, the remaining blocks are released (:func:`salvage`). If a pickled message is not sent, the sender
+releases its blocks (:meth:`Parcel.take_back`). If a connection or a process is lost, the GPU memory of messages in
+transit stays allocated in the sender.
 
-*Handed over* (``Way.HANDED``), within one process: the copy is made on the device where it is to be, and waits in a table
-for the message to be unpickled. No memory is mapped, nothing leaves the GPU.
+*Handed over* (``Way.HANDED``), within one process: the copy is made on the target device, and kept in a table until the
+message is unpickled. Nothing is mapped or leaves the GPU.
 
-*Staged* (``Way.STAGED``), everywhere else: through the host's memory, pinned, as a buffer of the message like any CPU tensor's.
+*Staged* (``Way.STAGED``), in all other cases: through pinned host memory, as a buffer of the message like a CPU
+tensor's.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ from .out_of_band import has_table, load
 
 logger = logging.getLogger(__name__)
 
-# Bytes from which a block is worth mapping: as for shared memory on the host.
+# The smallest block that is worth mapping, in bytes: as for shared memory on the host.
 LEAST = SMALLEST
-# CUDA_IPC_REF_COUNTER_FILE_SIZE of torch (torch/csrc/CudaIPCTypes.h): it writes where we say, without looking.
+# CUDA_IPC_REF_COUNTER_FILE_SIZE of torch (torch/csrc/CudaIPCTypes.h), which does not check the offset.
 _COUNTERS = 10_000
 _COUNTER_NAME = re.compile(rb"/torch_[0-9_]{1,100}")
-# cudaIpcMemHandle_t has 64 bytes; torch's, which may stand for more than one, are longer.
+# cudaIpcMemHandle_t has 64 bytes; torch's handles may contain several.
 _MOST_HANDLE = 1 << 16
 _EVENT_BYTES = 64
 
@@ -71,7 +70,7 @@ _ADVICE = "set the option cuda_ipc=False on either of the two workers: tensors t
 
 
 class Way(StrEnum):
-    """How a tensor travels."""
+    """How a tensor is sent."""
 
     SHARED = "shared"
     HANDED = "handed"
@@ -89,17 +88,17 @@ def decide(
     ours: Sequence[str],
     theirs: Sequence[str],
 ) -> Way:
-    """Which way a tensor goes. Pure.
+    """Choose how a tensor is sent. Pure.
 
     Args:
-        device: where it is.
-        target: where it is to be over there.
-        nbytes: that it takes.
-        own: whether it stays in this process.
-        shares_memory: whether the transport between the two workers does.
+        device: its device.
+        target: its device at the receiver.
+        nbytes: its size.
+        own: whether sender and receiver are the same process.
+        shares_memory: whether the transport between the two workers shares memory.
         enabled: whether the sender may share.
-        ours: what the sender's GPUs are called by all processes of the host (:func:`visible_names`).
-        theirs: those that the receiver sees; empty where it opens none.
+        ours: the names of the sender's GPUs on this host (:func:`visible_names`).
+        theirs: those of the receiver's GPUs; empty if it maps none.
     """
     if device.kind != "cuda" or target.kind != "cuda":
         return Way.STAGED
@@ -115,12 +114,12 @@ def decide(
 
 
 def visible_names(count: int, setting: str | None, order: str | None) -> tuple[str, ...]:
-    """What a process's GPUs are called by every process of its host, in the order in which it counts them. Pure.
+    """Names of a process's GPUs that mean the same in every process on its host, in the order of their indices. Pure.
 
     Args:
-        count: how many it has.
+        count: the number of its GPUs.
         setting: its ``CUDA_VISIBLE_DEVICES``; None if it is not set.
-        order: its ``CUDA_DEVICE_ORDER``, which says what a number means.
+        order: its ``CUDA_DEVICE_ORDER``, which defines the meaning of numbers in ``setting``.
     """
     entries = (
         list(map(str, range(count)))
@@ -135,11 +134,11 @@ def visible_names(count: int, setting: str | None, order: str | None) -> tuple[s
 def way_to(
     me: Member, peer: Member, kinds: Sequence[str], *, enabled: bool
 ) -> Callable[[torch.device, str, int], Way]:
-    """What :func:`decide` says for tensors of this worker that go to ``peer``."""
+    """:func:`decide` for tensors that this worker sends to ``peer``."""
     routes = [Route(transports.find(each)) for each in kinds]
 
     def way(device: torch.device, target: str, nbytes: int) -> Way:
-        # A process cannot open its own blocks, on whatever way it calls itself.
+        # A process cannot map its own blocks, whatever transport it uses to call itself.
         is_own = me.incarnation == peer.incarnation
         ways = choose(routes, peer.addresses, same_host=me.shares_host(peer), same_process=is_own)
         return decide(
@@ -156,20 +155,20 @@ def way_to(
     return way
 
 
-# -- what torch does ------------------------------------------------------------------------------
+# -- torch's part ---------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):
-    """What another process needs to map memory of a GPU; all but the first as torch gives it.
+    """The data with which another process can map GPU memory. All but ``gpu`` is from torch.
 
     Args:
         gpu: its UUID.
-        handle: of the allocation that the block is in.
+        handle: of the allocation that contains the block.
         size: bytes.
         offset: of the block in that allocation, in bytes.
         counter: the name of the shared memory with the counter.
-        counter_offset: which one in it.
-        event: behind all that was written; empty without ``waits``.
+        counter_offset: the counter's place there.
+        event: recorded after the writes; empty without ``waits``.
         waits: whether the event must be waited for.
     """
 
@@ -184,33 +183,31 @@ class Block(NamedTuple):
 
 
 class Memory(Protocol):
-    """What this module asks of an accelerator's memory; tests have one without an accelerator."""
+    """Operations on an accelerator's memory; tests implement them without an accelerator."""
 
     kinds: frozenset[str]
     """The devices, by ``torch.device.type``."""
 
     def stage(self, flat: Tensor) -> Tensor:
-        """A copy in the host's memory, complete."""
+        """A completed copy in host memory."""
 
     def share(self, flat: Tensor) -> Block:
-        """Let other processes map a tensor's storage. RuntimeError: it cannot be."""
+        """Let other processes map a tensor's storage. Raises RuntimeError if that is impossible."""
 
     def find(self, gpu: str) -> tuple[int, int] | None:
-        """Which device of this process a GPU is, and how many bytes it has; None: it sees none of that UUID."""
+        """The index of the GPU with this UUID in this process, and its size in bytes; None if it is not visible."""
 
     def open(self, index: int, block: Block) -> Tensor:
-        """Map a block, as bytes. RuntimeError: it cannot be."""
+        """Map a block, as bytes. Raises RuntimeError if that is impossible."""
 
     def copy(self, flat: Tensor, target: torch.device) -> Tensor:
-        """A copy on another device, or the same one, complete."""
+        """A completed copy on a device, perhaps the same one."""
 
     def give_up(self, block: Block) -> None:
-        """Count down for a block that nobody maps."""
+        """Decrement the counter of a block that is not mapped."""
 
 
 class CudaMemory:
-    """torch's."""
-
     kinds = frozenset({"cuda"})
 
     def stage(self, flat: Tensor) -> Tensor:
@@ -242,7 +239,7 @@ class CudaMemory:
 
     def copy(self, flat: Tensor, target: torch.device) -> Tensor:
         made = flat.to(target, copy=True)
-        # Copies between two GPUs are made on the stream of the one they come from.
+        # Copies between two GPUs run on the stream of the source.
         torch.cuda.current_stream(flat.device).synchronize()
         if made.device != flat.device:
             torch.cuda.current_stream(made.device).synchronize()
@@ -259,7 +256,7 @@ memory: Memory = CudaMemory()
 
 
 class Parcel:
-    """Memory of an accelerator in a message; pickled once for all tensors that show it."""
+    """Accelerator memory in a message; pickled once for all tensors that share it."""
 
     def __init__(self, arrive: Callable[..., Tensor], *args: Any) -> None:
         self._reduced = arrive, args
@@ -268,7 +265,7 @@ class Parcel:
         return self._reduced
 
     def take_back(self) -> None:
-        """The message does not leave."""
+        """Release the memory: the message is not sent."""
         arrive, args = self._reduced
         if arrive is arrive_shared:
             memory.give_up(Block(*args[1:]))
@@ -277,21 +274,21 @@ class Parcel:
 
 
 def parcel(flat: Tensor, target: str, way: Way, *, is_own: bool) -> tuple[Parcel, bool]:
-    """Memory on its way.
+    """Prepare memory for a message.
 
     Args:
         flat: its bytes, on an accelerator.
-        target: where it is to be.
-        is_own: nobody else has this memory: it need not be copied.
+        target: the target device.
+        is_own: nothing else uses this memory, so it need not be copied.
 
     Returns:
-        what to pickle, and whether it must be unpickled, or taken back, for the memory to be free again.
+        The object to pickle, and whether it must be unpickled or taken back to release the memory.
     """
     if way is Way.SHARED:
         try:
             block = memory.share(flat if is_own else flat.clone())
         except (RuntimeError, AttributeError) as error:
-            # An allocator whose memory has no handles, a driver that gives none.
+            # The allocator or the driver provides no handles.
             logger.warning(
                 "a tensor on %s cannot be shared with another process, and goes through pinned memory: %s",
                 flat.device,
@@ -306,14 +303,14 @@ def parcel(flat: Tensor, target: str, way: Way, *, is_own: bool) -> tuple[Parcel
     return Parcel(arrive_staged, memory.stage(flat), target), False
 
 
-# Copies that wait for the message that they are in.
+# Copies whose messages have not been unpickled yet.
 _handed: dict[int, Tensor] = {}
 _numbers = itertools.count(1)
 
 
 # -- the receiver -----------------------------------------------------------------------------------
 
-# Counters that were counted down here, of the last messages.
+# Counters of the latest messages that were decremented here.
 _counted: deque[tuple[bytes, int]] = deque(maxlen=1 << 14)
 
 
@@ -329,16 +326,18 @@ def arrive_handed(number: int) -> Tensor:
 
 
 def arrive_shared(target: str, *block: Any) -> Tensor:
-    """The bytes of a block as memory of this process, on ``target``.
+    """A copy of a block's bytes on ``target``.
 
     Raises:
-        RpcError: it cannot be mapped here; says what to do.
+        RpcError: the block cannot be mapped here; says what to do.
     """
     wanted = Block(*block)
     _check_block(wanted)
     where = torch.device(target)
     if where.type not in memory.kinds:
-        raise RpcError(f"a shared tensor was sent to {target!r}: expected a device as 'cuda:0'")
+        raise RpcError(
+            f"received a shared tensor for device {target!r}: expected a device such as 'cuda:0'"
+        )
     key = wanted.counter, wanted.counter_offset
     found = memory.find(wanted.gpu)
     if found is None:
@@ -348,7 +347,7 @@ def arrive_shared(target: str, *block: Any) -> Tensor:
     index, total = found
     if wanted.size + wanted.offset > total:
         raise RpcError(
-            f"a block of {wanted.size} bytes at {wanted.offset} was sent: the GPU has {total} bytes"
+            f"received a block of {wanted.size} bytes at {wanted.offset}, but the GPU has {total} bytes"
         )
     try:
         mapped = memory.open(index, wanted)
@@ -357,12 +356,12 @@ def arrive_shared(target: str, *block: Any) -> Tensor:
             f"cannot map a tensor of another worker on cuda:{index}: {error}; {_ADVICE}"
         ) from error
     _counted.append(key)
-    # What was mapped goes with the last reference to it: with this function's.
+    # The last reference to `mapped` ends with this function, and with it the mapping.
     return memory.copy(mapped, where)
 
 
 def _check_block(block: Block) -> None:
-    """Before torch uses what has come: it does not look itself."""
+    """Validate a block from a peer: torch does not."""
     kinds = (str, bytes, int, int, bytes, int, bytes, bool)
     if (
         not all(type(each) is kind for each, kind in zip(block, kinds, strict=True))
@@ -373,35 +372,35 @@ def _check_block(block: Block) -> None:
         or block.counter_offset >= _COUNTERS
         or (block.waits and len(block.event) != _EVENT_BYTES)
     ):
-        raise RpcError("a shared tensor was sent with a description that cannot be one")
+        raise RpcError("received a shared tensor with an invalid description")
 
 
 def view(
     flat: Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Tensor:
-    """A tensor over memory that has come.
+    """A tensor over received memory.
 
     Raises:
-        RpcError: it would reach beyond.
+        RpcError: it would reach beyond the memory.
     """
     places = (*size, *stride, offset)
     if len(size) != len(stride) or not all(type(each) is int and each >= 0 for each in places):
-        raise RpcError(f"a tensor was sent with shape {size}, strides {stride}, offset {offset}")
+        raise RpcError(f"received a tensor with shape {size}, strides {stride}, offset {offset}")
     last = offset + sum(step * (count - 1) for step, count in zip(stride, size, strict=True))
     if 0 not in size and (last + 1) * dtype.itemsize > flat.nbytes:
         raise RpcError(
-            f"a tensor was sent with shape {size}, strides {stride}, offset {offset}: its memory has"
+            f"received a tensor with shape {size}, strides {stride}, offset {offset}, but its memory has"
             f" {flat.nbytes} bytes"
         )
     made = torch.empty(0, dtype=dtype, device=flat.device)
     return made.set_(flat.untyped_storage(), offset, tuple(size), tuple(stride))
 
 
-# -- of a message that could not be read ------------------------------------------------------------
+# -- messages that could not be read ----------------------------------------------------------------
 
 
 def salvage(payload: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()) -> None:
-    """Give up the blocks in a message whose unpickling has failed, but for those that were reached. Never raises."""
+    """Release the remaining blocks of a message whose unpickling has failed. Never raises."""
     data = bytes(payload)
     if not any(name in data for name in (b"arrive_shared", b"arrive_handed")):
         return
@@ -413,7 +412,7 @@ def salvage(payload: bytes | bytearray | memoryview, buffers: Sequence[Any] = ()
 
 
 class _Salvage(pickle.Unpickler):
-    """Calls nothing that a message names, but for what gives blocks up."""
+    """Reads a message only to release its blocks. Calls nothing else that it names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__ and name == "arrive_shared":
@@ -435,7 +434,7 @@ def _give_up_handed(number: Any) -> None:
 
 
 class _Nothing:
-    """Takes what pickles do with objects."""
+    """Stands for every other object, and accepts everything that a pickle does with it."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         return super().__new__(cls)

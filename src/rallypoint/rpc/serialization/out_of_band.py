@@ -1,17 +1,17 @@
-"""Large pieces of a pickle as buffers beside it: arrays, bytes, whatever pickles with buffers of its own. No I/O.
+"""Large parts of a pickle as separate buffers: arrays, bytes, anything that supports pickle's buffers. No I/O.
 
-Two ways lead out of a pickle:
+There are two kinds:
 
-- What gives its memory to the pickler (``pickle.PickleBuffer``: NumPy's arrays, pandas' frames) is kept *out of band*.
-  The pickle says only that the next such buffer belongs there.
-- What the pickler writes in one piece (``bytes``, ``bytearray``, long text, also within other objects) is *cut out*: the
-  pickler hands pieces of 64 KiB or more to its file as they are, without a copy.
+- *Out of band:* objects that offer their memory to the pickler (``pickle.PickleBuffer``: NumPy arrays, pandas frames).
+  The pickle only says that the next such buffer belongs there.
+- *Cut out:* data that the pickler writes in one piece (``bytes``, ``bytearray``, long strings, also inside other
+  objects). The pickler passes pieces of 64 KiB or more to its file without a copy.
 
-A message with either begins with a table, and the pickle follows, with gaps where something was cut out::
+A message with either begins with a table, followed by the pickle without the pieces that were cut out::
 
     sign        1 byte    no pickle begins with it
-    cuts        u32       how many; for each, where in the pickle (u64) and which buffer (u32)
-    out of band u32       how many; for each, which buffer (u32)
+    cuts        u32       how many; for each, its position in the pickle (u64) and its buffer (u32)
+    out of band u32       how many; for each, its buffer (u32)
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 from rallypoint.wire.buffers import copy_into
 
 
-# Bytes below which a piece stays where it is: a buffer of its own costs more than copies.
+# Bytes. Smaller pieces stay in the pickle: a buffer of their own costs more than copying them.
 LEAST_OUT_OF_BAND = 16 * 1024
 LEAST_CUT = 256 * 1024
-# Buffers of a message that may be of these kinds; what is beyond stays in the pickle. Half of what a frame may have.
+# The most buffers of these kinds in a message; further pieces stay in the pickle. Half of a frame's limit.
 MOST_BUFFERS = 1 << 13
 
 _SIGN = b"\x01"
@@ -38,12 +38,12 @@ Payload = bytes | bytearray | memoryview
 
 
 def assemble(pieces: Sequence[Any], out_of_band: Sequence[int], buffers: list[memoryview]) -> bytes:
-    """A payload from what a pickler has written.
+    """A payload from the pieces that a pickler wrote.
 
     Args:
-        pieces: as they were written.
-        out_of_band: which buffers are, in the pickle's order.
-        buffers: the message's; takes what is cut out.
+        pieces: in order.
+        out_of_band: the indices of the out-of-band buffers, in the pickle's order.
+        buffers: the message's; pieces that are cut out are appended.
     """
     if len(pieces) == 1 and not out_of_band:
         whole: bytes = pieces[0]
@@ -70,13 +70,13 @@ def load(
     buffers: Sequence[Any],
     unpickler: Callable[..., Any] = pickle.Unpickler,
 ) -> Any:
-    """What a payload of :func:`assemble` says.
+    """Unpickle a payload of :func:`assemble`.
 
     Args:
-        unpickler: makes one from a file, and ``buffers`` that are out of band.
+        unpickler: called with a file and the out-of-band ``buffers``.
 
     Raises:
-        UnpicklingError: it is none.
+        UnpicklingError: the payload is damaged.
         Exception: whatever unpickling raises.
     """
     data = memoryview(payload)
@@ -102,11 +102,11 @@ def has_table(payload: Payload) -> bool:
 
 
 class _Spliced:
-    """A file whose content lies in pieces; for an unpickler.
+    """A file in several pieces, for an unpickler.
 
     Args:
-        rest: what is left where pieces were cut out.
-        cuts: where in ``rest``, and the piece, in order.
+        rest: the pickle without the pieces that were cut out.
+        cuts: positions in ``rest`` and pieces, in order.
     """
 
     __slots__ = ("_left",)
@@ -116,11 +116,13 @@ class _Spliced:
         done = 0
         for where, piece in cuts:
             if not done <= where <= len(rest):
-                raise ValueError(f"a piece was cut out at {where} of {len(rest)}, after {done}")
+                raise ValueError(
+                    f"position {where} of a piece is not between {done} and {len(rest)}"
+                )
             left += [rest[done:where], memoryview(piece).cast("B")]
             done = where
         left.append(rest[done:])
-        # The next one is the last.
+        # Reversed: read from the end.
         self._left = [each for each in reversed(left) if each]
 
     def read(self, size: int) -> bytes:
@@ -162,16 +164,16 @@ class _Spliced:
 
 
 def reduce_view(view: memoryview) -> tuple[Any, ...]:
-    """What is pickled for a memoryview: it arrives as one, with its shape, and is as writable as it was.
+    """Reduce a memoryview. It arrives as one, with its shape, and read-only if it was.
 
     Raises:
-        TypeError: its elements are of a kind that only their owner can read.
+        TypeError: only its exporter can read its format.
     """
     try:
         memoryview(bytes(view.itemsize)).cast(view.format)  # type: ignore[call-overload]  # any format
     except ValueError:
         raise TypeError(
-            f"a memoryview of format {view.format!r} cannot be sent: send what it is a view of, or view.cast('B')"
+            f"a memoryview of format {view.format!r} cannot be sent: send the viewed object, or view.cast('B')"
         ) from None
     data: Any = pickle.PickleBuffer(view) if view.c_contiguous else view.tobytes()
     if not view.readonly and not view.c_contiguous:

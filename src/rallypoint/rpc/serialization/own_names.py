@@ -1,4 +1,4 @@
-"""Names that need no entry on a worker's list: those that the package's own messages are made of."""
+"""Names in the package's own messages, which need no entry on a worker's list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rallypoint import errors
 from rallypoint.rpc.torch_private import NUMPY_REBUILDERS
 
 
-# Put together what a message consists of. Nothing here calls what a message names.
+# Functions that rebuild parts of a message. None of them calls a function that a message names.
 REBUILDERS = (
     frozenset(
         f"rallypoint.rpc.{name}"
@@ -18,7 +18,7 @@ REBUILDERS = (
             "serialization.cuda_ipc.arrive_shared",
             "serialization.cuda_ipc.arrive_staged",
             "references.rref.rebuild_rref",
-            # These two look at the list themselves.
+            # These two check the list themselves.
             "serialization.script.load_script_function",
             "serialization.script.load_torch_function",
             "serialization.tensor_reader.rebuild_compressed",
@@ -41,7 +41,7 @@ REBUILDERS = (
     )
     | NUMPY_REBUILDERS
 )
-# What the package's own calls are calls of. Each looks itself at what it is asked for.
+# Functions of the package's own calls. Each checks its arguments itself.
 SERVED = frozenset(
     f"rallypoint.rpc.{name}"
     for name in (
@@ -51,7 +51,7 @@ SERVED = frozenset(
         "rref_proxy.rref_type",
     )
 )
-# Values that Python's pickles have no sign of their own for, and classes of this package's messages.
+# Builtin values for which pickle has no opcode, and classes in this package's messages.
 _HARMLESS = frozenset(f"builtins.{name}" for name in ("bytearray", "complex", "range", "slice")) | {
     "rallypoint.rpc.references.ids.Fork",
     "rallypoint.rpc.references.ids.ForkId",
@@ -60,8 +60,7 @@ _HARMLESS = frozenset(f"builtins.{name}" for name in ("bytearray", "complex", "r
     "numpy.dtype",
     "numpy.ndarray",
 }
-# So that they are raised as what they are. To make one does nothing; of those that end a program, a caller takes the
-# text only.
+# So that exceptions keep their types. Creating one has no effect, and those that would end a program become RemoteError.
 _ERRORS = frozenset(
     {
         f"builtins.{name}"

@@ -1,10 +1,10 @@
-"""What a message says, as bytes: a pickle by reference, with tensors and remote references beside it.
+"""Pickling of messages, with tensors and remote references beside the pickle.
 
-Functions and classes travel by name (``module.qualname``), as in torch: both ends must have the code. With
-``by_value`` cloudpickle carries those that have no name, too: lambdas, closures, what is defined in ``__main__``.
+Functions and classes are sent by name (``module.qualname``), as in torch: both ends must have the code. With
+``by_value``, cloudpickle also sends lambdas, closures, and definitions in ``__main__`` as code.
 
-Unpickling executes what the sender says. It is done for peers only that have proved the job's secret, and an
-allow-list of modules narrows down what can be named at all.
+Unpickling can execute arbitrary code. Only messages of peers that know the job's secret are unpickled, and an allow-list
+can restrict the names in them.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from .tensor_reader import TensorReader, read_with, unpack
 from .tensor_writer import Devices, TensorWriter, pack, refuse_stand_in
 
 
-# What a pickler of ours does with objects of a type: (pickler, object) -> what __reduce__ returns.
+# How our picklers reduce objects of a type: (pickler, object) -> as __reduce__.
 Reducer = Callable[["Writer", Any], Any]
 _REDUCERS: dict[type, Reducer] = {}
 
 Payload = bytes | bytearray | memoryview
 
-# Of these neither they nor what they hold needs a reducer.
+# Types that need no reducer.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _TEXTS = frozenset({str, bytes})
 _EMPTY_CALLS: dict[Any, bytes] = {}
 _MOST_CACHED = 4096
-# Payloads, and buffers that are alone, are not compared with the limits up to here: those are no less.
+# A payload or a single buffer of up to so many bytes is always within the limits, and not checked.
 _CHECKED = 1 << 16
 
 
 def register_reducer(kind: type, reducer: Reducer) -> None:
-    """Say how objects of exactly this type are written."""
+    """Set the reducer for objects of exactly this type."""
     _REDUCERS[kind] = reducer
 
 
 class Writer(pickle.Pickler):
-    """One message that is being pickled.
+    """Pickles one message.
 
     Attributes:
-        to: whom it is for: an id, or None where that does not matter.
-        tensors: the buffers that it needs.
-        forks: the remote references that it carries.
+        to: the receiver's id, or None where that does not matter.
+        tensors: its buffers.
+        forks: its remote references.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ _by_value_class: type | None = None
 
 
 def _by_value() -> type:
-    """The same with cloudpickle's ways for what has no name; made when it is first asked for."""
+    """:class:`Writer` over cloudpickle, which is imported only when needed."""
     global _by_value_class  # noqa: PLW0603
     if _by_value_class is None:
         import cloudpickle
@@ -116,12 +116,12 @@ def dumps(
     """Pickle a message for a peer.
 
     Args:
-        until: monotonic seconds at which nobody wants it any more.
+        until: give up at this time, in monotonic seconds.
 
     Raises:
-        MessageTooLarge: the peer would not take it.
-        TooSlow: it was not done in time.
-        Exception: whatever an object raises that cannot be pickled.
+        MessageTooLarge: it is larger than a peer accepts.
+        TooSlow: it was not done by ``until``.
+        Exception: an object cannot be pickled.
     """
     if type(obj) in _PLAIN and not _is_long(obj):
         return _dump_plain(obj), _NO_TENSORS
@@ -146,19 +146,18 @@ class TooSlow(Exception):
     """A message was not pickled in time."""
 
 
-# Of a message that has none.
 _NO_TENSORS = TensorWriter()
 
 
 class _Pieces(list[Any]):
-    """A file that keeps what is written to it, as it was written."""
+    """A file that keeps the written pieces, without copies."""
 
     __slots__ = ()
     write = list.append
 
 
 class _PiecesInTime(_Pieces):
-    """The same for a message that is worth nothing later."""
+    """The same with a time limit."""
 
     __slots__ = ("_until",)
 
@@ -172,21 +171,21 @@ class _PiecesInTime(_Pieces):
 
 
 def _is_long(plain: Any) -> bool:
-    """Whether a plain value travels apart from its pickle."""
+    """Whether a plain value becomes a separate buffer."""
     return type(plain) in _TEXTS and len(plain) >= LEAST_CUT
 
 
 def dumps_whole(content: object) -> bytes:
-    """Pickle something of builtin types in one piece, whatever its size.
+    """Pickle builtin types in one piece, whatever the size.
 
     Raises:
-        MessageTooLarge: the peer would not take it.
+        MessageTooLarge: it is larger than a peer accepts.
     """
     return _dump_plain(content)
 
 
 def _explain(error: BaseException) -> None:
-    """Add to the error of an object that cannot be pickled what to do instead."""
+    """Add advice to a pickling error."""
     if type(error) not in (AttributeError, TypeError, pickle.PicklingError) or len(error.args) != 1:
         return
     text = str(error)
@@ -197,7 +196,7 @@ def _explain(error: BaseException) -> None:
         )
     elif "cannot pickle" in text:
         advice = (
-            "it exists in this process only; send what it is made from, or let the other worker create it and use a"
+            "it exists only in this process; send the data to create it from, or create it on the other worker and use a"
             " reference (rpc.remote)"
         )
     else:
@@ -206,7 +205,7 @@ def _explain(error: BaseException) -> None:
 
 
 def _dump_plain(content: object) -> bytes:
-    """Pickle what needs no reducer."""
+    """Pickle an object that needs no reducer."""
     try:
         payload = pickle.dumps(content, 5)
     except BaseException as error:
@@ -221,13 +220,13 @@ _on_unsent: Callable[[list[Any]], None] = lambda _: None  # noqa: E731
 
 
 def when_unsent(act: Callable[[list[Any]], None]) -> None:
-    """Say what becomes of the remote references in a message that does not leave."""
+    """Set the function that takes the remote references of a message that is not sent."""
     global _on_unsent  # noqa: PLW0603  # set once, by the module that knows such references
     _on_unsent = act
 
 
 def unsent(tensors: TensorWriter | None) -> None:
-    """A message that was pickled does not leave."""
+    """Release the references and memory of a pickled message that is not sent."""
     if tensors is None:
         return
     if tensors.forks:
@@ -240,7 +239,7 @@ def unsent(tensors: TensorWriter | None) -> None:
 
 
 def known_call(content: tuple[Any, ...]) -> bytes | None:
-    """The payload of a call without arguments that was made before."""
+    """The cached payload of a call without arguments."""
     if content[1] or content[2]:
         return None
     try:
@@ -250,16 +249,14 @@ def known_call(content: tuple[Any, ...]) -> bytes | None:
 
 
 def packed_call(content: tuple[Any, ...]) -> tuple[bytes, TensorWriter | None] | None:
-    """The payload and the buffers of a call whose arguments are plain or ordinary tensors (``FLAG_PACKED``).
-
-    None for any other.
+    """Payload and buffers of a call whose arguments are plain values or ordinary tensors (``FLAG_PACKED``); else None.
 
     Raises:
-        MessageTooLarge: the peer would not take it.
+        MessageTooLarge: it is larger than a peer accepts.
     """
     func, args, kwargs = content
     if kwargs or not args or type(func) is not _FUNCTION:
-        return None  # one without arguments is pickled once, and known from then on
+        return None  # calls without arguments are cached
     packed: list[Any] = []
     large: list[torch.UntypedStorage] = []
     tensors = 0
@@ -278,14 +275,14 @@ def packed_call(content: tuple[Any, ...]) -> tuple[bytes, TensorWriter | None] |
         else:
             return None
     if tensors > 1 and len({each.data_ptr() for each in args if type(each) is _TENSOR}) < tensors:
-        # They share memory, and shall share it over there.
+        # They share memory, and must do so at the receiver.
         return None
     payload = _dump_plain((func, packed, None))
     return payload, _buffers_of(payload, large) if large else None
 
 
 def packed_result(result: Any) -> tuple[bytes, TensorWriter | None] | None:
-    """The same for what a function has returned."""
+    """The same for a function's result."""
     if type(result) is not _TENSOR:
         return None
     large: list[torch.UntypedStorage] = []
@@ -303,7 +300,7 @@ def _buffers_of(payload: bytes, storages: list[torch.UntypedStorage]) -> TensorW
 
 
 def unpacked(content: Any, buffers: Sequence[Any] = ()) -> Any:
-    """The reverse of :func:`packed_call` and :func:`packed_result`."""
+    """The inverse of :func:`packed_call` and :func:`packed_result`."""
     if len(content) == 3:
         func, packed, kwargs = content
         return (
@@ -327,7 +324,7 @@ def dumps_call(
     by_value: bool = False,
     until: float | None = None,
 ) -> tuple[bytes, TensorWriter | None]:
-    """Pickle a call; the same as :func:`dumps`, faster for those that carry little."""
+    """Pickle a call: :func:`dumps` with fast paths for small ones."""
     if not kwargs and not by_value:
         if not args:
             try:
@@ -355,12 +352,12 @@ _FUNCTION = type(dumps)
 
 
 def _remember(func: Any, payload: bytes, tensors: TensorWriter) -> None:
-    # A plain function says the same each time; a bound method says what its object holds now.
+    # The pickle of a plain function is always the same; that of a bound method contains its object's state.
     if type(func) is _FUNCTION and not tensors.buffers:
         _EMPTY_CALLS[func] = payload
 
 
-# -- and back --------------------------------------------------------------------------------------
+# -- unpickling ------------------------------------------------------------------------------------
 
 
 class _Reading(threading.local):
@@ -383,13 +380,13 @@ def _current_reader() -> TensorReader:
 read_with(_current_reader, lambda: _current.allowed is not None)
 
 
-# Calls without arguments that have come: their payload, and where the function is found by its name.
+# Received calls without arguments: by payload, the call, and the namespace and name of its function.
 _KNOWN_CALLS: dict[bytes, tuple[tuple[Any, tuple[()], None], dict[str, Any], str]] = {}
 _MOST_KNOWN = 256  # bytes of a payload that is remembered
 
 
 def loads_call(payload: Payload, sender: int) -> Any:
-    """What a call without buffers says; the same as :func:`loads`, faster for one without arguments."""
+    """Unpickle a call without buffers: :func:`loads` with a fast path for calls without arguments."""
     if len(payload) > _MOST_KNOWN:
         return loads(payload, sender=sender)
     payload = bytes(payload)
@@ -412,7 +409,7 @@ def loads_call(payload: Payload, sender: int) -> Any:
 
 
 def checked(allowed: AllowList) -> Callable[[bytes], Any]:
-    """Unpickles what is in a message on its own, and names only what the list permits."""
+    """A function that unpickles nested payloads under the list."""
     return lambda payload: loads(payload, allowed=allowed)
 
 
@@ -420,7 +417,7 @@ check_with(lambda: _current.allowed)
 
 
 def current_forks() -> list[Any] | None:
-    """Where the remote references of the message that this thread is unpickling are noted."""
+    """Collects the remote references of the message that this thread is unpickling."""
     return _current.forks
 
 
@@ -432,16 +429,16 @@ def loads(
     allowed: AllowList | None = None,
     forks: list[Any] | None = None,
 ) -> Any:
-    """What a message says.
+    """Unpickle a message.
 
     Args:
-        buffers: memory that the tensors will live in.
-        sender: who sent it.
-        allowed: what it may name; None for all.
-        forks: takes the remote references that it carries.
+        buffers: the memory of its tensors.
+        sender: the sender's id.
+        allowed: the names that it may contain; None: any.
+        forks: its remote references are appended.
 
     Raises:
-        NotAllowed: it names another.
+        NotAllowed: it contains another name.
         Exception: whatever unpickling raises.
     """
     current = _current
@@ -486,12 +483,12 @@ def refuse_future(_: Writer, __: Any) -> Any:
 
 
 def _reduce_script(writer: Writer, function: Any) -> Any:
-    del writer  # it needs no buffers
+    del writer
     return load_script_function, torch_private.script_name(function)
 
 
 def _reduce_builtin(writer: Writer, function: Any) -> Any:
-    del writer  # it needs no buffers
+    del writer
     name = function.__name__
     if getattr(torch, name, None) is function:
         return load_torch_function, (name,)
@@ -507,6 +504,6 @@ register_reducer(type(torch.add), _reduce_builtin)
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
 register_reducer(torch.Tensor, _reduce_tensor)
 register_reducer(torch.nn.Parameter, _reduce_parameter)
-# What ``then`` returns is of the second kind.
+# ``then`` returns the native class.
 register_reducer(torch.futures.Future, refuse_future)
 register_reducer(torch_private.NativeFuture, refuse_future)

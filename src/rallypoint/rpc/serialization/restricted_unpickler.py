@@ -1,9 +1,9 @@
-"""Reads a pickle with a list of what it may name, and what may become of that: every instruction that runs code is checked.
+"""Unpickling under an allow-list: every instruction that can run code is checked.
 
-Python's own unpickler asks only when something is named, and then calls it, and sets attributes of it, as the message says.
-Here a message makes instances of classes on the list, has our own functions put tensors and references together, and
-sets attributes of what it has made; nothing else. It is written in Python: some 0.5 µs for each instruction, so
-large lists of numbers are better sent as tensors.
+Python's unpickler only lets a subclass check names; a pickle may then call what it has named and set its attributes.
+Here a message can only create instances of listed classes, have this package's functions rebuild tensors and references,
+and set attributes of the objects it has created. This unpickler is written in Python and takes about 0.5 µs per
+instruction, so large lists of numbers are better sent as tensors.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from rallypoint.rpc.torch_private import PythonUnpickler
 if TYPE_CHECKING:
     from .allowlist import AllowList
 
-# What a message fills, beside instances of classes on the list.
+# Containers that a message may fill, besides instances of listed classes.
 _CONTAINERS = (list, dict, set)
 
 
 class RestrictedUnpickler(PythonUnpickler):  # type: ignore[misc]  # it has no types
-    """One message.
+    """Reads one message.
 
     Args:
-        file: as for pickle's.
-        allowed: what it may name, make and call.
-        buffers: those that are out of band.
+        file, buffers: as for ``pickle.Unpickler``.
+        allowed: checks what it names, creates and calls.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(PythonUnpickler.dispatch)
-    # Of the base class, which has no types.
+    # Attributes of the untyped base class.
     stack: list[Any]
     metastack: list[list[Any]]
 
@@ -46,7 +45,7 @@ class RestrictedUnpickler(PythonUnpickler):  # type: ignore[misc]  # it has no t
         return self._allowed.find(module, name)
 
     def get_extension(self, code: int) -> None:
-        raise NotAllowed(f"a message names something by the number {code} instead of its name")
+        raise NotAllowed(f"a message refers to an object by the number {code} instead of its name")
 
     def _instantiate(self, kind: Any, args: Any) -> None:
         self.stack.append(self._allowed.class_to_make(kind)(*args))
@@ -75,7 +74,7 @@ class RestrictedUnpickler(PythonUnpickler):  # type: ignore[misc]  # it has no t
         setstate = getattr(kind, "__setstate__", None)
         if setstate is not None:
             if isinstance(made, BaseException):
-                # Python's own sets whatever attributes it is told.
+                # BaseException.__setstate__ sets any attribute.
                 _check_attributes(state or {})
             setstate(made, state)
             return
@@ -96,7 +95,7 @@ class RestrictedUnpickler(PythonUnpickler):  # type: ignore[misc]  # it has no t
 
 
 def _filling(name: str, depth: int = 0) -> Callable[[Any], None]:
-    """An instruction that fills a container, which lies so deep in the stack; 0: below the last mark."""
+    """A checked instruction that fills the container at this depth of the stack; 0: below the last mark."""
     fill: Callable[[Any], None] = getattr(PythonUnpickler, name)
 
     def checked(reader: RestrictedUnpickler) -> None:
@@ -125,7 +124,7 @@ def _tuple(args: Any) -> tuple[Any, ...]:
 
 
 def _check_attributes(state: Any) -> None:
-    """Whether a message may set these: no names of Python's own, which change what an object is."""
+    """Refuse attributes that are reserved for Python, such as ``__class__``."""
     if not isinstance(state, Mapping):
         raise NotAllowed("the attributes of an object are not a dict")
     for name in state:
@@ -133,5 +132,4 @@ def _check_attributes(state: Any) -> None:
             raise NotAllowed(f"a message sets the attribute {name!r}, which is reserved for Python")
 
 
-# Notes of an exception.
 _HARMLESS = ("__notes__",)

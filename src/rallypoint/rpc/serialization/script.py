@@ -1,4 +1,4 @@
-"""Functions that are not Python's: torch's operators and TorchScript functions, which travel by name."""
+"""torch's operators and TorchScript functions, which are sent by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rallypoint.rpc.torch_private import operator_names, operator_schemas
 
 
 def builtin_name(func: Any) -> str | None:
-    """The operator (``aten::add``) that a function of torch's stands for; None for anything else."""
+    """The operator (``aten::add``) behind a function of torch; None for anything else."""
     name = operator_names().get(id(func))
     return name if name is not None and "::" in name else None
 
@@ -28,10 +28,10 @@ _BUILTIN = type(torch.add)
 
 
 def check_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """Have an operator's arguments checked on the caller, as torch does.
+    """Check an operator's arguments on the caller, as torch does.
 
     Raises:
-        RuntimeError: they fit none of its schemas.
+        RuntimeError: they match none of its schemas.
     """
     name = builtin_name(func)
     if name is None:
@@ -48,7 +48,7 @@ def check_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
 
 def _may_fit(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether names and number of the arguments fit; their types are the callee's business."""
+    """Whether names and number of the arguments fit. The callee checks their types."""
     taken = schema.arguments
     positional = [each for each in taken if not each.kwarg_only]
     if len(args) > len(positional):
@@ -65,20 +65,20 @@ def _may_fit(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 class Allowed(Protocol):
-    """What a message may name."""
+    """The names that a message may contain."""
 
     def find(self, module: str, name: str) -> Any:
-        """A function, by its name; raises if it may not be named."""
+        """The function of this name. Raises if it is not allowed."""
 
     def check_operator(self, name: str) -> None:
-        """Raises if one of torch's operators may not be named."""
+        """Raises if this operator is not allowed."""
 
 
 _allowed: Callable[[], Allowed | None] = lambda: None  # noqa: E731
 
 
 def check_with(allowed: Callable[[], Allowed | None]) -> None:
-    """Say who knows what the message that is being read may name; None: everything."""
+    """Set the function that returns the allow-list of the current message; None: everything is allowed."""
     global _allowed  # noqa: PLW0603  # set once, by the module that unpickles
     _allowed = allowed
 
@@ -90,7 +90,7 @@ def load_torch_function(name: str) -> Any:
         allowed.check_operator(name)
     found = getattr(torch, name)
     if type(found) is not _BUILTIN:
-        raise TypeError(f"torch.{name} is no operator")
+        raise TypeError(f"torch.{name} is not an operator")
     return found
 
 
@@ -104,5 +104,5 @@ def load_script_function(module: str, name: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     if not isinstance(found, torch.jit.ScriptFunction):
-        raise TypeError(f"{module}.{name} is no scripted function")
+        raise TypeError(f"{module}.{name} is not a TorchScript function")
     return found

@@ -1,4 +1,4 @@
-"""Whether nothing but one variable refers to a tensor: then its memory may go back to the caller as it came."""
+"""Detecting tensors without other references, whose memory can be returned to the caller in place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _CPU = torch.device("cpu")
 
 
 def memory_of_one(tensor: Tensor) -> int:
-    """Where a large tensor's memory begins, if nothing in this process refers to the tensor but one variable of the
-    caller, and nothing but the tensor to its memory; else 0.
+    """The address of a large tensor's memory, if nothing else refers to the tensor or its memory; else 0.
 
-    To be called as ``memory_of_one(variable)``: that variable, and this function's own, are expected.
+    Call it as ``memory_of_one(variable)``: it expects exactly one variable of the caller to refer to the tensor.
     """
     if tensor.layout is not _STRIDED or tensor.nbytes < SMALLEST or tensor.device != _CPU:
         return 0
@@ -30,7 +29,7 @@ def memory_of_one(tensor: Tensor) -> int:
 
 
 def _references(tensor: Tensor) -> tuple[int, int, int, int]:
-    """To a tensor from Python and from C++, and to its memory: whoever else has either makes one of them larger."""
+    """Reference counts of a tensor and its storage, in Python and C++. Any further reference increases one of them."""
     storage = tensor.untyped_storage()
     return (
         sys.getrefcount(tensor),
@@ -41,9 +40,9 @@ def _references(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def _references_of_one() -> tuple[int, int, int, int] | None:
-    """What :func:`memory_of_one` finds where there is no other, in this Python and this torch.
+    """The counts for a tensor without other references, in this Python and torch.
 
-    None from Python 3.14 on, which does not count all references of running functions: nobody is taken to be alone.
+    None from Python 3.14 on, which does not count all references from running functions.
     """
 
     def found(tensor: Tensor) -> tuple[int, int, int, int]:

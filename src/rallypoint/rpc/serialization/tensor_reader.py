@@ -1,6 +1,6 @@
-"""Tensors from the buffers of a message, over the memory in which they have come.
+"""Rebuilding tensors over the buffers of a message, without copies.
 
-The pickle of a message names these functions; :class:`.tensor_writer.TensorWriter` chooses which.
+The pickle of a message names these functions, as chosen by :class:`.tensor_writer.TensorWriter`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rallypoint.errors import NotAllowed
 from . import cuda_ipc
 
 
-# Positions are part of the format between two versions of this package: append only.
+# Positions are part of the protocol: append only.
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -43,17 +43,17 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e5m2fnuz,
 )
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-# torch.frombuffer does not take these; their bytes are read as the integer of equal size.
+# torch.frombuffer does not support these; they are read as bytes.
 _AS_BYTES = {dtype for dtype in DTYPES if dtype.itemsize == 1 and dtype.is_floating_point} | {
     torch.complex32
 }
 
-# Its bytes, or the number of the buffer that they are; type, shape, and whether autograd looks at it.
+# Its bytes or the index of their buffer, dtype, shape, and requires_grad.
 Packed = tuple[bytearray | int, int, tuple[int, ...], bool]
 
 
 def unpack(packed: Packed, buffers: Sequence[Any]) -> Tensor:
-    """The reverse of :func:`.tensor_writer.pack`."""
+    """The inverse of :func:`.tensor_writer.pack`."""
     data, code, size, grad = packed
     if type(data) is not int:
         return rebuild_small(*packed)  # type: ignore[arg-type]  # it is a bytearray
@@ -61,7 +61,7 @@ def unpack(packed: Packed, buffers: Sequence[Any]) -> Tensor:
 
 
 class TensorReader:
-    """The buffers of a message that has come, while it is unpickled."""
+    """The buffers of a message while it is unpickled."""
 
     __slots__ = ("_buffers",)
 
@@ -69,29 +69,28 @@ class TensorReader:
         self._buffers = buffers
 
     def flat(self, index: int, code: int) -> Tensor:
-        """All of a buffer as a tensor of one dim, without a copy."""
+        """A whole buffer as a one-dimensional tensor, without a copy."""
         dtype = DTYPES[code]
         if dtype in _AS_BYTES:
             return torch.frombuffer(self._buffers[index], dtype=torch.uint8).view(dtype)
         buffer = self._buffers[index]
-        # Of memory that was made as bytes, some may be left over behind the last element.
+        # A buffer of bytes may have a remainder after the last element.
         count = memoryview(buffer).nbytes // dtype.itemsize
         return torch.frombuffer(buffer, dtype=dtype, count=count)
 
 
-# -- what a pickle names; ``_reading`` is the message that is being unpickled by this thread -------
+# -- functions named in pickles --------------------------------------------------------------------
 
+# The buffers of the message that this thread is unpickling.
 _reading: Callable[[], TensorReader]
+# Whether to check sparse indices: wrong ones would reach beyond a tensor's memory.
+_checks: Callable[[], bool]
 
 
-# Whether it may lie: then indices are checked, which would lead beyond a tensor's memory.
-_doubts: Callable[[], bool]
-
-
-def read_with(reading: Callable[[], TensorReader], doubts: Callable[[], bool]) -> None:
-    """Say who knows the message that is being unpickled, and whether its sender is trusted."""
-    global _reading, _doubts  # set once, by the module that unpickles
-    _reading, _doubts = reading, doubts
+def read_with(reading: Callable[[], TensorReader], checks: Callable[[], bool]) -> None:
+    """Set the functions that return the current message's buffers, and whether to check its sparse indices."""
+    global _reading, _checks  # set once, by the module that unpickles
+    _reading, _checks = reading, checks
 
 
 def _shaped(flat: Tensor, size: tuple[int, ...], grad: bool) -> Tensor:
@@ -140,7 +139,7 @@ def rebuild_spread(
     packed = _reading().flat(index, code)
     made = torch.empty_strided(size, stride, dtype=DTYPES[code])
     if 0 in stride or not _is_free_of_overlaps(size, stride):
-        # Elements that lie in the same place: copy_ refuses them, an index does not, and they are equal.
+        # Some elements share a place, which copy_ refuses. Indexing does not, and the values are equal.
         flat = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
         places = torch.arange(flat.numel()).as_strided(size, stride).reshape(-1)
         flat.view(_BYTES[flat.element_size()])[places] = packed.view(_BYTES[flat.element_size()])
@@ -149,7 +148,7 @@ def rebuild_spread(
     return made.requires_grad_() if grad else made
 
 
-# Indexing takes these; what the bits mean does not matter to it.
+# Types for indexing, by element size.
 _BYTES = {
     1: torch.uint8,
     2: torch.int16,
@@ -160,7 +159,7 @@ _BYTES = {
 
 
 def _is_free_of_overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether each step leaves room for all smaller ones; False where that does not tell."""
+    """Whether each stride exceeds the reach of the smaller ones. False does not prove an overlap."""
     reach = 1
     for step, count in sorted(zip(stride, size, strict=True)):
         if count > 1:
@@ -209,7 +208,7 @@ def rebuild_there(
     offset: int,
     grad: bool,
 ) -> Tensor:
-    """The same for memory of an accelerator."""
+    """:func:`rebuild_strided` in an accelerator's memory."""
     return rebuild_grad(cuda_ipc.view(flat, DTYPES[code], size, stride, offset), grad)
 
 
@@ -239,7 +238,7 @@ def rebuild_saved(data: bytes) -> Any:
 
 
 def rebuild_weights(data: bytes) -> Any:
-    """The same for messages that may not name everything."""
+    """:func:`rebuild_saved` under an allow-list."""
     import io
 
     try:
@@ -252,7 +251,7 @@ def rebuild_coo(
     indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool, grad: bool
 ) -> Tensor:
     made = torch.sparse_coo_tensor(
-        indices, values, size, is_coalesced=coalesced, check_invariants=_doubts()
+        indices, values, size, is_coalesced=coalesced, check_invariants=_checks()
     )
     return made.requires_grad_() if grad else made
 
@@ -266,6 +265,6 @@ def rebuild_compressed(
     grad: bool,
 ) -> Tensor:
     made = torch.sparse_compressed_tensor(
-        outer, inner, values, size, layout=getattr(torch, layout), check_invariants=_doubts()
+        outer, inner, values, size, layout=getattr(torch, layout), check_invariants=_checks()
     )
     return made.requires_grad_() if grad else made

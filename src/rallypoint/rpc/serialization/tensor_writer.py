@@ -1,8 +1,8 @@
-"""Tensors as buffers beside a pickle: strides, views and sparse layouts are kept.
+"""Tensors as buffers beside a pickle, with strides, views and sparse layouts.
 
-A tensor's bytes are never pickled. The pickle holds which buffer, the type and the strides; the buffer travels on its
-own, and on the other side the tensor is made over the memory that it has arrived in. Two tensors of one
-message that share memory share it there, too, where they show most of it.
+The bytes of all but small tensors are not pickled: the pickle holds the index of a buffer, the dtype and the strides, and
+the receiver makes the tensor over the memory in which the buffer arrives. Two tensors in one message that share memory
+also share it at the receiver, if each uses at least half of it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from .tensor_reader import (
 )
 
 
-# Bytes of tensors that are pickled like anything else: a buffer of its own costs more than the copy.
+# Tensors of up to so many bytes are pickled: a buffer of their own costs more than copying them.
 SMALL = 16 * 1024
-# A view is sent with the gaps between its elements if they are at most half of it; else it is packed.
+# A view is sent with the gaps between its elements if they are at most half of it; otherwise it is packed.
 _MOST_SPREAD = 2
 
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -57,11 +57,11 @@ Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Devices(NamedTuple):
-    """What becomes of tensors on other devices than the CPU on their way to one peer.
+    """How tensors on accelerators are sent to one peer.
 
     Args:
-        target: the device over there, as text, for one here; raises if there is none.
-        way: how so many bytes get from one to the other.
+        target: maps a device here to the peer's, as text; raises if there is none.
+        way: chooses how so many bytes are sent.
     """
 
     target: Callable[[torch.device], str]
@@ -72,11 +72,11 @@ class TensorWriter:
     """Collects the buffers of one message.
 
     Attributes:
-        buffers: in the order in which the pickle counts them.
-        held: what must stay alive until the buffers are sent.
+        buffers: by the index in the pickle.
+        held: objects to keep alive until the buffers are sent.
         forks: remote references in the same message.
-        parcels: memory of accelerators that is free again only when the message is unpickled, or not sent.
-        out_of_band: which of the buffers belong to objects that give their memory to the pickler.
+        parcels: accelerator memory that must be released by unpickling, or explicitly if the message is not sent.
+        out_of_band: the indices of buffers from ``pickle.PickleBuffer``.
     """
 
     __slots__ = (
@@ -96,21 +96,21 @@ class TensorWriter:
         self.forks: list[Any] = []
         self.parcels: list[cuda_ipc.Parcel] | None = None
         self.out_of_band: list[int] = []
-        # What a storage has become: the number of its buffer, or its parcel.
+        # By storage: the index of its buffer, or its parcel.
         self._seen: dict[tuple[Any, ...], Any] | None = None
         self._small: dict[int, bytearray] | None = None
         self._devices = devices
 
     @classmethod
     def of(cls, storages: list[torch.UntypedStorage]) -> TensorWriter:
-        """A message whose buffers are these."""
+        """A writer with these storages as buffers."""
         made = cls()
         made.buffers = [_view_memory(each.data_ptr(), each.nbytes(), _READ) for each in storages]
         made.held = storages
         return made
 
     def take(self, buffer: PickleBuffer) -> bool:
-        """For a pickler: whether an object's memory is to be in the pickle; else it is a buffer of the message."""
+        """A pickler's buffer_callback: True keeps the memory in the pickle, False makes it a buffer of the message."""
         view = buffer.raw()
         if view.nbytes < LEAST_OUT_OF_BAND or len(self.buffers) >= MOST_BUFFERS:
             return True
@@ -119,10 +119,10 @@ class TensorWriter:
         return False
 
     def reduce(self, tensor: Tensor) -> Reduced:
-        """What a pickler writes for a tensor; ``rebuild_tensor`` and friends turn it back.
+        """Reduce a tensor to one of the ``rebuild_…`` functions and its arguments.
 
         Raises:
-            ValueError: it is on a device that no map speaks of, or stands for other tensors in a transformation.
+            ValueError: no device map covers its device, or it has no data, as inside a transformation.
         """
         if tensor.is_nested:
             return self._reduce_nested(tensor)
@@ -159,7 +159,7 @@ class TensorWriter:
         if whole <= _MOST_SPREAD * bytes_shown:
             offset = tensor.storage_offset()
             if whole <= SMALL:
-                # As the rest of its memory, if that is in the same message.
+                # With its whole storage, which other views in the message may share.
                 copy = self._copy(storage, whole)
                 return rebuild_small_view, (copy, code, size, tensor.stride(), offset, grad)
             index = self._add(storage, whole)
@@ -170,7 +170,7 @@ class TensorWriter:
         return rebuild_parameter, (parameter.data, parameter.requires_grad)
 
     def _copy(self, storage: torch.UntypedStorage, whole: int) -> bytearray:
-        """A small storage's bytes, to be pickled; the same object for the same storage, so that views share it."""
+        """A small storage's bytes, for the pickle: one object per storage, so that views share it."""
         at = storage.data_ptr()
         small = self._small
         if small is None:
@@ -178,12 +178,12 @@ class TensorWriter:
         copy = small.get(at)
         if copy is None:
             copy = small[at] = bytearray(_view_memory(at, whole, _READ))
-            # Its address must not be another storage's before the message is done.
+            # Kept, so that its address is not reused while the message is pickled.
             self.held.append(storage)
         return copy
 
     def _add(self, storage: torch.UntypedStorage, whole: int) -> int:
-        """The number of the buffer that is this storage."""
+        """The index of a storage's buffer."""
         at = storage.data_ptr()
         key = (at, whole)
         seen = self._seen
@@ -205,7 +205,7 @@ class TensorWriter:
         bytes_shown: int,
         grad: bool,
     ) -> Reduced:
-        """A view of a small part of its storage: only what it spans is sent, or, with wide gaps, it alone."""
+        """A view of a small part of its storage: send only the part that it spans, packed if it has wide gaps."""
         stride = tensor.stride()
         span = item * (
             1 + sum(step * (count - 1) for step, count in zip(stride, size, strict=True))
@@ -223,7 +223,7 @@ class TensorWriter:
         if code is not None:
             plain = tensor.detach().resolve_conj().resolve_neg()
             return rebuild_grad, (plain, tensor.requires_grad)
-        # Quantized and other rare kinds: torch's own form, inside the pickle.
+        # Quantized and other rare kinds: as torch.save writes them, in the pickle.
         import io
 
         buffer = io.BytesIO()
@@ -254,7 +254,7 @@ class TensorWriter:
         return rebuild_nested, (list(tensor.detach().unbind()), tensor.dtype, tensor.requires_grad)
 
     def _reduce_elsewhere(self, tensor: Tensor) -> Reduced:
-        """From an accelerator, on the way that the two workers have for it (``cuda_ipc``)."""
+        """A tensor on an accelerator (``cuda_ipc``)."""
         if tensor.device.type == "meta":
             # It has no memory, so no device map is needed.
             size, stride = tuple(tensor.shape), tensor.stride()
@@ -280,10 +280,10 @@ class TensorWriter:
         return rebuild_there, (parcel, code, size, stride, offset, grad)
 
     def _parcel_of(self, tensor: Tensor, target: str) -> tuple[cuda_ipc.Parcel, int, bool]:
-        """What a tensor shows, as on the CPU: its storage, what it spans, or, with wide gaps, it alone.
+        """The memory to send: as on the CPU, the storage, the part that the tensor spans, or packed elements.
 
         Returns:
-            the memory, where in it the tensor begins (in elements), and whether the strides are left out.
+            The memory, the tensor's offset in it (in elements), and whether it is packed.
         """
         storage = tensor.untyped_storage()
         whole, shown = storage.nbytes(), tensor.nbytes
@@ -295,7 +295,7 @@ class TensorWriter:
             found = seen.get(key)
             if found is None:
                 found = seen[key] = self._send_off(_bytes_of(storage, tensor), target, False)
-                # Its address must not be another storage's before the message is done.
+                # Kept, so that its address is not reused while the message is pickled.
                 self.held.append(storage)
             return found, int(tensor.storage_offset()), False
         steps = zip(tensor.stride(), tensor.shape, strict=True)
@@ -328,15 +328,15 @@ _CPU = torch.device("cpu")
 
 
 def pack(tensor: Tensor, large: list[torch.UntypedStorage]) -> Packed | None:
-    """An ordinary tensor as plain data, which pickles without our help; None for any other.
+    """An ordinary tensor as plain data, which needs no reducer; None for any other.
 
     Args:
-        large: takes its memory, if that is to be a buffer of the message.
+        large: a large tensor's memory is appended, as a buffer of the message.
     """
     if tensor.layout is not _STRIDED or tensor.device != _CPU:
         return None
     shown = tensor.nbytes
-    # One without an address only stands for others.
+    # A tensor without an address has no data.
     if not shown or tensor.is_nested or not tensor.is_contiguous() or not _address(tensor):
         return None
     code = CODES.get(tensor.dtype)
@@ -365,10 +365,10 @@ def refuse_stand_in(tensor: Tensor) -> None:
     """Check that a tensor has data of its own.
 
     Raises:
-        ValueError: it only stands for others.
+        ValueError: it has none.
     """
     kind = torch_private.stand_in(tensor)
     if kind is not None:
         raise ValueError(
-            f"{kind} cannot be sent, since it has no data: make the call outside"
+            f"{kind} cannot be sent, since it has no data: make the call outside of the transformation"
         ) from None

@@ -1,8 +1,7 @@
 """Methods of tensors, storages and arrays that reach beyond their values. Pure.
 
-They write or read files, share memory, hand out addresses, take addresses, or call what they are given. A worker with a
-list of what may be called has none of them called, unless the list names that very method
-(``numpy.ndarray.tofile``). Private methods are not called in any case.
+They access files, share memory, return or accept addresses, or call functions. With a list of allowed calls, such a
+method may be called only if the list names it (``numpy.ndarray.tofile``). Private methods may never be called.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ _TENSOR = frozenset(
     {
         # Files, and memory of other processes.
         "share_memory_",
-        # Addresses: told, and believed. ``new`` takes one as ``cdata``.
+        # Return or accept addresses. ``new`` accepts one as ``cdata``.
         "const_data_ptr",
         "data_ptr",
         "mutable_data_ptr",
         "new",
-        # These call what they are given, or have it called later.
+        # Call a function, now or later.
         "apply_",
         "map2_",
         "map_",
@@ -44,9 +43,9 @@ _ARRAY = frozenset(
         "dump",
         "dumps",
         "tofile",
-        # A memory-mapped file's.
+        # Of memory-mapped files.
         "flush",
-        # Bytes read as something else, memory given back that others see, marks taken away.
+        # Reinterpret bytes, free memory that others see, or change flags.
         "getfield",
         "resize",
         "setfield",
@@ -60,7 +59,7 @@ _UNSAFE: dict[str, frozenset[str]] = {
     "numpy.ndarray": _ARRAY,
     "numpy.generic": _ARRAY,
 }
-# Modules have methods that load, compile and call.
+# Methods of modules that load, compile, or call functions.
 _UNSAFE["torch.nn.modules.module.Module"] = frozenset(
     {
         "apply",
@@ -77,7 +76,7 @@ _UNSAFE["torch.nn.modules.module.Module"] = frozenset(
         "share_memory",
     }
 )
-# Operators of torch that read or write files.
+# torch's operators that access files.
 _OPERATORS = frozenset({"from_file", "save"})
 
 
@@ -86,16 +85,16 @@ def name_of(kind: type) -> str:
 
 
 def is_unsafe_method(kind: type, method: str, named: Callable[[type], str]) -> bool:
-    """Whether a class has this method from one of those above.
+    """Whether a class has this method from one of the classes above.
 
     Args:
-        named: the name of a class, for a base class of torch's that of the public one.
+        named: returns the name of a class; for private base classes in torch, the name of the public one.
     """
     return any(method in _UNSAFE.get(named(each), ()) for each in kind.__mro__)
 
 
 def makes_from_memory(kind: type, named: Callable[[type], str]) -> bool:
-    """Whether a class is made by a constructor that takes addresses, or memory of any shape."""
+    """Whether a class's constructor accepts addresses, or memory of any shape."""
     for each in kind.__mro__:
         if "__new__" in vars(each):
             return named(each) in _UNSAFE
@@ -103,5 +102,5 @@ def makes_from_memory(kind: type, named: Callable[[type], str]) -> bool:
 
 
 def is_unsafe_operator(name: str) -> bool:
-    """The same of one of torch's operators (``add``)."""
+    """Whether one of torch's operators (``add``) accesses files."""
     return name in _OPERATORS
