@@ -41,7 +41,9 @@ LARGE, LARGE_SECONDS = 64 << 20, 60.0
 TIMEOUTS = (0.5, 1.0, 2.0, 3.0)
 
 # A reference whose making has failed, or whose sender has gone before its owner had heard of it.
-DEAD_REFERENCE = "RRef creation via rpc.remote|was released before its owner heard|was never created"
+DEAD_REFERENCE = (
+    "RRef creation via rpc.remote|was released before its owner heard|was never created"
+)
 
 BASE = torch.empty(0, dtype=torch.uint8)
 
