@@ -54,6 +54,7 @@ MUST_DIFFER = {
     "RALLY_GENERATION": "ours alone: the number of the round, which counts restarts on one node",
     "RALLY_JOB": "ours alone: marks the processes of a job, so that all of them can be found",
     "RALLY_SECRET_FD": "ours alone: where a program's Python reads the job's secret",
+    "RALLY_SECRET_PROC": "ours alone: where programs that a worker starts read it",
 }
 
 

@@ -5,8 +5,10 @@ All processes of a job share one secret. A process takes it from the first of
 1. an argument (``--secret-file``, ``secret=`` of an option object),
 2. ``RALLY_SECRET``,
 3. ``RALLY_SECRET_FILE``, the path of a file,
-4. its launcher: in memory, if this process is a fork of the launcher's (:func:`hold`), or through the descriptor
-   whose number is in ``RALLY_SECRET_FD``.
+4. its launcher: in memory, if this process is a fork of the launcher's (:func:`hold`), through the inherited
+   descriptor whose number is in ``RALLY_SECRET_FD``, or at the path in ``RALLY_SECRET_PROC``: a descriptor of the
+   launcher, which only processes of the same user can open, and only while the launcher lives. So a worker may
+   execute itself anew, and start programs, without passing anything on.
 
 The secret itself is never used as a key. Each purpose has its own derived key (:func:`derive`), so that what is
 authenticated for one purpose is not accepted for another.
@@ -41,10 +43,13 @@ MAX_FILE_BYTES = 64 * 1024
 VARIABLE = "RALLY_SECRET"
 FILE_VARIABLE = "RALLY_SECRET_FILE"
 FD_VARIABLE = "RALLY_SECRET_FD"
+PROC_VARIABLE = "RALLY_SECRET_PROC"
+# Variables of a launcher, which another launcher below it does not pass on.
+_OF_LAUNCHER = (FD_VARIABLE, PROC_VARIABLE)
 # In the environment of workers whose job has no secret, on purpose or after a warning.
 OPEN_VARIABLE = "RALLY_INSECURE"
 # All variables by which a process finds its secret.
-VARIABLES = (VARIABLE, FILE_VARIABLE, FD_VARIABLE, OPEN_VARIABLE)
+VARIABLES = (VARIABLE, FILE_VARIABLE, FD_VARIABLE, PROC_VARIABLE, OPEN_VARIABLE)
 
 # The default for several nodes, if it exists: below the home folder, which nodes often share.
 USER_FILE = "rallypoint/secret"
@@ -126,12 +131,24 @@ def find(given: str | bytes | None = None, field: str = "secret") -> bytes | Non
         field: the argument's name, for the error.
 
     Raises:
-        ConfigError: the argument, or what the environment names, is not a valid secret.
+        ConfigError: the argument, or what the environment names, is not a valid secret; or the launcher has passed one on
+            that cannot be read. That is never "none", which would turn authentication off.
     """
     if given is not None:
         return check(given, field)
-    found = from_environment(environment.snapshot())
-    return held() if found is None else found
+    env = environment.snapshot()
+    found = from_environment(env) or held()
+    if found is None:
+        for name in _OF_LAUNCHER:
+            if env.get(name):
+                raise ConfigError(
+                    name,
+                    env[name],
+                    "the secret of this process's job cannot be read there: the job's launcher has ended, or this process"
+                    " belongs to another user or container",
+                    f"pass {field}=..., or set {VARIABLE} or {FILE_VARIABLE} for the whole job",
+                )
+    return found
 
 
 def from_environment(env: Mapping[str, str]) -> bytes | None:
@@ -190,13 +207,13 @@ def hold(secret: bytes | None) -> None:
 def adopt(secret: bytes | None) -> None:
     """In a process that a launcher has started: hold its secret, and drop the variables of an outer launcher."""
     hold(secret)
-    for name in (FD_VARIABLE, OPEN_VARIABLE):
+    for name in (*_OF_LAUNCHER, OPEN_VARIABLE):
         environment.process_environment().pop(name, None)
 
 
 def environment_of_workers(env: Mapping[str, str], secret: bytes | None) -> dict[str, str]:
     """The environment without variables that would give workers a different secret from their launcher's."""
-    drop = {FD_VARIABLE, OPEN_VARIABLE}
+    drop = {*_OF_LAUNCHER, OPEN_VARIABLE}
     if VARIABLE in env and env[VARIABLE].encode() != secret:
         drop.add(VARIABLE)
     if FILE_VARIABLE in env:
@@ -215,7 +232,20 @@ def held() -> bytes | None:
         number = environment.get(FD_VARIABLE, "")
         if number and number.isascii() and number.isdigit():
             hold(from_descriptor(int(number)))
+    if _held is None and (path := environment.get(PROC_VARIABLE, "")):
+        with suppress(OSError, ValueError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                hold(from_descriptor(fd))
+            finally:
+                os.close(fd)
     return _held
+
+
+def offer(fd: int) -> None:
+    """Let this process's descendants find the secret in a memory file that this process keeps open."""
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    environment.process_environment()[PROC_VARIABLE] = path
 
 
 def keep() -> None:

@@ -49,7 +49,7 @@ from pathlib import Path
 from types import FrameType
 
 from rallypoint._core import clock, env as environment, limits, process
-from rallypoint._core.secret import adopt, from_descriptor
+from rallypoint._core.secret import adopt, from_descriptor, offer
 from rallypoint.launch import signals
 from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap, ending
@@ -90,6 +90,7 @@ class ForkServer:
             caller's program, so it has the function already.
         open_files: a worker's limit of open files, if lower than this process's.
         learns: whether the next workers have imported what earlier ones imported.
+        secret_fd: a memory file with the job's secret, for all processes of the job; None: it has none.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class ForkServer:
         open_files: int | None = None,
         *,
         learns: bool = False,
+        secret_fd: int | None = None,
     ) -> None:
         self._channel = channel
         self._job = job
@@ -117,6 +119,9 @@ class ForkServer:
         self._wakeup_read, self._wakeup_write = -1, -1
         self._supervisor = -1
         self._unserved: set[int] = set()  # descriptors of requests not yet handled
+        self._secret_fd = secret_fd
+        if secret_fd is not None:
+            offer(secret_fd)
         self._pid = os.getpid()
         self._threads: dict[str, int] = {}  # module -> threads that its import started
         self._started: dict[int, float] = {}  # pid -> time of its fork
@@ -415,6 +420,8 @@ class ForkServer:
                 for fd in self._unserved.difference(fds):
                     os.close(fd)
                 self._channel.close()
+                if self._secret_fd is not None:
+                    os.close(self._secret_fd)
                 self._templates.close_in_child()
                 become()
             except BaseException:  # noqa: BLE001  a fork must not return to the server's loop
@@ -539,15 +546,19 @@ def main(fd: int) -> None:
         if channel.closed_by_peer:
             os._exit(0)
     hello, fds = first[0]
-    adopt(from_descriptor(fds[0]) if hello["has_secret"] else None)
-    for each in fds:
-        os.close(each)
+    secret_fd = fds[0] if hello["has_secret"] else None
+    adopt(None if secret_fd is None else from_descriptor(secret_fd))
     process.die_with_parent(hello["supervisor"])  # until the loop watches the supervisor
     job = Job.from_json(hello["job"])
     # Begins like a worker's title and lacks our name, so `pkill -f` with either matches workers too, or not us.
     process.set_title(f"{Path(sys.executable).name}: fork server of {job.title}")
     start_method = StartMethod(hello["start_method"])
     server = ForkServer(
-        channel, job, start_method, open_files=hello["open_files"], learns=hello["learns"]
+        channel,
+        job,
+        start_method,
+        open_files=hello["open_files"],
+        learns=hello["learns"],
+        secret_fd=secret_fd,
     )
     server.run(tuple(hello["preload"]))

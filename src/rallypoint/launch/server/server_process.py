@@ -159,7 +159,10 @@ class ServerProcess:
                 process.die_with_parent(parent)
                 process.leave_mark(f"{JOB_MARKER}={token}")
                 adopt(secret)
-                ForkServer(Channel(theirs), job, StartMethod.FORK, call).run(())
+                secret_fd = None if secret is None else descriptor(secret)
+                ForkServer(Channel(theirs), job, StartMethod.FORK, call, secret_fd=secret_fd).run(
+                    ()
+                )
             finally:
                 os._exit(1)
         signals.restore(mask)
