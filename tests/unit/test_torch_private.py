@@ -135,6 +135,12 @@ def callees() -> Iterator[Callee]:
         "(self: torch._C._distributed_c10d.ProcessGroup, device: torch.device) -> c10d::Backend",
         f"{join}timeout_of, {parallel}timeout_of",
     )
+    yield Callee(
+        distributed_c10d,
+        "_get_default_store",
+        "",
+        "elastic/torch_private.py: clone_of_default_store",
+    )
     yield Callee(distributed_c10d, "_get_default_group", "", join + "group_or_default")
     yield Callee(distributed_c10d, "_get_process_group_store", "pg", join + "store_of")
     yield Callee(sys, "_getframe", "depth", join + "caller")
@@ -280,6 +286,7 @@ ATTRIBUTES = {
     "_devices",
     "_has_rebuilt_buckets",
     "_inst",
+    "_orig_mod",
     "_per_optimizer_states",
     "_version",
     "_world",
@@ -513,6 +520,10 @@ def test_private_attributes_that_sessions_use(ddp: Any) -> None:
     before = of_elastic.version(changed)
     changed += 1
     assert of_elastic.version(changed) == before + 1
+    compiled = torch.compile(torch.nn.Linear(1, 1), backend="eager")
+    assert of_elastic.is_compiled(compiled) and not of_elastic.is_compiled(torch.nn.Linear(1, 1))
+    assert next(iter(compiled.state_dict())).startswith(of_elastic.COMPILED)
+    of_elastic.clone_of_default_store().set("cloned", "1")
     scaler = torch.amp.GradScaler("cpu")
     state = scaler._per_optimizer_states[0]
     of_elastic.reset_scaler(scaler)

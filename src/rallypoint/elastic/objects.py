@@ -50,7 +50,7 @@ class Objects:
                     " optimizers, schedulers, scalers, or objects with these two methods"
                 )
             _check_replicated(each)
-        self._given = tuple(given)
+        self.given = tuple(given)
         self.modules = [each for each in given if isinstance(each, nn.Module)]
         self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
         self._rest = [each for each in given if not isinstance(each, nn.Module)]
@@ -71,7 +71,7 @@ class Objects:
     def describe(self) -> str:
         """In words, the same on all ranks: classes, and how many parameters and elements."""
         words = []
-        for each in self._given:
+        for each in self.given:
             text = type(each).__name__
             if isinstance(each, nn.Module):
                 tensors = list(each.parameters())

@@ -19,6 +19,8 @@ from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
 
 from . import process, torch_private
 from .agreement import Standing, Verdict, judge
+from .board import boards
+from .checkpoints import Checkpoints
 from .connections import Wiring
 from .groups import KeptGroup
 from .link import Notice
@@ -79,11 +81,18 @@ class Session:
     Args:
         objects: what it was given.
         kept: this worker; None where nothing can be kept.
+        checkpoints: None if there are none.
     """
 
-    def __init__(self, objects: Objects, kept: KeptProcess | None) -> None:
+    def __init__(
+        self, objects: Objects, kept: KeptProcess | None, checkpoints: Checkpoints | None = None
+    ) -> None:
         self._objects = objects
         self._kept = kept
+        self._checkpoints = checkpoints
+        self._random_behind: RandomState | None = (
+            None  # behind the last step of a loop without batches
+        )
         self._memory: Memory | None = None
         self._steps = 0
         self._place = Place()
@@ -98,6 +107,7 @@ class Session:
         self._iterations = 0
         self._hooks: list[Any] = []
         self._history: list[Recovery] = []
+        self._ranks_before: int | None = None  # of a checkpoint with another number of them
 
     # -- for users ----------------------------------------------------------------------------------
 
@@ -122,9 +132,8 @@ class Session:
         self._in_epochs = True
         first = self._place.epoch
         for epoch in range(first, count):
-            if epoch > first:
-                self._place, self._tasks_to_skip = Place(epoch), 0
             yield epoch
+            self._place, self._tasks_to_skip = Place(epoch + 1), 0
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of an epoch; one whose step did not complete comes again.
@@ -150,6 +159,7 @@ class Session:
         try:
             while True:
                 self._keep_own(task=False)
+                self._pass_boundary()
                 try:
                     batch = next(iterator)
                 except StopIteration:
@@ -205,7 +215,10 @@ class Session:
     def __enter__(self) -> Self:
         kept = self._kept
         if kept is None and not process.is_worker():
-            _say_once()
+            _say_once(
+                but="" if self._checkpoints is None else "; the session only writes checkpoints"
+            )
+            self._load()
             return self
         if kept is None or kept.groups.default is None:
             raise ElasticError(
@@ -223,9 +236,14 @@ class Session:
             held = self._memory.held
             self._own = None if held is None else OwnState.unpack(held)
             kept.generation = -1
+            self._begin_checkpoints()
             self._recover(None)
+            if self._checkpoints is not None:
+                self._checkpoints.join_at(self._steps)
         else:
             self._memory = Memory()
+            # A loss in here is one before the session.
+            self._load()
             kept.publish()
             kept.link.enter(kept.generation, self._rank, self._memory.fd)
             self._keep_own(task=False)
@@ -243,6 +261,7 @@ class Session:
     ) -> None:
         kept = self._kept
         if kept is None:
+            self._end_checkpoints(failed=kind is not None)
             return
         if kind is None:
             self._confirm()
@@ -255,6 +274,7 @@ class Session:
             hook.remove()
         if self._memory is not None:
             self._memory.close()
+        self._end_checkpoints(failed=kind is not None)
 
     def _compare(self) -> None:
         """At the first start: whether all ranks have entered the same session."""
@@ -286,6 +306,8 @@ class Session:
         kept = self._kept
         if self._in_step:
             raise ElasticError("session.step() within session.step(): a step contains no other")
+        if not self._in_batches and not self._is_task:
+            self._pass_boundary()
         if kept is None:
             self._in_step = True
             return
@@ -309,6 +331,8 @@ class Session:
             self._check_accumulation()
             self._steps += 1
             self._begun = None
+            if not self._in_batches and self._checkpoint_is_due():
+                self._random_behind = RandomState.now()
             return False
         if kept is None:
             return False
@@ -371,6 +395,51 @@ class Session:
         if self._memory is not None:
             self._memory.progress.restart(group.kept_name for group in self._kept.groups)
 
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def _begin_checkpoints(self) -> None:
+        if self._checkpoints is None:
+            return
+        new_board = boards(is_kept=self._kept is not None)
+        rank, size = (0, 1) if new_board is None else (dist.get_rank(), dist.get_world_size())
+        self._checkpoints.begin(self._objects.given, rank, size, new_board)
+
+    def _load(self) -> None:
+        """Continue where the newest checkpoint was taken."""
+        self._begin_checkpoints()
+        loaded = None if self._checkpoints is None else self._checkpoints.load()
+        if loaded is None:
+            return
+        own = loaded.own
+        self._steps = own.steps
+        if loaded.is_own:
+            own.random.restore()
+            self._objects.fill_buffers(own.buffers)
+        else:
+            now = RandomState.now()
+            own = replace(own, random=now, place=replace(own.place, begun=now))
+            self._ranks_before = loaded.record.ranks
+        self._place, self._resume = own.place, own
+        self._tasks_to_skip = own.place.tasks
+
+    def _checkpoint_is_due(self) -> bool:
+        return self._checkpoints is not None and self._checkpoints.is_due(self._steps)
+
+    def _pass_boundary(self) -> None:
+        """Between two steps, with nothing under way."""
+        if self._checkpoints is not None and self._checkpoints.is_due(self._steps):
+            self._checkpoints.take(self._own_now())
+        self._random_behind = None
+
+    def _own_now(self) -> OwnState:
+        random = self._random_behind or RandomState.now()
+        buffers = self._objects.buffers_as_bytes()
+        return OwnState(self._steps, self._place, random, buffers=buffers)
+
+    def _end_checkpoints(self, *, failed: bool) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.end(None if failed else self._own_now())
+
     def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
         if self._resume is None or self._resume.place.begun is None:
             self._resume = None
@@ -381,10 +450,24 @@ class Session:
         assert begun is not None
         begun.restore()
         iterator = iter(loader)
+        if self._ranks_before is not None:
+            own = self._rescaled(own, self._ranks_before)
+            self._place, self._ranks_before = own.place, None
         for _ in range(own.place.batch):
             next(iterator, None)
         own.random.restore()
         return iterator
+
+    def _rescaled(self, own: OwnState, ranks: int) -> OwnState:
+        """After a checkpoint of another number of ranks: as many samples are skipped as were trained on."""
+        now = dist.get_world_size() if dist.is_initialized() else 1
+        batch, rest = divmod(own.place.batch * ranks, now)
+        if rest and (now == 1 or dist.get_rank() == 0):
+            _log.warning(
+                "%d batches of %d ranks are no whole number of batches of %d: the last %d come again",
+                *(own.place.batch, ranks, now, rest),
+            )
+        return replace(own, place=replace(own.place, batch=batch))
 
     # -- recovery ---------------------------------------------------------------------------------
 
@@ -544,7 +627,12 @@ class _Step:
         return self._end(error)
 
 
-def session(*objects: Any) -> Session:
+def session(
+    *objects: Any,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 1000,
+    checkpoint_keep: int = 3,
+) -> Session:
     """Train so that the loss of a process costs the others nothing.
 
     .. code-block:: python
@@ -564,19 +652,34 @@ def session(*objects: Any) -> Session:
     Args:
         objects: modules, optimizers, schedulers, scalers: whatever changes in training and has ``state_dict`` and
             ``load_state_dict``.
+        checkpoint: where checkpoints are kept: a directory, or a URL that fsspec understands. The newest one that is whole
+            is loaded when the session begins. They are written in the background, in the format of
+            ``torch.distributed.checkpoint``. All nodes need access to it. None: there are none.
+        checkpoint_every: steps from one checkpoint to the next. A last one is written when the session ends well.
+        checkpoint_keep: how many complete ones stay.
     Returns:
-        A context manager. Outside of ``rally run`` it only counts steps, and says so once.
+        A context manager. Outside of ``rally run`` it only counts steps and writes checkpoints, and says so once.
     Raises:
         TypeError: an object lacks the two methods.
-        ElasticError: the ranks' objects differ, or no group can be kept.
+        ValueError: a number is less than 1, or no driver knows the URL's scheme.
+        ImportError: the URL's driver is not installed.
+        ElasticError: the ranks' objects differ, or no group can be kept; on entering, also: the checkpoint cannot be read,
+            or is that of other objects.
     """
-    return Session(Objects(objects), process.current())
+    checkpoints = (
+        None
+        if checkpoint is None
+        else Checkpoints(checkpoint, every=checkpoint_every, keep=checkpoint_keep)
+    )
+    return Session(Objects(objects), process.current(), checkpoints)
 
 
 _said: set[int] = set()
 
 
-def _say_once() -> None:
+def _say_once(*, but: str) -> None:
     if os.getpid() not in _said:
         _said.add(os.getpid())
-        _log.warning("elastic.session: not started by `rally run`, so a lost process ends the job")
+        _log.warning(
+            "elastic.session: not started by `rally run`, so a lost process ends the job%s", but
+        )

@@ -55,6 +55,11 @@ def prefixed(store: Any, prefix: str) -> Any:
     return _c10d.PrefixStore(prefix, store)
 
 
+def clone_of_default_store() -> Any:
+    """The store that ``init_process_group`` was given, over a connection of its own."""
+    return _c10d._get_default_store().clone()
+
+
 def name_group(group: Any, name: str) -> None:
     """Give a group that is not registered the name that torch's logs show."""
     group._set_group_name(name)
@@ -193,6 +198,15 @@ def is_sharded(each: Any) -> bool:
         getattr(optimizers, "ZeroRedundancyOptimizer", None),
     )
     return any(kind is not None and isinstance(each, kind) for kind in kinds)
+
+
+# The name of the module in a wrapper of ``torch.compile``.
+COMPILED = "_orig_mod"
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether ``torch.compile`` wraps a module."""
+    return isinstance(getattr(module, COMPILED, None), torch.nn.Module)
 
 
 def version(tensor: torch.Tensor) -> int:

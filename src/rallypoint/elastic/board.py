@@ -1,0 +1,91 @@
+"""Small notes between the ranks of a session, without collectives: in the workers' store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from rallypoint._core import env as environment
+from rallypoint.errors import ElasticError
+
+from . import torch_private
+from .connections import Wiring
+
+
+_PREFIX = "rally/checkpoints"
+
+
+class Board(Protocol):
+    """Notes by key."""
+
+    def post(self, key: str, note: bytes) -> None:
+        """Leave a note for all ranks."""
+
+    def drop(self, key: str) -> None:
+        """Remove a note."""
+
+    def await_note(self, key: str, timeout: float) -> bytes:
+        """A note. Blocks: until it is there.
+
+        Raises:
+            RuntimeError or OSError: it did not appear in time, or the store is gone.
+        """
+
+
+class _Workers:
+    """In the store of a job's workers."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._wiring = Wiring(host, port, _PREFIX)
+
+    def post(self, key: str, note: bytes) -> None:
+        self._wiring.set(key, note)
+
+    def drop(self, key: str) -> None:
+        self._wiring.store().delete(f"{_PREFIX}/{key}")
+
+    def await_note(self, key: str, timeout: float) -> bytes:
+        return self._wiring.wait(key, timeout)
+
+
+class _Default:
+    """In the store that ``init_process_group`` was given, under other launchers."""
+
+    def __init__(self) -> None:
+        # A clone, because a store's client can do nothing else while it waits.
+        self._store: Any = torch_private.prefixed(torch_private.clone_of_default_store(), _PREFIX)
+
+    def post(self, key: str, note: bytes) -> None:
+        self._store.set(key, note)
+
+    def drop(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def await_note(self, key: str, timeout: float) -> bytes:
+        self._store.wait([key], timedelta(seconds=timeout))
+        return bytes(self._store.get(key))
+
+
+def boards(*, is_kept: bool) -> Callable[[], Board] | None:
+    """Makes boards, one for each thread; None where this process is the only rank.
+
+    Raises:
+        ElasticError: it has peers, but no process group.
+    """
+    variables = environment.snapshot()
+    if not dist.is_initialized():
+        if variables.get("WORLD_SIZE", "1") != "1":
+            raise ElasticError(
+                "elastic.session: call torch.distributed.init_process_group before the session, so that one rank writes"
+                " its checkpoints"
+            )
+        return None
+    if dist.get_world_size() == 1:
+        return None
+    if is_kept:
+        host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+        return lambda: _Workers(host, port)
+    return _Default

@@ -1,0 +1,449 @@
+"""Checkpoints of sessions: written, found, loaded; full disks, damaged files, vanished places; the loss of a whole job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rallypoint import elastic
+from rallypoint._core.checkpoint_folder import entries
+from rallypoint._core.checkpoint_records import RECORD, name_of
+from rallypoint._core.storage import storage_at
+from rallypoint.elastic.checkpoints import Checkpoints
+
+
+pytestmark = pytest.mark.integration
+
+
+class Stop(Exception):
+    pass
+
+
+class Training:
+    """A small training, alone in this process. What it ends with depends on every draw and every batch."""
+
+    def __init__(self, **model: Any) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 2)
+        )
+        if model:
+            self.net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [5, 20])
+        data = TensorDataset(torch.arange(40), torch.randn(40, 8), torch.randint(2, (40,)))
+        self.loader = DataLoader(data, batch_size=4, shuffle=True)
+        self.seen: list[tuple[int, list[int]]] = []
+        self.tasks: list[int] = []
+        self.began = -1
+        self.after_step: Callable[[int], None] = lambda _: None
+
+    def run(
+        self, where: Any, *, stop: int = -1, epochs: int = 3, every: int = 7, keep: int = 3
+    ) -> str:
+        with elastic.session(
+            *(self.net, self.optimizer, self.scheduler),
+            checkpoint=where,
+            checkpoint_every=every,
+            checkpoint_keep=keep,
+        ) as session:
+            self.began = session.position
+            for epoch in session.epochs(epochs):
+                for ids, x, y in session.batches(self.loader):
+                    if session.position == stop:
+                        raise Stop
+                    with session.step():
+                        loss = nn.functional.cross_entropy(self.net(x), y) * random.uniform(0.5, 1)
+                        loss.backward()
+                        self.optimizer.step()
+                        self.optimizer.zero_grad()
+                        self.scheduler.step()
+                    self.seen.append((session.position, ids.tolist()))
+                    finish(session)
+                    self.after_step(session.position)
+                session.run(self.tasks.append, epoch)
+        return self.end()
+
+    def end(self) -> str:
+        state = self.optimizer.state_dict()["state"].values()
+        tensors = [*self.net.state_dict().values(), *(each["exp_avg_sq"] for each in state)]
+        bits = b"".join(each.detach().numpy().tobytes() for each in tensors)
+        rest = [self.scheduler.get_last_lr(), torch.rand(1).item(), random.random()]
+        return hashlib.sha256(bits).hexdigest() + str(rest)
+
+
+def finish(session: elastic.Session) -> None:
+    """Wait until the checkpoint under way is written, so that each one of these short steps is."""
+    checkpoints = session._checkpoints
+    assert isinstance(checkpoints, Checkpoints)
+    checkpoints._join(None)
+
+
+def names(where: Any) -> list[str]:
+    return [each.name for each in entries(storage_at(where)) if each.record]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    training = Training()
+    return training.run(tmp_path_factory.mktemp("undisturbed")), training.seen
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    yield "memory://bucket/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+def stopped(where: Any, at: int, **others: Any) -> Training:
+    training = Training()
+    with pytest.raises(Stop):
+        training.run(where, stop=at, **others)
+    return training
+
+
+@pytest.mark.parametrize("kind", ["directory", "URL of a directory", "bucket"])
+def test_the_next_start_goes_on_at_the_same_step_with_the_same_bits(
+    kind: str, tmp_path: Path, bucket: str, undisturbed: tuple[str, list[Any]]
+) -> None:
+    where = {"directory": tmp_path / "a" / "b", "bucket": bucket}.get(kind, f"file://{tmp_path}/c")
+    first = stopped(where, 13)
+    assert names(where) == [name_of(7)]
+    second = stopped(where, 25)
+    assert second.began == 7
+    third = Training()
+    expected, seen = undisturbed
+    assert third.run(where) == expected
+    assert third.began == 21
+    # Exactly once, but for the steps behind the last checkpoint.
+    parts = zip((first, second, third), (7, 21, 33), strict=True)
+    assert [each for part, last in parts for each in part.seen if each[0] <= last] == seen
+    assert (second.tasks, third.tasks) == ([0, 1], [1, 2])
+    assert names(where) == [name_of(step) for step in (21, 28, 33)]
+    # A job that is through does nothing when it is started again.
+    again = Training()
+    again.run(where)
+    assert (again.began, again.seen, again.tasks) == (33, [], [])
+    longer = Training()
+    longer.run(where, epochs=4)
+    assert [step for step, _ in longer.seen] == list(range(34, 44))
+
+
+def test_dcp_reads_it(tmp_path: Path) -> None:
+    training = Training()
+    training.run(tmp_path)
+    other = Training()
+    model = {key: torch.zeros_like(value) for key, value in other.net.state_dict().items()}
+    state = {"model": model, "optimizer": {"state": {"3.weight": {"exp_avg": torch.zeros(2, 16)}}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.load(state, checkpoint_id=tmp_path / name_of(33))
+    for key, value in training.net.state_dict().items():
+        assert torch.equal(state["model"][key], value)
+    moment = training.optimizer.state_dict()["state"][4]["exp_avg"]
+    assert torch.equal(state["optimizer"]["state"]["3.weight"]["exp_avg"], moment)
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "__0_0.distcp", 1000)
+
+
+def change(folder: Path) -> None:
+    with (folder / "__0_0.distcp").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"!!!!")
+
+
+def lose(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def lose_record(folder: Path) -> None:
+    (folder / RECORD).unlink()
+
+
+def tear_record(folder: Path) -> None:
+    os.truncate(folder / RECORD, 100)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (truncate, "step-00000014 at .* is damaged, .*: __0_0.distcp has 1,000 bytes, expected"),
+        (change, "step-00000014 at .* is damaged, .*: __0_0.distcp has changed"),
+        (lose, "step-00000014 at .* is damaged, .*: .metadata: .*No such file"),
+        (lose_record, None),
+        (tear_record, "step-00000014 at .* is damaged, .*: checkpoint.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: Any, told: str | None, tmp_path: Path, caplog: Any, undisturbed: tuple[str, list[Any]]
+) -> None:
+    stopped(tmp_path, 15)
+    damage(tmp_path / name_of(14))
+    training = Training()
+    assert training.run(tmp_path) == undisturbed[0]
+    assert training.began == 7
+    lines = [each.getMessage() for each in caplog.records if "damaged" in each.getMessage()]
+    assert len(lines) == (told is not None)
+    if told is not None:
+        assert re.search(told, lines[0])
+
+
+def test_if_none_can_be_loaded_training_begins_anew(
+    tmp_path: Path, caplog: Any, undisturbed: tuple[str, list[Any]]
+) -> None:
+    stopped(tmp_path, 15)
+    truncate(tmp_path / name_of(7))
+    truncate(tmp_path / name_of(14))
+    training = Training()
+    assert training.run(tmp_path, every=10) == undisturbed[0]
+    assert training.began == 0
+    assert "no checkpoint at" in caplog.text
+    # Those that could not be loaded stay, for someone to look at.
+    assert names(tmp_path) == [name_of(step) for step in (7, 14, 20, 30, 33)]
+
+
+def test_another_model_is_an_error_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    stopped(tmp_path, 15)
+    with pytest.raises(
+        elastic.ElasticError, match=r"step-00000014 at .* does not fit: its 'model'"
+    ):
+        Training(other=True).run(tmp_path)
+    assert names(tmp_path) == [name_of(7), name_of(14)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_costs_the_checkpoint_only(
+    tmp_path: Path, caplog: Any, undisturbed: tuple[str, list[Any]]
+) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no right to mount")
+    try:
+        (tmp_path / "ballast").write_bytes(bytes(100 * 1024))
+        training = Training()
+        assert training.run(tmp_path) == undisturbed[0]
+        full = [each.getMessage() for each in caplog.records if "not written" in each.getMessage()]
+        assert full
+        assert all("No space left on device" in each and "goes on" in each for each in full)
+        whole = names(tmp_path)
+        assert whole
+        assert sorted(os.listdir(tmp_path)) == ["ballast", *whole]
+        (tmp_path / "ballast").unlink()
+        later = Training()
+        later.run(tmp_path)
+        assert name_of(later.began) == whole[-1]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_place_that_vanishes_costs_the_checkpoint_only(
+    tmp_path: Path, caplog: Any, undisturbed: tuple[str, list[Any]]
+) -> None:
+    where = tmp_path / "run"
+    training = Training()
+
+    def vanish(step: int) -> None:
+        if step == 9:
+            shutil.rmtree(where)
+            where.write_text("a file")
+        if step == 17:
+            where.unlink()
+
+    training.after_step = vanish
+    assert training.run(where) == undisturbed[0]
+    told = [each.getMessage() for each in caplog.records]
+    assert [each for each in told if "step 14 was not written" in each and "Not a dir" in each]
+    # A directory that is gone is made again.
+    assert names(where) == [name_of(step) for step in (21, 28, 33)]
+
+
+def test_a_vanished_bucket_costs_the_checkpoint_only(
+    bucket: str, caplog: Any, monkeypatch: Any, undisturbed: tuple[str, list[Any]]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("the bucket is gone")
+
+    training = Training()
+
+    def vanish(step: int) -> None:
+        if step == 9:
+            monkeypatch.setattr(type(fsspec.filesystem("memory")), "_open", refuse)
+        if step == 17:
+            monkeypatch.undo()
+
+    training.after_step = vanish
+    assert training.run(bucket) == undisturbed[0]
+    assert "step 14 was not written to memory://bucket/run: the bucket is gone" in caplog.text
+    assert names(bucket) == [name_of(step) for step in (21, 28, 33)]
+
+
+def test_places_that_cannot_be_used_are_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(elastic.ElasticError, match="checkpoints cannot be kept at .*/file"):
+        Training().run(tmp_path / "file")
+    with pytest.raises(ValueError, match="nosuchscheme"):
+        elastic.session(checkpoint="nosuchscheme://x")
+    with pytest.raises(ValueError, match="checkpoint_every is 0"):
+        elastic.session(checkpoint=tmp_path, checkpoint_every=0)
+
+
+def test_two_models_and_objects_of_any_kind(tmp_path: Path) -> None:
+    class Odd:
+        def __init__(self) -> None:
+            self.held: Any = {3: [torch.arange(3), (1, 2)], "none": {}, "tuple": (torch.ones(1),)}
+
+        def state_dict(self) -> Any:
+            return self.held
+
+        def load_state_dict(self, state: Any) -> None:
+            self.held = state
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        nets = nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")
+        both = torch.optim.SGD([*nets[0].parameters(), *nets[1].parameters()], momentum=0.9)
+        return *nets, both, torch.amp.GradScaler("cpu"), Odd()
+
+    objects = made()
+    with elastic.session(*objects, checkpoint=tmp_path) as session:
+        with session.step():
+            (objects[0](torch.ones(1, 2)) + objects[1](torch.ones(1, 2))).sum().backward()
+            objects[2].step()
+        objects[4].held["more"] = 1.5
+    again = made()
+    with elastic.session(*again, checkpoint=tmp_path) as session:
+        assert session.position == 1
+    for one, other in zip(objects[:2], again[:2], strict=True):
+        assert torch.equal(one.weight, other.weight)
+    assert again[2].state_dict()["state"].keys() == objects[2].state_dict()["state"].keys()
+    assert again[3].state_dict() == objects[3].state_dict()
+    held = again[4].held
+    assert held.keys() == {3, "none", "tuple", "more"}
+    assert torch.equal(held[3][0], torch.arange(3))
+    assert (held[3][1], held["none"], type(held["tuple"])) == ((1, 2), {}, tuple)
+    assert list(dict(made()[1].named_parameters())) == ["_orig_mod.weight", "_orig_mod.bias"]
+    record = json.loads((tmp_path / name_of(1) / RECORD).read_text())
+    assert record["objects"] == ["model", "model_2", "optimizer", "scaler", "odd"]
+
+
+# -- jobs ---------------------------------------------------------------------------------------------
+
+JOB = """
+import hashlib, json, os, pathlib, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+folder, place = pathlib.Path(sys.argv[1]), sys.argv[2]
+faults = json.loads(sys.argv[3])  # [step, rank]
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+net = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 2)))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+data = torch.utils.data.TensorDataset(torch.arange(48), torch.randn(48, 4), torch.randint(2, (48,)))
+sampler = torch.utils.data.DistributedSampler(data, shuffle=True, seed=3)
+loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+torch.manual_seed(100 + rank)
+with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as session:
+    if rank == 0:
+        with (folder / "began").open("a") as file:
+            file.write(f"{session.position}\\n")
+    for epoch in session.epochs(2):
+        sampler.set_epoch(epoch)
+        for ids, x, y in session.batches(loader):
+            with session.step():
+                for number, (step, who) in enumerate(faults):
+                    mark = folder / f"fault {number}"
+                    if (step, who) == (session.position, rank) and not mark.exists():
+                        mark.touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                torch.nn.functional.cross_entropy(net(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with (folder / f"ids {rank} of {size}").open("a") as file:
+                file.write(json.dumps([session.position, ids.tolist()]) + "\\n")
+            # So that no checkpoint of these short steps is left out.
+            session._checkpoints._join(None)
+bits = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
+end = [session.position, hashlib.sha256(bits).hexdigest(), torch.rand(1).item()]
+(folder / f"end {rank}").write_text(json.dumps(end))
+dist.destroy_process_group()
+"""
+
+
+def job(
+    folder: Path, faults: list[list[int]], *flags: str, workers: int = 2
+) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    script = folder / "train.py"
+    script.write_text(JOB)
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", str(workers), *flags),
+            *(str(script), str(folder), str(folder / "checkpoints"), json.dumps(faults)),
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def ends(folder: Path) -> list[Any]:
+    return [json.loads((folder / f"end {rank}").read_text()) for rank in range(2)]
+
+
+def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path) -> None:
+    calm = job(tmp_path / "calm", [])
+    assert calm.returncode == 0, calm.stderr
+    assert calm.stderr == ""
+    # The first loss is recovered from in place; the second one costs all their process.
+    lost = job(tmp_path / "lost", [[3, 0], [13, 1]], "--max-losses", "1", "--max-restarts", "1")
+    assert lost.returncode == 0, lost.stderr
+    assert ends(tmp_path / "lost") == ends(tmp_path / "calm")
+    assert (tmp_path / "lost" / "began").read_text().split() == ["0", "3", "10"]
+    # The whole job is killed, and started anew by hand.
+    killed = job(tmp_path / "killed", [[22, 0]], "--max-losses", "0")
+    assert killed.returncode == 128 + signal.SIGKILL
+    assert job(tmp_path / "killed", [[22, 0]]).returncode == 0
+    assert ends(tmp_path / "killed") == ends(tmp_path / "calm")
+    # And on another number of ranks: no sample twice, none left out.
+    other = job(tmp_path / "other", [[17, 0]], "--max-losses", "0")
+    assert other.returncode == 128 + signal.SIGKILL
+    assert (tmp_path / "other" / "checkpoints" / name_of(15) / RECORD).exists()
+    alone = job(tmp_path / "other", [], workers=1)
+    assert alone.returncode == 0, alone.stderr
+    ids = [
+        json.loads(line)
+        for name in ("ids 0 of 2", "ids 1 of 2", "ids 0 of 1")
+        for line in (tmp_path / "other" / name).read_text().splitlines()
+    ]
+    # 15 steps of two ranks are 12 of the first epoch, and 3 of the second one.
+    first = [each for step, batch in ids if step <= 12 for each in batch]
+    assert sorted(first) == list(range(48))
