@@ -138,3 +138,18 @@ def test_junk_and_crowds_do_no_harm(store):
     assert len(host.lines) == MOST_SAID
     store.set("rally-guests/host", b"\x00")
     assert Node(store, "guest").come().lines == []
+
+
+def test_an_introduction_that_a_stranger_moves_or_changes_turns_nobody_away(store):
+    """With a secret: a guest's own does not pass for the host's."""
+    secret = b"known to the members"
+    Node(store, secret=secret).serve()
+    with pytest.raises(ConfigError):
+        Node(store, "other", secret=secret, nodes="3").come()
+    (left,) = store.get_many(["rally-guests/other/0"])
+    assert left is not None
+    host = store.get("rally-guests/host", 1.0)
+    for forged in (left, host.replace(b'"nodes": "2"', b'"nodes": "3"')):
+        assert forged != host
+        store.set("rally-guests/host", forged)
+        assert Node(store, "guest", secret=secret).come().lines == []

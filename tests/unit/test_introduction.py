@@ -9,6 +9,7 @@ from rallypoint.rendezvous.introduction import (
     LONGEST,
     Introduction,
     Mismatch,
+    Role,
     mismatches,
     pack,
     unpack,
@@ -45,14 +46,14 @@ secrets = st.none() | st.binary(min_size=1, max_size=8)
 def found(
     other: Introduction, mine: bytes | None = None, theirs: bytes | None = None
 ) -> tuple[Mismatch, ...]:
-    guest = unpack(pack(other, theirs), mine)
+    guest = unpack(pack(other, theirs, Role.HOST), mine, Role.HOST)
     assert guest is not None
     return mismatches(ME, mine, guest)
 
 
 @given(introductions, secrets, secrets)
 def test_what_is_packed_is_read_and_the_same_secret_is_proof(told, theirs, mine):
-    guest = unpack(pack(told, theirs), mine)
+    guest = unpack(pack(told, theirs, Role.OTHER), mine, Role.OTHER)
     assert guest is not None
     shown = guest.introduction.run_id
     assert replace(guest.introduction, run_id=told.run_id) == told
@@ -65,19 +66,21 @@ def test_what_is_packed_is_read_and_the_same_secret_is_proof(told, theirs, mine)
 
 @given(st.binary(max_size=200), secrets)
 def test_any_bytes_are_an_introduction_or_none(data, secret):
-    guest = unpack(data, secret)
+    guest = unpack(data, secret, Role.HOST)
     if guest is not None:
         assert guest.introduction.host.isprintable()
         mismatches(ME, secret, guest)
 
 
 def test_what_is_too_long_or_nested_is_none():
-    assert unpack(b"[" * LONGEST, None) is None
-    assert unpack(b'{"host": "' + b"x" * LONGEST + b'"}', None) is None
+    assert unpack(b"[" * LONGEST, None, Role.HOST) is None
+    assert unpack(b'{"host": "' + b"x" * LONGEST + b'"}', None, Role.HOST) is None
 
 
 def test_names_from_elsewhere_do_nothing_to_the_terminal():
-    guest = unpack(pack(replace(OTHER, host="\x1b[2Jhost\n" + "y" * 500), None), None)
+    guest = unpack(
+        pack(replace(OTHER, host="\x1b[2Jhost\n" + "y" * 500), None, Role.HOST), None, Role.HOST
+    )
     assert guest is not None
     assert guest.introduction.host.startswith("[2Jhosty")
     assert len(guest.introduction.host) <= 100
@@ -124,7 +127,7 @@ def test_each_difference_has_its_name(other, mine, theirs, field, says, hopeless
 
 
 def test_ranges_may_differ_since_a_running_job_grows_node_by_node():
-    guest = unpack(pack(replace(OTHER, nodes="2:8"), None), None)
+    guest = unpack(pack(replace(OTHER, nodes="2:8"), None, Role.HOST), None, Role.HOST)
     assert guest is not None
     (mismatch,) = mismatches(replace(ME, nodes="2:4"), None, guest)
     assert not mismatch.hopeless
@@ -132,8 +135,8 @@ def test_ranges_may_differ_since_a_running_job_grows_node_by_node():
 
 @given(introductions, introductions, secrets, secrets)
 def test_both_sides_see_the_same_difference(one, other, first, second):
-    ours = unpack(pack(other, second), first)
-    theirs = unpack(pack(one, first), second)
+    ours = unpack(pack(other, second, Role.HOST), first, Role.HOST)
+    theirs = unpack(pack(one, first, Role.HOST), second, Role.HOST)
     assert ours is not None and theirs is not None
     here = mismatches(one, first, ours)
     there = mismatches(other, second, theirs)

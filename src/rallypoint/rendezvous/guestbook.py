@@ -14,7 +14,7 @@ from collections.abc import Callable
 from rallypoint._core.clock import MONOTONIC
 from rallypoint.errors import ConfigError
 
-from .introduction import Introduction, Mismatch, mismatches, pack, unpack
+from .introduction import Introduction, Mismatch, Role, mismatches, pack, unpack
 from .store import Store
 
 
@@ -71,7 +71,7 @@ class Guestbook:
         """
         self._next = 0
         self._looked = MONOTONIC.now()
-        packed = pack(self._mine, self._secret)
+        packed = pack(self._mine, self._secret, Role.HOST)
         if serves:
             store.set(_HOST, packed)
             return
@@ -82,9 +82,9 @@ class Guestbook:
         except TimeoutError:
             self._note_no_host(in_the_way=should_serve)
             return
-        if not (found := self._compare(host)):
+        if not (found := self._compare(host, Role.HOST)):
             return
-        self._leave(store, packed)
+        self._leave(store, pack(self._mine, self._secret, Role.OTHER))
         for each in found:
             # A store that other programs keep alive may still hold the introduction of a killed job.
             if (each.hopeless or should_serve) and self._place:
@@ -102,7 +102,7 @@ class Guestbook:
             if data is None:
                 break
             self._next += 1
-            for each in self._compare(data):
+            for each in self._compare(data, Role.OTHER):
                 self._tell(str(each))
 
     def _note_no_host(self, *, in_the_way: bool) -> None:
@@ -112,8 +112,8 @@ class Guestbook:
             raise ConfigError("--rdzv-endpoint", self._place, f"the port is in use: {text}", hint)
         self._tell(f"{text}; is --rdzv-endpoint right?")
 
-    def _compare(self, data: bytes) -> tuple[Mismatch, ...]:
-        guest = unpack(data, self._secret)
+    def _compare(self, data: bytes, role: Role) -> tuple[Mismatch, ...]:
+        guest = unpack(data, self._secret, role)
         if guest is None:
             _log.info("an introduction in the store that cannot be read: %.80r", data)
             return ()

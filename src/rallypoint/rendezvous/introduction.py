@@ -1,8 +1,9 @@
 """How a node introduces itself to whoever comes to the same store, and where two of them do not go together.
 
 An introduction can be read by every version and without the job's secret: one line of JSON, and where the
-job has a secret a second line, a MAC over the first. A node that shows another secret, or none, is believed nothing
-but that. With a secret the job's name is no part of it, only what tells it from others for who has the secret too.
+job has a secret a second line, a MAC over the first and the node's role. So another node's introduction does not pass for
+the host's. A node that shows another secret, or none, is believed nothing but that; one that shows ours and does not
+prove it is ignored. With a secret the job's name is no part of it, only what tells it from others for who has the secret too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from rallypoint._core.secret import derive, fingerprint
+
+
+class Role(StrEnum):
+    """Whose introduction it is."""
+
+    HOST = "host"  # of the node that serves the store, or was first in one that no node serves
+    OTHER = "other"
 
 
 # Longer ones are no introductions.
@@ -69,14 +78,14 @@ class Mismatch:
         return f"{self.problem}: {self.hint}" if self.hint else self.problem
 
 
-def pack(introduction: Introduction, secret: bytes | None) -> bytes:
+def pack(introduction: Introduction, secret: bytes | None, role: Role) -> bytes:
     """The introduction as bytes."""
     body = {key: _short(value) for key, value in asdict(introduction).items()}
     body |= {"run_id": _shown_id(introduction.run_id, secret), "secret": secret is not None}
     if secret is not None:
         body["fingerprint"] = fingerprint(secret)
     line = json.dumps(body).encode()
-    return line if secret is None else line + b"\n" + _mac(secret, line)
+    return line if secret is None else line + b"\n" + _mac(secret, role, line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +105,8 @@ class Guest:
     fingerprint: str = ""
 
 
-def unpack(data: bytes, secret: bytes | None) -> Guest | None:
-    """Another node's introduction; None if it cannot be read."""
+def unpack(data: bytes, secret: bytes | None, role: Role) -> Guest | None:
+    """Another node's introduction in this role; None if it cannot be read, or claims our secret without proof."""
     line, _, mac = data.partition(b"\n")
     if len(data) > LONGEST:
         return None
@@ -109,10 +118,11 @@ def unpack(data: bytes, secret: bytes | None) -> Guest | None:
         return None
     words = {each.name: _word(body, each.name) for each in fields(Introduction)}
     words["given_rank"] = body.get("given_rank") is True
-    proved = secret is not None and hmac.compare_digest(mac, _mac(secret, line))
-    return Guest(
-        Introduction(**words), body.get("secret") is True, proved, _word(body, "fingerprint")
-    )
+    proved = secret is not None and hmac.compare_digest(mac, _mac(secret, role, line))
+    claimed = _word(body, "fingerprint")
+    if secret is not None and not proved and claimed == fingerprint(secret):
+        return None
+    return Guest(Introduction(**words), body.get("secret") is True, proved, claimed)
 
 
 def mismatches(mine: Introduction, secret: bytes | None, guest: Guest) -> tuple[Mismatch, ...]:
@@ -207,6 +217,6 @@ def _short(value: object) -> object:
     return value[:_LONGEST_TEXT] if isinstance(value, str) else value
 
 
-def _mac(secret: bytes, line: bytes) -> bytes:
-    key = derive(secret, "introduction")
+def _mac(secret: bytes, role: Role, line: bytes) -> bytes:
+    key = derive(secret, "introduction", role.value)
     return hmac.new(key, line, hashlib.sha256).hexdigest().encode()

@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 MAX_SKIPPED = 8
 # Replacing what stands under the last name is given up when somebody else was faster this often.
 MAX_REPLACED = 64
-# Seconds between two looks at a key all of whose names hold junk.
+# Seconds between two looks at a key all of whose names hold junk: nothing tells of a value that replaces another. Only
+# a stranger who overwrote one key eight times brings that about; it costs five reads a second, until the caller's timeout.
 FIRST_LOOK, LONGEST_LOOK = 0.01, 0.2
 # A counter beyond this was not counted by nodes.
 MAX_COUNT = 1_000_000
