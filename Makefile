@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Set in many container images. Without bytecode every launch of a test compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel test-python public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: wheel test-python public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc fuzz-records parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -110,6 +110,9 @@ bench-rpc: $(STAMP) ## calls between processes, compared with TensorPipe; writes
 
 fuzz-rpc: $(STAMP) ## a million invalid frames for an agent and its parser; writes bench/results/fuzz_rpc.json
 	$(BIN)/python bench/fuzz_rpc.py --frames 1000000 --output bench/results/fuzz_rpc.json
+
+fuzz-records: $(STAMP) ## a million forged and malformed records of a rendezvous and of rpc groups; writes bench/results/fuzz_records.json
+	$(BIN)/python bench/fuzz_records.py --records 1000000 --output bench/results/fuzz_records.json
 
 parity: $(STAMP) ## torch's own RPC tests, from the wheel, on rallypoint.rpc; writes docs/rpc_parity.md
 	$(BIN)/python tests/parity/rpc_suite.py --against rallypoint --output bench/results/rpc_parity.json --markdown docs/rpc_parity.md

@@ -19,6 +19,7 @@ LITTLE = {
     "attack_store.py": ["--operations", "200"],
     "collectives.py": QUICK,
     "elastic.py": QUICK,
+    "fuzz_records.py": ["--records", "1000"],
     "fuzz_rpc.py": ["--frames", "2000"],
     "join.py": QUICK,
     "launch.py": QUICK,
