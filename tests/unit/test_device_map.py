@@ -103,7 +103,7 @@ def test_devices_are_read_as_torch_writes_them(value: object, text: str) -> None
     "value", ["", "cuda:", "cuda:x", "cpu:1", True, None, "cuda:-1", 1.5, "a b"]
 )
 def test_what_is_no_device(value: object) -> None:
-    with pytest.raises(ConfigError, match="expected a device as"):
+    with pytest.raises(ConfigError, match="expected a device such as"):
         Device.parse(value)
 
 

@@ -1,7 +1,7 @@
-"""Every private name of torch that this package replaces or offers, and what for.
+"""Every private name of torch that this package replaces or offers, and its purpose.
 
-Nothing else in ``compat`` names one; ``tests/test_architecture.py`` holds that. ``tests/unit/test_torch_private.py``
-asks the installed torch for each name, so a new torch shows at once which of these to look at.
+No other module of ``compat`` uses one, as ``tests/test_architecture.py`` checks. ``tests/unit/test_torch_private.py``
+checks each name in the installed torch, to show what a new version breaks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A module that shows names of several others, and through which they can be replaced where they are looked up."""
+"""A module that shows the names of several others, and passes assignments on to them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 class Window(ModuleType):
-    """Stands for a module whose contents live in several.
+    """One module in place of several.
 
-    Programs, and torch's own tests, replace functions and state of ``torch.distributed.rpc.api`` by assignment. Here
-    that reaches the module in which the name is looked up.
+    Programs, and torch's own tests, assign to functions and state of ``torch.distributed.rpc.api``. An assignment here
+    changes the module that uses the name.
 
     Args:
-        name: what it is called.
-        homes: whose names it shows; of one that several have, that of the module which defines it, or of the first.
+        name: its name.
+        homes: the modules. If several have a name, the one that defines it counts, or else the first.
     """
 
     def __init__(self, name: str, homes: Sequence[ModuleType]) -> None:

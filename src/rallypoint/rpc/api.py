@@ -1,7 +1,4 @@
-"""torch.distributed.rpc's functions, with its private ones that programs use, and what goes beyond them.
-
-Each is from a file of its own noun; what torch's module has as state stands there, under torch's names.
-"""
+"""The functions of torch.distributed.rpc, including private ones that programs use, and Rallypoint's own."""
 
 from __future__ import annotations
 

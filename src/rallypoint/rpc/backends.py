@@ -79,10 +79,10 @@ def _init(
     world_size: int | None,
     options: Any,
 ) -> Agent:
-    """Become a member of the group; serves when it is started. Leaves nothing behind if that fails.
+    """Join the group. The agent serves once it is started. Releases everything if joining fails.
 
     Raises:
-        TypeError: store or options are none.
+        TypeError: store or options have the wrong type.
     """
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it by *
 
@@ -120,10 +120,10 @@ def _init(
 
 
 def adopt_options(options: Any, kind: type[NativeRpcBackendOptions]) -> NativeRpcBackendOptions:
-    """The options as the native backend wants them.
+    """The options, converted for the native backend.
 
     Raises:
-        TypeError: they are another backend's.
+        TypeError: they belong to another backend.
     """
     if isinstance(options, kind):
         return options
@@ -136,7 +136,7 @@ def adopt_options(options: Any, kind: type[NativeRpcBackendOptions]) -> NativeRp
 
 
 def _site(store: Any, world_size: int | None) -> Site:
-    """Where this worker is for others: by the route to the store's host, or by the machine's name."""
+    """This worker's address for others: by the route to the store's host, or else the host's name."""
     inner = innermost(store)
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
     if isinstance(host, str) and isinstance(port, int):
@@ -145,12 +145,12 @@ def _site(store: Any, world_size: int | None) -> Site:
         except ConfigError:
             return Site(hostname())
         size = env.get("WORLD_SIZE", "")
-        # The launcher has started all of them here: nobody comes from elsewhere.
+        # The launcher started all workers on this host.
         alone = bool(size) and size == env.get("LOCAL_WORLD_SIZE")
         if is_loopback(host) or (alone and is_loopback(addr)):
-            # Only this machine reaches the store. The launcher's workers are one user's, with one view of files.
+            # Only this host reaches the store. The launcher's workers have one user and one view of files.
             return Site(addr, addr, one_host=alone and size == str(world_size))
-        # Many machines have their own name at 127.0.1.1: the name itself is what the others reach.
+        # Many hosts resolve their own name to 127.0.1.1; others can still reach them by the name.
         return Site(host) if is_loopback(addr) else Site(addr, addr)
     return Site(hostname())
 
@@ -172,7 +172,7 @@ def _construct_tensorpipe(
 
 
 def register_built_in() -> None:
-    """A second call does nothing."""
+    """Idempotent."""
     if not backend_registered(NATIVE):
         register_backend(NATIVE, _construct_native, _init_native)
         register_backend("RALLYPOINT_FAULTY", _construct_faulty, _init_faulty)
@@ -180,7 +180,7 @@ def register_built_in() -> None:
 
 
 def stand_in(names: Mapping[str, str]) -> None:
-    """Have backends of ours run under names of torch's (``compat``)."""
+    """Register our backends under torch's names, for ``compat``."""
     for name, ours in names.items():
         value = BackendType[ours].value
         if backend_registered(name):
@@ -190,7 +190,7 @@ def stand_in(names: Mapping[str, str]) -> None:
 
 
 def restore_tensorpipe() -> None:
-    """The reverse of :func:`stand_in`."""
+    """The inverse of :func:`stand_in`."""
     from .registry import BackendValue
 
     BackendType["TENSORPIPE"].value = BackendValue(_construct_tensorpipe, _init_tensorpipe)

@@ -23,7 +23,7 @@ from .worker_info import WorkerInfo
 T = TypeVar("T")
 
 _BUILTIN_TYPE = type(torch.add)
-# torch's state, under torch's names: programs, and torch's own tests, look at it.
+# State under torch's names, which programs and torch's own tests use.
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 
@@ -74,8 +74,8 @@ def rpc_async(
 
     Args:
         to: name, rank or info of the worker; this one is allowed.
-        func: known to both sides under the same module and name; may be ``async def``.
-        args, kwargs: its arguments; tensors on the CPU, or where a device map says.
+        func: a function that both workers can import under the same module and name; may be ``async def``.
+        args, kwargs: its arguments. Tensors must be on the CPU, or on a device of a device map.
         timeout: seconds, as for :func:`rpc_sync`.
 
     Returns:
@@ -127,23 +127,21 @@ def rpc_stream(
 def prepare(
     func: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None
 ) -> tuple[int, int, tuple[Any, tuple[Any, ...], dict[str, Any] | None]]:
-    """What is sent for a call: the kind of message, its flags, and function and arguments.
+    """The message for a call: its kind, its flags, and function and arguments.
 
     Raises:
-        TypeError: one of them is of a wrong type.
-        RuntimeError: the arguments do not fit one of torch's operators.
+        TypeError: one of them has the wrong type.
+        RuntimeError: the arguments do not match torch's operator.
     """
     arguments = args if type(args) is tuple else _positional(args)
     if kwargs is not None and type(kwargs) is not dict and not isinstance(kwargs, Mapping):
-        raise TypeError(
-            f"kwargs is {_shown(kwargs)}: expected keyword arguments by name, in a dict"
-        )
+        raise TypeError(f"kwargs is {_shown(kwargs)}: expected a dict of keyword arguments")
     if type(func) is _BUILTIN_TYPE or isinstance(func, torch.jit.ScriptFunction):
         if is_builtin(func):
             check_arguments(func, arguments, kwargs)
             return Kind.SCRIPT_CALL, 0, (func, arguments, kwargs)
     elif not callable(func):
-        # torch's words come first.
+        # torch's words.
         raise TypeError(f"function should be callable. It is {_shown(func)}")
     if _default_pickler is not _internal_rpc_pickler:
         pickled = _default_pickler.serialize(PythonUDF(func, arguments, kwargs or {}))
@@ -154,7 +152,7 @@ def prepare(
 def _positional(args: Any) -> tuple[Any, ...]:
     if args is None:
         return ()
-    # These can be iterated over, and never are meant to be.
+    # Iterable, but certainly a mistake.
     if isinstance(args, (str, bytes, torch.Tensor)) or not isinstance(args, Iterable):
         raise TypeError(
             f"args is {_shown(args)}: expected positional arguments in a tuple, as in (x,)"
@@ -169,7 +167,7 @@ def _shown(value: Any) -> str:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait for all ``rpc_async`` calls that the block makes; not if it is interrupted."""
+    """Wait for all ``rpc_async`` calls made in the block, unless it is interrupted."""
     futures = _thread_local_var.future_list = []
     try:
         try:
@@ -184,7 +182,7 @@ def _wait_all() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Have calls pickled by something else."""
+    """Pickle calls with another pickler."""
     global _default_pickler  # noqa: PLW0603  # torch's state
     _default_pickler = rpc_pickler
     try:
@@ -194,7 +192,7 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 
 def read_foreign(content: Any) -> tuple[Any, Any, Any]:
-    """A call that was pickled by something else: function, positional and keyword arguments."""
+    """A call pickled with another pickler: function, positional and keyword arguments."""
     data, tensors = content
     call = _default_pickler.deserialize(data, tensors)
     return call.func, call.args, call.kwargs
@@ -214,5 +212,5 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(timeout: float) -> None:
-    """For calls that are made from here on."""
+    """Set the default timeout of later calls."""
     required_agent().default_timeout = float(timeout)

@@ -1,4 +1,4 @@
-"""What a worker shows the others, and whom it takes: its own files, or a certificate made on the spot."""
+"""A worker's TLS certificate, from files or generated, and the peers that it accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint.errors import ConfigError
 from rallypoint.wire.tls import Identity, new_context, told
 
 
-# Of a certificate that lives as long as its process: nobody looks at them, and no clock is asked.
+# Validity of generated certificates. They last as long as the process, and peers do not check the dates.
 _FROM = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
 _UNTIL = dt.datetime(9999, 1, 1, tzinfo=dt.UTC)
 
@@ -48,10 +48,10 @@ class Tls:
 
 
 def check_tls(tls: bool | Tls | None) -> bool | Tls:
-    """The option, or why it cannot be had.
+    """Check the option.
 
     Raises:
-        ConfigError: it is something else, or needs a package that is not there.
+        ConfigError: it is of another type, or needs a package that is not installed.
     """
     if isinstance(tls, Tls):
         return tls
@@ -108,7 +108,7 @@ def identity_of(tls: bool | Tls) -> Identity | None:
 
 def _load(context: ssl.SSLContext, tls: Tls) -> None:
     def ask() -> NoReturn:
-        # Else OpenSSL would ask at the terminal.
+        # Otherwise OpenSSL would ask on the terminal.
         raise ConfigError(
             "tls.key",
             str(tls.key),
@@ -148,7 +148,7 @@ def _why(error: OSError) -> str:
 
 
 def _load_own(context: ssl.SSLContext) -> None:
-    """A certificate that this process has made and signed itself."""
+    """Load a new self-signed certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -171,7 +171,7 @@ def _load_own(context: ssl.SSLContext) -> None:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     ) + made.public_bytes(serialization.Encoding.PEM)
-    # Python's ssl reads files only; this one lies in memory.
+    # Python's ssl reads only files; this one is in memory.
     fd = os.memfd_create("rallypoint-certificate", os.MFD_CLOEXEC)
     try:
         os.write(fd, pem)

@@ -1,4 +1,4 @@
-"""Several futures as one: like torch's, but they end with the first failure, whatever kind of future failed."""
+"""Several futures as one, as in torch, but done at the first failure, whatever kind of future failed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .torch_private import NativeFuture
 
 
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """A future of all of these: done when all are, or when the first has failed.
+    """A future that is done when all of these are, or when the first one fails.
 
-    torch's waits for the rest where the failure was set from Python, as calls' are here.
+    torch's waits for the others if the failure was set from Python, as those of calls are here.
     """
     collected: RpcFuture[list[Future[Any]]] = RpcFuture()
-    # Each of them tells of a failure that nobody looks at.
+    # The futures themselves report failures that are never looked at.
     collected.is_watched = True
     futures = list(futures)
     lock = threading.Lock()
@@ -32,7 +32,7 @@ def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
         error: BaseException | None = None
         try:
             NativeFuture.value(done)
-        except BaseException as raised:  # noqa: BLE001  # whatever it is, it belongs to whoever waits
+        except BaseException as raised:  # noqa: BLE001  # raised where the result is waited for
             error = raised
         with lock:
             if left <= 0:
@@ -46,13 +46,13 @@ def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
             collected.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception
 
     for future in futures:
-        # Beneath an RpcFuture's own, which would take it for a callback of the user's.
+        # Not RpcFuture's method, which would count it as a user's callback.
         NativeFuture.add_done_callback(future, one_done)
     return collected
 
 
 def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
-    """All results, in order; raises the first failure as soon as it is there. Blocks."""
+    """All results, in order. Blocks; raises the first failure at once."""
     for future in futures:
         if not future.done():
             return [each.wait() for each in collect_all(futures).wait()]

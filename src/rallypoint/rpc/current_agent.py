@@ -9,39 +9,34 @@ from rallypoint.errors import RpcError
 
 
 _NOT_INITIALIZED = "RPC has not been initialized in this process: call init_rpc first"
-# Of calls, futures and streams that a child has of its parent.
-ELSEWHERE = (
-    "it belongs to the worker from which this process was forked, and its answer comes there"
-)
+# Of a parent's calls, futures and streams in a forked child.
+ELSEWHERE = "it belongs to the worker from which this process was forked, which receives the answer"
 
 _current: Any = None
-# The same, from when it may make calls until it begins to leave.
+# The same agent, but only while it may make calls: not once it begins to leave.
 _member: Any = None
-# In a child: the name of the worker that it was forked from.
+# In a forked child: the name of the parent's worker.
 _parent: str | None = None
-# In a child: the parent's agent, where it knows nothing of forks. Its destructor would wait for threads that a child
-# has not.
+# In a forked child: keeps the parent's agent alive if it does not handle forks. Its destructor would wait for threads
+# that the child does not have.
 _inherited: list[Any] = []
 
 
 def current_agent() -> Any:
-    """The agent of this process, or None.
-
-    It is the native one, or another backend's: who asks says with a Protocol what it needs of it.
-    """
+    """The agent of this process, or None. It may be another backend's: callers use Protocols."""
     return _current
 
 
 def member_agent() -> Any:
-    """The agent of this process, or None; None as well while it leaves."""
+    """The agent of this process; None if there is none or it is leaving."""
     return _member
 
 
 def required_agent() -> Any:
-    """The agent of this process, to make calls.
+    """The agent of this process, for calls.
 
     Raises:
-        RpcError: it has none, or it is leaving.
+        RpcError: there is none, or it is leaving.
     """
     agent = _member
     if agent is None:
@@ -50,7 +45,7 @@ def required_agent() -> Any:
 
 
 def set_current_agent(agent: Any) -> None:
-    """None: there is none any more."""
+    """Set or remove (None) the agent of this process."""
     global _current, _member, _parent  # noqa: PLW0603  # the one agent of the process
     if agent is not None:
         forks.call_in_child(_abandon)
@@ -59,19 +54,19 @@ def set_current_agent(agent: Any) -> None:
 
 
 def leave_group() -> Any:
-    """The agent leaves: no further calls are made, while those under way still find it. Returns it."""
+    """The agent begins to leave: no new calls, but those in progress still find it. Returns it."""
     global _member  # the one agent of the process
     agent, _member = _member, None
     return agent
 
 
 def without_agent(text: str) -> str:
-    """Why there is none: ``text``, or more if this process is a forked child."""
+    """Why there is no agent: ``text``, and more in a forked child."""
     if _parent is None:
         return text
     return (
-        f"{text}. This process was forked from worker {_parent!r}, and the connections stay with that one: init_rpc"
-        " makes this process a worker of its own, under another name"
+        f"{text}. This process was forked from worker {_parent!r}, which keeps the connections: call init_rpc with"
+        " another name to make this process a worker, too"
     )
 
 

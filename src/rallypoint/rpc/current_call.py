@@ -1,4 +1,4 @@
-"""The call that the running code serves: who made it, and how long they wait."""
+"""The call that the running code serves: its caller and its deadline."""
 
 from __future__ import annotations
 

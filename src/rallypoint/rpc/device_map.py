@@ -1,9 +1,9 @@
 """Device maps: which device of one worker corresponds to which device of another. Checked before the first call. Pure.
 
-A tensor on a device of the caller arrives on the device that the caller's map for that worker names; results follow the
-map backwards. So a map is one to one, and both workers must have the devices that it names.
+A tensor on a device of the caller arrives on the device that the caller's map for that worker names. Results follow the
+map backwards. So a map is one to one, and both workers must have the devices in it.
 
-The first line of each message is torch's, word for word, because programs and tests look for it.
+The first line of each error is exactly torch's, because programs and tests look for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Device:
             or (kind == "cpu" and int(index or 0))
         ):
             raise ConfigError(
-                "device", value, "expected a device as 'cuda:0' or 'cpu', or a CUDA device's number"
+                "device",
+                value,
+                "expected a device such as 'cuda:0' or 'cpu', or the number of a CUDA device",
             )
         return cls(kind, int(index or 0))
 
@@ -131,7 +133,7 @@ def find_problem(nodes: Mapping[str, NodeDevices], *, static: bool = True) -> st
 def _problem_of_map(
     node: NodeDevices, target: NodeDevices | None, device_map: Map
 ) -> tuple[str, str] | None:
-    """The fault, and what it contradicts."""
+    """The fault, and the facts that it contradicts."""
     if len(set(device_map.values())) < len(device_map):
         return "duplicated target devices", ""
     ends: list[tuple[str, NodeDevices, Collection[Device]]] = [("source", node, device_map.keys())]

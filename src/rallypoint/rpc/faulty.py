@@ -24,9 +24,9 @@ _BY_NAME = {
     **{kind.name: kind for kind in Kind},
     **{name: kind for kind, name in TORCH_NAMES.items()},
 }
-# Messages of torch's that we do not have: asking for their failure is no error.
+# Messages of torch that Rallypoint never sends; naming them is not an error.
 _NEVER_SENT = {"CLEANUP_AUTOGRAD_CONTEXT_REQ"}
-# torch's: messages that are sent again when they fail, and what is delayed unless told otherwise.
+# Messages that are sent again when they fail: torch's default for messages_to_fail.
 RETRIED = ("RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE")
 
 
@@ -34,8 +34,8 @@ class FaultyRpcBackendOptions(NativeRpcBackendOptions):
     """Options of the fault-injecting backend, ``BackendType.RALLYPOINT_FAULTY``.
 
     Args:
-        messages_to_fail: kinds of messages that fail to be sent: ``PYTHON_CALL``, ``RREF_FORK_REQUEST`` …; None: the
-            kinds that are sent again on failure.
+        messages_to_fail: kinds of messages that fail to be sent, such as ``PYTHON_CALL`` or ``RREF_FORK_REQUEST``; None:
+            the kinds that are sent again when they fail.
         messages_to_delay: seconds by which messages of each kind are delayed.
         messages_to_drop: kinds that are lost without an error.
         num_fail_sends: how many times a message fails or is lost before it passes; 0: always.
@@ -84,7 +84,7 @@ class FaultyCaller(Caller):
         self._count_lock = threading.Lock()
 
     def _strikes(self, kind: int, payload: bytes) -> bool:
-        """Whether this sending is one that fails. Retries of one message are counted together."""
+        """Whether this message fails now. Retries of one message are counted together."""
         if not self._most:
             return True
         with self._count_lock:
@@ -119,7 +119,7 @@ class FaultyCaller(Caller):
         number = outgoing.adopt(call, kind)
 
         def send() -> None:
-            # It may have been given up meanwhile; it is sent all the same, as one that the network held up.
+            # Sent even if it was given up meanwhile, like a message that the network delayed.
             waits = outgoing.calls.take(number)
             sent = waits or Call(call.what, None, 0.0)
             try:
@@ -130,7 +130,7 @@ class FaultyCaller(Caller):
                 outgoing.settle(sent, error)
                 return
             if waits is None:
-                # What gave it up comes after it, too.
+                # The cancellation follows it.
                 outgoing.cancel(sent.number, CallCancelled(f"{sent.describe()} was given up"))
             outgoing.attend()
 

@@ -1,4 +1,4 @@
-"""Leaving the group: once nobody has calls under way, or at once."""
+"""Leaving the group: once no calls are in progress, or at once."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .groups.dynamic_group import DynamicGroup
 
 logger = logging.getLogger(__name__)
 
-# torch's state, under torch's name: programs, and torch's own tests, set it.
+# State under torch's name, which programs and torch's own tests set.
 _ignore_rref_leak = True
-# Seconds that a worker which leaves in good order gives to answers that are on their way.
+# Seconds that a graceful shutdown waits for answers that are still being sent.
 _LAST_WORDS = 5.0
-# Seconds that a closing agent gives functions that still run; and after Ctrl-C.
+# Seconds that a closing agent waits for running functions: normally, and after Ctrl-C.
 _CLOSING, _AT_ONCE = 5.0, 0.1
 
 
 def _wait_all_workers(timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> dict[str, Any]:
-    """Wait until every worker has come to its end. Returns what each had done by then.
+    """Wait until every worker has called ``shutdown``. Returns the call counts of each.
 
     Raises:
-        DeadlineExceeded: some have not; says who.
+        DeadlineExceeded: some did not in time; names them.
     """
     agent = required_agent()
     try:
@@ -42,7 +42,7 @@ def _wait_all_workers(timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> di
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
-    """Give up all references to values of others, and wait until their owners know."""
+    """Delete all references to values on other workers, and wait until their owners know."""
     agent = required_agent()
     if isinstance(agent, Agent):
         agent.rrefs.delete_all(timeout)
@@ -84,10 +84,10 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
             if not isinstance(agent.group, DynamicGroup):
                 first = _wait_all_workers(timeout)
             left = deadline.remaining()
-            # Without an argument where there is no limit: programs, and torch's tests, put theirs in its place.
+            # Without an argument if there is no limit: programs and torch's tests replace this function.
             _delete_all_user_and_unforked_owner_rrefs(*(() if left is None else (left,)))
             _quiesce(agent, deadline, first)
-            # Others may still wait for the answers to their last words.
+            # Others may still wait for answers.
             agent.wait_idle(Deadline(_LAST_WORDS))
             if not _ignore_rref_leak:
                 leaks = agent.rrefs.leaks()
@@ -95,7 +95,7 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
                     raise RpcError("Leaking RRefs: Leaking RRef: " + "; ".join(leaks))
     except BaseException as error:
         if not isinstance(error, Exception):
-            # Ctrl-C: whoever pressed it has waited enough.
+            # Ctrl-C
             patience = _AT_ONCE
         raise
     finally:
@@ -103,13 +103,13 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
 
 
 def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> None:
-    """Wait until no call is under way: late ones, made by functions that still run, are served.
+    """Wait until no call is in progress. Calls made by functions that still run are served.
 
-    In a static group that is so when all say so twice in a row, with nobody having made or served a call
-    in between (Mattern's two waves).
+    In a static group this is detected by two waves (Mattern): twice in a row, all workers are idle and no call was made
+    or served in between.
 
     Args:
-        first: what all have said already, when they came here.
+        first: the first wave, if it was made already.
     """
     _wait_idle(agent, deadline)
     if isinstance(agent.group, DynamicGroup):
@@ -121,8 +121,7 @@ def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> 
     while True:
         left = deadline.remaining()
         said = _all_gather(_work_of(agent), names, 0 if left is None else max(left, 0.001))
-        # Where more was sent than was served, and nothing changes: calls that were given up are never served, nor
-        # is one whose callee has gone.
+        # Compared with the wave before, not sent with served: cancelled calls and those to lost workers are never served.
         if said == before:
             return
         before = said
@@ -130,7 +129,7 @@ def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> 
 
 
 def _work_of(agent: Agent) -> tuple[int, int, bool]:
-    """How many calls it has made and served for the program, and whether it has nothing to do now."""
+    """The numbers of calls that it has made and served for the program, and whether it is idle."""
     return agent.made.value(), agent.done.value(), agent.is_idle()
 
 
@@ -140,7 +139,7 @@ def _wait_idle(agent: Agent, deadline: Deadline) -> None:
 
 
 def finalize(patience: float = _CLOSING) -> None:
-    """This process is a worker no more, whatever state its agent is in."""
+    """End this process's membership, whatever the state of its agent."""
     agent = leave_group()
     try:
         if isinstance(agent, Agent):

@@ -1,4 +1,4 @@
-"""Marks on functions that others call."""
+"""Decorators for functions that other workers call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function whose result comes later: the caller is answered when its future is done.
+    """Mark a function that returns a future of its result. The caller is answered when the future is done.
 
     The thread that runs ``fn`` is free as soon as ``fn`` returns. Put this decorator innermost, below ``staticmethod`` or
     ``classmethod``. An ``async def`` function does not need it.
@@ -35,7 +35,7 @@ def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-# By their identity. They are kept: what was exported once stays so.
+# By id. Kept alive, so that ids stay valid.
 _exported: dict[int, object] = {}
 
 
@@ -64,14 +64,14 @@ def export(thing: T) -> T:
 
 
 def is_exported(found: Any) -> bool:
-    """Whether this was exported, or wraps in a decorator what was."""
+    """Whether this was exported, or is a decorator's wrapper of something exported."""
     if _exported.get(id(found)) is found and found is not None:
         return True
     inner = found
     while isinstance(inner, FunctionType) and (wrapped := getattr(inner, "__wrapped__", None)):
         inner = wrapped
         if _exported.get(id(inner)) is inner:
-            # Another function that was wrapped with the looks of the first one is not what its name leads to.
+            # Not an unrelated function that copied the attributes of an exported one: its name leads elsewhere.
             return _by_name(found) is found
     return False
 

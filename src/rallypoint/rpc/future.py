@@ -1,4 +1,4 @@
-"""The answer of a call that is under way: torch's Future, and awaitable, and to be cancelled."""
+"""The future of a call: torch's Future, which can also be awaited and cancelled."""
 
 from __future__ import annotations
 
@@ -36,23 +36,22 @@ S = TypeVar("S")
 
 
 def again(error: BaseException) -> BaseException:
-    """A copy of an exception that a future holds, to be raised instead.
+    """A copy of a future's exception, to be raised in its place.
 
-    What is raised refers to the frames that it goes through, and so to the future that somebody waits for there.
-    torch's futures are C++ objects: through them the garbage collector finds no cycle, and what hangs on one
-    that ends in such an error would stay for ever.
+    A raised exception refers to the frames it passes through, and they to the future. torch's futures are C++ objects,
+    so the garbage collector would not find this cycle, and it would leak.
     """
     kind = type(error)
     try:
         made: BaseException = copy.copy(error)
         if type(made) is not kind or str(made) != str(error):
             raise TypeError
-    except Exception:  # noqa: BLE001  # a constructor that takes something else
+    except Exception:  # noqa: BLE001  # its constructor takes other arguments
         try:
             made = kind.__new__(kind, *error.args)
             made.args = error.args
             vars(made).update(vars(error))
-        except Exception:  # noqa: BLE001  # rather a leak than another error
+        except Exception:  # noqa: BLE001  # better a leak than another error
             return error
     made.__cause__ = error.__cause__
     made.__suppress_context__ = error.__suppress_context__
@@ -63,14 +62,14 @@ def again(error: BaseException) -> BaseException:
 def _failed(done: Future[Any]) -> bool:
     try:
         Future.value(done)
-    except BaseException as error:  # noqa: BLE001  # only whether there is one
-        forget_frames(error)  # it is kept, and would keep this one
+    except BaseException as error:  # noqa: BLE001
+        forget_frames(error)  # the future keeps it, and it would keep this frame
         return True
     return False
 
 
 def _of_callback(error: BaseException) -> BaseException:
-    """In torch's type and words, unless it is one that says enough by itself."""
+    """A callback's error as torch's futures raise it, unless its type is informative."""
     if isinstance(error, RuntimeError | RallyError) or not isinstance(error, Exception):
         return error
     raised = RuntimeError(
@@ -81,7 +80,7 @@ def _of_callback(error: BaseException) -> BaseException:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Of an exception that is kept, and of those that led to it: frames hold all that they have seen, and their callers."""
+    """Drop the tracebacks of an exception that is kept, and of its causes: frames keep all their variables alive."""
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
     while left:
@@ -93,24 +92,24 @@ def forget_frames(error: BaseException) -> None:
 
 
 class RpcFuture(Future[T]):
-    """What ``rpc_async`` returns.
+    """The future that ``rpc_async`` returns.
 
-    Everything that takes a ``torch.futures.Future`` takes it. Beyond that it can be awaited in asyncio, given up
-    (:meth:`cancel`), and it reports a failure that nobody ever looks at.
+    It is a ``torch.futures.Future`` that can also be awaited in asyncio and cancelled (:meth:`cancel`). It logs a failure
+    that is never looked at.
     """
 
-    # Without a dict of its own it is one object less, of the many that are under way, for the garbage collector.
+    # No __dict__: one object less per call for the garbage collector.
     __slots__ = ("_is_seen", "_process", "_unseen", "call", "is_watched")
 
     def __init__(self) -> None:
-        # torch's own constructor only makes a list of devices for this.
+        # Bypasses torch's Python constructor, which only converts devices.
         _init(self, _NO_DEVICES)
         self._process = forks.process
-        # A future whose call could not be sent has none.
+        # None if the call could not be sent.
         self.call: Call | None = None
         self._unseen: BaseException | None = None
         self._is_seen = False
-        # Somebody else reports the failure, if need be.
+        # Whether failures are reported elsewhere.
         self.is_watched = False
 
     def wait(self) -> T:
@@ -118,7 +117,7 @@ class RpcFuture(Future[T]):
 
         Raises:
             Exception: what the function raised, or why there is no answer.
-            RpcError: this process was forked from the one that made the call, and the answer had not come by then.
+            RpcError: this process was forked from the one that made the call before the answer arrived.
         """
         if self._process is not forks.process:
             self._check_process()
@@ -136,7 +135,7 @@ class RpcFuture(Future[T]):
         return self._value()
 
     def _sleep(self) -> None:
-        """Until it is completed; a signal is felt meanwhile, which torch's own wait does not let through."""
+        """Sleep until it is completed. Unlike torch's wait, this can be interrupted by signals."""
         awake = threading.Lock()
         awake.acquire()
         _call_back(self, lambda _: awake.release())
@@ -154,7 +153,7 @@ class RpcFuture(Future[T]):
                 rest = Rest(lambda: None)
 
     def done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """Whether ``wait`` would return or raise at once."""
         return _done(self) or self._process is not forks.process
 
     def _check_process(self) -> None:
@@ -164,8 +163,8 @@ class RpcFuture(Future[T]):
             )
 
     def _look(self) -> None:
-        """Somebody looks at the answer, or will when it comes."""
-        # In this order: the failure may come in between, and looks whether anybody does.
+        """Note that the answer is looked at, or will be."""
+        # In this order: fail() may run in between, and checks _is_seen.
         self._is_seen = True
         self._unseen = None
 
@@ -189,16 +188,16 @@ class RpcFuture(Future[T]):
         raise raised
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future of what ``callback(this one)`` returns.
+        """A future of the result of ``callback(self)``.
 
-        What the callback raises is raised by ``wait``, as with torch's futures: a failure of this future as it is, a
-        mistake in the callback itself as a RuntimeError caused by it.
+        If the callback raises, ``wait`` raises as with torch's futures: this future's own error unchanged, any other one
+        as the cause of a RuntimeError.
 
         Raises:
             TypeError: ``callback`` cannot be called.
         """
         if not callable(callback):
-            # In torch's words, which programs may look for.
+            # torch's words.
             raise TypeError(
                 "then(): incompatible function arguments. Expected a function of one future, got"
                 f" {callback!r}"
@@ -208,7 +207,7 @@ class RpcFuture(Future[T]):
         def follow(done: Future[T]) -> None:
             try:
                 result = callback(done)
-            except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
+            except BaseException as error:  # noqa: BLE001  # raised where the result is waited for
                 following.fail(error if _failed(done) else _of_callback(error))
             else:
                 following.set_result(result)
@@ -227,13 +226,13 @@ class RpcFuture(Future[T]):
             self.call.has_callbacks = True
 
     def cancel(self) -> bool:
-        """Give the call up: ``wait`` raises ``CallCancelled``.
+        """Cancel the call: ``wait`` raises ``CallCancelled``.
 
-        What has not begun over there is not begun any more; a coroutine is cancelled; a function that runs
-        can find out by ``current_call().cancelled``.
+        If the function has not started, it never does. A running coroutine is cancelled; a running function can check
+        ``current_call().cancelled``.
 
         Returns:
-            False if the answer was there already.
+            False if the answer had arrived already.
         """
         self._check_process()
         call = self.call
@@ -244,21 +243,21 @@ class RpcFuture(Future[T]):
         return bool(outgoing.cancel(call.number, error))
 
     def cancelled(self) -> bool:
-        """Whether the call was given up with :meth:`cancel`."""
+        """Whether the call was cancelled with :meth:`cancel`."""
         return self.call is not None and isinstance(self.call.error, CallCancelled)
 
     def fail(self, error: BaseException) -> None:
         """Complete it with an error."""
         if not isinstance(error, Exception):
-            # Not what ends a program: that would end the wrong one; torch's futures do not take it, either.
+            # SystemExit and the like would end the wrong program, and torch's futures reject them.
             error = RemoteError(type(error).__name__, str(error))
-        # Their frames are ours, and hold this future.
+        # The frames refer to this future.
         forget_frames(error)
         if not isinstance(error, CallCancelled):
             self._unseen = error
             if self._is_seen:
                 self._unseen = None
-        self.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception, whatever it says
+        self.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
@@ -269,7 +268,7 @@ class RpcFuture(Future[T]):
                 done.set_result(None)
 
         def wake(_: Future[T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle)
 
         self.add_done_callback(wake)
@@ -282,7 +281,7 @@ class RpcFuture(Future[T]):
 
     def __del__(self) -> None:
         if self._unseen is not None and not self.is_watched and self._process is forks.process:
-            logger.warning("a call failed, and nobody has looked at its answer: %s", self._unseen)
+            logger.warning("a call failed, and its error was never looked at: %s", self._unseen)
 
 
 register_reducer(RpcFuture, refuse_future)

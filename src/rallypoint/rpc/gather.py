@@ -1,4 +1,4 @@
-"""Every worker's object on every worker, over calls: the alphabetically first one collects and distributes."""
+"""All-gather of objects by calls. The worker whose name sorts first collects and distributes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .current_agent import required_agent
 
 
 class AllGatherStates:
-    """What one gathering has brought so far."""
+    """The state of one all-gather."""
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
@@ -25,12 +25,12 @@ class AllGatherStates:
 
 
 class Gatherings:
-    """The gatherings that are under way in this process."""
+    """The all-gathers in progress in this process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._states: dict[tuple[str, ...], AllGatherStates] = {}
-        # Those of the same workers are told apart by their number; each thread takes the next.
+        # Numbers distinguish all-gathers among the same workers.
         self._numbers: dict[frozenset[str], int] = {}
 
     def next_number(self, names: Collection[str]) -> int:
@@ -47,10 +47,10 @@ class Gatherings:
     def add(
         self, sequence_id: tuple[str, ...], names: Collection[str], name: str, obj: Any
     ) -> bool:
-        """An object has come; True if it was the last.
+        """Add a worker's object; True if it was the last one.
 
         Raises:
-            RpcError: this worker takes no part, or has spoken before.
+            RpcError: the worker does not take part, or has sent an object already.
         """
         if name not in names:
             raise RpcError(
@@ -67,14 +67,14 @@ class Gatherings:
             return False
 
     def put(self, sequence_id: tuple[str, ...], objects: dict[str, Any]) -> None:
-        """The leader has sent all of them."""
+        """The leader has sent all objects."""
         with self._lock:
             state = self.state(sequence_id)
             state.gathered_objects = objects
             state.proceed_signal.set()
 
     def lose(self, me: str, name: str, reason: str) -> None:
-        """A worker is gone: the gatherings that wait for it here end."""
+        """A worker is gone: end the all-gathers that wait for it."""
         with self._lock:
             for (_, *names), state in self._states.items():
                 leader = names[0]
@@ -84,7 +84,7 @@ class Gatherings:
                     state.proceed_signal.set()
 
     def take(self, sequence_id: tuple[str, ...]) -> AllGatherStates:
-        """The end of a gathering here."""
+        """Remove a finished all-gather."""
         with self._lock:
             return self._states.pop(sequence_id, AllGatherStates())
 
@@ -97,11 +97,11 @@ class Gatherings:
 def wait(
     state: AllGatherStates, deadline: Deadline, seconds: float | None, names: Collection[str]
 ) -> None:
-    """Wait until all objects are there.
+    """Wait until all objects have arrived.
 
     Raises:
-        DeadlineExceeded: says who is missing.
-        PeerLost: one that is missing is gone.
+        DeadlineExceeded: some are missing; names the workers.
+        PeerLost: a worker whose object is missing is gone.
     """
     if not state.proceed_signal.wait(deadline.remaining()):
         missing = sorted(set(names) - set(state.gathered_objects))
@@ -115,25 +115,25 @@ def wait(
 
 
 class GatherTimeout(DeadlineExceeded, RpcError):
-    """Not everybody came."""
+    """Some workers did not take part in time."""
 
 
 _gatherings = Gatherings()
 
 
 def forget_all() -> None:
-    """This process begins or ends its time in a group."""
+    """Reset when this process joins or leaves a group."""
     forks.call_in_child(_abandon)
     _gatherings.clear()
 
 
 def lose(me: str, name: str, reason: str) -> None:
-    """A worker is gone: the gatherings that wait for it end, with an error."""
+    """A worker is gone: the all-gathers that wait for it fail."""
     _gatherings.lose(me, name, reason)
 
 
 def _abandon() -> None:
-    """In a forked child: a thread of the parent's may have held their lock."""
+    """In a forked child: a thread of the parent may have held the lock."""
     global _gatherings  # noqa: PLW0603  # of this process
     _gatherings = Gatherings()
 
@@ -143,13 +143,13 @@ def _all_gather(
     worker_names: Collection[str] | None = None,
     timeout: float = constants.UNSET_RPC_TIMEOUT,
 ) -> dict[str, Any]:
-    """Every worker's object, by worker's name.
+    """Every worker's object, by the worker's name.
 
-    Collective: each of ``worker_names`` (by default all members of this epoch) calls it. Blocks.
+    Collective: each of ``worker_names`` (by default all current members) calls it. Blocks.
 
     Raises:
-        DeadlineExceeded: some have not called it in time; says who.
-        PeerLost: one of them is gone, and has not called it before.
+        DeadlineExceeded: some did not call it in time; names them.
+        PeerLost: one of them is gone and had not called it.
     """
     agent = required_agent()
     names = (
@@ -165,7 +165,7 @@ def _all_gather(
     leader = names[0]
     seconds = agent.default_timeout if timeout < 0 else timeout
     limit = seconds or None
-    # The names stand for the epoch: a worker that comes or goes makes another group of them.
+    # The names identify the membership: it changes with each join or departure.
     sequence_id = (str(_gatherings.next_number(names)), *names)
     deadline = Deadline(limit)
     call_timeout = timeout if timeout >= 0 else constants.UNSET_RPC_TIMEOUT
@@ -182,7 +182,7 @@ def _all_gather(
     try:
         watch = getattr(agent, "watch", None)
         if watch is not None:
-            # Who waits must notice when the others die, also those that it has never called.
+            # Connect to those we wait for, to notice their loss.
             for name in names if me == leader else [leader]:
                 if name not in state.gathered_objects and not state.proceed_signal.is_set():
                     watch(name)
@@ -247,5 +247,5 @@ def _broadcast(
 
 
 def _barrier(worker_names: Collection[str]) -> None:
-    """Wait until each of these workers has come here."""
+    """Wait until each of these workers has called this."""
     _all_gather(None, set(worker_names))

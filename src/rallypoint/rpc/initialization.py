@@ -1,4 +1,4 @@
-"""Becoming a worker: the backend is chosen, the group met, the agent started."""
+"""Joining a group: choose the backend, open the store, start the agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .registry import BackendType, construct_rpc_backend_options, init_backend
 from .torch_private import init_autograd
 
 
-# Whether a rank must be given, as torch wants it; set by ``compat``.
+# Whether a rank is required, as in torch; set by ``compat``.
 _torch_rules = False
 _init_count = 0
 _init_lock = threading.Lock()
@@ -78,11 +78,11 @@ def init_rpc(
         store = stores.open_store(
             options.init_method, rank, world_size, options.rpc_timeout, torch_rules=_torch_rules
         )
-    global _init_count  # noqa: PLW0603  # how many groups this process was in: each has keys of its own
+    global _init_count  # noqa: PLW0603  # groups that this process was in: each has its own keys
     number = _init_count if world_size else 0
     prefixed = stores.prefixed(f"rpc_prefix_{number}", store)
     _init_rpc_backend(backend, prefixed, name, rank, world_size, options)
-    # An attempt that failed does not count: the others wait for this process where it was missing.
+    # A failed attempt does not count: the others still use this number.
     with _init_lock:
         _init_count += 1
 
@@ -155,14 +155,14 @@ def _init_rpc_backend(
 def _init_rpc_states(agent: Any) -> None:
     gather.forget_all()
     if isinstance(agent, Agent) and _torch_rules and "torch.distributed.autograd" in sys.modules:
-        # Programs, and torch's tests, ask for its debug information. Everything else of it is refused.
+        # Programs and torch's tests ask for its debug information. Its other functions raise.
         with contextlib.suppress(Exception):
             init_autograd(agent.me.id)
     _set_and_start_rpc_agent(agent)
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    """Calls of others are served from here on: not before this process can make calls itself."""
+    """Start to serve calls, once this process can make calls itself."""
     forks.call_in_child(_abandon)
     set_current_agent(agent)
     if isinstance(agent, Agent):
@@ -175,7 +175,7 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 
 
 def _abandon() -> None:
-    """In a forked child: a thread of the parent's may have held it."""
+    """In a forked child: a thread of the parent may have held the lock."""
     global _init_lock  # noqa: PLW0603  # of this process
     _init_lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""torch's private names around pickling, for code that uses them."""
+"""The contents of ``torch.distributed.rpc.internal``: pickling, for code that uses torch's private names."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class PythonUDF(NamedTuple):
 
 
 class RemoteException(NamedTuple):
-    """How torch sends an exception; ours travel as data (``wire/remote_error.py``)."""
+    """How torch sends an exception; Rallypoint sends them as data (``wire/remote_error.py``)."""
 
     msg: str
     exception_type: Any
 
 
 class _Tables(threading.local):
-    """The tensors of the message that is being read; messages nest, in ``__setstate__``."""
+    """The tensors of the message that is being read. Messages can nest, in ``__setstate__``."""
 
     reading: tuple[torch.Tensor, ...] | None = None
 
@@ -53,11 +53,11 @@ def _take_tensor(index: int) -> torch.Tensor:
 
 
 class _TableWriter(Writer):
-    """Puts tensors into a table instead of taking them apart."""
+    """Puts tensors into a table."""
 
     def __init__(self, file: io.BytesIO, own: dict[type, Callable[[Any], Any]]) -> None:
         super().__init__(file, None, None, apart=False)
-        # Not our own id: a message that is only written, as in torch's tests, goes to nobody.
+        # Not a worker's id: in torch's tests, messages are written but not sent.
         self.to = -1
         self.table: list[torch.Tensor] = []
         self._own = own
@@ -83,7 +83,7 @@ class _InternalRPCPickler:
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
         self._own.setdefault(obj_class, reducer)
         if obj_class not in _REDUCERS:
-            # In calls as well, which are not pickled by this object.
+            # Also for calls, which do not use this object.
             register_reducer(obj_class, lambda _, obj: reducer(obj))
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:

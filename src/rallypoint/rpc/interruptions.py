@@ -1,18 +1,18 @@
-"""Signal handlers run between the steps of a call, never amid one: so a handler may make calls of its own.
+"""Signal handlers run between the steps of a call, never within one, so that a handler may make calls itself.
 
-Python runs a handler on the main thread wherever that happens to be: also where it holds a lock of ours, or the role of
-a connection's reader. A call of the handler's would wait for what the frames below hold, and those for the handler. C
-code does not have this problem, since Python waits until it returns; ours gets the same by wrapping handlers:
+Python runs a handler on the main thread wherever that is, even where it holds one of our locks or the role of a
+connection's reader. A call in the handler would then deadlock with the frames below it. C code does not have this
+problem, since Python waits until it returns. Wrapping handlers gives our code the same protection:
 
 - Outside our code, the handler runs at once.
-- Where the main thread sleeps until an answer comes (:class:`Rest`), it gives away what others need, and the handler
-  runs at once. The sleep ends with :class:`Lent` then, and is begun anew.
-- Anywhere else it is due, and runs before the next such sleep (:meth:`Rest.check`), or when the signal, which is sent
-  again a millisecond later, meets one of the two above. One that finds the main thread at the same place again and
-  again has met it in another kind of wait, and the handler runs.
+- Where the main thread sleeps until an answer comes (:class:`Rest`), it first releases what others need. After the
+  handler has run, the sleep ends with :class:`Lent` and is repeated.
+- Anywhere else, the handler becomes due. It runs before the next such sleep (:meth:`Rest.check`), or when the signal,
+  which is sent again after a millisecond, arrives in one of the two cases above. If it finds the main thread in the
+  same place again and again, that is another kind of wait, and the handler runs.
 
-Handlers are wrapped while this process is a worker. ``signal.signal`` and ``signal.getsignal`` see to that, and show the
-handlers as they were given. The interpreter's own handler of Ctrl-C stays as it is.
+Handlers are wrapped while this process is a worker, by replacing ``signal.signal`` and ``signal.getsignal``, which still
+show the original handlers. Python's own handler for Ctrl-C is not wrapped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .torch_private import start_thread
 _PACKAGE = Path(__file__).parent
 _OURS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'wire'}{os.sep}")
 _main = threading.main_thread().ident
-# Until a signal is sent again, and how often it must have met the same place.
+# Seconds until a signal is sent again, and how often it must find the same place.
 _AGAIN = 0.001
 _STANDS = 20
 
@@ -42,14 +42,14 @@ _is_on = False
 
 
 class Lent(Exception):
-    """A handler has run on top of a sleep: who slept no longer has what it had."""
+    """A handler has run during a sleep, and what was held was released."""
 
 
 class Rest:
     """A sleep of the main thread.
 
     Args:
-        lend: gives away what others need, before a handler runs.
+        lend: releases what others need, before a handler runs.
     """
 
     __slots__ = ("_came", "_lend", "is_lent")
@@ -65,16 +65,16 @@ class Rest:
         return Rest(lend) if threading.get_ident() == _main else None
 
     def call(self, sleep: Callable[[Any], Any], argument: Any) -> Any:
-        """``sleep(argument)``, a function of C code that takes nothing before it returns.
+        """``sleep(argument)``, a C function that acquires nothing before it returns.
 
         Raises:
-            Lent: a handler has run, and nothing was taken.
-            Exception: what the handler has raised; the same.
+            Lent: a handler has run, and nothing was acquired.
+            Exception: the handler raised it, and nothing was acquired.
         """
         came = self._came
         try:
             _rests.append(self)
-            # In one step for a handler: what has come is either not there yet, or seen to be there.
+            # Atomic for a handler: extend and map are C code.
             came.extend(map(sleep, (argument,)))
         finally:
             if _rests and _rests[-1] is self:
@@ -82,11 +82,11 @@ class Rest:
         return came.pop()
 
     def check(self) -> None:
-        """Before the sleep, where all is as it is there: run what is due.
+        """Run due handlers, just before the sleep.
 
         Raises:
             Lent: a handler has run.
-            Exception: what a handler has raised.
+            Exception: a handler raised it.
         """
         if DUE:
             self.lend()
@@ -103,15 +103,14 @@ class Rest:
         self._lend()
 
 
-# Of the main thread, the innermost last: a handler may be interrupted by another.
+# The main thread's, innermost last: a handler may be interrupted by another.
 _rests: list[Rest] = []
-# Handlers that have met the main thread amid a step, by signal; with the frame that they have met it in. Asked by others
-# before they call :func:`run_due`.
+# Due handlers by signal, with the frame that was interrupted. Checked by others before they call :func:`run_due`.
 DUE: dict[int, tuple[Handler, FrameType | None]] = {}
 
 
 class Handler:
-    """A user's handler."""
+    """Wraps a user's handler."""
 
     def __init__(self, act: Callable[[int, FrameType | None], Any]) -> None:
         self.act = act
@@ -135,7 +134,7 @@ class Handler:
             try:
                 start_thread(_send_again, (number,))
             except RuntimeError:
-                # No thread is to be had: rather now than never.
+                # No thread can be started: run it now rather than never.
                 pass
             else:
                 return None
@@ -148,7 +147,7 @@ class Handler:
 
 
 def _is_amid(frame: FrameType | None) -> bool:
-    """Whether code of ours was interrupted, and not that of a handler on top of it."""
+    """Whether our code was interrupted, not a handler that runs on top of it."""
     while frame is not None:
         code = frame.f_code
         if code is Handler.__call__.__code__:
@@ -160,7 +159,7 @@ def _is_amid(frame: FrameType | None) -> bool:
 
 
 def run_due() -> None:
-    """Where nothing is held, on any thread: run what is due, on the main one. Raises what a handler does."""
+    """Run due handlers if this is the main thread. Call it only where nothing is held. Raises what a handler raises."""
     if threading.get_ident() == _main:
         while DUE:
             number, (handler, frame) = DUE.popitem()
@@ -171,7 +170,7 @@ def _send_again(number: int) -> None:
     never = threading.Lock()
     never.acquire()
     never.acquire(timeout=_AGAIN)
-    # It may have run, or another handler may be there by now, or none.
+    # The handler may have run or been replaced meanwhile.
     if number in DUE and type(_getsignal(number)) is Handler and _main is not None:
         signal.pthread_kill(_main, number)
 
@@ -197,7 +196,7 @@ def _get(signalnum: int) -> Any:
 
 
 def begin() -> None:
-    """From here on handlers do not interrupt our code, until :func:`end`. Of the main thread: no other may change them."""
+    """Wrap all handlers until :func:`end`. Only on the main thread: others may not change handlers."""
     global _is_on, _signal, _getsignal  # noqa: PLW0603  # as Python's own table of handlers is
     if threading.get_ident() == _main and not _is_on:
         _is_on = True
@@ -207,7 +206,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Does nothing on another thread: then the handlers stay as they are until the next end."""
+    """Unwrap all handlers. Does nothing on other threads: handlers then stay wrapped."""
     global _is_on  # noqa: PLW0603  # see begin
     if threading.get_ident() == _main and _is_on:
         _is_on = False

@@ -98,9 +98,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         if isinstance(num_worker_threads, bool) or not isinstance(num_worker_threads, int):
-            raise TypeError(
-                f"num_worker_threads is {num_worker_threads!r}: expected a whole number"
-            )
+            raise TypeError(f"num_worker_threads is {num_worker_threads!r}: expected an integer")
         if num_worker_threads < 1:
             raise ConfigError("num_worker_threads", num_worker_threads, "expected at least 1")
         self.num_worker_threads = num_worker_threads
@@ -199,7 +197,7 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _refuse_text(name: str, value: object) -> None:
-    # Its letters would be taken for the names.
+    # Each character would be taken for a name.
     if isinstance(value, str):
         raise ConfigError(name, value, f"expected names in a tuple: ({value!r},)")
 

@@ -1,7 +1,7 @@
-"""What the parts of a worker need of one another, a few methods each.
+"""Interfaces between the parts of a worker, a few methods each.
 
-A part names what it uses, not the agent, which has everything. So it can be read and tested alone, and no two files
-import each other.
+Each part declares what it uses, instead of taking the whole agent. So it can be read and tested alone, and there are no
+circular imports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .worker_info import WorkerInfo
 
 
 class Peers(Protocol):
-    """Who is in the group."""
+    """The members of the group."""
 
     def info(self, to: Any = None) -> WorkerInfo:
         """Raises ``RpcError`` if there is no such worker."""
@@ -29,7 +29,7 @@ class Peers(Protocol):
 
 
 class Links(Protocol):
-    """The connections to them."""
+    """The connections to other workers."""
 
     @property
     def is_closed(self) -> bool:
@@ -39,7 +39,7 @@ class Links(Protocol):
 
 
 class Tasks(Protocol):
-    """Run something on a thread of the worker's."""
+    """Runs tasks on the worker's threads."""
 
     def soon(self, act: Callable[[], None]) -> None:
         """Safe in finalizers."""
@@ -48,7 +48,7 @@ class Tasks(Protocol):
 
 
 class ControlCalls(Protocol):
-    """Messages of the package's own."""
+    """Control messages of this package."""
 
     def call_control(
         self,
@@ -93,7 +93,7 @@ class Calls(Protocol):
     def decode(self, call: Call, outgoing: Outgoing) -> Any: ...
 
     def deadline(self, timeout: float) -> tuple[float | None, float]:
-        """When a call made now must be answered, and how many seconds that is."""
+        """The deadline of a call that starts now, and its timeout in seconds."""
 
 
 class Answerable(Protocol):
@@ -133,4 +133,4 @@ class Streaming(Protocol):
     def on_cancel(self, act: Callable[[], None]) -> None: ...
 
     def flow(self, source: Any) -> None:
-        """Have ``source.credit`` called when the caller takes more."""
+        """Have ``source.credit`` called when the caller grants credit."""

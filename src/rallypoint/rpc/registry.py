@@ -11,16 +11,16 @@ from . import constants
 from .options import RpcBackendOptions
 
 
-# Third parties give theirs as an entry point: name = "module:object" with the two handlers as attributes.
+# Entry points for third-party backends: name = "module:object", with the two handlers as attributes.
 GROUP = "rallypoint.rpc_backends"
 
 
 class BackendValue(NamedTuple):
-    """How a backend makes its options and its agent.
+    """How a backend creates its options and its agent.
 
     Args:
-        construct_rpc_backend_options_handler: called with ``rpc_timeout``, ``init_method`` and what else the user
-            gives; returns the options.
+        construct_rpc_backend_options_handler: called with ``rpc_timeout``, ``init_method`` and the user's other
+            arguments; returns the options.
         init_backend_handler: called with ``store``, ``name``, ``rank``, ``world_size`` and
             ``rpc_backend_options``; returns the agent.
     """
@@ -30,9 +30,9 @@ class BackendValue(NamedTuple):
 
 
 class _Backends(type):
-    """Backends are attributes and items of ``BackendType``, as an enum's members are; but it can grow.
+    """Backends are attributes and items of ``BackendType``, like the members of an enum that can grow.
 
-    An enum that is made anew for each registration leaves those who hold a member with one that is none any more.
+    torch creates a new enum for each registration, and existing members are then no longer members of it.
     """
 
     _members: ClassVar[dict[str, BackendType]] = {}
@@ -65,7 +65,7 @@ class _Backends(type):
         return dict(cls._members)
 
     def names(cls) -> list[str]:
-        """All that could be asked for."""
+        """The names of all available backends."""
         return sorted({*cls._members, *(each.name for each in entry_points(group=GROUP))})
 
     def _find(cls, name: str) -> BackendType | None:
@@ -95,7 +95,7 @@ class BackendType(metaclass=_Backends):
     """A backend. ``BackendType.RALLYPOINT``, ``BackendType["TENSORPIPE"]``.
 
     Attributes:
-        name: what it is registered as.
+        name: the registered name.
         value: its two handlers.
     """
 

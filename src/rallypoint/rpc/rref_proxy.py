@@ -1,4 +1,4 @@
-"""Calls of methods of a value that lives elsewhere: ``rref.rpc_sync().method(…)``."""
+"""Method calls on remote values: ``rref.rpc_sync().method(…)``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from .worker_info import WorkerInfo
 
 
 class Reference(Protocol):
-    """A reference, as far as its proxies need it."""
-
     def owner(self) -> WorkerInfo: ...
 
     def local_value(self) -> Any: ...
@@ -21,7 +19,7 @@ class Reference(Protocol):
 
 
 class AnswerLater:
-    """Marks what a served function returns: the answer is what this future will hold."""
+    """Returned by a served function whose answer is the future's result."""
 
     __slots__ = ("future",)
 
@@ -33,11 +31,11 @@ class RRefProxy:
     """What ``rref.rpc_sync()``, ``rref.rpc_async()`` and ``rref.remote()`` return: its attributes are calls.
 
     Args:
-        rref: whose value has the methods.
-        rpc_api: how they are called: ``rpc_sync``, ``rpc_async`` or ``remote``.
+        rref: the reference.
+        rpc_api: ``rpc_sync``, ``rpc_async`` or ``remote``.
         timeout: seconds for each call, as for ``rpc_sync``.
-        checks: look first whether the value has the method. The reference that ``remote`` returns would hide the
-            error until somebody fetches the value.
+        checks: first check that the value has the method: with ``remote``, the error would only show when the result
+            is fetched.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class RRefProxy:
 
 def call_method(rref: Reference, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs on the owner."""
-    # A proxy has no such names. One that were called all the same would lead from any value to anything.
+    # Proxies never send such names. With them, any value would give access to everything.
     if name.startswith("__"):
         raise AttributeError(
             f"{name} is private: only public methods can be called through a reference"

@@ -1,4 +1,4 @@
-"""The caller's end of a stream: a call with many answers, one by one, no faster than the caller takes them."""
+"""The caller's end of a stream: a call with many answers, sent no faster than the caller reads them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .threads.thread_pool import ThreadPool
 
 T = TypeVar("T")
 
-# Items that are sent ahead of the consumer.
+# Items that may be sent ahead of the consumer.
 WINDOW = 16
-# How many they are travels among the keyword arguments, under a name that no function has.
+# The keyword under which the number is sent, which no function can have.
 WINDOW_NAME = " window"
 
 
 class ItemChannel(Generic[T]):
-    """The caller's end: takes items as they come, and gives credit. The call holds it, the user a handle."""
+    """Receives items and grants credit. The call refers to it; the user has an :class:`RpcStream`."""
 
     def __init__(self, decode: Callable[[Frame], T], window: int) -> None:
         self._decode = decode
@@ -49,7 +49,7 @@ class ItemChannel(Generic[T]):
         self._call = call
         self._outgoing = outgoing
 
-    # Called by whoever reads the connection.
+    # Called by the thread that reads the connection.
     def on_item(self, frame: Frame) -> None:
         with self._changed:
             if self._closed:
@@ -145,7 +145,7 @@ class ItemChannel(Generic[T]):
         event = asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(event.set)
 
         with self._changed:
@@ -161,7 +161,7 @@ class ItemChannel(Generic[T]):
             self._wake = None
 
     def close(self) -> None:
-        """Take no more: the generator over there is closed. A second call does nothing."""
+        """Stop, and close the generator. Idempotent."""
         call, outgoing = self._call, self._outgoing
         self._ended = True
         if call is not None and outgoing is not None and not call.done:
@@ -208,7 +208,7 @@ class RpcStream(Generic[T]):
         return await anext(self._channel)
 
     def close(self) -> None:
-        """Stop, and close the generator. Does not block. A second call does nothing."""
+        """Stop, and close the generator. Does not block. Idempotent."""
         if self._process is forks.process:
             self._channel.close()
 
@@ -223,5 +223,5 @@ class RpcStream(Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        # A collection may run anywhere, also where locks are held that closing takes.
+        # A garbage collection may run where locks are held that closing takes.
         self._soon(self.close)

@@ -1,4 +1,4 @@
-"""torch's own agent as a backend: to compare with, and to move from step by step."""
+"""torch's own agent as a backend, for comparison and for moving step by step."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .worker_info import WorkerInfo
 
 
 class TensorPipe:
-    """Calls go to ``torch.distributed.rpc``; one per process, since torch keeps its agent in globals.
+    """Forwards to ``torch.distributed.rpc``. One per process, since torch keeps its agent in globals.
 
     Raises:
         RpcError: this torch has no RPC.
-        ConfigError: ``tls`` is asked for, which torch's agent has not.
+        ConfigError: ``tls`` is set, which torch's agent does not support.
     """
 
     def __init__(
         self, store: Any, name: str, rank: int, world_size: int | None, options: Any
     ) -> None:
         if options.tls:
-            # The one option that must not be without effect.
+            # The one option that must not be ignored.
             raise ConfigError(
                 "tls", None, "torch's own agent has no encryption", "use the backend RALLYPOINT"
             )
@@ -111,7 +111,7 @@ def _plain(to: Any) -> Any:
 
 
 def torch_rpc() -> Any:
-    """torch's own module, also while ours stands in for it.
+    """torch's own module, even while ``compat`` replaces it.
 
     Raises:
         RpcError: this torch has none.

@@ -1,7 +1,7 @@
-"""Every private name of torch, NumPy and Python that this package uses, and what for.
+"""Every private name of torch, NumPy and Python that this package uses, and its purpose.
 
-Nothing else in ``rpc`` names one; ``tests/test_architecture.py`` holds that. ``tests/unit/test_torch_private.py`` asks
-the installed torch for each name and its signature, so a new torch shows at once which of these to look at.
+No other module of ``rpc`` uses one, as ``tests/test_architecture.py`` checks. ``tests/unit/test_torch_private.py`` checks
+each name and signature in the installed torch, to show what a new version breaks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ start_thread = _thread.start_new_thread
 # The unpickler in Python. The one in C does not let a subclass decide at each instruction.
 PythonUnpickler: Any = pickle._Unpickler
 
-# The C++ class of futures. Its own methods take no part in what torch.futures.Future and RpcFuture add to them, and
-# ``then`` returns it.
+# The C++ base class of futures: its methods bypass what torch.futures.Future and RpcFuture add, and ``then`` returns it.
 NativeFuture = torch._C.Future
 
 
-# -- functions that travel by name ----------------------------------------------------------------------------
+# -- functions that are sent by name --------------------------------------------------------------------------
 
 
 @cache
@@ -64,12 +63,12 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and values of a sparse COO tensor as it is; the public methods want it coalesced."""
+    """Indices and values of a sparse COO tensor; the public methods require it to be coalesced."""
     return tensor._indices(), tensor._values()
 
 
 def stand_in(tensor: Tensor) -> str | None:
-    """What a tensor without data of its own is; None for any other."""
+    """The kind of a tensor without data of its own; None for any other tensor."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     if fakes is not None and isinstance(tensor, fakes.FakeTensor):
         return "a fake tensor (FakeTensorMode, torch.compile, torch.export)"
@@ -83,13 +82,13 @@ def stand_in(tensor: Tensor) -> str | None:
     return None
 
 
-# Public names of the classes that tensors and storages have their methods from.
+# Public names of the classes that define the methods of tensors and storages.
 PUBLIC_NAMES: dict[type, str] = {
     torch._C.TensorBase: "torch.Tensor",
     torch._C.StorageBase: "torch.storage.UntypedStorage",
     torch.storage._StorageBase: "torch.storage.UntypedStorage",
 }
-# Functions that pickled arrays are rebuilt with, in NumPy 1 (core) and 2 (_core).
+# Functions that rebuild pickled arrays, in NumPy 1 (core) and 2 (_core).
 NUMPY_REBUILDERS = frozenset(
     f"numpy.{core}.{name}"
     for core in ("core", "_core")
@@ -101,18 +100,18 @@ NUMPY_REBUILDERS = frozenset(
 
 
 def share_cuda(storage: Any) -> tuple[Any, ...]:
-    """What another process needs to map a storage: handle, size, offset, counter, its offset, event, whether to wait."""
+    """The data with which another process can map a storage; see ``cuda_ipc.Block``."""
     _, *block = storage._share_cuda_()
     return tuple(block)
 
 
 def open_cuda(index: int, block: tuple[Any, ...]) -> torch.UntypedStorage:
-    """Map what :func:`share_cuda` of another process told, on the GPU of this number."""
+    """Map the result of another process's :func:`share_cuda`, on the GPU with this index."""
     return torch.UntypedStorage._new_shared_cuda(index, *block)
 
 
 def release_cuda(counter: bytes, offset: int) -> None:
-    """Count down for a block that is not mapped."""
+    """Decrement the counter of a block that is not mapped."""
     torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
 
 
@@ -120,7 +119,7 @@ def release_cuda(counter: bytes, offset: int) -> None:
 
 
 def init_autograd(rank: int) -> None:
-    """As torch's init_rpc does first; its agent, and debug information, ask for it."""
+    """Required by torch's agent and by its debug information; torch's init_rpc does it first."""
     importlib.import_module("torch.distributed.autograd")._init(rank)
 
 
@@ -130,7 +129,7 @@ def autograd_debug_info() -> dict[str, str]:
 
 
 def start_torch_agent(torch_rpc: Any, **options: Any) -> None:
-    """Join a group by torch's own agent."""
+    """Join a group with torch's own agent."""
     init_autograd(options["rank"])
     torch_rpc._init_rpc_backend(backend=torch_rpc.BackendType.TENSORPIPE, **options)
 

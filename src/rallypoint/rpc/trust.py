@@ -1,8 +1,8 @@
-"""What the members of a group know that nobody else does: the job's secret, or one they can have without being given any.
+"""The secret of a group: the job's, or one that its members can obtain by themselves.
 
-Each member decides alone, from what it was given and from where the store is said to be, never from what is in the store:
-there a stranger may have written. So all come to the same choice if they were started alike. If they were not, the
-first thing that they share, the group's name, is signed with another key, and the error names both choices.
+Each member chooses by its own settings and by the location of the store, never by the content of the store, which a
+stranger may have written. Members that were started alike choose alike. If they were not, the signature of the group's
+name, the first thing they share, does not match, and the error names both choices.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .groups.signing import Signer
 logger = logging.getLogger(__name__)
 
 _SECRET_BYTES: Final = 32
-# Under which the group's name stands, and, in a store that nobody else can read, a secret.
+# Keys of the group's name, and of the secret in a private store.
 _GROUP: Final = "job"
 _OWN: Final = "secret"
 _NEXT: Final = "give all workers the same secret (secret=..., RALLY_SECRET or RALLY_SECRET_FILE; `rally secret FILE` makes one), or none"
 
 
 class Choice(StrEnum):
-    """Where the secret is from."""
+    """The source of the secret."""
 
-    GIVEN = "a secret that it was given"
-    STORE = "one from the store, which nobody else can read"
-    HOST = "the key of its user on its host"
-    NONE = "no secret at all"
+    GIVEN = "the secret that it was given"
+    STORE = "a secret from the store, which only this user can read"
+    HOST = "its user's key on its host"
+    NONE = "no secret"
 
 
 class Place(StrEnum):
-    """Where a store is, as far as a member knows without asking it."""
+    """Where a store is, as a member knows without reading it."""
 
     PRIVATE = "private"  # in this process, or in a file that only this user can read
     HOST = "host"  # all members are on this host
@@ -55,7 +55,7 @@ class Place(StrEnum):
 
 
 def choose(*, has_secret: bool, place: Place) -> Choice:
-    """What a member uses. Pure."""
+    """The source that a member uses. Pure."""
     if has_secret:
         return Choice.GIVEN
     match place:
@@ -69,12 +69,12 @@ def choose(*, has_secret: bool, place: Place) -> Choice:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Trust:
-    """What a member knows of its group before it is in it.
+    """What a member knows of its group before it joins.
 
     Args:
-        job: tells this group from every other one that could meet at the same addresses.
-        secret: what only its members know; where the choice was none, what everybody can know.
-        seals: how TCP is protected, the best first.
+        job: distinguishes this group from others at the same addresses.
+        secret: the group's secret; without one, a public constant.
+        seals: the allowed MACs for TCP, best first.
     """
 
     job: str
@@ -89,17 +89,17 @@ class Trust:
 def agree(
     store: Any, given: bytes | None, world_size: int | None, *, insecure: bool = False
 ) -> Trust:
-    """Come to what all members of the group come to.
+    """Choose the group's secret, and check that the first member has the same.
 
     Args:
-        store: a c10d store, under a prefix of the group's own.
+        store: a c10d store, under a prefix for this group alone.
         world_size: of a static group.
-        given: the secret of the options; None: what the environment or the launcher gives, if they do.
-        insecure: whether it is all right if there is none.
+        given: the secret in the options; None: that of the environment or the launcher, if any.
+        insecure: do not warn if there is none.
 
     Raises:
-        RpcError: the member that was first has chosen otherwise.
-        ConfigError: what was given is no secret.
+        RpcError: the first member has another secret.
+        ConfigError: the given secret is invalid.
     """
     secret = job_secret.find(given)
     choice = choose(has_secret=secret is not None, place=place_of(store, world_size))
@@ -123,7 +123,7 @@ def agree(
 
 
 def _name_of_group(store: Any, secret: bytes, choice: Choice) -> str:
-    """The group's name, which the first member makes, signed."""
+    """The group's name, which the first member creates and signs."""
     mark = job_secret.fingerprint(secret) if choice is not Choice.NONE else ""
     key = derive(secret, "rpc group's name")
     name = secrets.token_hex(8)
@@ -169,7 +169,7 @@ def _is_here(inner: Any, world_size: int | None) -> bool:
     host = getattr(inner, "host", None)
     if isinstance(host, str) and is_loopback(host):
         return True
-    # Or the launcher says that all of the group are its own, and all of these here.
+    # Or the group consists of all the launcher's workers, and all of them are here.
     size = str(world_size) if world_size else None
     return size is not None and size == env.get("WORLD_SIZE") == env.get("LOCAL_WORLD_SIZE")
 
@@ -183,7 +183,7 @@ def _is_private(path: str) -> bool:
 
 def _warn() -> None:
     logger.warning(
-        "this group has no secret: whoever reaches its store or its workers' ports can join it and run code as this user;"
+        "this group has no secret: anyone who can reach its store or its workers' ports can join it and run code as this user;"
         " start the workers with RALLY_SECRET or RALLY_SECRET_FILE (`rally secret FILE` makes one) or give init_rpc"
         " secret=..., or say that the network is trusted: insecure=True or RALLY_INSECURE=1"
     )

@@ -62,7 +62,7 @@ def members() -> tuple[int, tuple[WorkerInfo, ...]]:
         The membership's epoch, a number that only grows (in a static group it is 1), and the members by rank.
 
     Raises:
-        RpcError: this process is in no group.
+        RpcError: this process is not in a group.
     """
     agent = required_agent()
     if not isinstance(agent, Agent):
