@@ -210,8 +210,8 @@ def test_certificates_of_one_authority_are_taken_and_others_are_not(tmp_path: Pa
         assert workers.on(1, lambda: rpc.rpc_sync("w0", double, (1,))) == 2
         for caller, callee in ((0, "w2"), (2, "w0")):
             said = workers.on(caller, refusal, callee)
-            assert "the other end's certificate is refused (" in said
-            assert "certificates of one authority" in said
+            assert "the other end's certificate is rejected (" in said
+            assert "certificates from one authority" in said
 
 
 def lead_astray(worker: str, kind: str, where: tuple[str, int]) -> None:

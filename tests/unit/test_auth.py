@@ -114,10 +114,12 @@ def test_another_secret_is_not_believed_on_either_side() -> None:
     proof = a.receive(b.receive(a.start()))
     error = fails(b, proof)
     assert isinstance(error, AuthenticationError)
-    assert "the two do not share a secret: start both within one job" in str(error)
+    assert "the two processes do not share a secret: start both in one job" in str(error)
     refused = fails(a, b.refusal)
     assert isinstance(refused, AuthenticationError)
-    assert "the accepting process refused the connection: 'the two do not share" in str(refused)
+    assert "the accepting process refused the connection: 'the two processes do not share" in str(
+        refused
+    )
     assert a.refusal == b""
 
     # A false accepting end, that takes whatever proof it gets.
@@ -197,7 +199,7 @@ def test_a_proof_that_is_no_proof_is_refused(odd: object) -> None:
 def test_a_proof_says_nothing_else() -> None:
     end = accepting()
     end.receive(HELLO)
-    assert "is no proof" in str(fails(end, frame(json.loads(PROOF[8:]) | {"more": 1})))
+    assert "is not a proof" in str(fails(end, frame(json.loads(PROOF[8:]) | {"more": 1})))
 
 
 def mutations(seed: int) -> Iterator[bytes]:
@@ -281,29 +283,32 @@ def test_random_bytes_raise_nothing_else_and_are_never_believed(
     [
         (
             b"GET / HTTP/1.1\r\n",
-            r"began a message with b'GET / HT', not with b'RLY1'.*another program",
+            r"began a message with b'GET / HT' instead of b'RLY1'.*another program",
         ),
         (b"R\x00", "another program"),
-        (b"RLY1\xff\xff\xff\xff", "announced a message of 4294967295 bytes, at most 8192"),
-        (frame(b"[" * 8000), "is no JSON object"),
-        (frame(b"9" * 8000), "is no JSON object"),
-        (frame(b"[1]"), "is no JSON object"),
-        (frame('{"version": 1}'.encode("utf-16")), "is no JSON object"),
-        (frame(b"\xff"), "is no JSON object"),
-        (frame(b""), "is no JSON object"),
-        (frame({"proof": "0" * 64}), "names no version"),
+        (
+            b"RLY1\xff\xff\xff\xff",
+            "announced a message of 4294967295 bytes, but the limit before authentication is 8192",
+        ),
+        (frame(b"[" * 8000), "is not a JSON object"),
+        (frame(b"9" * 8000), "is not a JSON object"),
+        (frame(b"[1]"), "is not a JSON object"),
+        (frame('{"version": 1}'.encode("utf-16")), "is not a JSON object"),
+        (frame(b"\xff"), "is not a JSON object"),
+        (frame(b""), "is not a JSON object"),
+        (frame({"proof": "0" * 64}), "has no version"),
         (
             hello(version=3),
             "speaks version 3 of the handshake, the accepting one version 2: install",
         ),
         (hello(version=0), "speaks version 0"),
-        (hello(version=True), "names no version"),
+        (hello(version=True), "has no version"),
         (frame({"version": 7, "anything": "else"}), "speaks version 7"),
         (hello(nonce="ab"), "no nonce of at least 16 bytes"),
         (hello(nonce=5), "no nonce"),
-        (hello(me=[]), "does not say who sent it"),
-        (hello(me="left out"), "other fields"),
-        (hello(more=1), "other fields"),
+        (hello(me=[]), "does not introduce its sender"),
+        (hello(me="left out"), "does not have the fields"),
+        (hello(more=1), "does not have the fields"),
     ],
 )
 def test_what_is_no_handshake_is_told_apart(data: bytes, words: str) -> None:
@@ -315,7 +320,9 @@ def test_what_is_no_handshake_is_told_apart(data: bytes, words: str) -> None:
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_there() -> None:
     end = accepting()
-    assert "at most 8192" in str(fails(end, b"RLY1" + (MAX_HANDSHAKE + 1).to_bytes(4, "little")))
+    assert "authentication is 8192" in str(
+        fails(end, b"RLY1" + (MAX_HANDSHAKE + 1).to_bytes(4, "little"))
+    )
 
 
 def test_the_other_end_hears_why_it_was_refused() -> None:
@@ -325,18 +332,18 @@ def test_the_other_end_hears_why_it_was_refused() -> None:
         "the connecting process belongs to job 'y' generation 3, not to job 'x' generation 2"
         in str(error)
     )
-    assert "two jobs meet at one address" in str(error)
+    assert "two jobs use the same address" in str(error)
     assert "belongs to job 'y' generation 3, not to job 'x'" in str(fails(a, b.refusal))
 
 
 @pytest.mark.parametrize(
     ("me", "words"),
     [
-        (A | {"generation": 1}, "generation 1, not to job 'x' generation 2: .*left behind"),
-        (A | {"generation": 2.0}, "of no such type"),
+        (A | {"generation": 1}, "generation 1, not to job 'x' generation 2: .*left over"),
+        (A | {"generation": 2.0}, "of the wrong type"),
         (A | {"generation": True}, "generation True"),
         (A | {"job": None}, "job None"),
-        (A | {"job": ["x"]}, "of no such type"),
+        (A | {"job": ["x"]}, "of the wrong type"),
         ({}, "job None generation None"),
         (A | {"job": "y\n\x1b[2J" + "\u202e" * 300}, r"job 'y\?\?\[2J\?{190,200}\.\.\.' gen"),
     ],
@@ -367,7 +374,7 @@ def test_a_strangers_refusal_is_quoted_short_and_gets_no_answer() -> None:
 def test_a_connection_that_ends_early_has_its_own_words() -> None:
     end = connecting()
     end.receive(ANSWER)
-    assert "the accepting process closed the connection before" in str(end.ended())
+    assert "the accepting process closed the connection during" in str(end.ended())
     fails(end, LAST[:-2] + b"0}")
     assert "is no" in str(end.ended())
 
@@ -377,7 +384,7 @@ def test_a_connection_that_ends_early_has_its_own_words() -> None:
 
 @pytest.mark.parametrize("make", [Connecting, Accepting])
 def test_settings_that_cannot_work_are_named(make: type[End]) -> None:
-    with pytest.raises(ConfigError, match=r"^secret: has 15 bytes, at least 16") as caught:
+    with pytest.raises(ConfigError, match=r"^secret: has 15 bytes, expected at least 16") as caught:
         make(b"fifteen bytes!!", A, b"n" * 32)
     assert "fifteen" not in str(caught.value)
     assert "fifteen" not in repr(caught.value)
@@ -390,7 +397,10 @@ def test_settings_that_cannot_work_are_named(make: type[End]) -> None:
     for odd in (object(), float("nan"), b"bytes"):
         with pytest.raises(ConfigError, match="cannot be written as JSON"):
             make(SECRET, A | {"odd": odd}, b"n" * 32)
-    with pytest.raises(ConfigError, match=r"me: makes a message of \d+ bytes, at most 8192"):
+    with pytest.raises(
+        ConfigError,
+        match=r"me: makes a message of \d+ bytes, but the limit before authentication is 8192",
+    ):
         make(SECRET, A | {"long": "x" * MAX_HANDSHAKE}, b"n" * 32)
 
 

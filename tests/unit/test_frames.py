@@ -250,9 +250,7 @@ def test_a_buffer_that_there_is_no_memory_for_ends_the_connection_alone(error: E
     def allocate(size: int) -> bytearray:
         raise error
 
-    with pytest.raises(
-        ProtocolError, match=r"5 bytes in one piece, .* cannot have them: (no|.*Cannot a)"
-    ):
+    with pytest.raises(ProtocolError, match=r"cannot allocate 5 bytes .* \((no|.*Cannot a)"):
         FrameParser(allocate=allocate).feed(b"".join(encode(1, 1, b"", [memoryview(b"abcde")])))
 
 
@@ -288,15 +286,15 @@ def test_what_is_exactly_at_the_limits_is_taken() -> None:
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        (Frame(1, 0, 1, 0, bytes(11), []), r"a frame of 11 bytes with 0 buffers: at most 10"),
+        (Frame(1, 0, 1, 0, bytes(11), []), r"a frame of 11 bytes with 0 buffers, .* 10 bytes"),
         (
             Frame(1, 0, 1, 0, b"", [b"", b"", b""]),
-            r"a frame of 0 bytes with 3 buffers: .* 2 buffers are taken",
+            r"a frame of 0 bytes with 3 buffers, .* 2 buffers",
         ),
-        (Frame(1, 0, 1, 0, b"", [bytes(31)]), r"31 bytes in buffers: at most 30"),
-        (Frame(1, 0, 1, 0, b"", [bytes(16), bytes(15)]), r"31 bytes in buffers: at most 30"),
-        (Frame(1, 0, 1, 0, b"", [Shared(0, 0, 0, 31)]), r"31 bytes in buffers: at most 30"),
-        (Frame(1, 0, 1, 0, b"", [Shared(0, 0, 0, 2**64 - 1)]), r"bytes in buffers: at most 30"),
+        (Frame(1, 0, 1, 0, b"", [bytes(31)]), r"31 bytes in buffers, .* is 30"),
+        (Frame(1, 0, 1, 0, b"", [bytes(16), bytes(15)]), r"31 bytes in buffers, .* is 30"),
+        (Frame(1, 0, 1, 0, b"", [Shared(0, 0, 0, 31)]), r"31 bytes in buffers, .* is 30"),
+        (Frame(1, 0, 1, 0, b"", [Shared(0, 0, 0, 2**64 - 1)]), r"bytes in buffers, .* is 30"),
     ],
 )
 def test_what_is_beyond_a_limit_is_refused_before_any_memory_is_taken(

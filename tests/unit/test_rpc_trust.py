@@ -127,14 +127,14 @@ def test_a_member_that_chose_otherwise_is_told_both_choices() -> None:
     with pytest.raises(RpcError) as caught:
         agree(Served("10.0.0.7", inner), GIVEN, 2)
     said = str(caught.value)
-    assert "this one uses a secret that it was given (" in said
-    assert "the first one no secret at all" in said
+    assert "this one uses the secret that it was given (" in said
+    assert "the first one no secret" in said
     assert "RALLY_SECRET" in said
     assert GIVEN.decode() not in said
 
     inner = dist.HashStore()
     agree(Served("127.0.0.1", inner), GIVEN, 2)
-    with pytest.raises(RpcError, match="this one uses the key of its user on its host"):
+    with pytest.raises(RpcError, match="this one uses its user's key on its host"):
         agree(Served("127.0.0.1", inner), None, 2)
     with pytest.raises(RpcError, match=r"given \(\w{12}\), the first one a secret .* \(\w{12}\)"):
         agree(Served("127.0.0.1", inner), GIVEN + b"!", 2)

@@ -561,11 +561,11 @@ def test_a_plain_worker_and_one_with_tls_tell_each_other() -> None:
             a.close()
         if ours_plain:
             assert (
-                "does not use TLS and this worker requires it: give all workers the same tls"
+                "does not use TLS, which this worker requires: give all workers the same tls"
                 in (host.reasons[0])
             )
         else:
-            assert "the connecting process uses TLS and this worker does not" in host.reasons[0]
+            assert "the connecting process uses TLS, but this worker does not" in host.reasons[0]
             assert "does not use TLS: give all workers the same tls=" in str(caught.value)
 
 
@@ -753,8 +753,8 @@ def test_one_of_another_authority_is_refused_and_both_say_why(
             with pytest.raises(AuthenticationError) as caught:
                 introduce(connecting(a, ours), SECRET, A, Deadline(5.0), side=False)
         texts = [str(caught.value), host.reasons[0]]
-        refused = "the other end's certificate is refused"
-        refusing = "the other end refuses this worker's certificate"
+        refused = "the other end's certificate is rejected"
+        refusing = "the other end rejects this worker's certificate"
         assert host.peer is None
         if who == "accepting":
             assert refused in texts[0]

@@ -2,37 +2,37 @@
 
 Theory of operation
 -------------------
-Four messages; each is a JSON object in a frame of its own: ``RLY1``, its length (u32, little endian), UTF-8.
+There are four messages. Each is a JSON object in a frame: ``RLY1``, its length (u32, little endian), UTF-8.
 
     connecting                                         accepting
     {version, role, nonce, me, seals}  ------------>
                                 <------------   {version, role, nonce, me, seals}
-    {proof}                     ------------------->   believes the other from here on
-    believes the other from here on  <--------------   {proof}
+    {proof}                     ------------------->   the connecting end is authenticated
+    the accepting end is authenticated  <-----------   {proof}
 
-A proof is an HMAC-SHA256 over its sender's role and both hellos, byte for byte as they were sent. So nothing
-that was said can be changed on the way, the version included; a proof of an earlier connection is none for
-this one, whose nonces are new; and one's own proof, sent back, is none of the other role. Who connects proves
-first: whoever merely connects to a port gets no proof to try secrets on.
+A proof is an HMAC-SHA256 over its sender's role and both hellos, byte for byte. So nothing in them, the version
+included, can be changed in transit. A proof from an earlier connection is invalid, since the nonces are new, and so is
+one's own proof sent back, since the role is different. The connecting end proves first: merely connecting to a port
+yields no proof on which secrets could be tried offline.
 
-Either end may send ``{refused}`` with a reason instead of what is due. It is worth no more than any stranger's
-word: it ends the connection and is shown in quotes.
+Either end may send ``{refused}`` with a reason instead of the next message. It is not authenticated: it ends the
+connection, and the reason is shown in quotes.
 
-The proofs also cover the *channel*, which is not sent; each end uses what it knows of it. Whoever sits between the two can relay
-all four messages, and neither end believes the other, since they know different things:
+The proofs also cover the *channel*, which is not sent: each end uses its own knowledge of it. A relay between the two can
+forward all four messages, but then the ends know different channels, and reject each other's proofs. The channel is
 
-- over TCP, the address: what the one has connected to, and what the other tells its group to connect to;
-- within TLS (``wire.tls``), the SHA-256 of the certificate that the accepting end has shown. It does not help against one
-  who has that end's key;
-- over Unix sockets, whose ends the kernel vouches for, nothing.
+- over TCP, the address: the one dialed, and the one that the accepting end advertises to its group;
+- within TLS (``wire.tls``), the SHA-256 of the accepting end's certificate, which does not help against a relay that
+  has that end's key;
+- over Unix sockets, whose ends the kernel identifies, empty.
 
-What follows the handshake is TLS's over TLS. Over plain TCP every byte of it is under a MAC (``wire.seal``) with keys of this
-very handshake: from the secret, both hellos and the channel. ``seals`` are the kinds that an end knows, the best first; the
-first of the connecting end's that both know is taken. Since the proofs cover the hellos, nobody can talk the two into
-another. An end that is told to go without (``NONE``) says that, too.
+After the handshake, TLS protects its connections itself. Over plain TCP, every byte is under a MAC (``wire.seal``), with
+keys derived from the secret, both hellos and the channel. ``seals`` are the MACs that an end supports, best first; the
+connecting end's first one that both support is used. The proofs cover the hellos, so this choice cannot be manipulated.
+An end without a secret offers ``NONE``.
 
-The magic stays as it is in later versions, and
-``version`` is looked at before any other field, so that versions can tell each other apart.
+The magic never changes, and ``version`` is checked before any other field, so that different versions recognize each
+other.
 """
 
 from __future__ import annotations
@@ -55,42 +55,42 @@ JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | Non
 VERSION = 2
 MAX_HANDSHAKE = 8192  # bytes of one message
 MIN_SECRET = 16  # bytes
-NONCE_BYTES = 32  # what callers draw; half of it is the least that is taken
+NONCE_BYTES = 32  # to draw for each connection; at least half of it is accepted
 _MIN_NONCE = 16
 
 _MAGIC = b"RLY1"
 _HEADER_BYTES = 8
 _HELLO = {"version", "role", "nonce", "me", "seals"}
-# Among seals: what follows the handshake goes without a MAC.
+# Among seals: no MAC after the handshake.
 NONE = "none"
-# What an end offers that is to protect what follows.
+# The MACs that an end with a secret offers.
 SEALS = bulk.available
 _MOST_SEALS = 16
 _LABEL = b"rallypoint handshake: proof of the %b process\0"
-# How the first record of a TLS connection begins.
+# The first bytes of a TLS connection.
 _TLS = b"\x16\x03"
 _RELAYED = ", and so does a relay between the two, at an address or with a certificate that is not the worker's own"
-# Strangers' text in our messages is cut to this.
+# The most characters of the peer's text in our errors.
 _MAX_SHOWN = 200
 
 
 class _Handshake:
-    """What both ends have in common.
+    """The part that both ends have in common.
 
     Args:
         secret: the job's, at least ``MIN_SECRET`` bytes.
-        me: what the other end is told, and can trust; has the text ``job`` and the number ``generation``,
-            in which both ends must agree.
-        nonce: ``NONCE_BYTES`` random bytes, drawn for this connection alone.
-        channel: what tells this connection from one to somebody else: see above; empty without.
-        seals: how what follows may be protected, the best first; empty: it is not for this handshake to protect it.
+        me: the introduction for the other end, with a string ``job`` and a number ``generation`` that must be the same on
+            both ends.
+        nonce: ``NONCE_BYTES`` random bytes, for this connection alone.
+        channel: see above.
+        seals: the allowed MACs for what follows, best first; empty: it is protected otherwise.
 
     Attributes:
-        done: the other end has proved that it knows the secret, and nothing is left to be waited for.
-        peer: what the other end says of itself, once it has proved it. Who wanted one certain peer compares names.
-        rest: bytes that came after the handshake's last; they belong to whatever comes next.
-        keys: of what follows, to be sent and received, once the handshake is done; None: it is under no MAC.
-        refusal: after an error: what to send before closing, so that the other end can say why; may be empty.
+        done: whether the handshake is complete, and the other end authenticated.
+        peer: the introduction of the other end, once it is authenticated. The caller checks that it is the intended peer.
+        rest: bytes that followed the last message of the handshake.
+        keys: for sending and receiving after the handshake; None: no MAC.
+        refusal: after an error, what to send before closing, to tell the other end the reason; may be empty.
 
     Raises:
         ConfigError: the secret or the nonce is too short, or ``me`` does not fit into a message.
@@ -125,8 +125,8 @@ class _Handshake:
             raise ConfigError(
                 "me",
                 None,
-                f"makes a message of {len(self._own)} bytes, at most {MAX_HANDSHAKE} are sent before the"
-                " other end is known; send the rest after the handshake",
+                f"makes a message of {len(self._own)} bytes, but the limit before authentication is {MAX_HANDSHAKE}; send"
+                " the rest after the handshake",
             )
         self._theirs = b""
         self._seals = tuple(seals)
@@ -145,15 +145,15 @@ class _Handshake:
         return bytes(self._buffer) if self.done else b""
 
     def start(self) -> bytes:
-        """What to send first; empty for the end that was connected to."""
+        """What to send first; empty for the accepting end."""
         return _frame(self._own) if self._begins else b""
 
     def receive(self, data: bytes | bytearray | memoryview) -> bytes:
-        """Take what came, in pieces of any size; returns what to send now, possibly nothing.
+        """Take received bytes, in pieces of any size. Returns what to send now, perhaps nothing.
 
         Raises:
             AuthenticationError: the other end does not know the secret, belongs to another job, or has refused us.
-            ProtocolError: what came is no message of this handshake. Both stay: no later call gets further.
+            ProtocolError: this is not a valid message of the handshake. After either error, each further call raises it.
         """
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
@@ -167,29 +167,29 @@ class _Handshake:
         return reply
 
     def ended(self) -> ProtocolError:
-        """What to raise when the connection ends before the handshake does."""
+        """The error for a connection that ends before the handshake is complete."""
         if self._failure is not None:
             return self._failure
         return ProtocolError(
-            f"the {self._other} process closed the connection before the handshake was over: it has ended,"
-            " or its log says why it refused"
+            f"the {self._other} process closed the connection during the handshake: it has ended, or its log says why it"
+            " refused"
         )
 
-    # -- what comes --------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     def _next_payload(self) -> bytes | None:
         buffer = self._buffer
         if buffer[:2] == _TLS:
             self._fail(
                 ProtocolError,
-                f"the {self._other} process uses TLS and this worker does not: give all workers the same tls=...",
+                f"the {self._other} process uses TLS, but this worker does not: give all workers the same tls=...",
                 answer=False,
             )
         if not _MAGIC.startswith(buffer[: len(_MAGIC)]):
             self._fail(
                 ProtocolError,
-                f"the {self._other} process began a message with {bytes(buffer[:8])!r}, not with {_MAGIC!r}:"
-                " it is another program; compare the address with the one that was meant",
+                f"the {self._other} process began a message with {bytes(buffer[:8])!r} instead of {_MAGIC!r}:"
+                " it is another program; check the address",
                 answer=False,
             )
         if len(buffer) < _HEADER_BYTES:
@@ -198,8 +198,8 @@ class _Handshake:
         if length > MAX_HANDSHAKE:
             self._fail(
                 ProtocolError,
-                f"the {self._other} process announced a message of {length} bytes, at most {MAX_HANDSHAKE} are"
-                " taken before it has proved who it is",
+                f"the {self._other} process announced a message of {length} bytes, but the limit before authentication is"
+                f" {MAX_HANDSHAKE}",
             )
         if len(buffer) < _HEADER_BYTES + length:
             return None
@@ -213,7 +213,7 @@ class _Handshake:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            self._malformed("is no JSON object")
+            self._malformed("is not a JSON object")
         if "refused" in message:
             self._fail(
                 AuthenticationError,
@@ -225,7 +225,7 @@ class _Handshake:
     def _hear_hello(self, message: dict[str, JSON], payload: bytes) -> bytes:
         version = message.get("version")
         if type(version) is not int:
-            self._malformed("names no version")
+            self._malformed("has no version")
         if version != VERSION:
             self._fail(
                 ProtocolError,
@@ -233,14 +233,14 @@ class _Handshake:
                 f" one version {VERSION}: install the same release of rallypoint on both sides",
             )
         if message.keys() != _HELLO:
-            self._malformed("has other fields than a hello of its version")
+            self._malformed("does not have the fields of its version")
         if message["role"] != self._other:
-            self._malformed(f"is not one of the {self._other} end: it may be our own, sent back")
+            self._malformed(f"is not from the {self._other} end: it may be our own, sent back")
         nonce, me = message["nonce"], message["me"]
         if not isinstance(nonce, str) or len(nonce) < 2 * _MIN_NONCE:
             self._malformed(f"has no nonce of at least {_MIN_NONCE} bytes")
         if not isinstance(me, dict):
-            self._malformed("does not say who sent it")
+            self._malformed("does not introduce its sender")
         self._check_job(me)
         self._agree_on_seal(message["seals"])
         self._claimed, self._theirs = me, payload
@@ -253,9 +253,9 @@ class _Handshake:
         if job == self._job and same_generation:
             return
         why = (
-            "one of them was left behind by an earlier round; it should have ended"
+            "one of them is left over from an earlier round and should have ended"
             if job == self._job
-            else "two jobs meet at one address; give each its own"
+            else "two jobs use the same address; give each its own"
         )
         self._fail(
             AuthenticationError,
@@ -269,7 +269,7 @@ class _Handshake:
             or len(theirs) > _MOST_SEALS
             or not all(isinstance(each, str) for each in theirs)
         ):
-            self._malformed("does not list how it protects what follows")
+            self._malformed("has no valid list of seals")
         asks, answers = (self._seals, theirs) if self._begins else (theirs, self._seals)
         common = next((str(each) for each in asks if each in answers), None)
         if common is not None:
@@ -278,19 +278,19 @@ class _Handshake:
             self._fail(
                 AuthenticationError,
                 f"the {self._other} process protects its connections by {_listed(theirs)}, the {self._role} one by"
-                f" {_listed(self._seals)}: give all workers the same secret and the same choice of insecure",
+                f" {_listed(self._seals)}: give all workers the same secret and the same option insecure",
             )
 
     def _hear_proof(self, message: dict[str, JSON], _payload: bytes) -> bytes:
         proof = message.get("proof")
         if message.keys() != {"proof"} or not isinstance(proof, str):
-            self._malformed("is no proof")
+            self._malformed("is not a proof")
         given = proof.encode("utf-8", "surrogatepass")
         if not hmac.compare_digest(given, self._proof_of(self._other).encode()):
             self._fail(
                 AuthenticationError,
-                "the two do not share a secret: start both within one job, or give both the same secret"
-                f" (the proof of the {self._other} process is wrong; a hello changed on the way looks the same"
+                "the two processes do not share a secret: start both in one job, or give both the same secret"
+                f" (the proof of the {self._other} process is wrong; a hello altered in transit has the same effect"
                 f"{_RELAYED if self._channel else ''})",
             )
         self.peer = self._claimed
@@ -298,7 +298,7 @@ class _Handshake:
         self.done = True
         return b"" if self._begins else self._proof()
 
-    # -- what goes ---------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def _proof(self) -> bytes:
         return _frame(_encode({"proof": self._proof_of(self._role)}))
@@ -325,11 +325,11 @@ class _Handshake:
     def _malformed(self, fault: str) -> NoReturn:
         self._fail(
             ProtocolError,
-            f"a message of the {self._other} process {fault}: it is another program, or the line damages bytes",
+            f"a message of the {self._other} process {fault}: it is another program, or the network damages data",
         )
 
     def _fail(self, kind: type[ProtocolError], text: str, *, answer: bool = True) -> NoReturn:
-        # No answer to a refusal: two ends would go on refusing each other.
+        # No answer to a refusal: the two ends would refuse each other forever.
         self.refusal = _frame(_encode({"refused": _printable(text)})) if answer else b""
         self._failure = kind(text)
         self._buffer.clear()
@@ -337,28 +337,28 @@ class _Handshake:
 
 
 class Connecting(_Handshake):
-    """The end that opened the connection: it speaks first, and proves first."""
+    """The end that opened the connection. It sends its hello and its proof first."""
 
     _role, _other, _begins = "connecting", "accepting", True
 
 
 class Accepting(_Handshake):
-    """The end that was connected to: it says nothing before it has heard a hello, and proves nothing to strangers."""
+    """The end that accepted the connection. It sends nothing before a hello, and its proof only after a valid one."""
 
     _role, _other, _begins = "accepting", "connecting", False
 
 
 def _check_own(secret: bytes, me: Mapping[str, JSON], nonce: bytes) -> None:
-    if len(secret) < MIN_SECRET:  # the secret itself is shown nowhere
+    if len(secret) < MIN_SECRET:  # the secret itself must not appear in the error
         raise ConfigError(
             "secret",
             None,
-            f"has {len(secret)} bytes, at least {MIN_SECRET} are needed",
-            "secrets.token_bytes(32) makes one",
+            f"has {len(secret)} bytes, expected at least {MIN_SECRET}",
+            "secrets.token_bytes(32) creates one",
         )
     if len(nonce) < _MIN_NONCE:
         raise ConfigError(
-            "nonce", None, f"has {len(nonce)} bytes, draw {NONCE_BYTES} for each connection"
+            "nonce", None, f"has {len(nonce)} bytes, expected {NONCE_BYTES} for each connection"
         )
     if not isinstance(me.get("job"), str) or type(me.get("generation")) is not int:
         raise ConfigError(
@@ -378,15 +378,15 @@ def _encode(message: dict[str, JSON]) -> bytes:
 
 
 def _shown(value: JSON) -> str:
-    """A stranger's value, safe to print."""
+    """A peer's value, safe to print."""
     if isinstance(value, str):
         return repr(_printable(value))
-    # Deep lists are not shown: their repr may go deeper than the stack.
-    return _printable(repr(value)) if isinstance(value, int | None) else "of no such type"
+    # Lists are not shown: the repr of deep ones overflows the stack.
+    return _printable(repr(value)) if isinstance(value, int | None) else "of the wrong type"
 
 
 def _listed(seals: Sequence[JSON]) -> str:
-    return _printable(" or ".join(map(str, seals))) or "nothing of its own"
+    return _printable(" or ".join(map(str, seals))) or "nothing"
 
 
 def _printable(text: str) -> str:

@@ -1,18 +1,17 @@
-"""Frames: how messages follow one another on a stream of bytes. No I/O.
+"""Framing of messages on a stream of bytes. No I/O.
 
-A frame is a header, descriptors of its buffers, a payload, and then those buffers that travel inline::
+A frame is a header, descriptors of its buffers, a payload, and then the inline buffers::
 
     header      24 bytes   payload length u32, kind u8, flags u8, number of buffers u16,
                            call u64, time left u32 (ms, 0: no limit), spare u32
     descriptor  24 bytes   size u64, offset u64, segment u32 (INLINE: follows below), slot u32
-    payload                what the codec made: a pickle, or nothing
+    payload                a pickle, or nothing
     buffers                the inline ones, in order
 
-Large buffers and payloads are received straight into memory of their own, which ``allocate`` gives: the bytes of a
-tensor are copied once, by the kernel.
+Large buffers and payloads are received directly into their own memory, from ``allocate``: the kernel's is the only copy.
 
-Integers are little-endian. A header that breaks a limit ends the connection (``ProtocolError``): after it no
-boundary between frames can be trusted.
+Integers are little-endian. A header that exceeds a limit ends the connection (``ProtocolError``): the boundaries of
+later frames are unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rallypoint.errors import MessageTooLarge, ProtocolError
 HEADER = struct.Struct("<IBBHQII")
 DESCRIPTOR = struct.Struct("<QQII")
 INLINE = 0xFFFFFFFF
-# How much is read at once. Larger ones bring nothing on a Unix socket, whose own buffer is 208 KiB.
+# Bytes per read. More has no effect on a Unix socket, whose buffer has 208 KiB.
 READ_SIZE = 256 * 1024
 MAX_TIME_LEFT = 0xFFFFFFFF
 
@@ -38,7 +37,7 @@ Buffer = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a peer may send.
+    """The limits for frames of a peer.
 
     Args:
         payload: bytes of one payload, without tensors.
@@ -51,12 +50,12 @@ class Limits:
     buffer: int = 1 << 40
 
 
-# What every end takes, and so the most that any may send (:func:`check`).
+# Every end accepts these, so senders check them, too (:func:`check`).
 LIMITS = Limits()
 
 
 class Shared(NamedTuple):
-    """A buffer that lies in shared memory."""
+    """A buffer in shared memory."""
 
     segment: int
     slot: int
@@ -65,11 +64,11 @@ class Shared(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A frame that has come.
+    """A received frame.
 
     Args:
-        time_left: milliseconds that the caller still waits, 0 without a limit.
-        buffers: received bytes, or where they lie in shared memory.
+        time_left: milliseconds that the caller still waits; 0: no limit.
+        buffers: received bytes, or their places in shared memory.
     """
 
     kind: int
@@ -81,10 +80,10 @@ class Frame(NamedTuple):
 
 
 def check(payload: int, buffers: Sequence[memoryview]) -> None:
-    """Whether a frame with a payload of so many bytes, and these buffers, is taken by the other end.
+    """Check a frame with a payload of so many bytes, and these buffers, against the limits.
 
     Raises:
-        MessageTooLarge: it is not.
+        MessageTooLarge: it exceeds one.
     """
     limits = LIMITS
     if payload > limits.payload:
@@ -109,7 +108,7 @@ def check(payload: int, buffers: Sequence[memoryview]) -> None:
 def header(
     kind: int, call: int, payload: int, *, flags: int = 0, buffers: int = 0, time_left: int = 0
 ) -> bytes:
-    """The first bytes of a frame whose payload has so many bytes."""
+    """The header of a frame whose payload has so many bytes."""
     return HEADER.pack(payload, kind, flags, buffers, call, time_left, 0)
 
 
@@ -122,11 +121,11 @@ def encode(
     flags: int = 0,
     time_left: int = 0,
 ) -> list[bytes | memoryview]:
-    """A frame as pieces to be sent one after the other.
+    """A frame as pieces, to be sent in order.
 
     Args:
-        buffers: bytes to be sent along, or where the receiver finds them.
-        time_left: milliseconds; more than 49 days are sent as that.
+        buffers: bytes to send inline, or their places in shared memory.
+        time_left: milliseconds; at most 49 days.
     """
     if time_left > MAX_TIME_LEFT:
         time_left = MAX_TIME_LEFT
@@ -146,15 +145,15 @@ def encode(
 
 
 class FrameParser:
-    """Takes bytes as they come, gives frames.
+    """Parses frames from bytes as they arrive.
 
-    The owner receives into :meth:`space` and then says how many bytes came (:meth:`received`).
+    The owner receives into :meth:`space`, and passes the number of bytes to :meth:`received`.
 
     Args:
-        limits: what the peer may send; ``LIMITS`` by default.
-        allocate: memory of at least so many bytes, writable; a bytearray by default. It is asked for what a peer
-            has only announced: memory that is taken as it is filled keeps a false claim cheap.
-        spare: bytes of memory beyond what frames need, for a parser that derives from this one.
+        limits: ``LIMITS`` by default.
+        allocate: returns writable memory of at least so many bytes; a bytearray by default. The size is what a peer has
+            announced, so memory that the system provides as it is filled keeps false announcements cheap.
+        spare: additional bytes of memory for a derived parser.
     """
 
     __slots__ = (
@@ -179,19 +178,19 @@ class FrameParser:
     ) -> None:
         self._limits = limits or LIMITS
         self._allocate = allocate
-        # Longer frames, and longer descriptors, get memory of their own.
+        # Larger frames and descriptors are received into memory of their own.
         self._most = READ_SIZE
         self._buffer = bytearray(READ_SIZE + spare)
         self._view = memoryview(self._buffer)
         self._start = 0
         self._end = 0
-        # A frame whose head is known and whose rest is on its way, and the memory that is being filled.
+        # An incomplete frame whose header is known, and the memory that is being filled.
         self._frame: _Unfinished | None = None
         self._target: memoryview | None = None
         self._wanted = 0
 
     def space(self) -> memoryview:
-        """Where the next bytes belong. Never empty."""
+        """Memory for the next bytes. Never empty."""
         if self._target is not None:
             return self._target
         if self._end == 0:
@@ -199,10 +198,10 @@ class FrameParser:
         return self._view[self._end :]
 
     def received(self, count: int) -> list[Frame]:
-        """Frames that ``count`` more bytes in :meth:`space` complete, in order.
+        """Take ``count`` bytes in :meth:`space`. Returns the frames that they complete, in order.
 
         Raises:
-            ProtocolError: this is no frame, or one beyond the limits; nothing after it can be understood.
+            ProtocolError: a frame is invalid or exceeds the limits. Nothing after it can be parsed.
         """
         frames: list[Frame] = []
         if self._target is not None:
@@ -220,7 +219,7 @@ class FrameParser:
         return frames
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """The same for bytes that lie elsewhere."""
+        """:meth:`received` for bytes in other memory."""
         frames: list[Frame] = []
         rest = memoryview(data)
         while rest:
@@ -232,7 +231,7 @@ class FrameParser:
         return frames
 
     def is_between_frames(self) -> bool:
-        """Whether nothing of a further frame has come: the stream may end here."""
+        """Whether the last frame is complete, so that the stream may end here."""
         return self._frame is None and self._start == self._end
 
     def _parse(self, frames: list[Frame]) -> None:
@@ -260,15 +259,15 @@ class FrameParser:
         if start == end:
             start = end = 0
         elif start and len(view) - end < len(view) // 2:
-            # What is there moves to the front, so that there is always room for more.
+            # Move the rest to the front, so that there is always room for more.
             view[: end - start] = bytes(view[start:end])
             start, end = 0, end - start
         self._start, self._end = start, end
 
     def _refuse(self, length: int, buffers: int) -> None:
         raise ProtocolError(
-            f"a frame of {length} bytes with {buffers} buffers: at most {self._limits.payload} bytes"
-            f" and {self._limits.buffers} buffers are taken; is this another program, or damage?"
+            f"received a frame of {length} bytes with {buffers} buffers, but the limits are {self._limits.payload} bytes"
+            f" and {self._limits.buffers} buffers: the peer is another program, or the data was damaged"
         )
 
     def _begin(
@@ -282,11 +281,11 @@ class FrameParser:
         buffers: int,
         size: int,
     ) -> bool:
-        """A frame with buffers, or one too long for our own memory. True if all of it was there."""
+        """Begin a frame with buffers, or one too large for the parser's memory. True if it is complete already."""
         unfinished = _Unfinished(kind, flags, call, time_left, length)
         self._start += size
         if buffers * DESCRIPTOR.size > self._most - size:
-            # The descriptors alone are too long: filled like a payload, then read.
+            # Too many descriptors for the parser's memory: receive them like a payload.
             unfinished.descriptors = bytearray(buffers * DESCRIPTOR.size)
             unfinished.parts.append(memoryview(unfinished.descriptors))
         else:
@@ -301,10 +300,10 @@ class FrameParser:
             total += size
             if total > self._limits.buffer:
                 raise ProtocolError(
-                    f"a frame with {total} bytes in buffers: at most {self._limits.buffer} are taken"
+                    f"received a frame with {total} bytes in buffers, but the limit is {self._limits.buffer}"
                 )
             unfinished.described.append((size, offset, segment, slot))
-        # The payload first, then what is inline.
+        # The payload first, then the inline buffers.
         length = unfinished.length
         if length > READ_SIZE:
             unfinished.payload = memoryview(self._memory(length)).cast("B")[:length]
@@ -315,7 +314,7 @@ class FrameParser:
         unfinished.parts_left = [each for each in unfinished.described if each[2] == INLINE]
 
     def _advance(self, unfinished: _Unfinished, frames: list[Frame]) -> bool:
-        """Fill the frame's memory from what is there; False if more must come first."""
+        """Fill the frame's memory from the parser's. False if more data is needed."""
         self._frame = unfinished
         while True:
             while unfinished.parts:
@@ -361,13 +360,12 @@ class FrameParser:
             return self._allocate(size)
         except (MemoryError, OSError) as error:
             raise ProtocolError(
-                f"a frame announces {size} bytes in one piece, and this process cannot have them: {str(error) or 'no memory'};"
-                " send less at once"
+                f"cannot allocate {size} bytes for one buffer of a message ({str(error) or 'no memory'}): send less at once"
             ) from None
 
 
 class _Unfinished:
-    """A frame whose head is known; ``parts`` are to be filled in order."""
+    """An incomplete frame whose header is known; ``parts`` are filled in order."""
 
     __slots__ = (
         "call",

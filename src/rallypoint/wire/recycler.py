@@ -40,7 +40,7 @@ class Recycler:
 
     Args:
         keep: the most bytes that are kept for later.
-        on_use: called whenever memory is lent. The callee arranges a later call of :meth:`give_back`.
+        on_use: called whenever memory is lent. The callee arranges a later call of :meth:`trim`.
     """
 
     def __init__(self, keep: int = 1 << 30, on_use: Callable[[], None] = lambda: None) -> None:
@@ -84,7 +84,7 @@ class Recycler:
         finally:
             self._lock.release()
 
-    def give_back(self, before: float) -> float | None:
+    def trim(self, before: float) -> float | None:
         """Free memory that has been unused since before this time (monotonic seconds).
 
         Returns:

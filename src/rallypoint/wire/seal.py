@@ -1,23 +1,23 @@
-"""A stream of bytes that nobody between its two ends can change: cut into records, each under a MAC. No I/O.
+"""A stream of bytes protected against changes in transit: cut into records, each with a MAC. No I/O.
 
 Theory of operation
 -------------------
-A record is the length of its content (u32, little endian), the content, and a tag of 16 bytes. The content of all records,
-one after the other, is the stream of frames (``frames.py``); where one record ends and the next begins means nothing.
+A record is the length of its content (u32, little endian), the content, and a tag of 16 bytes. The contents of all
+records in sequence are the stream of frames (``frames.py``). The boundaries between records have no meaning.
 
-The tag is a keyed BLAKE2b (RFC 7693) over the number of the record in its direction, the length, and the content. So a record
-that was changed, moved, repeated or left out, or one from the other direction or another connection, is refused: each
-direction of each connection has keys of its own, and numbers are counted, not sent. Of a long content the tag signs a
-short value instead, which is computed faster (``bulk.py``), under a second key. GMAC is a universal hash, encrypted with
-the number as nonce, and no number is used twice; SHA-256 resists collisions. Either way, to find another content for a tag
-takes a forgery of one of the two. Which of them is meant follows from the length, which both sign.
+The tag is a keyed BLAKE2b (RFC 7693) over the record's number, its length and its content. Numbers are counted, not sent,
+and each direction of each connection has its own keys. So a record is rejected if it was changed, moved, repeated or
+left out, or comes from the other direction or another connection. For a long content, the tag covers a short value
+computed from it with a second key, which is faster (``bulk.py``). With GMAC that value is a universal hash, encrypted
+with the record's number as a nonce that is never reused; SHA-256 resists collisions. Either way, another content with
+the same tag would require a forgery of one of the two. The length, which the tag covers, determines which one is used.
 
-Nothing that has come is looked at before its tag is right, but for the length of a record, which is at most
-``MOST``: nothing is allocated for it. The bytes of a large tensor are received straight into their own memory, which
-the signed header of its frame has announced, and count only when the tag behind them is right.
+No received data is used before its tag is verified, except the length of a record, which is at most ``MOST``: no memory
+is allocated for it. The bytes of a large tensor are received directly into their own memory, as announced by the
+verified header of their frame, and used only once the tag after them is verified.
 
-Anybody on the way can still read everything, stop it, or end the connection. What was said before this begins is the
-handshake's, whose transcript the keys are derived from (``auth.py``).
+Others on the network can still read everything, block it, or end the connection. The keys are derived from the
+transcript of the handshake, which protects itself (``auth.py``).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ LENGTH: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<QI")
 TAG_BYTES: Final = 16
 OVERHEAD: Final = LENGTH.size + TAG_BYTES
-# Bytes of one record's content, at most.
+# The most bytes of content in a record.
 MOST: Final = 256 * 1024
-# Up to here BLAKE2b alone is faster than a bulk value and BLAKE2b.
+# Up to so many bytes, BLAKE2b alone is faster than with a bulk value.
 SHORT: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Keys:
-    """What one direction of a connection is sealed with.
+    """The MAC keys of one direction of a connection.
 
     Args:
         bulk: one of ``bulk.available()``.
@@ -61,13 +61,13 @@ class Keys:
 
     @classmethod
     def of(cls, secret: bytes, name: str, direction: str, transcript: Sequence[bytes]) -> Keys:
-        """Those of a handshake.
+        """Derive the keys from a handshake.
 
         Args:
             secret: the job's.
             name: one of ``bulk.available()``, which both ends have agreed on.
-            direction: who sends.
-            transcript: all that was said, which no other connection has.
+            direction: the sending end.
+            transcript: the messages of the handshake, unique to this connection.
         """
         key = derive(secret, "rpc channel", name, direction, *transcript)
         return cls(
@@ -78,19 +78,19 @@ class Keys:
 
 
 class Seal:
-    """The tags of one direction, one after the other. Not for several threads at once."""
+    """Computes the tags of one direction, in order. Not thread-safe."""
 
     __slots__ = ("_bulk", "_hash", "_keys", "_number")
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._hash = hashlib.blake2b(key=keys.short, digest_size=TAG_BYTES)
-        # Made when first needed: most connections carry calls only.
+        # Created when first needed: most connections never send long records.
         self._bulk: bulk.Bulk | None = None
         self._number = 0
 
     def tag(self, content: Piece) -> bytes:
-        """Of the next record."""
+        """The tag of the next record."""
         size = len(content)
         if size > SHORT:
             self.begin()
@@ -103,7 +103,7 @@ class Seal:
         return signed.digest()
 
     def begin(self) -> None:
-        """The next record is a long one; its content follows in parts."""
+        """Begin a long record, whose content follows in parts."""
         if self._bulk is None:
             self._bulk = bulk.new(self._keys.bulk, self._keys.long)
         self._bulk.begin(self._number)
@@ -113,7 +113,7 @@ class Seal:
         self._bulk.update(part)
 
     def finish(self, size: int) -> bytes:
-        """The tag of a long record of so many bytes."""
+        """The tag of the long record, which has so many bytes."""
         assert self._bulk is not None
         signed = self._hash.copy()
         signed.update(_NUMBER.pack(self._number, size))
@@ -123,7 +123,7 @@ class Seal:
 
 
 class Sealer:
-    """Makes records of what is sent."""
+    """Makes records."""
 
     __slots__ = ("_memory", "_seal")
 
@@ -132,13 +132,13 @@ class Sealer:
         self._memory: memoryview | None = None
 
     def short(self, content: Piece) -> bytes:
-        """A record with some bytes, ``SHORT`` at most."""
+        """A record of at most ``SHORT`` bytes."""
         return b"".join((LENGTH.pack(len(content)), content, self._seal.tag(content)))
 
     def long(self, parts: Sequence[memoryview]) -> memoryview:
-        """A record with these, ``MOST`` bytes together at most. It is valid until the next call.
+        """A record of at most ``MOST`` bytes in all, which is valid until the next call.
 
-        They are copied first. So what is signed is what is sent, though their owner may be writing to them.
+        The parts are copied first, so that the tag matches even if their owner writes to them meanwhile.
         """
         if self._memory is None:
             self._memory = memoryview(bytearray(MOST + OVERHEAD))
@@ -152,18 +152,18 @@ class Sealer:
         return record[: end + TAG_BYTES]
 
     def release(self) -> None:
-        """Give back the memory that long records take: none is being sent."""
+        """Release the memory for long records, while none is being sent."""
         self._memory = None
 
 
 class SealedParser(FrameParser):
-    """A :class:`FrameParser` of what a :class:`Sealer` at the other end has made.
+    """A :class:`FrameParser` for the records of a :class:`Sealer`.
 
-    The parser's memory holds first what was verified and belongs to a frame that is not complete, then what was not
-    verified. While a frame's own memory is being filled, records that fit into what is left of it are received there.
+    Its memory holds verified data of an incomplete frame, followed by data that is not verified yet. While a frame's own
+    memory is being filled, records that fit into the rest of it are received there.
 
     Args:
-        keys: the other end's.
+        keys: of the other end's direction.
         limits, allocate: as for :class:`FrameParser`.
     """
 
@@ -177,12 +177,12 @@ class SealedParser(FrameParser):
     ) -> None:
         super().__init__(limits, allocate, spare=MOST + OVERHEAD)
         self._seal = Seal(keys)
-        # What came and is not verified: from the first to before the second, in the parser's memory.
+        # Start and end of the data in the parser's memory that is not verified yet.
         self._rest = self._came = 0
-        # A record that is being received into a frame's memory: where its next bytes belong, and its size.
+        # A record that is being received into a frame's memory: the place of its next bytes, and its size.
         self._room: memoryview | None = None
         self._size = 0
-        # What comes behind it, its tag and the next one's length, and how much has come of that.
+        # Its tag and the next record's length, and how many bytes of these have been received.
         self._behind = memoryview(bytearray(OVERHEAD))
         self._num_behind = -1
 
@@ -197,7 +197,7 @@ class SealedParser(FrameParser):
         """As :meth:`FrameParser.received`.
 
         Raises:
-            FrameChanged: what came is not what the other end has sent.
+            FrameChanged: the data was altered in transit.
         """
         frames: list[Frame] = []
         if self._num_behind >= 0:
@@ -227,7 +227,7 @@ class SealedParser(FrameParser):
         )
 
     def _open(self, frames: list[Frame]) -> None:
-        """Take the records that are whole; begin one that can be received where it belongs."""
+        """Take the complete records. Begin an incomplete one that can be received into a frame's memory."""
         view, start, end = self._view, self._rest, self._came
         while end - start >= LENGTH.size:
             (size,) = LENGTH.unpack_from(view, start)
@@ -249,21 +249,21 @@ class SealedParser(FrameParser):
         if start == end:
             start = end = self._end
         if len(view) - start < MOST + OVERHEAD:
-            # All to the front: a record that has begun must have room for its end.
+            # Move all to the front: there must be room for the rest of the record.
             self._to_front()
             view[self._end : self._end + end - start] = bytes(view[start:end])
             start, end = self._end, self._end + end - start
         self._rest, self._came = start, end
 
     def _to_front(self) -> None:
-        """What was verified, and waits for the rest of its frame."""
+        """Move verified data of an incomplete frame to the front."""
         if self._start:
             pending = bytes(self._view[self._start : self._end])
             self._view[: len(pending)] = pending
             self._start, self._end = 0, len(pending)
 
     def _deliver(self, start: int, stop: int, frames: list[Frame]) -> None:
-        """What lies there in the memory is verified."""
+        """Pass on the verified data between these positions."""
         view = self._view
         while self._target is not None and start < stop:
             count = min(len(self._target), stop - start)
@@ -283,7 +283,7 @@ class SealedParser(FrameParser):
     # -- a record in a frame's own memory --------------------------------------------------------
 
     def _begin_in_place(self, size: int) -> None:
-        """What has come of the record at ``_rest`` goes where it belongs, and the rest will."""
+        """Move the received part of the record at ``_rest`` into the frame's memory, where the rest follows."""
         target = self._target
         assert target is not None
         start = self._rest + LENGTH.size
@@ -295,14 +295,14 @@ class SealedParser(FrameParser):
             self._seal.update(target[:count])
         self._room = target[count:size] if count < size else None
         if self._room is None:
-            # Of its tag, something has come, too, but not all.
+            # A part of its tag was received, too.
             left = self._came - start - count
             self._behind[:left] = self._view[start + count : self._came]
             self._num_behind = left
         self._rest = self._came = self._end
 
     def _end_in_place(self, frames: list[Frame]) -> None:
-        """Something has come of what follows a record, or of a length alone."""
+        """Use what was received of a record's tag and the next length, or of a length alone."""
         if self._size:
             if self._num_behind < TAG_BYTES:
                 return
@@ -319,8 +319,8 @@ class SealedParser(FrameParser):
                 self._size, self._room = size, self._target[:size]
                 return
         elif self._target is not None:
-            return  # the rest of the length follows alone
-        # The next record is received as any.
+            return  # the length is not complete
+        # The next record is received into the parser's memory.
         left = self._num_behind - TAG_BYTES
         self._num_behind = -1
         self._rest, self._came = self._end, self._end + left
@@ -330,6 +330,6 @@ class SealedParser(FrameParser):
 
 def _changed() -> ProtocolError:
     return FrameChanged(
-        "a frame was changed on the way: between the two workers is somebody who alters packets, or a device that damages them;"
-        " the connection is given up, and the next call makes a new one"
+        "data was altered in transit: someone on the network changes packets, or hardware damages them; the connection was"
+        " closed, and the next call opens a new one"
     )

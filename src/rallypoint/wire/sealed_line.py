@@ -1,4 +1,4 @@
-"""Lines whose bytes travel as sealed records (``seal.py``), over a connected socket."""
+"""Lines that send and receive sealed records (``seal.py``) over a connected socket."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from .silence import Silence
 from .wrapped_socket import WrappedSocket, drop
 
 
-# A piece of so many bytes begins a record of its own: it can be received straight into its memory.
+# A piece of so many bytes begins a new record, so that it can be received directly into its memory.
 _LARGE: Final = 64 * 1024
 
 
 class SealedSocket(WrappedSocket):
-    """A socket with those methods that a line uses. One thread at a time receives, and one at a time sends.
+    """A socket with the methods that a line uses. One thread at a time may receive, and one may send.
 
-    Once a record is made, it must go out, once and in order. So bytes count as sent when the kernel has all of their record, and
-    not before. What the kernel did not take stays here, and the bytes stay with the caller, who offers them again: the next
-    ones to be sent must begin with those that did not count. They are not sealed again.
+    Once a record is made, it must be sent exactly once and in order. So bytes count as sent only when the kernel has
+    accepted their whole record. The rest of a record stays here, and the caller must begin the next send with the bytes
+    that were not counted. They are not sealed again.
 
     Args:
-        sock: connected; it is taken over.
+        sock: connected; this object owns it.
         keys: of this direction.
     """
 
     def __init__(self, sock: socket.socket, keys: Keys) -> None:
         super().__init__(sock)
         self._sealer = Sealer(keys)
-        # Of a record that the kernel has not taken yet, and how many bytes of the caller's it stands for.
+        # The unsent rest of a record, and how many of the caller's bytes are in the record.
         self._pending = memoryview(b"")
         self._uncounted = 0
-        # Called with every message.
+        # Bound directly: called for every message.
         self.recv_into = sock.recv_into
         self.fileno = sock.fileno
 
     def send(self, data: Piece, flags: int = 0) -> int:
-        """As a socket's, but for what the caller owes: see the class.
+        """As ``socket.send``, with the rule for partial sends above.
 
         Raises:
-            BlockingIOError: the kernel does not take all of the first record.
+            BlockingIOError: the kernel did not accept all of the first record.
             OSError: the connection broke.
         """
         size = len(data)
@@ -65,7 +65,7 @@ class SealedSocket(WrappedSocket):
     def sendmsg(
         self, pieces: Iterable[Piece], _ancillary: Iterable[Any] = (), flags: int = 0
     ) -> int:
-        """The same for several, one after the other."""
+        """:meth:`send` for several pieces."""
         left = deque(view for each in pieces if (view := memoryview(each).cast("B")))
         sent = 0
         try:
@@ -97,7 +97,7 @@ class SealedLine(Line):
     """A line over a :class:`SealedSocket`, with a :class:`SealedParser`.
 
     Args:
-        changed: called when what came is not what was sent, before that ends the line.
+        changed: called when data was altered in transit, before the line ends.
         kind, silence: as for :class:`Line`.
     """
 
@@ -137,7 +137,7 @@ class SealedLine(Line):
             raise
 
     def _read_on(self, frames: list[Frame]) -> list[Frame]:
-        """Take what else there is of a large buffer: it comes in many parts, and to ask for each anew takes longer."""
+        """Receive more of a large buffer at once, which is faster than one part per call."""
         total, parser = 0, self._parser
         while parser.is_amid_buffer and not frames and total < MOST_AT_ONCE:
             try:
@@ -155,7 +155,7 @@ class SealedLine(Line):
 
 
 def _first(left: deque[memoryview]) -> list[memoryview]:
-    """What goes into the next record; it stays."""
+    """The parts for the next record. Does not remove them."""
     parts, room = [left[0][:MOST]], MOST - len(left[0])
     for index in range(1, len(left)):
         each = left[index]

@@ -1,7 +1,7 @@
-"""Both directions of shared memory between the two ends of a Unix socket.
+"""Shared memory between the two ends of a Unix socket, in both directions.
 
-Descriptors of segments travel on a *side* socket, once each, before the message that first names their segment; that
-message marks it as new. So the main line is read without asking the kernel for descriptors each time.
+The descriptor of each segment is sent once, on a *side* socket, before the first message that refers to the segment and
+marks it as new. So the main socket can be read without asking the kernel for descriptors.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .shm import SMALLEST, Block, Budget, Mapped, Pool
 
 
 _CONTROL = INLINE
-# Whose block a message names, in ``Shared.slot``: its sender's, or one of the receiver's own that comes back.
+# ``Shared.slot``: a block of the sender, or one of the receiver that is returned.
 _OWN, _HOME = 0, 1
-# Bytes that are copied between two looks at the clock: fresh pages may take a second for so many.
+# Bytes copied between two checks of the deadline. With fresh pages they may take a second.
 _AT_ONCE = 32 << 20
 _ENTRY = struct.Struct("<QI")
 _FD = struct.Struct("i")
@@ -36,12 +36,12 @@ class Sharing:
     """One end.
 
     Args:
-        side: a socket to the other end that carries nothing but descriptors; it is taken over.
-        budget: what all connections of this process may have mapped for sending.
+        side: a socket to the other end, only for descriptors; this object owns it.
+        budget: limits the memory of all connections of this process.
         move: copies large blocks, as :meth:`~.copying.Copier.move` does.
 
     Raises:
-        OSError: the other end has gone, or the system gives no memory. ``side`` is closed then.
+        OSError: the other end is gone, or there is no memory. ``side`` is closed then.
     """
 
     def __init__(self, side: socket.socket, budget: Budget, move: Move = ctypes.memmove) -> None:
@@ -52,8 +52,8 @@ class Sharing:
         self._mapped: Mapped | None = None
         self._early: set[int] = set()
         try:
-            # Neither end ever waits here. A descriptor is in the other end's queue before the message that needs
-            # it is sent: one that is not there when the message has come was never sent.
+            # Non-blocking: a descriptor is in the receiver's queue before the message that needs it is sent. If it is
+            # not there when the message arrives, it was never sent.
             side.setblocking(False)
             self._pool, control = Pool.open(budget)
         except OSError:
@@ -74,21 +74,21 @@ class Sharing:
         is_alone: bool = False,
         deadline: Deadline | None = None,
     ) -> tuple[list[Shared | memoryview], list[Block]]:
-        """Copy those of at least ``least`` bytes where the other end can see them.
+        """Copy buffers of at least ``least`` bytes into shared memory.
 
         Args:
-            home: where a buffer begins that the caller alone refers to: if it is a block that came from the other end,
-                it goes back as it is.
-            is_alone: whether the caller has made sure, too, that nobody else refers to the block.
+            home: the address of a buffer that only the caller refers to. If it is a block from the other end, it is
+                returned in place.
+            is_alone: whether the caller has also checked that nothing else refers to the block.
 
         Returns:
-            what to send, and the blocks, for :meth:`take_back` if it is not sent after all.
+            What to send, and the blocks, for :meth:`take_back` if it is not sent.
 
         Raises:
-            DeadlineExceeded: the copies took too long. Nothing is to be sent.
+            DeadlineExceeded: copying took too long. Nothing may be sent.
         """
         placed: list[Shared | memoryview] = []
-        # Copied, and not announced yet: of what the other end has not heard, nothing is lost.
+        # Copied but not announced yet, so that they can be taken back.
         copied: list[tuple[int, Block]] = []
         for each in buffers:
             if home and self._mapped is not None and address_of(each) == home:
@@ -122,7 +122,7 @@ class Sharing:
         for start in range(0, target.nbytes, _AT_ONCE):
             if deadline.expired():
                 raise DeadlineExceeded(
-                    f"{start} of {target.nbytes} bytes were copied when the time was up"
+                    f"only {start} of {target.nbytes} bytes could be copied in time"
                 )
             end = start + _AT_ONCE
             copy_into(target[start:end], source[start:end], self._move)
@@ -130,21 +130,21 @@ class Sharing:
     def take_back(self, blocks: Sequence[Block]) -> None:
         """The message is not sent."""
         for each in blocks:
-            # A new one's descriptor is on its way: the message that says so never comes, so no other may be
-            # put there. It is given up until the connection ends.
+            # The descriptor of a new one was sent, but its message never will be. So its number cannot be reused
+            # while the connection lasts.
             if each.file is None:
                 self._pool.take_back(each)
 
     def take(self, buffers: Sequence[Buffer | Shared]) -> list[Buffer]:
-        """The memory of a message's buffers; what is shared stays the other end's until it is freed here.
+        """The memory of a message's buffers. Shared blocks are returned when nothing here refers to them.
 
         Raises:
-            ProtocolError: there is no such memory.
+            ProtocolError: there is no such block.
         """
         return [self._view(each) if isinstance(each, Shared) else each for each in buffers]
 
     def discard(self, buffers: Sequence[Any]) -> None:
-        """A message that nobody wants: give its memory back."""
+        """Return the memory of an unwanted message."""
         for each in buffers:
             if isinstance(each, Shared):
                 with contextlib.suppress(ProtocolError):
@@ -165,7 +165,7 @@ class Sharing:
         }
 
     def close(self) -> None:
-        """Give back what no tensor lives in."""
+        """Release the memory that no tensor uses."""
         self._side.close()
         self._pool.close()
         if self._mapped is not None:
@@ -176,7 +176,7 @@ class Sharing:
             return self._pool.take_home(shared.segment, shared.size)
         if shared.slot != _OWN:
             raise ProtocolError(
-                f"a block came in slot {shared.slot}: expected {_OWN} (the sender's) or {_HOME} (ours)"
+                f"received a block with slot {shared.slot}: expected {_OWN} (the sender's) or {_HOME} (ours)"
             )
         return self._find(shared).view(shared.segment, shared.size)
 
@@ -186,7 +186,7 @@ class Sharing:
                 number, _, fd = self._receive()
                 if number != _CONTROL:
                     os.close(fd)
-                    raise ProtocolError("shared memory was named before its control page came")
+                    raise ProtocolError("received shared memory before its control page")
                 self._mapped = Mapped.open(fd)
             if shared.offset:
                 while shared.segment not in self._early:
@@ -197,14 +197,14 @@ class Sharing:
             return self._mapped
 
     def _announce(self, block: Block) -> bool:
-        """Send the descriptor, if the other end has none; False if that cannot be done now."""
+        """Send the descriptor of a new segment; False if that is impossible now."""
         if block.file is None:
             return True
         try:
             self._send(block.segment, block.capacity, block.file.fileno())
         except OSError:
-            # Too many are on their way: it reads them with the messages that name them. Or it has gone, which
-            # sending the message will tell.
+            # The queue is full, since the peer reads descriptors only with their messages. Or the peer is gone, which
+            # sending the message will show.
             self._pool.take_back(block)
             return False
         self._pool.told(block)
@@ -219,18 +219,18 @@ class Sharing:
 
     def _receive(self) -> tuple[int, int, int]:
         try:
-            # Not socket.recv_fds, which drops the flag: a child of this process would inherit what came.
+            # Not socket.recv_fds, which drops the flag: children would inherit the descriptor.
             data, ancillary, _, _ = self._side.recvmsg(
                 _ENTRY.size, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
-            raise ProtocolError(f"no descriptor came for shared memory: {error}") from None
+            raise ProtocolError(f"received no descriptor for shared memory: {error}") from None
         fds = [fd for _, _, each in ancillary for (fd,) in _FD.iter_unpack(each)]
         if len(fds) != 1 or len(data) != _ENTRY.size:
             for fd in fds:
                 os.close(fd)
             raise ProtocolError(
-                f"{len(data)} bytes with {len(fds)} descriptors came for shared memory"
+                f"received {len(data)} bytes with {len(fds)} descriptors for shared memory: expected {_ENTRY.size} with 1"
             )
         capacity, number = _ENTRY.unpack(data)
         return number, capacity, fds[0]

@@ -1,32 +1,30 @@
-"""TLS 1.3 on a connected socket, for lines: sends never wait, and one thread may receive while others send.
+"""TLS 1.3 on a connected socket, for lines: sends never block, and one thread may receive while others send.
 
 Theory of operation
 -------------------
-OpenSSL does no I/O here: an ``SSLObject`` turns bytes into records between two memory BIOs, and the socket is ours, with
-the flags that :class:`Line` wants. OpenSSL's objects take one thread at a time, so one lock is around every use of
-them; it is not held while the kernel sends or receives.
+OpenSSL does no I/O here: an ``SSLObject`` converts between data and records in two memory BIOs, and this module uses the
+socket with the flags that :class:`Line` needs. OpenSSL objects are not thread-safe, so a lock guards each use. It is not
+held while the kernel sends or receives.
 
-*Sending.* Once bytes are encrypted, their records must go out, each exactly once and in order: a record that is lost or
-encrypted again ends the connection. So a chunk counts as sent when the kernel has all of its records, and not before.
-What the kernel did not take stays here, and the chunk stays with the caller, who offers it again: the next bytes to be
-sent must begin with those that did not count. They are not encrypted again.
+*Sending.* Once bytes are encrypted, their records must be sent exactly once and in order. So a chunk counts as sent only
+when the kernel has accepted all of its records. The rest of the records stays here, and the caller must begin the next
+send with the bytes that were not counted. They are not encrypted again.
 
-*Receiving.* What has been decrypted and not been fetched does not make the descriptor readable. So :class:`TlsLine`
-takes all there is at each read.
+*Receiving.* Data that OpenSSL has decrypted does not make the descriptor readable. So :class:`TlsLine` takes all
+available data at each read.
 
-What it gives, and what not
----------------------------
-Nobody on the way reads or changes what is sent. To whom we speak is a matter of ``wire.auth``: both ends put the SHA-256
-of the accepting end's certificate (RFC 5929, ``tls-server-end-point``) into their proofs. Who sits between the two has
-to show the connecting end a certificate whose key he has; it is another one, and the proofs that he relays are wrong.
-With an authority both ends look at each other's chain beforehand, at no host names: jobs use addresses. What this does
-not do:
+Guarantees and limits
+---------------------
+Others on the network can neither read nor change the data. ``wire.auth`` identifies the peer: both proofs cover the
+SHA-256 of the accepting end's certificate (RFC 5929, ``tls-server-end-point``). A man in the middle must show another
+certificate, whose key he has, so the proofs that he relays are invalid. With an authority, both ends also verify each
+other's chain, but not host names, since jobs use addresses. Limits:
 
-- The length and the time of messages can be seen.
-- Who has the accepting end's key can be in the middle; who has the job's secret can be either end. Neither can read what
-  he has only recorded: each connection has keys of its own.
-- Keys are not renewed within a connection; Python has no call for it. RFC 8446 (5.5) advises that after some 400 GB.
-- An end without ``close_notify`` is an end: frames say how long they are, so nothing shorter is taken for whole.
+- The size and time of messages are visible.
+- The accepting end's key allows a man in the middle, and the job's secret allows posing as either end. Neither allows
+  decrypting recorded traffic: each connection has its own keys.
+- Keys are not updated during a connection, since Python cannot. RFC 8446 (5.5) advises it after about 400 GB.
+- A missing ``close_notify`` is not reported: frames contain their lengths, so truncation is detected anyway.
 """
 
 from __future__ import annotations
@@ -51,25 +49,25 @@ from .transport import HungUp
 from .wrapped_socket import WrappedSocket, drop
 
 
-# Four full records: few calls for large tensors, and little that is encrypted and must wait.
+# Four full records: few calls for large tensors, but little encrypted data that must wait.
 _CHUNK = 64 * 1024
 _RECORD = 16 * 1024
-# How much is received at once: what takes OpenSSL some 50 us, in which nobody sends.
+# Bytes per receive. OpenSSL decrypts them in about 50 µs, during which nothing can be sent.
 _RECEIVE = 128 * 1024
 _DONT_WAIT = socket.MSG_DONTWAIT
 _SAME = "give all workers the same tls=..."
-# How a handshake of ours begins where there is no TLS around it.
+# The first bytes of our handshake without TLS.
 _PLAIN = b"RLY1"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Identity:
-    """What an end of a connection shows, and whom it takes.
+    """The certificate of an end, and the peers that it accepts.
 
     Args:
-        accepting: the context of connections that come.
-        connecting: the context of those that are made.
-        fingerprint: SHA-256 of the certificate that ``accepting`` shows.
+        accepting: the context of accepted connections.
+        connecting: the context of opened connections.
+        fingerprint: SHA-256 of the certificate of ``accepting``.
     """
 
     accepting: ssl.SSLContext
@@ -78,10 +76,10 @@ class Identity:
 
     @classmethod
     def of(cls, accepting: ssl.SSLContext, connecting: ssl.SSLContext) -> Identity:
-        """An identity that takes itself: tried out, without a socket.
+        """An identity that accepts itself, as tested by a handshake in memory.
 
         Raises:
-            ssl.SSLError: it does not. :func:`told` says why.
+            ssl.SSLError: it does not. :func:`told` gives the reason.
         """
         there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
         ours = connecting.wrap_bio(back, there)
@@ -93,25 +91,25 @@ class Identity:
 
 
 def new_context(*, accepts: bool) -> ssl.SSLContext:
-    """A context for one of the two sides, which looks at nobody's certificate yet."""
+    """A context for one side, which verifies no certificates yet."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if accepts else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     if accepts:
-        # Nobody resumes anything: each connection shows its certificate, which the proofs need.
+        # No resumption: the proofs need the certificate on each connection.
         context.num_tickets = 0
     return context
 
 
 class TlsSocket(WrappedSocket):
-    """A connected socket behind TLS, with those methods of a socket that a handshake and a line use.
+    """A connected socket with TLS, with the methods that handshakes and lines use.
 
-    One thread at a time receives, and one at a time sends.
+    One thread at a time may receive, and one may send.
 
     Args:
-        sock: connected; it is taken over.
-        accepts: whether the other end has opened the connection.
+        sock: connected; this object owns it.
+        accepts: whether the other end opened the connection.
     """
 
     def __init__(self, sock: socket.socket, identity: Identity, *, accepts: bool) -> None:
@@ -125,34 +123,34 @@ class TlsSocket(WrappedSocket):
         self._own = identity.fingerprint
         self._is_open = False
         self._heard = False
-        # Records that the kernel has not taken yet.
+        # Records that the kernel has not accepted yet.
         self._pending = memoryview(b"")
-        # How many bytes are encrypted, and not counted as sent.
+        # How many bytes are encrypted but not counted as sent.
         self._uncounted = 0
         self._scratch = memoryview(bytearray(_RECEIVE))
-        # What OpenSSL has failed with, in receiving.
+        # OpenSSL's error in receiving.
         self._failure: ssl.SSLError | None = None
 
     # -- the handshake ---------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Whether the handshake is over."""
+        """Whether the handshake is complete."""
         return self._is_open
 
     @property
     def channel(self) -> bytes:
-        """What both ends know of this connection, and nobody between them has; after the handshake."""
+        """The fingerprint of the accepting end's certificate, once the handshake is complete."""
         return self._own if self._accepts else _fingerprint(self._tls)
 
     def step(self) -> bool:
-        """Go on with the handshake: receives once, as the socket is set to. True when it is over.
+        """Continue the handshake. Receives once, and blocks as the socket does. True when the handshake is complete.
 
         Raises:
-            AuthenticationError: one of the two does not take the other's certificate.
-            HungUp: it has closed the connection without a word.
-            ProtocolError: the other end does not speak TLS, or not ours.
-            BlockingIOError, TimeoutError: nothing has come; call again.
+            AuthenticationError: one end rejects the other's certificate.
+            HungUp: the other end closed the connection without a reason.
+            ProtocolError: the other end does not use TLS, or not with our settings.
+            BlockingIOError, TimeoutError: nothing was received; call again.
             OSError: the connection broke.
         """
         if self._shake():
@@ -165,7 +163,7 @@ class TlsSocket(WrappedSocket):
             raise HungUp(f"the other end closed the connection in the TLS handshake: {why}")
         if not self._heard and _PLAIN.startswith(bytes(self._scratch[: min(count, len(_PLAIN))])):
             raise ProtocolError(
-                f"the other end does not use TLS and this worker requires it: {_SAME}"
+                f"the other end does not use TLS, which this worker requires: {_SAME}"
             )
         self._heard = True
         with self._lock:
@@ -187,11 +185,11 @@ class TlsSocket(WrappedSocket):
         return self._is_open
 
     def recv(self, _size: int) -> bytes:
-        """All that has come, decrypted; empty at the end. For the time before there is a line.
+        """All received data, decrypted; empty at the end of the stream. For the time before there is a line.
 
         Raises:
-            AuthenticationError, ProtocolError: the other end refuses us only now (TLS 1.3), or what came is damaged.
-            BlockingIOError, TimeoutError: nothing has come, or less than a record; call again.
+            AuthenticationError, ProtocolError: the other end rejects us late, as TLS 1.3 allows, or the data is damaged.
+            BlockingIOError, TimeoutError: no complete record was received; call again.
             OSError: the connection broke.
         """
         found = self._decrypted()
@@ -214,22 +212,22 @@ class TlsSocket(WrappedSocket):
 
     def _refuse(self, error: ssl.SSLError) -> NoReturn:
         with contextlib.suppress(OSError):
-            self._hand_over(_DONT_WAIT)  # the other end is told why
+            self._hand_over(_DONT_WAIT)  # send the alert
         text = told(error)
         if isinstance(error, ssl.SSLCertVerificationError):
-            problem = f"the other end's certificate is refused ({text})"
+            problem = f"the other end's certificate is rejected ({text})"
         elif "certificate" in text or text == "unknown ca":
-            problem = f"the other end refuses this worker's certificate ({text})"
+            problem = f"the other end rejects this worker's certificate ({text})"
         else:
             raise ProtocolError(f"the TLS handshake failed ({text}): {_SAME}") from None
         raise AuthenticationError(
-            f"{problem}: give all workers certificates of one authority"
+            f"{problem}: give all workers certificates from one authority"
         ) from None
 
     # -- sending ---------------------------------------------------------------------------------
 
     def send(self, data: Piece, flags: int = 0) -> int:
-        """As a socket's, but for what the caller owes: the next call begins with the bytes that did not count."""
+        """As ``socket.send``, but the next call must begin with the bytes that were not counted."""
         return self.sendmsg((data,), (), flags)
 
     def sendall(self, data: bytes) -> None:
@@ -240,10 +238,10 @@ class TlsSocket(WrappedSocket):
     def sendmsg(
         self, pieces: Iterable[Piece], _ancillary: Iterable[Any] = (), flags: int = 0
     ) -> int:
-        """The same for several, one after the other.
+        """:meth:`send` for several pieces.
 
         Raises:
-            BlockingIOError: the kernel takes nothing, or not all of what is encrypted.
+            BlockingIOError: the kernel did not accept all of the encrypted data.
             OSError: the connection broke.
         """
         left = deque(view for each in pieces if (view := memoryview(each).cast("B")))
@@ -269,7 +267,7 @@ class TlsSocket(WrappedSocket):
             raise _broken(error) from None
 
     def _hand_over(self, flags: int) -> None:
-        """Give the kernel all that is encrypted; raises BlockingIOError if it does not take it."""
+        """Send all encrypted data. Raises BlockingIOError if the kernel does not accept it all."""
         while True:
             if not self._pending:
                 with self._lock:
@@ -281,11 +279,11 @@ class TlsSocket(WrappedSocket):
     # -- receiving -------------------------------------------------------------------------------
 
     def fetch(self, flags: int) -> bool:
-        """Receive once; False at the end.
+        """Receive once; False at the end of the stream.
 
         Raises:
-            BlockingIOError: nothing has come.
-            OSError: the connection broke, or what came before was damaged.
+            BlockingIOError: nothing was received.
+            OSError: the connection broke, or earlier data was damaged.
         """
         if self._failure is not None:
             if isinstance(self._failure, ssl.SSLZeroReturnError):
@@ -297,19 +295,19 @@ class TlsSocket(WrappedSocket):
         return bool(count)
 
     def recv_into(self, buffer: memoryview, _size: int = 0, _flags: int = 0) -> int:
-        """Decrypt into ``buffer`` what was fetched; 0: nothing is left. Receives nothing itself.
+        """Decrypt fetched data into ``buffer``; 0: nothing is left. Does not receive.
 
-        Of damage, the next :meth:`fetch` tells; the descriptor can be read from then.
+        Damage is reported by the next :meth:`fetch`; the descriptor becomes readable.
         """
         if self._failure is not None:
             return 0
         filled = 0
         with self._lock:
-            # Where there is nothing to be read, to ask OpenSSL would only raise that more must come.
+            # Checked first: without data, OpenSSL would only raise.
             while filled < len(buffer) and (self._incoming.pending or self._tls.pending()):
                 part = buffer[filled : filled + _RECORD]
                 try:
-                    # A number, where there is a buffer; the stubs know of bytes only.
+                    # With a buffer it returns an int, unlike the stubs say.
                     count = cast("int", self._tls.read(len(part), part))
                 except ssl.SSLWantReadError:
                     break
@@ -327,7 +325,7 @@ class TlsSocket(WrappedSocket):
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
-    # -- as any socket ---------------------------------------------------------------------------
+    # -- other methods of a socket ---------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -350,7 +348,7 @@ class TlsLine(Line):
     def read(self, left: float | None, sleeper: Sleeper | None = None) -> list[Frame]:
         rest = None if sleeper is None else sleeper.rest()
         if rest is not None:
-            # What comes is taken in several steps: none of them sleeps.
+            # Data is taken in several steps, none of which may sleep.
             wait = PATIENCE if left is None else min(left, PATIENCE)
             return self._take(_DONT_WAIT) if self._wait(POLLIN, wait, rest) else []
         if left is not None and left < PATIENCE and not self._wait(POLLIN, left):
@@ -358,7 +356,7 @@ class TlsLine(Line):
         return self._take(0)
 
     def _take(self, flags: int) -> list[Frame]:
-        """All frames that one look at the kernel completes: nothing that is decrypted may stay behind."""
+        """All frames that one receive completes. No decrypted data may be left in OpenSSL."""
         sock, parser = self._sock, self._parser
         try:
             goes_on = sock.fetch(flags)
@@ -378,13 +376,12 @@ class TlsLine(Line):
 def new_line(
     sock: Connection, parser: FrameParser, kind: str, silence: Silence | None = None
 ) -> Line:
-    """The line for a socket."""
     made = TlsLine if isinstance(sock, TlsSocket) else Line
     return made(sock, parser, kind, silence=silence)
 
 
 def told(error: ssl.SSLError) -> str:
-    """What OpenSSL has to say, in a few words."""
+    """OpenSSL's reason in a few words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     words = (error.reason or str(error)).lower().replace("_", " ")
@@ -400,14 +397,14 @@ def _broken(error: ssl.SSLError) -> OSError:
 
 
 def _fingerprint(end: ssl.SSLObject) -> bytes:
-    """Of the certificate that the other end has shown."""
+    """SHA-256 of the other end's certificate."""
     shown = end.getpeercert(True)
     assert shown is not None
     return hashlib.sha256(shown).digest()
 
 
 def _first(left: deque[memoryview]) -> bytes | memoryview:
-    """The next bytes to be encrypted together; they stay."""
+    """The next bytes to encrypt together. Does not remove them."""
     if len(left) == 1 or len(left[0]) >= _CHUNK:
         return left[0][:_CHUNK]
     taken, room = [], _CHUNK

@@ -1,7 +1,7 @@
-"""Unix sockets: between processes of one user on one host.
+"""Unix sockets between processes of one user on one host.
 
-The address lies in the abstract name space: nothing is left over in the file system when a process is killed. It
-has no permissions either, so each end asks the kernel whose process the other one is, and refuses other users'.
+Addresses are in the abstract namespace, so that a killed process leaves nothing in the file system. They have no
+permissions, so each end asks the kernel for the user of the other one, and refuses other users.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .transport import Address, Reach, Transport, accepted
 
 
 KIND = "uds"
-# The largest that is given without privileges on most systems: fewer, longer writes.
+# The largest that most systems allow without privileges: fewer and larger writes.
 _BUFFER = 212992
 _CREDENTIALS = struct.Struct("3i")
-# The kernel cuts it to somaxconn. Other users of the host can fill it; who finds it full tries again.
+# The kernel limits it to somaxconn. Other users can fill it; a client that finds it full retries.
 _BACKLOG = 4096
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """Whose process the other end is, as the kernel knows."""
+    """The user of the process at the other end, from the kernel."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(data)[1])
 
@@ -75,11 +75,11 @@ def _new_socket() -> socket.socket:
 
 
 def connect(address: Address, deadline: Deadline) -> socket.socket:
-    """Connect to a listener of this user's (or root's).
+    """Connect to a listener of this user or of root.
 
     Raises:
-        BlockingIOError: too many others wait to be let in.
-        OSError: nobody listens there, or somebody else.
+        BlockingIOError: the listener's backlog is full.
+        OSError: the address has no listener, or one of another user.
     """
     sock = _new_socket()
     try:

@@ -1,25 +1,23 @@
-"""A cluster of etcd servers behind :class:`~rallypoint.rendezvous.store.Store`: outlives every node of the job.
+"""A :class:`~rallypoint.rendezvous.store.Store` in an etcd cluster, which outlives every node of the job.
 
 [Note: Keys in etcd]
-Below the prefix, a key ``K`` (percent-encoded, so that ``=`` and ``:`` cannot be in it) is
+Below the prefix, a key ``K`` (percent-encoded, so that it contains no ``=`` or ``:``) is stored as
 
     K=              its value
-    K=+05, K=-00    what was added to it: each put stands for +2**5, for -2**0, …
+    K=+05, K=-00    additions: each put stands for +2**5, for -2**0, …
     :writer/UID     one per connection, see below
     :lease          the lease of the prefix, see :class:`JobLease`
 
-etcd counts how often a key was put since it was created (its *version*), so a counter needs no
-compare-and-set: to add 37 is to put ``+00``, ``+02`` and ``+05``, and the sum is the value (0 if there is none)
-plus 2**n times the version of each. One transaction puts them and reads all of them back: N callers at once
-cost one round trip each, and a counter is at most 127 small keys, however often it was added to. Whoever
-reads a key reads [``K=``, ``K>``), which is value and counter alike.
+etcd counts how often a key was put since its creation (its *version*), so a counter needs no compare-and-set. To add 37,
+put ``+00``, ``+02`` and ``+05``; the sum is the value (0 if there is none) plus 2**n times the version of each. One
+transaction puts them and reads all of them back. So each of N concurrent callers needs one round trip, and a counter has
+at most 127 small keys. To read a key, read [``K=``, ``K>``), which includes value and counter.
 
-[Note: Once, however often it was sent]
-An answer may be lost after its transaction has taken effect. So every transaction that writes also puts
-this connection's writer key, on condition that it was put n times before; n is what the connection has
-counted. If the condition fails because it was put n + 1 times, an earlier try has taken effect, at the
-revision where the writer key was last put, and what its answer said is read as of that revision.
-After an operation whose outcome stayed unknown, the connection goes on with a new writer key.
+[Note: Exactly-once writes]
+An answer may be lost after its transaction has taken effect. So every transaction that writes also puts the connection's
+writer key, on the condition that it was put n times before, as the connection has counted. If it was put n + 1 times, an
+earlier attempt has taken effect, at the revision of that last put; its answer is then read as of that revision. After an
+operation with an unknown outcome, the connection uses a new writer key.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ from .etcd_client import (
 )
 
 
-# etcd takes this many operations in one transaction unless its --max-txn-ops says otherwise.
+# The most operations in a transaction: etcd's default for --max-txn-ops.
 CHUNK = 128
-# A watch is begun anew after this many seconds: a server that fell silent is noticed by then.
+# Seconds after which a watch is renewed, to notice a silent server.
 WATCH_SLICE = 20.0
-# Bits of an amount; c10d's counters are signed 64-bit numbers.
+# Bits of an amount; counters of c10d are signed 64-bit numbers.
 DIGITS = 63
 
 Json = dict[str, Any]
@@ -60,21 +58,20 @@ Json = dict[str, Any]
 class EtcdStore:
     """One connection to a job's keys in etcd.
 
-    It connects with the first operation. Operations of one object that write take turns.
+    It connects with the first operation. Writes through one object are serialized.
 
     Args:
-        endpoints: ``host:port`` of members of the cluster; operations go on while a majority of it lives.
-        prefix: what all keys of the job begin with, as a folder (``rally/my-job``).
-        ca_cert, cert, key: files for TLS: who signed the servers' certificates; our own, and its key.
+        endpoints: ``host:port`` of members of the cluster. A majority of the cluster must be alive.
+        prefix: of all the job's keys, like a folder (``rally/my-job``).
+        ca_cert, cert, key: files for TLS: the authority of the servers' certificates, our certificate, and its key.
         user, password: for clusters with authentication.
-        ttl: seconds after which the job's keys are removed when none of its connections is open any
-            more in a live process; None leaves them until :meth:`delete_prefix`. The cluster rounds
-            very short ones up.
-        patience: seconds after which a cluster that does not answer counts as gone.
+        ttl: seconds after which the job's keys are removed once no live process has a connection; None: only
+            :meth:`delete_prefix` removes them. The cluster rounds very short ones up.
+        patience: seconds after which a cluster that does not answer counts as lost.
         lease: another connection's, in place of ttl.
 
     Raises:
-        ConfigError: a setting cannot work, a file cannot be read, or etcd3gw is not installed.
+        ConfigError: a setting is invalid, a file cannot be read, or etcd3gw is not installed.
     """
 
     def __init__(
@@ -120,7 +117,7 @@ class EtcdStore:
 
     def get(self, key: str, timeout: float) -> bytes:
         name, deadline = self._name(key), Deadline(timeout)
-        trouble: Deadline | None = None  # since watches do not last
+        trouble: Deadline | None = None  # since watches fail
         pause = FIRST_PAUSE
         while True:
             items, revision = self._read(name)
@@ -130,7 +127,7 @@ class EtcdStore:
             if left <= 0:
                 raise TimeoutError(f"no key {key!r} within {timeout:g} s")
             try:
-                # There was nothing; so what one change has put is all there is after it.
+                # There was no value, so the first change contains the whole one.
                 items = self._client.watch(name, _end(name), revision + 1, min(left, WATCH_SLICE))
                 trouble, pause = None, FIRST_PAUSE
             except Interrupted as interruption:
@@ -138,7 +135,7 @@ class EtcdStore:
                 trouble = trouble or Deadline(patience)
                 if trouble.expired():
                     raise RendezvousConnectionError(
-                        f"{self._client.name}: no watch has worked for {patience:g} s: {interruption}"
+                        f"{self._client.name}: all watches have failed for {patience:g} s: {interruption}"
                     ) from None
                 self._client.pause(min(pause, left))
                 pause = min(pause * 2, LONGEST_PAUSE)
@@ -165,7 +162,7 @@ class EtcdStore:
         name = self._name(key)
         if amount == 0:
             held = self.get_many([key])[0]
-            if held is None:  # a counter of 0 is there, too
+            if held is None:  # a counter of 0 must exist, too
                 held = self.put_new(key, b"0")
             return _number(key, held)
         sign = b"+" if amount > 0 else b"-"
@@ -185,14 +182,14 @@ class EtcdStore:
         return value if held is None else held
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """See :class:`~rallypoint.rendezvous.store.ComparingStore`. Two round trips if nobody interferes."""
+        """See :class:`~rallypoint.rendezvous.store.ComparingStore`. Two round trips without contention."""
         name = self._name(key)
         while True:
             items, _ = self._read(name)
             held = _value(name, items)
             if (held or b"") != expected:
                 return expected if held is None else held
-            # As it was read: no key of the range is new, none was put or removed since.
+            # Unchanged since it was read: no key in the range was created, put or removed.
             newest = max((item.modified for item in items), default=0)
             when = [_compare(name, "MOD", "LESS", newest + 1, _end(name))]
             when += [_compare(item.key, "MOD", "EQUAL", item.modified) for item in items]
@@ -224,13 +221,13 @@ class EtcdStore:
                 self._lease.release()
 
     def num_keys(self) -> int:
-        """How many keys and counters there are. Reads all their names."""
+        """The number of keys and counters. Reads all their names."""
         request = {**_range(self._root, _after(self._root))["request_range"], "keys_only": True}
         found = parse_items(self._client.call("/kv/range", request).get("kvs", []))
         return len({item.key.partition(b"=")[0] for item in found if b"=" in item.key})
 
     def delete_prefix(self) -> None:
-        """Remove everything of the job, deeper prefixes included: for its end, when nobody writes."""
+        """Remove all the job's keys, including deeper prefixes. For the end of the job, when nothing writes any more."""
         request = {"key": encoded(self._root), "range_end": encoded(_after(self._root))}
         self._client.call("/kv/deleterange", request)
 
@@ -242,7 +239,7 @@ class EtcdStore:
         return self._root + b":writer/" + uuid.uuid4().hex.encode()
 
     def _read(self, name: bytes, revision: int = 0) -> tuple[list[Item], int]:
-        """The keys of a value or counter, now or as of a revision; and the revision that answered."""
+        """The keys of a value or counter, now or as of a revision, and the revision of the answer."""
         request = {**_range(name)["request_range"], "revision": revision}
         answer = self._client.call("/kv/range", request)
         return parse_items(answer.get("kvs", [])), int(answer["header"]["revision"])
@@ -253,7 +250,7 @@ class EtcdStore:
         when: Sequence[Json] = (),
         otherwise: Sequence[Json] = (),
     ) -> _Outcome:
-        """Carry out ``change`` if ``when`` holds, once: [Note: Once, however often it was sent]."""
+        """Execute ``change`` exactly once if ``when`` holds: [Note: Exactly-once writes]."""
         with self._turn:
             try:
                 while True:
@@ -261,7 +258,7 @@ class EtcdStore:
                     try:
                         outcome = self._try_write(change, when, otherwise, lease)
                     except LeaseLost:
-                        # Every connection slept for longer than ttl, or there was a long outage.
+                        # All connections were suspended for longer than ttl, or there was a long outage.
                         assert self._lease is not None
                         self._lease.lost(lease)
                         continue
@@ -278,7 +275,7 @@ class EtcdStore:
         otherwise: Sequence[Json],
         lease: int,
     ) -> _Outcome | None:
-        """None: the writer key was not as counted; it is counted anew."""
+        """None: the writer key's count was wrong, and was corrected."""
         ours = self._writer
         for one in [*change, mark := _put(ours, b"")]:
             if "request_put" in one:
@@ -297,21 +294,21 @@ class EtcdStore:
             return _Outcome(True, answers[:-1])
         held = _items(answers[0])
         version = held[0].version if held else 0
-        if version == self._written:  # then it is `when` that does not hold
+        if version == self._written:  # so `when` does not hold
             return _Outcome(False, answers[1:])
         repeated = version == self._written + 1
-        self._written = version  # 0 if somebody has removed the prefix
+        self._written = version  # 0 if the prefix was removed
         return _Outcome(True, [], repeated=True, revision=held[0].modified) if repeated else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What became of a transaction.
+    """The outcome of a transaction.
 
     Args:
         done: the change took effect.
         answers: to each operation of ``change``, or of ``otherwise``; none if ``repeated``.
-        repeated: it was an earlier try that took effect, at ``revision``.
+        repeated: an earlier attempt took effect, at ``revision``.
     """
 
     done: bool
@@ -321,11 +318,10 @@ class _Outcome:
 
 
 class JobLease:
-    """The one lease of a prefix: what is bound to it is removed ``ttl`` seconds after its last renewal.
+    """The lease of a prefix. Its keys are removed ``ttl`` seconds after the last renewal.
 
-    Its number stands under the prefix, put there by whoever came first, so that all connections of a
-    job renew the same one. A thread of each process does, not the operations: a job may train for
-    hours without asking its store for anything, and is no less alive.
+    The first connection stores the lease's number under the prefix, so that all connections of a job renew the same one.
+    A thread in each process renews it, not the operations: a job may train for hours without using its store.
     """
 
     def __init__(self, access: EtcdAccess, root: bytes, ttl: int) -> None:
@@ -339,7 +335,7 @@ class JobLease:
         self._thread: threading.Thread | None = None
 
     def number(self) -> int:
-        """The lease to bind a key to; the first call takes one."""
+        """The lease to bind a key to. The first call obtains one."""
         with self._lock:
             if not self._number:
                 self._number = self._agree()
@@ -349,7 +345,7 @@ class JobLease:
             return self._number
 
     def lost(self, number: int) -> None:
-        """That one has expired: take another."""
+        """This lease has expired: obtain another one."""
         with self._lock:
             if self._number == number:
                 self._number = 0
@@ -360,7 +356,7 @@ class JobLease:
         return self
 
     def release(self) -> None:
-        """The last user's call ends the renewing."""
+        """The last user's call ends the renewal."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -369,7 +365,7 @@ class JobLease:
         self._closed.set()
         self._client.close()
         if thread is not None:
-            # It may be in a request to a server that is gone; as a daemon it holds nothing up.
+            # It may be in a request to a lost server. It is a daemon, so that it does not delay the process's exit.
             thread.join(1.0)
 
     def _renew(self) -> None:
@@ -379,7 +375,7 @@ class JobLease:
                 if number and not self._alive(number):
                     self.lost(number)
             except RendezvousConnectionError:
-                pass  # the operations tell; here it is tried again
+                pass  # retried; operations report the error
 
     def _alive(self, number: int) -> bool:
         result = self._client.call("/lease/keepalive", {"ID": number}).get("result", {})
@@ -397,7 +393,7 @@ class JobLease:
             seen = held[0].modified if held else 0
             compare = [_compare(self._key, "MOD", "EQUAL", seen)]
             self._client.call("/kv/txn", {"compare": compare, "success": [put]})
-            # Whoever was first: the next turn reads. A lease nobody uses expires.
+            # The next iteration reads which lease was stored first. An unused one expires.
 
 
 def _end(name: bytes) -> bytes:
@@ -406,7 +402,7 @@ def _end(name: bytes) -> bytes:
 
 
 def _after(prefix: bytes) -> bytes:
-    """The end of the range of all keys that begin so."""
+    """The end of the range of all keys with this prefix."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
@@ -440,7 +436,7 @@ def _items(answer: Json) -> list[Item]:
 
 
 def _value(name: bytes, items: Sequence[Item]) -> bytes | None:
-    """What a key holds: [Note: Keys in etcd]."""
+    """The value of a key: [Note: Keys in etcd]."""
     held: bytes | None = None
     added: int | None = None
     for item in items:
@@ -455,7 +451,7 @@ def _value(name: bytes, items: Sequence[Item]) -> bytes | None:
     try:
         return str(int(held or b"0") + added).encode()
     except ValueError:
-        return held  # text, and somebody's add() has failed: it stays what it was
+        return held  # not a number: an add() to it has failed, and it keeps its value
 
 
 def _number(key: str, held: bytes) -> int:

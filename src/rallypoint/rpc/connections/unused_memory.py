@@ -43,8 +43,8 @@ class UnusedMemory:
         self._looks = False
         now = time.monotonic()
         budget, recycler = self._sources
-        shared, leased = budget.give_back(now - KEPT)
-        received = recycler.give_back(now - KEPT)
+        shared, leased = budget.trim(now - KEPT)
+        received = recycler.trim(now - KEPT)
         pause = min(
             [each + KEPT - now for each in (shared, received) if each is not None],
             default=LOOK if leased or recycler.has_lent else None,

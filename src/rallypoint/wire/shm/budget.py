@@ -1,4 +1,4 @@
-"""How much memory all pools of a process may take together."""
+"""The memory limit of all pools of a process."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Spender(Protocol):
         """Release the blocks that have been idle since before this time (monotonic seconds); returns the bytes."""
 
     def collect(self) -> None:
-        """Take note of the blocks that the receiver has returned."""
+        """Find the blocks that the receiver has returned."""
 
     def idle_segments(self) -> list[Segment]:
-        """The blocks that nobody uses."""
+        """The blocks that are not in use."""
 
     def forget(self, segment: Segment) -> None:
         """Drop an idle block; the caller releases its memory."""
 
 
 class Budget:
-    """How much memory all pools of a process may take together. Thread-safe.
+    """The memory limit of all pools of a process. Thread-safe.
 
     Args:
         limit_bytes: capacity of all segments, leased and idle.
-        on_use: called whenever memory is leased; :meth:`give_back` is to be called some time after that.
+        on_use: called whenever memory is leased, to have :meth:`trim` called some time later.
 
     Raises:
-        ConfigError: that is negative.
+        ConfigError: the limit is negative.
     """
 
     def __init__(self, limit_bytes: int, on_use: Callable[[], None] = lambda: None) -> None:
@@ -47,23 +47,20 @@ class Budget:
             raise ConfigError("limit_bytes", limit_bytes, "expected a number of bytes, 0 for none")
         self.limit_bytes = limit_bytes
         self.on_use = on_use
-        # What follows is for the pools, which hold the lock. They compute under it; files are made and memory is
-        # given back outside.
+        # For the pools, under the lock. Files are created and memory is released without the lock.
         self.lock = threading.Lock()
         self.used = 0
         self.pools: set[Spender] = set()
-        self.freed = (
-            0  # counts blocks that came back: the smaller its number, the longer one is idle
-        )
+        self.freed = 0  # numbers returned blocks, to find the one that has been idle longest
 
-    def give_back(self, before: float) -> tuple[float | None, bool]:
-        """Give the memory of all blocks to the system that have been idle since before this time.
+    def trim(self, before: float) -> tuple[float | None, bool]:
+        """Release the memory of all blocks that have been idle since before this time.
 
         Args:
             before: monotonic seconds.
 
         Returns:
-            since when those that are left have been idle, the longest of them; and whether any is leased.
+            Since when the longest idle one of the remaining blocks has been idle, and whether any block is leased.
         """
         with self.lock:
             pools = list(self.pools)
@@ -74,7 +71,7 @@ class Budget:
             return min(left, default=None), any(pool.has_leased for pool in pools)
 
     def reserve(self, capacity: int) -> list[Segment] | None:
-        """Count ``capacity`` in; returns whose memory has to be given back for it. None: that would not do."""
+        """Reserve ``capacity``. Returns the segments to release for it; None if that would not suffice."""
         missing = self.used + capacity - self.limit_bytes
         gone: list[Segment] = []
         if missing > 0:

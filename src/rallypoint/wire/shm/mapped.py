@@ -1,4 +1,4 @@
-"""The receiver's end: the blocks that the peer's messages name."""
+"""The receiver's end: the blocks in the peer's messages."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from .control import FREE, GONE, HELD, HOME, MAX_SEGMENTS, SENT, Statistics
 from .segment import File, Memory, at_end_of, map_received
 
 
-# Of a receiver that has closed: it is read only.
+# The page of a closed receiver; read-only.
 _NO_PAGE: Final = memoryview(bytes(MAX_SEGMENTS))
 
 
 class Mapped:
-    """The receiver's end of a connection: finds the blocks that the peer's messages name. Thread-safe.
+    """The receiver's end of a connection: finds the blocks in the peer's messages. Thread-safe.
 
-    After a fork the child may read what the parent holds, as long as the parent holds it.
+    After a fork, the child may read the parent's blocks as long as the parent holds them.
     """
 
     def __init__(self, control: Memory, limit_bytes: int | None = None) -> None:
         self._page = memoryview(control).cast("B")
         self._limit_bytes = limit_bytes
         self._segments: dict[int, Memory] = {}
-        # Views that are in use, by where their memory begins.
+        # Views in use, by the address of their memory.
         self._lent: dict[int, _Lent] = {}
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, control_fd: int, limit_bytes: int | None = None) -> Self:
-        """The end that belongs to the peer's pool. Takes the descriptor over, and closes it.
+        """The end for the peer's pool.
 
         Args:
-            control_fd: as received.
-            limit_bytes: the most that the peer may have mapped here: its budget, where that is known.
+            control_fd: as received; closed here.
+            limit_bytes: the most that the peer may have mapped here: its budget, if known.
 
         Raises:
             ProtocolError: the file is not a control page.
@@ -47,46 +47,45 @@ class Mapped:
         return cls(map_received(File(control_fd), MAX_SEGMENTS, "the control page"), limit_bytes)
 
     def add(self, segment: int, fd: int, capacity: int) -> None:
-        """The peer announces a segment. Takes the descriptor over, and closes it, whatever happens.
+        """Map a segment that the peer announces. Closes the descriptor in any case.
 
         Raises:
-            ProtocolError: the number, the capacity or the file is none that a pool would send.
+            ProtocolError: number, capacity or file is invalid.
         """
         received = File(fd)
         if segment not in range(MAX_SEGMENTS):
             raise ProtocolError(
-                f"segment {segment!r} was announced: expected a number from 0 to {MAX_SEGMENTS - 1}"
+                f"received segment {segment!r}: expected a number from 0 to {MAX_SEGMENTS - 1}"
             )
         if self._page[segment] == HELD:
-            raise ProtocolError(f"segment {segment} was announced anew while its memory is in use")
+            raise ProtocolError(f"received segment {segment} again while its memory is in use")
         with self._lock:
             for each in [n for n in self._segments if n == segment or self._page[n] == GONE]:
                 del self._segments[each]
             mapped = sum(map(len, self._segments.values()))
             if self._limit_bytes is not None and mapped + capacity > self._limit_bytes:
                 raise ProtocolError(
-                    f"segment {segment} of {capacity} bytes was announced beside {mapped} bytes:"
-                    f" expected at most {self._limit_bytes} altogether"
+                    f"received segment {segment} of {capacity} bytes in addition to {mapped} bytes:"
+                    f" expected at most {self._limit_bytes} in total"
                 )
             self._segments[segment] = map_received(received, capacity, f"segment {segment}")
 
     def view(self, segment: int, size: int) -> memoryview:
-        """The block that a message names: writable, ``size`` bytes, and the caller's own.
+        """The block in a message: ``size`` writable bytes for the caller.
 
-        It is given back when the last reference goes: to the view, a slice of it, or a tensor made over it
-        (``torch.frombuffer``). That may be in any thread, and after ``close``. Do not ``release()`` it: a tensor
-        over it would not notice.
+        It is returned when the last reference to the view, a slice of it, or a tensor over it (``torch.frombuffer``) is
+        gone, in any thread, even after ``close``. Do not ``release()`` it: a tensor over it would not notice.
 
         Raises:
-            ProtocolError: no such block is on its way.
+            ProtocolError: no such block was sent.
         """
         with self._lock:
             memory = self._segments.get(segment)
             if memory is None:
-                raise ProtocolError(f"a block came in segment {segment!r}, which was not announced")
+                raise ProtocolError(f"received a block in unknown segment {segment!r}")
             if not 0 < size <= len(memory):
                 raise ProtocolError(
-                    f"a block of {size} bytes came in segment {segment}: expected 1 to {len(memory)}"
+                    f"received a block of {size} bytes in segment {segment}: expected 1 to {len(memory)}"
                 )
             self._expect_sent(segment)
             block = type(memory).from_buffer(memory)  # keeps the memory mapped
@@ -100,16 +99,16 @@ class Mapped:
         return view
 
     def give_home(self, address: int, size: int, *, is_alone: bool = False) -> int | None:
-        """Hand a block back to the sender with what is in it now, if one tensor alone is left of all that used it.
+        """Return a block to the sender with its present content, if only one tensor still uses it.
 
         Args:
-            address: where the tensor's memory begins. The caller has made sure that nobody else refers to the tensor,
-                and neither reads nor writes it from here on.
-            is_alone: whether they have made sure, too, that no other view of the block is left.
+            address: the address of the tensor's memory. The caller has checked that nothing else refers to the tensor, and
+                does not access it from here on.
             size: bytes of that memory.
+            is_alone: whether the caller has also checked that there is no other view of the block.
 
         Returns:
-            the segment's number; None if that is no block, not all of one, or one that others use as well.
+            The segment's number; None if this is not a whole block, or something else uses it.
         """
         with self._lock:
             lent = self._lent.get(address)
@@ -117,7 +116,7 @@ class Mapped:
                 return None
             if not is_alone:
                 view = lent.view()
-                # The tensor's memory has one reference, this function another, and the call that counts the third.
+                # Three references: by the tensor's memory, this function, and the call of getrefcount.
                 if view is None or sys.getrefcount(view) != 3:
                     return None
             if lent.end.detach() is None:
@@ -127,28 +126,28 @@ class Mapped:
             return lent.segment
 
     def discard(self, segment: int) -> None:
-        """The message that names this block is not wanted: the peer has the memory back without a view of it.
+        """Return the block of an unwanted message.
 
         Raises:
-            ProtocolError: no such block is on its way.
+            ProtocolError: no such block was sent.
         """
         if segment not in range(MAX_SEGMENTS):
             raise ProtocolError(
-                f"a block came in segment {segment!r}: expected a number from 0 to {MAX_SEGMENTS - 1}"
+                f"received a block in segment {segment!r}: expected a number from 0 to {MAX_SEGMENTS - 1}"
             )
         with self._lock:
             self._expect_sent(segment)
             self._page[segment] = FREE
 
     def close(self) -> None:
-        """Unmap what no view uses, now; the rest when its view goes. No further block is taken. Idempotent."""
+        """Unmap unused segments now, and each other one when its view is gone. Idempotent."""
         with self._lock:
             self._segments = {}
-            # Whoever still has this object shall not keep memory mapped by it: a page that names no block.
+            # This object may live on: replace the page, so that it can be unmapped.
             self._page = _NO_PAGE
 
     def statistics(self) -> Statistics:
-        """How things stand now. Segments that the peer has given back count until it announces another."""
+        """The present state. Segments that the peer has released count until it announces another one."""
         with self._lock:
             used = [n for n in self._segments if self._page[n] & 1]
             mapped = sum(map(len, self._segments.values()))
@@ -164,12 +163,12 @@ class Mapped:
         state = self._page[segment]
         if state != SENT:
             raise ProtocolError(
-                f"a block came in segment {segment}, but none is on its way there (its state is {state})"
+                f"received a block in segment {segment}, but none was sent there (its state is {state})"
             )
 
 
 class _Lent(NamedTuple):
-    """A view that is in use; ``end`` gives its block back."""
+    """A view in use; ``end`` returns its block."""
 
     segment: int
     size: int
@@ -180,7 +179,7 @@ class _Lent(NamedTuple):
 def _free_block(
     page: memoryview, segment: int, lent: dict[int, _Lent], address: int, process: int
 ) -> None:
-    """A finalizer, so it takes no lock. A fork's copy of a view is not what the sender waits for."""
+    """Return a block. A finalizer, so it takes no lock. Copies of views in forked children do not count."""
     if os.getpid() == process:
         lent.pop(address, None)
         page[segment] = FREE

@@ -1,4 +1,4 @@
-"""The sender's end: memory that is leased for messages, and used again."""
+"""The sender's end: memory that is leased for messages, and reused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .segment import File, Memory, Segment, at_end_of, capacity_for, create, fre
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Memory that was leased for one message. Drop it once that is sent: the memory is the receiver's then.
+    """Memory leased for one message. Drop it once the message is sent: the memory is the receiver's then.
 
     Args:
-        segment: the number that the receiver knows it by.
-        size: bytes, as asked for.
+        segment: the segment's number.
+        size: bytes, as requested.
         capacity: bytes of the segment.
         view: writable, exactly ``size`` bytes.
-        file: goes with the message, as ``segment`` and ``capacity`` do; None: the peer has it already.
+        file: to be sent with the message; None: the peer has it already.
     """
 
     segment: int
@@ -38,7 +38,7 @@ class Block:
 class Pool:
     """The sender's end of a connection: leases memory for messages to its one peer. Thread-safe.
 
-    No call of it belongs into a finalizer: that may run in the thread that holds the lock.
+    Not to be called in finalizers: they may run in the thread that holds the lock.
     """
 
     def __init__(self, budget: Budget, control: Memory) -> None:
@@ -48,18 +48,17 @@ class Pool:
         self._closed = False
         self._segments: dict[int, Segment] = {}
         self._idle: dict[int, list[Segment]] = {}  # by capacity; the one freed last is last
-        self._leased = (
-            0  # one bit for each, at its byte's lowest: comparing with the page is one operation
-        )
+        # One bit per leased segment, the lowest of its byte, so that one operation compares all with the page.
+        self._leased = 0
         self._gaps: list[int] = []  # a heap: numbers below _top that no segment has
         self._top = 0
 
     @classmethod
     def open(cls, budget: Budget) -> tuple[Self, File]:
-        """A pool without memory yet, and its control page, which goes to the peer before anything else.
+        """An empty pool, and its control page, which must be sent to the peer first.
 
         Raises:
-            OSError: the system gives no file or memory.
+            OSError: the system provides no file or memory.
         """
         file, control = create(MAX_SEGMENTS)
         pool = cls(budget, control)
@@ -71,8 +70,8 @@ class Pool:
         """Memory for ``size`` bytes. Its content is undefined.
 
         Returns:
-            None if the budget is spent (even after idle memory of every pool was given back), the system gives
-            none, or the pool is closed: the bytes go another way then.
+            None if the budget is exhausted, even after releasing idle memory of all pools, if the system provides no
+            memory, or if the pool is closed. The bytes must then be sent inline.
 
         Raises:
             ValueError: ``size`` is not positive.
@@ -80,7 +79,7 @@ class Pool:
         if size <= 0:
             raise ValueError(f"cannot lease {size} bytes: expected at least 1")
         if os.getpid() != self._process:
-            return None  # after a fork the memory, and the peer, are still the parent's
+            return None  # a forked child: memory and peer belong to the parent
         capacity = capacity_for(size)
         self._budget.on_use()
         with self._budget.lock:
@@ -113,14 +112,14 @@ class Pool:
             return self._lend(segment, size)
 
     def told(self, block: Block) -> None:
-        """The peer has been sent the block's ``file``: it is not needed again."""
+        """The block's ``file`` was sent to the peer, and is not needed again."""
         with self._budget.lock:
             segment = self._segments.get(block.segment)
             if segment is not None and segment.file is block.file:
                 segment.file = None
 
     def take_back(self, block: Block) -> None:
-        """A leased block whose message will not be sent. Not for one that was: the receiver frees that."""
+        """Return a leased block whose message is not sent."""
         with self._budget.lock:
             segment = self._segments.get(block.segment)
             if segment is not None and segment.view is block.view:  # not lent anew meanwhile
@@ -128,16 +127,16 @@ class Pool:
                 self.collect()
 
     def take_home(self, number: int, size: int) -> memoryview:
-        """A block that the receiver hands back with what is in it now: as :meth:`Mapped.view` gives one.
+        """A block that the receiver returns with its present content. As :meth:`Mapped.view`.
 
         Raises:
-            ProtocolError: no such block is on its way back.
+            ProtocolError: no such block was returned.
         """
         with self._budget.lock:
             segment = self._expect_home(number)
             if not 0 < size <= segment.capacity:
                 raise ProtocolError(
-                    f"a block of {size} bytes came back in segment {number}: expected 1 to {segment.capacity}"
+                    f"received back a block of {size} bytes in segment {number}: expected 1 to {segment.capacity}"
                 )
             segment.is_home = True
             block = type(segment.memory).from_buffer(segment.memory)
@@ -145,10 +144,10 @@ class Pool:
         return memoryview(block).cast("B")[:size]
 
     def discard_home(self, number: int) -> None:
-        """The message that hands this block back is not wanted.
+        """The message that returns this block is not wanted.
 
         Raises:
-            ProtocolError: no such block is on its way back.
+            ProtocolError: no such block was returned.
         """
         with self._budget.lock:
             self._expect_home(number)
@@ -158,14 +157,16 @@ class Pool:
         """Under the lock."""
         segment = self._segments.get(number)
         if segment is None or segment.is_home or self._page[number] != HOME:
-            raise ProtocolError(f"a block came back in segment {number!r}, but none is on its way")
+            raise ProtocolError(
+                f"received back a block in segment {number!r}, but none was returned"
+            )
         return segment
 
     def trim(self, before: float = math.inf) -> int:
-        """Give memory back to the system that has been idle since before this time (monotonic seconds).
+        """Release the blocks that have been idle since before this time (monotonic seconds).
 
         Returns:
-            the bytes given back.
+            The bytes released.
         """
         if os.getpid() != self._process:
             return 0
@@ -180,8 +181,8 @@ class Pool:
     def close(self) -> None:
         """The connection has ended. Idempotent.
 
-        A peer that is cut off may be alive and read what it holds: that memory is not touched and not used again,
-        and the system has it back when the peer drops it, or ends.
+        The peer may still be alive and read the blocks it holds. That memory is not touched or reused; the system frees
+        it when the peer drops it or ends.
         """
         if os.getpid() != self._process:
             return
@@ -199,7 +200,7 @@ class Pool:
         free_pages(idle)
 
     def statistics(self) -> Statistics:
-        """How things stand now."""
+        """The present state."""
         with self._budget.lock:
             self.collect()
             idle = self.idle_segments()
@@ -210,10 +211,10 @@ class Pool:
                 idle_bytes=sum(each.capacity for each in idle),
             )
 
-    # The rest is called with the budget's lock held.
+    # All of the following are called under the budget's lock.
 
     def collect(self) -> None:
-        """Find the blocks that are free by now."""
+        """Find the blocks that the receiver has returned."""
         if not self._leased:
             return
         freed = self._leased & ~int.from_bytes(self._page[: self._top], "little")
@@ -225,7 +226,7 @@ class Pool:
         while number >= 0:
             segment = self._segments[number]
             if segment.is_home:
-                # The peer says that it is free, which is not for the peer to say.
+                # A block in use here: the peer must not free it.
                 self._leased |= 1 << (8 * number)
                 number = marks.find(1, number + 1)
                 continue
@@ -238,15 +239,15 @@ class Pool:
 
     @property
     def has_leased(self) -> bool:
-        """Whether there are blocks on their way or in use."""
+        """Whether any blocks are leased."""
         return bool(self._leased)
 
     def idle_segments(self) -> list[Segment]:
-        """Those that are not leased."""
+        """The segments that are not leased."""
         return [each for alike in self._idle.values() for each in alike]
 
     def forget(self, segment: Segment) -> None:
-        """It is no part of the pool any more; whoever calls this frees its pages, if it was idle."""
+        """Remove a segment from the pool. The caller frees its pages if it was idle."""
         alike = self._idle.get(segment.capacity, [])
         if segment in alike:
             alike.remove(segment)
@@ -256,7 +257,7 @@ class Pool:
         heapq.heappush(self._gaps, segment.number)
 
     def _pop_idle(self, capacity: int) -> Segment | None:
-        """Of this capacity, or of less than twice it: warm memory that is too large beats fresh memory that fits."""
+        """An idle segment of this capacity, or of up to twice it: memory that is too large is still faster than fresh."""
         suitable = capacity
         while suitable < 2 * capacity:
             if self._idle.get(suitable):
@@ -265,7 +266,7 @@ class Pool:
         return None
 
     def _take_number(self) -> tuple[int | None, list[Segment]]:
-        """The lowest that is free, and the idle segment that had to go for it, if one had."""
+        """The lowest free number, and the idle segment that was removed for it, if any."""
         gone: list[Segment] = []
         if not self._gaps and self._top == MAX_SEGMENTS:
             gone = sorted(self.idle_segments(), key=lambda each: each.freed)[:1]
@@ -287,7 +288,7 @@ class Pool:
 
 
 def _let_go(page: memoryview, segment: Segment, process: int) -> None:
-    """The same for a block that has come home."""
+    """Release a block that has come home. A finalizer."""
     if os.getpid() == process:
         segment.is_home = False
         page[segment.number] = FREE

@@ -1,4 +1,4 @@
-"""Segments: nameless files in memory, sealed, and mapped by both ends."""
+"""Segments: sealed anonymous files in memory, mapped by both ends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rallypoint.errors import ProtocolError
 SMALLEST: Final = 64 * 1024
 """Capacity of the smallest segment. Smaller blocks are sent faster than shared."""
 
-# Through ctypes and not mmap.mmap: that one keeps a descriptor open for each mapping, and a process that holds
-# a thousand tensors would run into the usual limit of 1024; and it keeps the interpreter's lock while the kernel
-# takes 16 ms to free 100 MB. Own handles: argument types set on shared ones would be set for everyone.
+# By ctypes instead of mmap.mmap, which keeps a descriptor open for each mapping, so that a thousand tensors reach the
+# usual limit of 1024, and which holds the GIL while the kernel takes 16 ms to free 100 MB. A CDLL of its own: argument
+# types set on a shared one would apply to all its users.
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
 _mmap.restype = ctypes.c_void_p
@@ -41,10 +41,10 @@ Memory = ctypes.Array[ctypes.c_ubyte]
 
 
 def capacity_for(size: int) -> int:
-    """The capacity of the segment for a block of ``size`` bytes: four steps to each doubling, 64 KiB the least.
+    """The capacity of the segment for a block of ``size`` bytes: four steps per doubling, at least 64 KiB.
 
-    So a segment is at most a quarter larger than its block (a doubling alone: twice), every one is whole pages,
-    and the sizes that tensors often have (1, 5/4, 3/2 and 7/4 of a power of two) fit exactly.
+    So a segment consists of whole pages, is at most a quarter larger than its block, and common sizes of tensors (1, 5/4,
+    3/2 and 7/4 of a power of two) fit exactly.
     """
     if size <= SMALLEST:
         return SMALLEST
@@ -53,9 +53,9 @@ def capacity_for(size: int) -> int:
 
 
 class File:
-    """A descriptor that is closed when the last reference to this object goes.
+    """A descriptor that is closed when the last reference to this object is gone.
 
-    So no thread closes a number that another is about to send, and that may mean another file by then.
+    So no thread can close it while another one is about to send it.
     """
 
     __slots__ = ("__weakref__", "_fd")
@@ -65,18 +65,20 @@ class File:
         at_end_of(self, os.close, fd)
 
     def fileno(self) -> int:
-        """For ``socket.send_fds``; valid as long as this object is held."""
+        """The descriptor; valid while this object is referred to."""
         return self._fd
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """``view`` is that of the present lease; ``file`` is there until the peer has it.
+    """A segment of a pool.
 
-    ``idle_since``: when the pool found it free, in monotonic seconds.
-
-    ``is_home``: it has come back, and something here uses it. Written without a lock: by whoever takes it, then by
-    the finalizer that lets it go.
+    Args:
+        file: until the peer has it.
+        view: of the present lease.
+        idle_since: when the pool found it free, in monotonic seconds.
+        is_home: it was returned by the peer, and something here uses it. Set when it is taken, and cleared by the
+            finalizer that releases it; neither takes a lock.
     """
 
     number: int
@@ -92,17 +94,17 @@ class Segment:
 def at_end_of(
     thing: object, act: Callable[..., object], *args: object
 ) -> weakref.finalize[..., Any]:
-    """Call ``act`` when the last reference to ``thing`` goes; not when Python ends: it may be in use until then."""
+    """Call ``act`` when the last reference to ``thing`` is gone, but not at exit, when it may still be in use."""
     end = weakref.finalize(thing, act, *args)
     end.atexit = False
     return end
 
 
 def create(capacity: int) -> tuple[File, Memory]:
-    """A new file in memory, sealed, and mapped here. It takes no memory until it is written to."""
+    """Create, seal and map a file in memory. It takes no memory until it is written to."""
     file = File(os.memfd_create("rallypoint", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(file.fileno(), capacity)
-    # Who reads where a file has been cut off is killed by SIGBUS: neither end can do that to the other.
+    # Reading a truncated file raises SIGBUS. The seals keep each end from doing that to the other.
     fcntl.fcntl(
         file.fileno(),
         fcntl.F_ADD_SEALS,
@@ -116,21 +118,19 @@ def map_received(file: File, capacity: int, what: str) -> Memory:
         seals = fcntl.fcntl(file.fileno(), fcntl.F_GET_SEALS)
         length = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ProtocolError(f"{what} came as a file that is not in memory: {error}") from error
+        raise ProtocolError(f"received {what} as a file that is not in memory: {error}") from error
     if not seals & fcntl.F_SEAL_SHRINK:
-        raise ProtocolError(
-            f"{what} came as a file that the sender could cut off: expected a sealed one"
-        )
+        raise ProtocolError(f"received {what} as a file that is not sealed against truncation")
     if not 0 < capacity <= length:
-        raise ProtocolError(f"{what} of {capacity} bytes came as a file of {length}")
+        raise ProtocolError(f"received {what} of {capacity} bytes as a file of {length}")
     try:
         return _map(file, capacity)
     except OSError as error:
-        raise ProtocolError(f"{what} of {capacity} bytes cannot be mapped: {error}") from error
+        raise ProtocolError(f"cannot map {what} of {capacity} bytes: {error}") from error
 
 
 def _map(file: File, capacity: int) -> Memory:
-    """The file's bytes, mapped as long as the result or anything made from it (``from_buffer``) is referred to."""
+    """The file's bytes, mapped while there are references to the result or anything made from it (``from_buffer``)."""
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address = _mmap(None, capacity, access, mmap.MAP_SHARED, file.fileno(), 0)
     if address == _MAP_FAILED:
@@ -142,6 +142,6 @@ def _map(file: File, capacity: int) -> Memory:
 
 
 def free_pages(segments: Iterable[Segment]) -> None:
-    """Only of segments that nobody uses: what was in them reads as zeros, and takes new memory when read."""
+    """Free the pages of unused segments. They then read as zeros, and reading takes new memory."""
     for each in segments:
         _madvise(ctypes.addressof(each.memory), each.capacity, mmap.MADV_REMOVE)
