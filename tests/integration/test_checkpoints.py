@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from rallypoint import elastic
 from rallypoint._core.checkpoint_folder import entries
@@ -146,6 +147,83 @@ def test_the_next_start_goes_on_at_the_same_step_with_the_same_bits(
     longer = Training()
     longer.run(where, epochs=4)
     assert [step for step, _ in longer.seen] == list(range(34, 44))
+
+
+class Counted(Dataset[int]):
+    """Says which samples were fetched."""
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, number: int) -> int:
+        self.fetched.append(number)
+        return number
+
+
+def one_part(
+    where: Path, loader: Any, stop: int, epochs: int = 2
+) -> tuple[list[list[int]], list[int]]:
+    """Steps up to one at which the session is left with an exception."""
+    found, scores = [], []
+    net = nn.Linear(1, 1)
+    with contextlib.suppress(Stop):
+        with elastic.session(net, checkpoint=where, checkpoint_every=1) as session:
+            for epoch in session.epochs(epochs):
+                for batch in session.batches(loader):
+                    if session.position == stop:
+                        raise Stop
+                    with session.step():
+                        found.append(batch.tolist())
+                    finish(session)
+                scores.append(epoch)
+    return found, scores
+
+
+def loaders() -> dict[str, Callable[[Any], Any]]:
+    found: dict[str, Callable[[Any], Any]] = {
+        "elastic.Sampler": lambda data: DataLoader(
+            data, batch_sampler=elastic.Sampler(len(data), 4, seed=5)
+        )
+    }
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        return found
+    return {
+        **found,
+        "StatefulDataLoader": lambda data: StatefulDataLoader(data, batch_size=4, shuffle=True),
+        "StatefulDataLoader with workers": lambda data: StatefulDataLoader(
+            data, batch_size=4, shuffle=True, num_workers=2
+        ),
+        "StatefulDataLoader with elastic.Sampler": lambda data: StatefulDataLoader(
+            data, batch_sampler=elastic.Sampler(len(data), 4, seed=5)
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("name", loaders())
+def test_loaders_that_keep_their_place_go_on_without_fetching_what_was_done(
+    name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    expected, _ = one_part(tmp_path / "calm", loaders()[name](Counted()), -1)
+    assert len(expected) == 16
+    assert sorted(each for batch in expected[:8] for each in batch) == list(range(30))
+    assert expected[:8] != expected[8:]
+    torch.manual_seed(1)
+    found = []
+    for stop in (3, 8, 11, -1):  # 8: behind the last batch of an epoch
+        data = Counted()
+        part, _ = one_part(tmp_path / "run", loaders()[name](data), stop)
+        if data.fetched:  # in this process
+            assert data.fetched[: len(part[0])] == part[0]
+        found += part
+        torch.manual_seed(99)
+    assert found == expected
 
 
 def test_dcp_reads_it(tmp_path: Path) -> None:

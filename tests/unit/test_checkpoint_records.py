@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, strategies as st
@@ -19,6 +21,8 @@ from rallypoint._core.checkpoint_records import (
     to_remove,
 )
 from rallypoint._core.storage import Directory
+from rallypoint.errors import ConfigError
+from rallypoint.launch import checkpoint_table
 
 
 def record(step: int) -> Record:
@@ -107,3 +111,61 @@ def test_a_folder_is_read(tmp_path) -> None:
     assert second.record is None
     assert "not a record" in second.problem
     assert (third.record, third.problem) == (None, "")
+
+
+def listed(*words: str) -> str:
+    return checkpoint_table.command(words)
+
+
+def test_checkpoints_are_listed(tmp_path) -> None:
+    assert listed(str(tmp_path)) == f"no checkpoints in {tmp_path}"
+    storage = Directory(tmp_path)
+    for step in (10, 20, 30, 40):
+        storage.make(name_of(step))
+        for name, size in (("a", 3), ("b", 4)):
+            (tmp_path / name_of(step) / name).write_bytes(bytes(size))
+    for step in (10, 20):
+        storage.put(f"{name_of(step)}/{RECORD}", record(step).to_bytes())
+    storage.put(f"{name_of(30)}/{RECORD}", b"{")
+    (tmp_path / name_of(20) / "b").write_bytes(b"x")
+    head, *lines = listed(str(tmp_path)).splitlines()
+    assert head.split() == ["STEP", "EPOCH", "TIME", "SIZE", "RANKS", "STATE"]
+    assert lines[0].split()[0] == "10"
+    assert lines[0].endswith("7 B      4  complete")
+    assert lines[1].endswith("damaged: b has 1 bytes, expected 4")
+    assert "damaged: checkpoint.json: not a record" in lines[2]
+    assert lines[3].split() == ["40", "-", "-", "-", "-", "incomplete"]
+    rows = [json.loads(line) for line in listed("--json", f"file://{tmp_path}").splitlines()]
+    assert [row["state"] for row in rows] == ["complete", "damaged", "damaged", "incomplete"]
+    assert (rows[0]["bytes"], rows[0]["ranks"], rows[0]["time"]) == (7, 4, 5.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "expected one place, got 0"),
+        (["a", "b"], "got 2"),
+        (["--jsn", "a"], "no such flag"),
+        (["/does/not/exist"], "no such place"),
+        (["nosuchscheme://x"], "nosuchscheme"),
+    ],
+)
+def test_wrong_words_are_told(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        listed(*words)
+
+
+def test_listing_does_not_import_torch(tmp_path) -> None:
+    code = (
+        "import sys; from rallypoint.launch.cli import main; main(sys.argv[1:]);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    for words in (
+        ["checkpoints", str(tmp_path)],
+        ["checkpoints", "memory://x"],
+        ["checkpoints", "-h"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr

@@ -32,3 +32,15 @@ def _entry(storage: Storage, name: str, step: int) -> Entry:
         return Entry(name=name, step=step, record=Record.parse(data))
     except ValueError as error:
         return Entry(name=name, step=step, problem=f"{RECORD}: {error}")
+
+
+def damage(storage: Storage, entry: Entry) -> str:
+    """What is wrong with a checkpoint as far as sizes of files tell; empty if nothing is, or it is incomplete."""
+    for path, expected in ({} if entry.record is None else entry.record.files).items():
+        try:
+            size = storage.size(f"{entry.name}/{path}")
+        except FileNotFoundError:
+            return f"{path} is absent"
+        if size != expected.size:
+            return f"{path} has {size:,} bytes, expected {expected.size:,}"
+    return entry.problem

@@ -26,6 +26,9 @@ class Storage(Protocol):
     def read(self, path: str) -> bytes:
         """A whole file."""
 
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+
     def open(self, path: str, mode: str) -> BinaryIO:
         """A file, for reading (``rb``) or writing (``wb``)."""
 
@@ -66,6 +69,9 @@ class Directory:
 
     def read(self, path: str) -> bytes:
         return (self._root / path).read_bytes()
+
+    def size(self, path: str) -> int:
+        return (self._root / path).stat().st_size
 
     def open(self, path: str, mode: str) -> BinaryIO:
         return cast("BinaryIO", (self._root / path).open(mode))
@@ -134,6 +140,9 @@ class Remote:
 
     def read(self, path: str) -> bytes:
         return bytes(self._fs.cat_file(self._at(path)))
+
+    def size(self, path: str) -> int:
+        return int(self._fs.size(self._at(path)))
 
     def open(self, path: str, mode: str) -> BinaryIO:
         return cast("BinaryIO", self._fs.open(self._at(path), mode))

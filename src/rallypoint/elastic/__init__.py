@@ -6,9 +6,10 @@ Import it before ``torch.distributed.init_process_group``: groups that are made 
 from rallypoint.errors import ElasticError, MembershipChanged
 
 from . import process
+from .sampler import Sampler
 from .session import Recovery, Session, session
 
 
-__all__ = ["ElasticError", "MembershipChanged", "Recovery", "Session", "session"]
+__all__ = ["ElasticError", "MembershipChanged", "Recovery", "Sampler", "Session", "session"]
 
 process.begin()

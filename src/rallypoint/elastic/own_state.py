@@ -53,6 +53,7 @@ class OwnState:
         later: the generators before the last collective of the step under way; None before the first.
         buffers: of the modules, as bytes; empty if they are too large.
         later_buffers: the same, before the last collective.
+        loader: the state of a loader that keeps its place; only in checkpoints.
     """
 
     steps: int
@@ -62,6 +63,7 @@ class OwnState:
     buffers: bytes = b""
     later_buffers: bytes = b""
     is_task: bool = False
+    loader: bytes = b""
 
     def at(self, steps: int) -> OwnState | None:
         """The state after this many steps; None if it is not known."""
@@ -77,7 +79,7 @@ class OwnState:
         """As bytes."""
         states = [self.random, self.later, self.place.begun]
         heads: list[dict[str, Any] | None] = []
-        parts = [self.buffers, self.later_buffers]
+        parts = [self.buffers, self.later_buffers, self.loader]
         for state in states:
             if state is None:
                 heads.append(None)
@@ -105,7 +107,7 @@ class OwnState:
         for each in head["sizes"]:
             parts.append(data[at : at + each])
             at += each
-        buffers, later_buffers, *left = parts
+        buffers, later_buffers, loader, *left = parts
         states: list[RandomState | None] = []
         for each in head["states"]:
             if each is None:
@@ -118,4 +120,5 @@ class OwnState:
         assert random is not None
         epoch, batch, tasks = head["place"]
         place = Place(epoch, batch, tasks, begun)
-        return cls(head["steps"], place, random, later, buffers, later_buffers, head["is_task"])
+        is_task = head["is_task"]
+        return cls(head["steps"], place, random, later, buffers, later_buffers, is_task, loader)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rallypoint._core import clock
 from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
 
-from . import process, torch_private
+from . import loader_state, process, torch_private
 from .agreement import Standing, Verdict, judge
 from .board import boards
 from .checkpoints import Checkpoints
@@ -29,6 +29,7 @@ from .objects import Objects
 from .own_state import OwnState, Place
 from .process import KeptProcess
 from .rng import RandomState
+from .sampler import Sampler
 
 
 _log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class Session:
         self._repeat = False
         self._begun: _Begun | None = None
         self._iterations = 0
+        self._loader: Any = None  # whose batches are under way
         self._hooks: list[Any] = []
         self._history: list[Recovery] = []
         self._ranks_before: int | None = None  # of a checkpoint with another number of them
@@ -149,13 +151,14 @@ class Session:
             ElasticError: a second epoch without :meth:`epochs`, which a newcomer could not skip.
         """
         self._iterations += 1
-        if self._iterations > 1 and not self._in_epochs and self._kept is not None:
+        resumes = self._kept is not None or self._checkpoints is not None
+        if self._iterations > 1 and not self._in_epochs and resumes:
             raise ElasticError(
                 "session.batches was called again: write `for epoch in session.epochs(n)` around it, so that a process"
-                " that takes a lost one over can begin in the present epoch"
+                " that takes a lost one over, or the next start, can begin in the present epoch"
             )
         iterator = self._iterator_of(loader)
-        self._in_batches = True
+        self._in_batches, self._loader = True, loader
         try:
             while True:
                 self._keep_own(task=False)
@@ -171,7 +174,7 @@ class Session:
                     yield batch
                 self._place = self._place.after(task=False)
         finally:
-            self._in_batches = False
+            self._in_batches, self._loader = False, None
 
     def step(self) -> AbstractContextManager[None]:
         """One step: what runs in the block runs again if a process is lost in it.
@@ -434,26 +437,34 @@ class Session:
     def _own_now(self) -> OwnState:
         random = self._random_behind or RandomState.now()
         buffers = self._objects.buffers_as_bytes()
-        return OwnState(self._steps, self._place, random, buffers=buffers)
+        loader = loader_state.packed(self._loader)
+        return OwnState(self._steps, self._place, random, buffers=buffers, loader=loader)
 
     def _end_checkpoints(self, *, failed: bool) -> None:
         if self._checkpoints is not None:
             self._checkpoints.end(None if failed else self._own_now())
 
     def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
-        if self._resume is None or self._resume.place.begun is None:
-            self._resume = None
+        own, self._resume = self._resume, None
+        sampler = getattr(loader, "batch_sampler", None)
+        if own is None or own.place.begun is None:
+            if isinstance(sampler, Sampler):
+                sampler.begin_at(self._place.epoch if self._in_epochs else self._iterations - 1)
             self._place = replace(self._place, batch=0, begun=RandomState.now())
             return iter(loader)
-        own, self._resume = self._resume, None
-        begun = own.place.begun
-        assert begun is not None
-        begun.restore()
+        own.place.begun.restore()
+        ranks_before, self._ranks_before = self._ranks_before, None
+        if ranks_before is not None and not isinstance(sampler, Sampler):
+            own = self._rescaled(own, ranks_before)
+            self._place = own.place
+        keeps_place: Any = loader if own.loader else None
+        skips = not isinstance(sampler, Sampler) and keeps_place is None
+        if isinstance(sampler, Sampler):
+            sampler.begin_at(own.place.epoch, 0 if keeps_place else own.place.batch)
+        if keeps_place is not None:
+            keeps_place.load_state_dict(loader_state.restored(own.loader))
         iterator = iter(loader)
-        if self._ranks_before is not None:
-            own = self._rescaled(own, self._ranks_before)
-            self._place, self._ranks_before = own.place, None
-        for _ in range(own.place.batch):
+        for _ in range(own.place.batch if skips else 0):
             next(iterator, None)
         own.random.restore()
         return iterator

@@ -20,13 +20,14 @@ _USAGE = """\
 usage: rally COMMAND …
 
   rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
+  rally checkpoints PLACE              list the checkpoints of sessions
   rally secret [FILE]                  make the secret that the nodes of a job share
   rally env                            list the environment variables that rally reads
   rally --version
 
 rally run --help lists the flags."""
 
-_COMMANDS = ("run", "secret", "env", "help")
+_COMMANDS = ("run", "checkpoints", "secret", "env", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +57,11 @@ def _dispatch(words: list[str]) -> int:
     match command:
         case "run":
             return run(words[1:])
+        case "checkpoints":
+            from . import checkpoint_table
+
+            _print(checkpoint_table.command(words[1:]))
+            return 0
         case "secret":
             from . import secret_file
 
