@@ -56,6 +56,11 @@ PROTECTIONS: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
     "tcp, MAC by SHA-256": (("sha-256",), {}),
     "tcp, TLS": (None, {"tls": True}),
 }
+# Groups of ours over Unix sockets: what they have in common is the user, or a secret.
+OVER_UNIX: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
+    "uds, no secret": (None, {"transports": ("uds",), "insecure": True}),
+    "uds, secret": (None, {"transports": ("uds",), "secret": "a secret for this benchmark"}),
+}
 
 MIB = 2**20
 SIZES = [1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
@@ -102,8 +107,9 @@ class Rank:
             if self._rival == OURS
             else self._rpc.TensorPipeRpcBackendOptions
         )
-        if self._transport in PROTECTIONS:
-            seals, chosen = PROTECTIONS[self._transport]
+        protections = {**PROTECTIONS, **OVER_UNIX}
+        if self._transport in protections:
+            seals, chosen = protections[self._transport]
             chosen = {**OPTIONS[OURS, TCP], **chosen}
             if seals is not None:
                 # No option asks for these: they are here to be compared with.

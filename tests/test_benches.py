@@ -30,6 +30,7 @@ LITTLE = {
     "root_cause.py": QUICK,
     "rpc.py": QUICK,
     "rpc_protection.py": QUICK,
+    "secret.py": QUICK,
     "soak.py": QUICK,
     "soak_elastic.py": ["--faults", "2", "--patience", "120"],
     "soak_rpc.py": ["--faults", "60"],
