@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, RendezvousTimeout
 from rallypoint.rendezvous import RendezvousInfo
 from rallypoint.rendezvous.backends.memory import MemoryStore
-from rallypoint.rendezvous.dynamic import DynamicRendezvous
+from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
 from rallypoint.rendezvous.fixed_home import FixedHome
 from rallypoint.rendezvous.lease import Leases
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings, natural_key
+from rallypoint.rendezvous.record_store import RecordStore
+from rallypoint.rendezvous.records import Codec
 
 
 def node(
@@ -126,3 +129,30 @@ def test_a_node_that_came_back_starts_a_fresh_lease() -> None:
     leases.observe(0.0, {1: 7})
     leases.observe(2.0, {})
     assert leases.observe(10.0, {1: 7}) == ()
+
+
+def test_a_node_that_goes_on_waiting_is_told_of_again_in_case_the_news_was_overwritten() -> None:
+    told: list[int] = []
+    handler = DynamicRendezvous(
+        FixedHome(MemoryStore),
+        backend="memory",
+        run_id="job",
+        settings=Settings(min_nodes=1, max_nodes=2),
+        timing=Timing(join=20.0, lease=0.2),
+        host="host",
+        local_addr="127.0.0.1",
+        listener=Listener(on_waiting=told.append),
+    )
+    records = RecordStore(MemoryStore(), Codec("job"))
+    look = handler._look_for_waiting(1)
+    look(records)
+    assert told == []
+    records.increment("1/waiting")
+    look(records)
+    assert told == [1]
+    deadline = Deadline(60.0)
+    while len(told) < 3:
+        assert not deadline.expired()
+        look(records)
+    assert told == [1, 1, 1]
+    handler.shutdown()

@@ -67,7 +67,8 @@ class Listener:
     Args:
         on_loss: a member of the round is lost.
         on_store_lost: the store is lost; the next ``next_rendezvous`` looks for it.
-        on_waiting: on rank 0: the number of nodes that wait to be admitted, if there is room.
+        on_waiting: on rank 0: the number of nodes that wait to be admitted, if there is room. Repeated
+            once in a lease.
     """
 
     on_loss: Callable[[Loss], None] = _ignore
@@ -756,12 +757,15 @@ class DynamicRendezvous(RendezvousHandler):
 
     def _look_for_waiting(self, generation: int) -> Callable[[RecordStore], None]:
         known = 0
+        again = Deadline(None)
 
         def look(records: RecordStore) -> None:
-            nonlocal known
+            nonlocal known, again
             waiting = records.count(f"{generation}/waiting")
-            if waiting > known:
+            # Once more after a lease: the round still runs, so a stranger has overwritten what was made of it.
+            if waiting > known or (waiting and again.expired()):
                 known = waiting
+                again = Deadline(self._timing.lease)
                 self._listener.on_waiting(waiting)
 
         return look
