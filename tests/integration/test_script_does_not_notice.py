@@ -131,7 +131,7 @@ def run_one(
     if not probe.real_torch:
         env["PYTHONPATH"] = str(stub_torch)
     stdout = subprocess.PIPE if probe.stdout is None else probe.stdout()
-    # What Python reads when it starts, it has to read. No worker is a fork of a process that tests have prepared.
+    # Python reads flags and variables at startup: they need a fresh interpreter, not a fork of a prepared one.
     start = supervisors.Popen
     if how == PYTHON or probe.python_flags or probe.env or probe.real_torch:
         start = subprocess.Popen
@@ -460,7 +460,7 @@ def test_del_that_raises_at_exit(run: Runner) -> None:
 
 
 def test_files_are_flushed_beside_a_daemon_thread(run: Runner) -> None:
-    # More than plain Python does: what the thread can reach stays there, and what it holds is lost.
+    # Plain Python may lose the buffers of files that a daemon thread can still reach.
     source = (
         "import threading\n"
         "threading.Thread(target=lambda: threading.Event().wait(), daemon=True).start()\n"
@@ -1011,7 +1011,7 @@ def test_workers_do_not_share_randomness(name: str, random_states: list[dict[str
 
 
 def test_no_worker_holds_another_workers_descriptors(tmp_path: Path, stub_torch: Path) -> None:
-    # They come to the fork server in one batch. A pipe held by a second worker does not end with its own.
+    # The fork server receives the descriptors of all workers at once, and must not pass them on to the others.
     source = (
         "import os, sys\n"
         "links = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if os.path.islink(f'/proc/self/fd/{fd}')]\n"

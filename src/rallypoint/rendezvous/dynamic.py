@@ -10,9 +10,9 @@ import itertools
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, assert_never, overload
+from typing import Any, Protocol, assert_never
 
 from rallypoint import events
 from rallypoint._core import addresses
@@ -26,7 +26,7 @@ from rallypoint.errors import (
 )
 
 from . import fields, notes, operations, plan as plans, protocol, versions
-from .api import Member, RendezvousHandler, RendezvousInfo
+from .api import RendezvousHandler, RendezvousInfo
 from .guestbook import LOOK_EVERY, Guestbook
 from .home import Home, LastRound, Recovery
 from .introduction import Introduction
@@ -36,6 +36,7 @@ from .protocol import Closed, Joined, Node, RankTaken, TimedOut, Timing
 from .quorum import Settings, survivors_needed
 from .record_store import RecordStore
 from .records import Codec
+from .round_members import Members, neighbour, standbys_in
 
 
 _log = logging.getLogger(__name__)
@@ -714,11 +715,11 @@ class DynamicRendezvous(RendezvousHandler):
         ranks = [(rank - back) % count for back in range(1, min(NUM_NEIGHBOURS, count - 1) + 1)]
         found = records.look([f"{generation}/node/{order[each]}" for each in ranks])
         nearest = [
-            _neighbour(each, record)
+            neighbour(each, record)
             for each, record in zip(ranks, found, strict=True)
             if record is not None
         ]
-        known = {each.node_id: each for each in (*_standbys_in(self._plan), *nearest)}
+        known = {each.node_id: each for each in (*standbys_in(self._plan), *nearest)}
         known.pop(self._node.node_id, None)
         with self._lock:
             ids = self._ids
@@ -794,60 +795,3 @@ class DynamicRendezvous(RendezvousHandler):
             records.close()  # whoever waits for an answer there need not
         events.emit(events.StoreLost(run_id=self._run_id, reason=str(error)))
         self._listener.on_store_lost(error)
-
-
-def _standbys_in(plan: Mapping[str, Any]) -> Iterator[Neighbour]:
-    """The nodes at the head of a plan whose end can be seen."""
-    listed = plan.get("standbys")
-    for each in listed if isinstance(listed, list) else ():
-        if not isinstance(each, dict):
-            continue
-        rank, addr, port = each.get("rank"), each.get("addr"), fields.number(each.get("watch"))
-        if isinstance(rank, int) and isinstance(addr, str) and 0 < port < 65536:
-            yield Neighbour(node_id=str(each.get("id")), rank=rank, host="", addr=(addr, port))
-
-
-def _neighbour(rank: int, record: Mapping[str, Any]) -> Neighbour:
-    facts = record.get("facts")
-    watch = facts.get("watch") if isinstance(facts, dict) else None
-    addr = None
-    match watch:
-        case [str() as host, int() as port] if 0 < port < 65536:
-            addr = (host, port)
-    return Neighbour(
-        node_id=str(record.get("id")), rank=rank, host=str(record.get("host")), addr=addr
-    )
-
-
-class Members(Sequence[Member]):
-    """The members of a round by rank, read when somebody asks: most never do, and there may be thousands."""
-
-    def __init__(self, records: RecordStore, generation: int, order: Sequence[int]) -> None:
-        self._records = records
-        self._generation = generation
-        self._order = order
-        self._read: list[Member] | None = None
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[Member]:
-        return iter(self._members())
-
-    @overload
-    def __getitem__(self, index: int) -> Member: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Member]: ...
-    def __getitem__(self, index: int | slice) -> Member | Sequence[Member]:
-        return self._members()[index]
-
-    def _members(self) -> list[Member]:
-        if self._read is None:
-            keys = [f"{self._generation}/node/{slot}" for slot in self._order]
-            self._read = []
-            for rank, record in enumerate(self._records.look(keys)):
-                body: Mapping[str, Any] = record or {}
-                facts = body.get("facts")
-                known = facts if isinstance(facts, dict) else {}
-                self._read.append(Member(rank=rank, host=str(body.get("host", "?")), facts=known))
-        return self._read
