@@ -1,7 +1,7 @@
 """Dynamic membership: the shell around :mod:`.protocol`.
 
-It carries the protocol's operations out on a store (:mod:`.record_store`), starts this node's pulse
-(:mod:`.liveness`), and finds the store again when it is lost (:mod:`.home`). It decides nothing.
+It executes the protocol's operations on a store (:mod:`.record_store`), starts this node's pulse (:mod:`.liveness`), and
+finds the store again when it is lost (:mod:`.home`). It makes no decisions.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rallypoint.errors import (
 
 from . import fields, notes, operations, plan as plans, protocol, versions
 from .api import RendezvousHandler, RendezvousInfo
+from .departures import Departures
 from .guestbook import LOOK_EVERY, Guestbook
 from .home import Home, LastRound, Recovery
 from .introduction import Introduction
@@ -41,13 +42,13 @@ from .round_members import Members, neighbour, standbys_in
 
 _log = logging.getLogger(__name__)
 
-# How many nodes before its own a node looks up, to have one to watch when they are lost together.
+# How many nodes before its own a node looks up, so that it still has one to watch if several are lost together.
 NUM_NEIGHBOURS = 4
-# Nodes begin to beat one after the other, so many seconds apart: each opens a connection for it.
+# Seconds between the first beats of the nodes: each opens a connection for it.
 BETWEEN_FIRST_BEATS = 0.0005
-# Seconds before a store that did not answer is visited again.
+# Seconds before a store that did not answer is tried again.
 VISIT_PAUSE = 1.0
-# How long leaving may take.
+# Seconds that leaving may take.
 LEAVE_PATIENCE = 2.0
 
 Say = Callable[[str], None]
@@ -78,12 +79,12 @@ class Listener:
 
 
 class StoreFor(Protocol):
-    """Makes ``RendezvousInfo.store`` for a round; it may then close the one of the round before."""
+    """Creates ``RendezvousInfo.store`` for a round, and may close that of the round before."""
 
     def __call__(self, records: RecordStore, generation: int) -> Any: ...
 
     def close(self) -> None:
-        """Close the last one: the handler shuts down."""
+        """Close the last store: the handler shuts down."""
 
 
 class DynamicRendezvous(RendezvousHandler):
@@ -163,14 +164,8 @@ class DynamicRendezvous(RendezvousHandler):
         self._beats = itertools.count(1)
         self._plan: Mapping[str, Any] = {}
         self._latest: Mapping[str, Any] = {}  # also of rounds this node was no member of
-        self._ids: tuple[str, ...] = ()
-        self._known: tuple[Neighbour, ...] = ()  # members whose end can be seen
-        self._members: frozenset[str] = frozenset()  # ids of the round's members, as far as known
         self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._gone: set[str] = set()  # lost, by any sign
-        self._dead: set[str] = set()  # known to have ended
-        self._lost_here: set[str] = set()  # since the last round, by this node's own pulse
+        self._departures = Departures()
         self._store_lost = False  # to the pulse, which has ended then
         self._proving = False  # the round is over, and the pulse looks who has ended
         self._moved = False
@@ -259,16 +254,16 @@ class DynamicRendezvous(RendezvousHandler):
         records = self._connected(Deadline(self._timing.join))
         records.claim("closed", {"closed": reason})
         if self._node.generation is not None:
-            # Who waits for the next round waits for its call.
+            # Nodes that wait for the next round wait for its call.
             records.claim(f"{self._node.generation + 1}/call", {"closed": reason})
 
     def clear(self, *, well: bool) -> None:
-        """The job is over (``well`` or not) and this was its last node: what it has left in the store is removed."""
+        """The job has ended (``well`` or not), and this is its last node: remove its records from the store."""
         if self._records is not None:
             self._home.clear(self._records.store, well=well)
 
     def settle(self) -> bool:
-        """This node waits for no round any more; whether no other one does that has come to this store."""
+        """This node no longer waits for a round. Returns whether none of the others at this store does, either."""
         records = self._records
         if records is None or not self._unsettled:
             return False
@@ -279,15 +274,14 @@ class DynamicRendezvous(RendezvousHandler):
         if self._node.generation is None or self._records is None:
             return 0
         following = self._node.generation + 1
-        with self._lock:
-            lost = sorted(self._lost_here)
+        lost = self._departures.lost()
         try:
             call, *beats = self._records.look([f"{following}/call", *(f"beat/{i}" for i in lost)])
             waiting = self._records.count(f"{following}/waiting")
         except RendezvousConnectionError:
-            return 1  # the store's host is gone: the next round will tell
-        # A member that has left in good order has finished: that is no reason to begin anew. (Its
-        # process may be seen to end before its last beat is read, so the loss itself does not tell.)
+            return 1  # the store's host is gone: the next round will show
+        # A member that left in good order has finished, which is no reason for a new round. (Its process may be seen to
+        # end before its last beat is read, so the loss alone does not decide.)
         missed = any(beat is None or beat.get("left") is not True for beat in beats)
         called = call is not None and "closed" not in call
         changed = missed or called or self._store_lost
@@ -306,7 +300,7 @@ class DynamicRendezvous(RendezvousHandler):
             self._post = None
         return True
 
-    # -- what a launcher needs beside it --------------------------------------------------------
+    # -- for the launcher ----------------------------------------------------------------------
 
     @property
     def serves(self) -> bool:
@@ -320,7 +314,7 @@ class DynamicRendezvous(RendezvousHandler):
 
     @property
     def listens_on(self) -> str | None:
-        """The address on which this node need listen for the others to reach it; None: all of this machine's."""
+        """The address on which this node must listen for the others; None: all addresses of this host."""
         return addresses.listening_address(self._bind, self._told_address())
 
     @property
@@ -339,24 +333,24 @@ class DynamicRendezvous(RendezvousHandler):
         return self._records
 
     def bring(self, facts: Mapping[str, Any]) -> None:
-        """Set what this node tells the others in its next round (JSON values)."""
+        """Set the facts that this node gives the others in its next round (JSON values)."""
         self._facts = facts
 
     def leave(self, *, finished: bool) -> None:
-        """Take part no more, and go on serving what is served here until :meth:`shutdown`.
+        """Stop taking part, but serve the store, if it is here, until :meth:`shutdown`.
 
         Args:
-            finished: the others are told that this node has left in good order; else it is lost to them.
+            finished: tell the others that this node left in good order; otherwise it counts as lost.
         """
         pulse, self._pulse = self._pulse, None
         if pulse is not None:
             pulse.stop(leaving=finished, timeout=LEAVE_PATIENCE)
 
     def find_store(self) -> None:
-        """Look for the store again, now, after it was lost: others may wait for this node to serve it.
+        """Find the lost store again, at once: others may wait for this node to serve it.
 
         Raises:
-            RendezvousConnectionError: nobody serves it within the time to join.
+            RendezvousConnectionError: it was not served again within the time to join.
         """
         if self._records is None:
             return
@@ -368,15 +362,14 @@ class DynamicRendezvous(RendezvousHandler):
             self._connected(deadline)
 
     def abandon_store(self) -> None:
-        """The node that serves the store is about to leave: go where the store will be next.
+        """The node that serves the store is about to leave: connect to the next one.
 
         Raises:
-            RendezvousConnectionError: nobody serves it within the time to join.
+            RendezvousConnectionError: it was not served again within the time to join.
         """
         if self._records is None or self._home.serves or not self._plan.get("store"):
             return
-        with self._lock:
-            self._dead.add(str(self._plan["store"]))
+        self._departures.note_ended([str(self._plan["store"])], gone=False)
         deadline = Deadline(self._timing.join)
         self._recover(
             RendezvousConnectionError("the node that serves the store is leaving"), deadline
@@ -385,11 +378,7 @@ class DynamicRendezvous(RendezvousHandler):
 
     def note_gone(self, rank: int, *, certain: bool) -> None:
         """A member of the round is known to be gone: the next round need not wait for it."""
-        with self._lock:
-            if 0 <= rank < len(self._ids):
-                self._gone.add(self._ids[rank])
-                if certain:
-                    self._dead.add(self._ids[rank])
+        self._departures.note_rank(rank, certain=certain)
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -408,15 +397,15 @@ class DynamicRendezvous(RendezvousHandler):
         if self._post is None:
             self._post = WatchPost(self.listens_on)
         if self._pulse is not None and self._store_lost:
-            # Its connection broke and this one did not: it has ended, and the others miss our beat.
+            # The pulse has ended, since its connection broke while this one did not. The others miss our beat.
             self._pulse.stop(leaving=False, timeout=LEAVE_PATIENCE)
             self._pulse = None
         if self._node.generation is not None:
-            self._start_pulse(self._records)  # the others of the last round watch us
+            self._start_pulse(self._records)  # members of the last round watch us
         return self._records
 
     def _start_pulse(self, records: RecordStore, delay: float = 0.0) -> Pulse:
-        """Beat, if we do not yet."""
+        """Start to beat, unless this node does already."""
         if self._pulse is None:
             self._store_lost = False
             self._pulse = Pulse(
@@ -429,16 +418,14 @@ class DynamicRendezvous(RendezvousHandler):
                 self._beats,
             )
             self._pulse.start()
-            with self._lock:
-                doubtful = [each for each in self._known if each.node_id not in self._dead]
             if self._node.generation is not None:
-                # The store was lost. Who has ended need not be waited for.
+                # The store was lost. The next round need not wait for members that have ended.
                 self._proving = True
-                self._pulse.prove(doubtful)
+                self._pulse.prove(self._departures.doubtful())
         return self._pulse
 
     def _follow(self, records: RecordStore, moved: Moved) -> None:
-        """Go to where a note leads, if that store is still there; else stay here."""
+        """Connect to the store that a note redirects to, if it still exists."""
         found = None
         try:
             store = self._home.visit(moved.addr, moved.port)
@@ -446,7 +433,7 @@ class DynamicRendezvous(RendezvousHandler):
                 found = RecordStore(store, self._codec)
                 age = notes.age(*found.look(["head", "store"]))
         except RendezvousConnectionError:
-            # Behind a broken network, perhaps: the note still stands when that is mended.
+            # The network may be broken. The note remains for later.
             if found is not None:
                 found.close()
             self._stop.wait(VISIT_PAUSE)
@@ -456,7 +443,7 @@ class DynamicRendezvous(RendezvousHandler):
                 found.close()
             ended = self._node.ended_stores | {moved.age.store}
             self._node = replace(self._node, ended_stores=ended)
-            # It must not keep another note away, to a store that has seen less and still is there.
+            # Remove the note: it must not prevent another one, to an older store that still exists.
             note = notes.written(moved)
             records.improve("moved", lambda held: {} if held == note else None)
             return
@@ -479,7 +466,7 @@ class DynamicRendezvous(RendezvousHandler):
             self._records = None
 
     def _recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
-        """A connection again, here or elsewhere; or raises."""
+        """Connect again, to this store or its successor, or raise."""
         while True:
             try:
                 self._try_recover(error, deadline)
@@ -487,7 +474,7 @@ class DynamicRendezvous(RendezvousHandler):
             except RendezvousConnectionError as again:
                 if self._stop.is_set() or self._records is None or deadline.expired():
                     raise
-                error = again  # found, and lost again at once
+                error = again  # found, but lost again at once
 
     def _try_recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
         _log.info("%s; looking for it", error)
@@ -496,23 +483,19 @@ class DynamicRendezvous(RendezvousHandler):
         last = None
         plan = self._latest if generation is None else self._plan
         if plan:
-            with self._lock:
-                dead = frozenset(self._dead)
-            last = LastRound(plan=plan, node_id=self._node.node_id, dead=dead)
+            ended = self._departures.ended()
+            last = LastRound(plan=plan, node_id=self._node.node_id, dead=ended)
         recovery = self._home.recover(error, last, deadline, self._stop)
         if recovery.moved and last is not None:
-            with self._lock:
-                # Silent for as long as a store may be: if it lives, it comes, and else nobody waits for it.
-                self._gone.add(str(last.plan.get("store", "")))
+            # It was silent for too long. If it is alive, it comes by itself.
+            self._departures.note_gone(str(last.plan.get("store", "")))
         self._settle(recovery)
 
     def _settle(self, recovery: Recovery) -> None:
-        """Go on in a store that may be another one; an empty one learns of the last round."""
+        """Continue with a store that may be a new one. An empty one gets the records of the last round."""
         generation = self._node.generation
         self._records = records = RecordStore(recovery.store, self._codec)
-        with self._lock:
-            self._dead |= recovery.dead
-            self._gone |= recovery.dead
+        self._departures.note_ended(recovery.dead)
         self._moved = self._moved or recovery.moved
         if recovery.moved:
             self._guestbook.visit(recovery.store, serves=self._home.serves, newcomer=False)
@@ -530,14 +513,14 @@ class DynamicRendezvous(RendezvousHandler):
         self._home.redirect(records.store)
 
     def _furnish(self, records: RecordStore, generation: int | None) -> None:
-        """The place is empty: what the next round needs to know of the last one is put there."""
+        """Write the records of the last round that the next one needs into an empty store."""
         if generation is None:
             following = 1 + fields.number(self._latest.get("generation")) if self._latest else 0
         else:
             following = generation + 1
             plan = plans.seeded(self._plan)
-            if self._ids:
-                records.write(plans.ids_key(generation, plan), {"ids": list(self._ids)})
+            if self._departures.ids:
+                records.write(plans.ids_key(generation, plan), {"ids": list(self._departures.ids)})
             records.claim(f"{generation}/plan", plan)
         moves = self._moves + 1
 
@@ -553,7 +536,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._moves = notes.age(*records.look(["head", "store"])).moves
 
     def _note_coming(self, records: RecordStore) -> None:
-        """Whoever closes the rendezvous waits a moment for newcomers to learn of it."""
+        """Count this newcomer, so that a node that closes the rendezvous gives it time to notice."""
         if self._node.generation is None:
             records.increment("came")
             self._unsettled = True
@@ -600,8 +583,7 @@ class DynamicRendezvous(RendezvousHandler):
             case operations.Delete(key):
                 return records.delete(key)
             case operations.Gone():
-                with self._lock:
-                    return frozenset(self._gone)
+                return self._departures.gone()
             case operations.Needed():
                 return self._survivors_needed()
             case operations.Beat():
@@ -613,7 +595,7 @@ class DynamicRendezvous(RendezvousHandler):
                 assert_never(operation)
 
     def _wait(self, records: RecordStore, key: str, timeout: float) -> Mapping[str, Any] | None:
-        """Wait for a record, and see now and then who else has come."""
+        """Wait for a record, and check now and then which other nodes have arrived."""
         deadline = Deadline(timeout)
         while True:
             left = deadline.remaining() or 0.0
@@ -625,18 +607,18 @@ class DynamicRendezvous(RendezvousHandler):
                 return None
 
     def _note_plan(self, key: str, body: Mapping[str, Any] | None) -> None:
-        """A spare, too, must know where the store may go."""
+        """Remember the latest plan: a spare, too, must know where the store may move."""
         if body is not None and key.endswith("/plan") and "standbys" in body:
             self._latest = body
 
     def _check_membership(self, records: RecordStore) -> None:
-        """In a store we were led to we are a member only if its last round is ours."""
+        """After a redirect, this node is a member only if that store has the same last round."""
         generation = self._node.generation
         if not self._elsewhere or generation is None:
             return
         self._elsewhere = False
         (plan,) = records.look([f"{generation}/plan"])
-        # A plan that was put into an empty store has a mark behind its author's name.
+        # A plan that was copied into an empty store has a mark after its author's name.
         theirs, ours = (str(each.get("by")).rstrip("+") for each in (plan or {}, self._plan))
         if theirs != ours:
             self._node = replace(self._node, generation=None)
@@ -654,7 +636,7 @@ class DynamicRendezvous(RendezvousHandler):
         }
 
     def _told_address(self) -> str:
-        """The address by which the others are told to reach this node."""
+        """The address that this node announces to the others."""
         return self._local_addr or self._address()
 
     def _address(self) -> str:
@@ -664,16 +646,15 @@ class DynamicRendezvous(RendezvousHandler):
         try:
             addr = addresses.address_towards(*towards, "--rdzv-endpoint")
         except ConfigError:
-            # The name has no address (yet, or any more). Others come by it if it is ours.
+            # The name does not resolve now. Others use it if it is this node's.
             return towards[0] if self._home.serves else addresses.hostname()
-        # Many machines have their own name at 127.0.1.1; the name itself is what the others reach.
+        # Many hosts resolve their own name to 127.0.1.1; others can still reach them by the name.
         return towards[0] if addresses.is_loopback(addr) else addr
 
     def _survivors_needed(self) -> int:
         if not self._guard or self._node.generation is None:
             return 0
-        with self._lock:
-            ended = len(self._dead & self._members)
+        ended = self._departures.num_ended()
         return survivors_needed(self._node.num_nodes, ended, moved=self._moved)
 
     def _joined(self, records: RecordStore, joined: Joined) -> RendezvousInfo:
@@ -691,16 +672,11 @@ class DynamicRendezvous(RendezvousHandler):
             slot=joined.slot,
             num_nodes=len(order),
         )
-        with self._lock:
-            self._gone.clear()
-            self._dead.clear()
-            self._lost_here.clear()
-            self._ids, self._known, self._members = (), (), frozenset()
+        self._departures.begin()
         if joined.rank < plans.NUM_STANDBYS:
-            # Who may have to serve the store, or to lead, knows all members by their ids.
+            # Nodes that may have to serve the store, or to lead, need the ids of all members.
             (record,) = records.look([plans.ids_key(generation, plan)])
-            with self._lock:
-                self._ids = plans.ids_in(record)
+            self._departures.identify(plans.ids_in(record))
         self._watch(records, generation, joined.rank, order)
         members = Members(records, generation, order)
         store = records.store
@@ -721,15 +697,12 @@ class DynamicRendezvous(RendezvousHandler):
         ]
         known = {each.node_id: each for each in (*standbys_in(self._plan), *nearest)}
         known.pop(self._node.node_id, None)
-        with self._lock:
-            ids = self._ids
-            self._known = tuple(known.values())
-            self._members = frozenset((*ids, *known))
+        self._departures.know(list(known.values()))
         everybody = []
         if rank == 0:
             everybody = [
                 Neighbour(node_id=node_id, rank=each, host="")
-                for each, node_id in enumerate(ids)
+                for each, node_id in enumerate(self._departures.ids)
                 if each != rank
             ]
         room = count < self._settings.max_nodes
@@ -741,13 +714,13 @@ class DynamicRendezvous(RendezvousHandler):
         )
 
     def _look_after(self, generation: int, *, room: bool) -> Callable[[RecordStore], None]:
-        """What rank 0 does at each beat: newcomers find the round, whatever a stranger has overwritten, and are seen."""
+        """What rank 0 does at each beat: restore overwritten records, so that newcomers find the round, and notice newcomers."""
         look_for_waiting = self._look_for_waiting(generation + 1) if room else None
         plan = self._plan
 
         def look(records: RecordStore) -> None:
             if fields.generation(records.peek("head")) <= generation:
-                # Without it a newcomer would begin at round 0, and others with it.
+                # Without the plan, a newcomer would begin at round 0.
                 if records.look([f"{generation}/plan"]) == [None]:
                     records.claim(f"{generation}/plan", plan)
                 records.write("head", {"generation": generation + 1})
@@ -772,11 +745,7 @@ class DynamicRendezvous(RendezvousHandler):
         return look
 
     def _heed_loss(self, loss: Loss) -> None:
-        with self._lock:
-            self._gone.add(loss.neighbour.node_id)
-            self._lost_here.add(loss.neighbour.node_id)
-            if loss.certain:
-                self._dead.add(loss.neighbour.node_id)
+        self._departures.note_loss(loss)
         if not self._proving:
             events.emit(
                 events.NodeLost(
@@ -792,6 +761,6 @@ class DynamicRendezvous(RendezvousHandler):
     def _heed_store(self, error: RendezvousConnectionError) -> None:
         self._store_lost = True
         if (records := self._records) is not None:
-            records.close()  # whoever waits for an answer there need not
+            records.close()  # ends pending waits
         events.emit(events.StoreLost(run_id=self._run_id, reason=str(error)))
         self._listener.on_store_lost(error)

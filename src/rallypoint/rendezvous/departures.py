@@ -1,0 +1,92 @@
+"""Which members of the last round are gone, as far as this node knows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from .liveness import Loss, Neighbour
+
+
+class Departures:
+    """The members of the last round that are gone. Thread-safe.
+
+    Attributes:
+        ids: ids of all members by rank; empty on nodes that do not need them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Under the lock:
+        self.ids: tuple[str, ...] = ()
+        self._watchable: tuple[Neighbour, ...] = ()  # members whose end can be observed
+        self._known: frozenset[str] = frozenset()  # ids of members
+        self._gone: set[str] = set()  # by any sign
+        self._ended: set[str] = set()  # for certain
+        self._lost: set[str] = set()  # by this node's own pulse
+
+    def begin(self) -> None:
+        """A new round, in which no member is gone."""
+        with self._lock:
+            self.ids, self._watchable, self._known = (), (), frozenset()
+            for each in (self._gone, self._ended, self._lost):
+                each.clear()
+
+    def identify(self, ids: tuple[str, ...]) -> None:
+        """Set the ids of all members, by rank."""
+        with self._lock:
+            self.ids = ids
+
+    def know(self, watchable: Sequence[Neighbour]) -> None:
+        """Set the members whose end this node can observe."""
+        with self._lock:
+            self._watchable = tuple(watchable)
+            self._known = frozenset((*self.ids, *(each.node_id for each in watchable)))
+
+    def note_rank(self, rank: int, *, certain: bool) -> None:
+        with self._lock:
+            if 0 <= rank < len(self.ids):
+                self._gone.add(self.ids[rank])
+                if certain:
+                    self._ended.add(self.ids[rank])
+
+    def note_loss(self, loss: Loss) -> None:
+        """This node's pulse has lost a member."""
+        with self._lock:
+            self._gone.add(loss.neighbour.node_id)
+            self._lost.add(loss.neighbour.node_id)
+            if loss.certain:
+                self._ended.add(loss.neighbour.node_id)
+
+    def note_gone(self, node_id: str) -> None:
+        with self._lock:
+            self._gone.add(node_id)
+
+    def note_ended(self, node_ids: Iterable[str], *, gone: bool = True) -> None:
+        with self._lock:
+            self._ended.update(node_ids)
+            if gone:
+                self._gone.update(node_ids)
+
+    def gone(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._gone)
+
+    def ended(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._ended)
+
+    def lost(self) -> list[str]:
+        """Ids of the members that this node's pulse has lost."""
+        with self._lock:
+            return sorted(self._lost)
+
+    def doubtful(self) -> list[Neighbour]:
+        """Members whose end can be observed and that are not known to have ended."""
+        with self._lock:
+            return [each for each in self._watchable if each.node_id not in self._ended]
+
+    def num_ended(self) -> int:
+        """How many known members have ended for certain."""
+        with self._lock:
+            return len(self._ended & self._known)
