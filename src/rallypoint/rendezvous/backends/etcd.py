@@ -70,7 +70,7 @@ ETCD = Backend(
     options=(
         Option(
             name="ca",
-            help="file: who signed the servers' certificates",
+            help="file: the authority of the servers' certificates",
             aliases=("ca_cert",),
             tls=True,
         ),
@@ -78,7 +78,7 @@ ETCD = Backend(
         Option(name="key", help="file: its key", aliases=("ssl_cert_key",), tls=True),
         Option(name="user", help="user name"),
         Option(name="password", help="the user's password"),
-        Option(name="prefix", help=f"what all keys begin with [{PREFIX}]"),
+        Option(name="prefix", help=f"prefix of all keys [{PREFIX}]"),
         Option(name="protocol", help="https: as etcds://"),
         Option(name="ttl", kind=int, help=f"seconds that keys outlive the job's last node [{TTL}]"),
     ),
