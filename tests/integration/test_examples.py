@@ -343,3 +343,42 @@ def test_the_report_in_the_readme_is_the_one_a_user_gets(tmp_path):
     assert [line[:13] for line in report if line[2:3].isalpha()] == [
         line[:13] for line in shown if line[2:3].isalpha()
     ]
+
+
+def images_of_steps(folder: Path) -> dict[tuple[str, int], list[int]]:
+    lines = [
+        (path.name, json.loads(line))
+        for path in sorted(folder.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    found = {(name, record["step"]): record["ids"] for name, record in lines}
+    assert len(found) == len(lines), "a step was trained on twice"
+    return found
+
+
+@pytest.mark.skipif(LAUNCHER != "rally", reason="others end a job that loses a worker")
+def test_a_session_with_chaos_trains_on_the_same_images_and_ends_the_same(tmp_path):
+    train = [*command(LAUNCHER), EXAMPLES / "elastic_digits.py"]
+    ends = []
+    for name, chaos in (("calm", "0"), ("chaos", "0.06")):
+        done = succeed(
+            *(*train, "--epochs", "2", "--chaos", chaos, "--ids", tmp_path / name),
+            *("--checkpoint", tmp_path / f"{name}-checkpoints"),
+            cwd=tmp_path,
+        )
+        accuracy, recoveries = re.fullmatch(
+            r"accuracy ([\d.]+)% after 48 steps; (\d+) recoveries\n", done.stdout
+        ).groups()
+        ends.append((accuracy, images_of_steps(tmp_path / name)))
+        lost = done.stderr.count("takes its place")
+        assert (lost > 0) == (name == "chaos")
+        # Rank 0 itself may be among the lost.
+        assert int(recoveries) <= lost
+    assert ends[0] == ends[1]
+    ids = [each for part in ends[0][1].values() for each in part]
+    assert len(ids) == 2 * len(set(ids)) == 2 * 1437
+    again = succeed(
+        *(*train, "--epochs", "2", "--checkpoint", tmp_path / "chaos-checkpoints"), cwd=tmp_path
+    )
+    assert "continues at step 48" in again.stderr
+    assert again.stdout.startswith(f"accuracy {ends[0][0]}% after 48 steps")
