@@ -61,7 +61,7 @@ def handler_for(
     params = _ours(params)
     text = params.endpoint
     if not text.strip() and params.max_nodes == 1 and backend in (None, "tcpstore"):
-        text = "localhost:0"  # nobody else has to find a single node
+        text = "localhost:0"  # no other node has to find it
     endpoint = parse_endpoint(text, backend=backend)
     given = _given_rank(params) if _backend_of(endpoint).given_ranks else None
     is_host = params.get_as_bool("is_host") if given is None else given == 0
@@ -160,7 +160,7 @@ class GenerationStores:
         self._held: Any = None
 
     def __call__(self, records: RecordStore, generation: int) -> Any:
-        """The store of a round, over a connection of its own; the one before is given back."""
+        """The store of a round, over a connection of its own. Closes the one before."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # re-exported by *
 
         from .backends import native_store
@@ -176,7 +176,7 @@ class GenerationStores:
         return PrefixStore(records.full(f"{generation}/user"), client)
 
     def close(self) -> None:
-        # c10d's own client goes when nobody refers to it any more; ours holds a connection until told.
+        # c10d's own client closes with its last reference; ours must be closed.
         held, self._held = self._held, None
         if held is not None:
             held.close()

@@ -167,7 +167,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._stop = threading.Event()
         self._departures = Departures()
         self._store_lost = False  # to the pulse, which has ended then
-        self._proving = False  # the round is over, and the pulse looks who has ended
+        self._proving = False  # the round is over, and the pulse finds out which members have ended
         self._moved = False
         self._moves = 0  # of the store, before it came to where it is now
         self._unsettled = False  # has come to the store, and was in no round yet
@@ -309,7 +309,7 @@ class DynamicRendezvous(RendezvousHandler):
 
     @property
     def store_host(self) -> str | None:
-        """The host that serves the job's store, as this node reaches it; None if that is no node of the job."""
+        """The host that serves the job's store, as this node reaches it; None if no node of the job does."""
         return self._home.host
 
     @property

@@ -129,7 +129,7 @@ def _known_scheme(word: str, backends: Sequence[Backend], schemes: dict[str, Sch
 
 
 def _literal(text: str, scheme: Scheme, backend: Backend) -> Endpoint:
-    """A path or name without a scheme: every character is meant as it stands."""
+    """A path or name without a scheme: every character is literal."""
     if scheme.takes == "path" and not text.startswith("/"):
         raise _Problem(
             "expected an absolute path: nodes may start in different folders", scheme.example

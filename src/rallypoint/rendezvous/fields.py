@@ -20,7 +20,7 @@ def number(value: object) -> int:
 
 
 def node_id(value: object) -> str:
-    """A node's id, empty if it is none: it becomes part of a key."""
+    """A node's id, which becomes part of a key; empty if it is invalid."""
     good = isinstance(value, str) and value.isascii() and value.isalnum() and len(value) <= MAX_NAME
     return str(value) if good else ""
 

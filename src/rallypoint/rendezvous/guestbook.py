@@ -25,7 +25,7 @@ _HOST, _OTHER = "rally-guests/host", "rally-guests/other/"
 AT_ONCE, MOST = 8, 64
 # Lines said about them.
 MOST_SAID = 8
-# Seconds between two looks, and until whoever serves the store must have introduced itself.
+# Seconds between two checks, and until the node that serves the store must have introduced itself.
 LOOK_EVERY, HOST_PATIENCE = 1.5, 3.0
 
 

@@ -36,7 +36,7 @@ class HeldLines:
         self._half_open: HalfOpen[int] = HalfOpen(most)
 
     def accept(self) -> bool:
-        """Take those who wait, some at a time; False if there is nothing left to take them with: they go on waiting."""
+        """Accept waiting connections, some at a time; False if there are no descriptors left for them: they keep waiting."""
         for _ in range(_AT_ONCE):
             try:
                 with forks.opening():

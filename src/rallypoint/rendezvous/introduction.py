@@ -26,7 +26,7 @@ class Role(StrEnum):
     OTHER = "other"
 
 
-# Longer ones are no introductions.
+# The most bytes of an introduction.
 LONGEST = 4096
 _LONGEST_TEXT = 100
 
@@ -149,7 +149,7 @@ def mismatches(mine: Introduction, secret: bytes | None, guest: Guest) -> tuple[
 
 
 def _shown_id(run_id: str, secret: bytes | None) -> object:
-    """What stands for the job's name in an introduction."""
+    """The job's name as it appears in an introduction."""
     if secret is None:
         return _short(run_id)
     return "#" + derive(secret, "shown run id", run_id).hex()[:16]

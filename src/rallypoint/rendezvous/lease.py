@@ -28,7 +28,7 @@ class Leases(Generic[Node]):
     def observe(self, now: float, counters: Mapping[Node, int]) -> tuple[Node, ...]:
         """Note the counters of all nodes watched, and return those that are lost.
 
-        Only a counter that has grown has moved: an old one may be a stranger's, who puts back what he has read.
+        Only a larger counter counts as a beat: a stranger may write back an old one.
 
         A node seen for the first time starts a fresh lease; a node that is left out is forgotten.
         """

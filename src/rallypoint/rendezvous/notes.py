@@ -41,7 +41,7 @@ class Moved:
 
 
 def age(head: Mapping[str, Any] | None, store: Mapping[str, Any] | None) -> Age:
-    """Of a store, from what stands there under ``head`` and ``store``."""
+    """The age of a store, from its records ``head`` and ``store``."""
     body = store or {}
     return Age(
         fields.generation(head), fields.number(body.get("moves")), fields.node_id(body.get("name"))
@@ -49,7 +49,7 @@ def age(head: Mapping[str, Any] | None, store: Mapping[str, Any] | None) -> Age:
 
 
 def written(moved: Moved) -> dict[str, Any]:
-    """The note as it stands in a store."""
+    """The note as a record."""
     return {
         "addr": moved.addr,
         "port": moved.port,
@@ -89,7 +89,7 @@ def leads_on(note: object, here: Age, ended: frozenset[str] = frozenset()) -> Mo
 
 
 def is_news(note: Moved, held: object) -> bool:
-    """Whether a note should take the place of what stands there."""
+    """Whether a note should replace the present one."""
     before = read(held)
     return before is None or before.age < note.age
 

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Put a record if there is none; the result is the body that stands there now."""
+    """Put a record if there is none; the result is the present body."""
 
     key: str
     body: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """How many of the last round's members must be there, as far as this node knows now who has ended."""
+    """How many of the last round's members must be present, given those known to have ended."""
 
 
 @dataclass(frozen=True, slots=True)

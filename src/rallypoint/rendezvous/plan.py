@@ -118,7 +118,7 @@ def restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
 
 
 def ids_key(generation: int, plan: Mapping[str, Any]) -> str:
-    """Where the ids of a plan's members stand, by rank: few need them, so they are no part of the plan."""
+    """The key of the ids of a plan's members, by rank. Few nodes need them, so they are not part of the plan."""
     return f"{generation}/ids/{plan.get('by')}"
 
 
@@ -128,5 +128,5 @@ def ids_in(record: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def seeded(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A plan as it is put into an empty store: whoever reads it there looks for its own id, not its slot."""
+    """A plan for an empty store: nodes that read it there look for their ids, not their slots."""
     return plan if "seeded" in plan else {**plan, "by": f"{plan.get('by')}+", "seeded": True}

@@ -117,7 +117,7 @@ class PluggedRendezvous(DynamicRendezvous):
         return self._handler is None or bool(self._ask(self._handler.shutdown))
 
     def _go_to_new_store(self) -> None:
-        """As if the job's store had moved: the last plan is put there, for those who know of no round yet."""
+        """As if the job's store had moved: put the last plan there, for nodes that have not been in a round."""
         if self._node.generation is None:
             self._disconnect(leaving=False)
             return

@@ -56,7 +56,7 @@ from .operations import (
 from .quorum import Arrival, Close, NotYet, Settings, Standing, decide
 
 
-# -- what a node knows, and what comes out --------------------------------------------------------
+# -- a node's knowledge, and the outcomes --------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """The round did not form: who is there, and how many were wanted."""
+    """The round did not form: the nodes that arrived, and how many were needed."""
 
     generation: int
     arrived: tuple[str, ...]
@@ -219,7 +219,7 @@ def _find_round(node: Node) -> Steps:
 
 
 def _held_by(rank: int, generation: int) -> Steps:
-    """Who has this rank in the running round, if it runs; else None."""
+    """The node with this rank in the running round; None if there is no such round."""
     (_, (held, closed)) = yield Look((f"{generation}/rank/{rank}", "closed"))
     if held is None or closed is not None:
         return None
@@ -249,7 +249,7 @@ def _wait_for_call(node: Node, generation: int, settings: Settings, timing: Timi
         if moved is not None:
             return moved
         if fields.generation(head) > generation:
-            # Nobody opens this round: what we saw on coming had been overwritten, or all went on without us.
+            # No node opens this round: what we first saw had been overwritten, or all continued without us.
             return _Over()
         (_, waiting) = yield Count(f"{generation}/waiting")
         while waiting < place:
@@ -303,17 +303,17 @@ def _take_part(node: Node, generation: int, last: int, settings: Settings, timin
 
 
 def _arrive(generation: int, record: Mapping[str, Any]) -> Steps:
-    """Put the record where nobody else has put one; its slot."""
+    """Put the record into a free slot, and return the slot."""
     while True:
         (_, filled) = yield Increment(f"{generation}/arrivals")
         (_, held) = yield Claim(f"{generation}/node/{filled - 1}", record)
         if held.get("id") == record["id"]:
             return filled - 1
-        # Taken, so somebody has set the counter back: on to the next.
+        # Taken, so the counter was set back: try the next one.
 
 
 def _stay(generation: int, slot: int, record: Mapping[str, Any]) -> Steps:
-    """See to it that the leader can find our record, whatever somebody does to it or to the counter; our slot."""
+    """Make sure that the leader finds our record, even if it or the counter is overwritten. Returns our slot."""
     (_, (held,)) = yield Look((f"{generation}/node/{slot}",))
     if held is None:
         (_, held) = yield Claim(f"{generation}/node/{slot}", record)
@@ -390,7 +390,7 @@ def _follow(
         keys = (f"beat/{leader}", f"{generation}/leader/{term + 1}", "head")
         (now, (beat, successor, head)) = yield Look(keys)
         if fields.generation(head) > generation:
-            # The plan stands before the head goes on: so it is there by now, or somebody destroyed it.
+            # The plan is written before the head advances, so it exists by now, or was destroyed.
             (_, plan) = yield Claim(f"{generation}/plan", {"void": fields.generation(head)})
             return plan, slot
         slot = yield from _stay(generation, slot, record)
@@ -430,7 +430,7 @@ class _Leader:
         self._settings, self._timing, self._give_up = settings, timing, give_up
         self._records: dict[int, Mapping[str, Any]] = {}
         self._arrivals: dict[int, Arrival] = {}
-        # Slots that are filled, whatever the counter says: somebody may set it back.
+        # Slots that are filled, regardless of the counter, which may be set back.
         self._known = slot + 1
         self._read_again = give_up - timing.join + timing.lease
         self._members: frozenset[str] = frozenset()
@@ -513,7 +513,7 @@ class _Leader:
             self._silent.update(self._leases.observe(now, numbers))
             self._silent.update(each for each, beat in by_id.items() if fields.has_left(beat))
         (_, gone) = yield Gone()
-        # Who has arrived is not gone, whatever was thought of it: its record is younger than the call.
+        # A node that has arrived is not gone, even if it was reported lost: its record is newer than the call.
         gone = frozenset((gone | self._silent) - here)
         (now, waiting) = yield Count(f"{self._generation}/waiting")
         needed = 0
@@ -585,7 +585,7 @@ def _members_of(generation: int) -> Steps:
 
 
 def _clear(generation: int) -> Steps:
-    """Remove what is left of a round that nobody reads any more; its plan stays as a mark."""
+    """Remove the records of an old round, except its plan, which stays as a mark."""
     if generation < 0:
         return
     (_, (plan,)) = yield Look((f"{generation}/plan",))

@@ -200,6 +200,6 @@ def assign_ranks(nodes: Sequence[Arrival], *, by_label: bool = False) -> list[Ar
     ranked = [next(remaining) if place is None else place for place in places]
     if not by_label:
         return ranked
-    # Labels in the order in which their first node stands, nodes of a label in rank order.
+    # Labels in the order of their first nodes, nodes of a label in rank order.
     first_seen = {node.label: index for index, node in reversed(list(enumerate(ranked)))}
     return sorted(ranked, key=lambda each: first_seen[each.label])

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 # Names of one key. Waiting costs nothing as long as one of them is free.
 MAX_SKIPPED = 8
-# Replacing what stands under the last name is given up when somebody else was faster this often.
+# Replacing the value under the last name is given up after another writer was faster this often.
 MAX_REPLACED = 64
 # Seconds between two looks at a key all of whose names hold junk: nothing tells of a value that replaces another. Only
 # a stranger who overwrote one key eight times brings that about; it costs five reads a second, until the caller's timeout.
@@ -65,7 +65,7 @@ class RecordStore:
         return self._codec.prefix + key
 
     def claim(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Put a record if there is none; the body that stands there now."""
+        """Put a record if there is none; returns the present body."""
         for name in _names(key):
             full = self.full(name)
             self.operations += 1
@@ -75,7 +75,7 @@ class RecordStore:
         return self._claim_last(key, body)
 
     def _claim_last(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace the junk under the last name by a record; the body that stands there now."""
+        """Replace foreign data under the last name by a record; returns the present body."""
         full = self.full(_names(key)[-1])
         wanted, expected = self._codec.pack(full, body), b""
         if isinstance(self._store, ComparingStore):
@@ -156,7 +156,7 @@ class RecordStore:
         return found
 
     def peek(self, key: str) -> dict[str, Any] | None:
-        """As :meth:`look` at one key that nobody waits for, in one round trip."""
+        """As :meth:`look` for one key that no node waits for, in one round trip."""
         full = self.full(key)
         self.operations += 1
         data = self._store.peek(full)
@@ -175,7 +175,7 @@ class RecordStore:
         return None
 
     def increment(self, key: str) -> int:
-        """Add 1 to a counter; the sum. A counter that somebody else has spoiled may start again at 0."""
+        """Add 1 to a counter; returns the sum. A counter that was overwritten may restart at 0."""
         names = [self.full(name) for name in _names(key)]
         for full in names:
             if (count := self._add(full)) is not None:

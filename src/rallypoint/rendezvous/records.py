@@ -28,7 +28,7 @@ Body = Mapping[str, Any]
 
 
 class BadRecord(Exception):
-    """Bytes that are no record of this job; the text says why."""
+    """These bytes are not a record of this job; the text gives the reason."""
 
 
 class Codec:
@@ -48,7 +48,7 @@ class Codec:
 
     @property
     def prefix(self) -> str:
-        """What every key of the job begins with; with a secret, nobody else can guess it."""
+        """The prefix of the job's keys; with a secret, others cannot guess it."""
         return self._prefix
 
     def pack(self, key: str, body: Body) -> bytes:
@@ -68,7 +68,7 @@ class Codec:
         return line
 
     def unpack(self, key: str, data: bytes) -> dict[str, Any]:
-        """The body of what stands under ``key``.
+        """The body of the record under ``key``.
 
         Raises:
             BadRecord: too large, forged or replayed (with a secret), malformed, or of another version.

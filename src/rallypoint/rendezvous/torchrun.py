@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 LOOK_EVERY = 1.0
 # How long agents wait for each other before they stop their workers (seconds): some look, and a little more.
 TOGETHER = 2.5 * LOOK_EVERY
-# A node whose beat stands still for so many leases is gone: nobody waits for it to finish.
+# A node without a beat for so many leases is gone, and not waited for at the end.
 LEASES_TO_FINISH = 3.0
 # How long a node that serves a store stays after it has failed, for others to hear that the job has (seconds).
 STAY_AFTER_FAILURE = 60.0
@@ -179,7 +179,7 @@ class Rounds:
             return
         (call,) = records.look([f"{generation + 1}/call"])
         if call is not None:
-            return  # somebody is on the way already
+            return  # another thread does it already
         if records.increment(f"{generation}/stopping") >= self._size:
             records.write(f"{generation}/stop", {})
         records.wait(f"{generation}/stop", TOGETHER)

@@ -15,7 +15,7 @@ def python() -> str:
 
 
 def torch() -> str:
-    """Major and minor; empty if there is none. Imports nothing that is not imported yet."""
+    """Major and minor; empty if there is none. Imports nothing new."""
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     if loaded is None:
         from importlib.metadata import PackageNotFoundError, version

@@ -275,7 +275,7 @@ class Line:
 
         Raises:
             Closed: the other end is gone.
-            ProtocolError: what came is no frame.
+            ProtocolError: invalid data was received.
         """
         space = self._parser.space()
         try:
@@ -300,7 +300,7 @@ class Line:
 
         Raises:
             Closed: the other end is gone.
-            ProtocolError: what came is no frame.
+            ProtocolError: invalid data was received.
         """
         began = perf_counter()
         rest: Rest | None = None
@@ -377,7 +377,7 @@ class Line:
     # -- the end ---------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """End the connection for both sides; whoever reads is woken. The descriptor stays until :meth:`close`."""
+        """End the connection in both directions, which wakes readers. The descriptor stays until :meth:`close`."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)

@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 from rallypoint.errors import RemoteError
 
 
-# Of the text, the traceback and the pickled exception, each: a message of several MiB helps nobody.
+# Characters or bytes of the text, the traceback and the pickled exception, each.
 LIMIT = 64 * 1024
 _MAX_NOTES = 32
 _NOTES = "__notes__"

@@ -20,7 +20,7 @@ from rallypoint.errors import ConfigError, ProtocolError
 
 Address = str | tuple[str, int]
 
-# Of an accept: whoever waits still waits, so the listener stays ready and must not be asked at once again.
+# Errors of accept() after which the listener stays ready: it must not be retried at once.
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 

@@ -256,7 +256,7 @@ class EtcdClient:
             with self._session.post(
                 member.get_url("/watch"),
                 json={"create_request": request},
-                # A member cut off from the others would stay silent for ever.
+                # A member that is cut off from the others would never answer.
                 headers={**self._authorization(), "Grpc-Metadata-hasleader": "true"},
                 timeout=(connect, max(seconds, 0.001)),
                 stream=True,
@@ -321,7 +321,7 @@ class EtcdClient:
             return str(_request(member, "/auth/authenticate", credentials, {})["token"])
         except _Failed as failed:
             if failed.code == PRECONDITION:
-                return ""  # the cluster asks nobody who they are
+                return ""  # the cluster has no authentication
             raise
 
     def _alert(self, member: Etcd3Client) -> str:

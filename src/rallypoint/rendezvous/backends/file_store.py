@@ -170,7 +170,7 @@ class FileStore:
         Raises:
             RendezvousConnectionError: something of it could not be deleted.
         """
-        for _ in range(STALE_TRIES):  # somebody may still be writing, or removing too
+        for _ in range(STALE_TRIES):  # another process may be writing or removing it
             try:
                 self._refresh()
                 names = os.listdir(self._folder)

@@ -16,26 +16,26 @@ _NUMBER = 0x52414C4C
 GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, _NUMBER)
 ECHO = struct.pack("=I", _NUMBER)
 STARTING = struct.pack("=I", _NUMBER + 1)
-# Sent to those who keep silent after the greeting: HTTP servers answer it.
+# Sent if there is no answer to the greeting: HTTP servers answer this.
 QUESTION = b"GET / HTTP/1.0\r\n\r\n"
 # Read of an answer; names of servers are cut to the second.
 LONGEST_ANSWER, LONGEST_NAME = 512, 60
 
 
 class Door(Enum):
-    """Who is at an endpoint."""
+    """What serves an endpoint."""
 
     SERVES = "serves"
     STARTING = "starting"
-    REFUSED = "refused"  # nobody listens
+    REFUSED = "refused"  # no listener
     UNKNOWN = "unknown"  # the name has no address
     UNREACHED = "unreached"
-    STRANGER = "stranger"  # somebody listens, and it is no store
+    STRANGER = "stranger"  # a listener that is not a store
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Who is there, and in words why it is no store; empty if it is one."""
+    """What serves the endpoint, and why it is not a store; empty if it is one."""
 
     door: Door
     why: str = ""

@@ -126,6 +126,6 @@ def _watch(fd: int, port: int, silence: float) -> None:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
                 break_on_silence(sock, silence)
     except OSError:
-        # It was another thread's and is closed again, is no socket, or listens.
+        # Another thread's that is closed already, not a socket, or a listener.
         if own >= 0:
             os.close(own)

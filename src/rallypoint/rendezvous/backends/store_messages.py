@@ -78,7 +78,7 @@ def echo(number: int) -> bytes:
 
 
 def set_value(key: str, value: bytes) -> Exchange[None]:
-    """There is no reply: the next one shows that it was taken."""
+    """Has no reply: the next request's reply confirms it."""
     return Exchange(_request(Query.SET, _key(key), _bytes(value)), _nothing)
 
 

@@ -48,7 +48,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 ATTEMPT = 1.0
 # The first connection of all.
 FIRST_TURN = 10.0
-# Reasons why nobody serves, said in lines of their own.
+# Reasons for the missing store that get a line of their own.
 MOST_SAID = 4
 # Seconds for an answer at the endpoint; and how long a store may say that it is starting, uncounted.
 FIRST_ANSWER, LONGEST_START = 3.0, 600.0
@@ -115,7 +115,7 @@ class TcpHome:
         self._current: Place = Place(*self._hosts[0])
         self._outside: Place | None = None  # the same for others, once it has moved
         self._may_serve = True  # what served the store here has not been lost
-        self._told = False  # that the endpoint is no address of ours
+        self._told = False  # whether the user knows that the endpoint is not this host's
         self._forward: LeaveNote | None = None
         self._forwarder: threading.Thread | None = None
         self._closed = threading.Event()
@@ -147,7 +147,7 @@ class TcpHome:
             try:
                 return self._connect(deadline, stop)
             except RendezvousConnectionError:
-                # Who served has ended in this very moment: another will. Or it cannot be served here, just now.
+                # The server has ended at this moment, and another node will serve; or it cannot be served here now.
                 if stop.is_set() or deadline.expired():
                     raise
                 stop.wait(min(pause, deadline.remaining() or pause))
@@ -188,7 +188,7 @@ class TcpHome:
                 raise
             reply = _who_is_at(to or "localhost", port)
             if reply.door in {Door.SERVES, Door.STARTING}:
-                return None  # whoever serves there can say who it is
+                return None  # the node that serves it can report it
             problem = f"{error.problem}: {reply.why}" if reply.why else error.problem
             hint = "choose another one, the same on all nodes"
             raise ConfigError(error.field, error.value, problem, hint) from None
@@ -219,7 +219,7 @@ class TcpHome:
                 timeout = min(FIRST_ANSWER, max(left or 0.0, 0.001)) if brief else FIRST_ANSWER
                 reply = door.greet(host, port, timeout)
                 if reply is SILENT:
-                    # While the doorman hands on to the store, nobody answers for a moment.
+                    # While the doorman hands over to the store, there is no answer for a moment.
                     reply = Reply(Door.STARTING) if starting else door.ask(host, port)
                 replies.append(reply)
                 if reply.door is Door.SERVES:
@@ -229,7 +229,7 @@ class TcpHome:
                         store = self._client(place, FIRST_TURN)
                         self._current = place
                         return store
-            # Somebody's answer says more than nobody's.
+            # An answer says more than none.
             reply = max(replies, key=lambda each: each.door in {Door.STARTING, Door.STRANGER})
             starting = any(each.door is Door.STARTING for each in replies)
             before, asked_at = asked_at, MONOTONIC.now()
@@ -251,7 +251,7 @@ class TcpHome:
                     self._say(f"waiting for the rendezvous at {names} ({why}){until}")
             stop.wait(min(pause, deadline.remaining() or pause))
             pause = min(pause * 2, LONGEST_PAUSE)
-            # Who had the port and did not serve there (any connection may be given it) may be gone.
+            # The other user of the port, perhaps just a connection, may be gone by now.
             listener = self._listener_if_host()
             if listener is not None:
                 return self._serve_when_ready(listener, deadline)
@@ -313,7 +313,7 @@ class TcpHome:
         pause = FIRST_PAUSE
         answers: dict[Place, Answer] = {}
         asked: dict[Place, Future[Answer]] = {}
-        # All at once, and again who has answered: a silent place must not keep us from another.
+        # All in parallel, and repeatedly: a place that does not answer must not delay another.
         pool = ThreadPoolExecutor(len(search.places), thread_name_prefix="rally-ask")
         try:
             while True:
@@ -349,7 +349,7 @@ class TcpHome:
             if place.node_id != host_id or (place.node_id == own and self._may_serve)
         ]
         if own not in [each.node_id for each in others]:
-            # We can serve in nobody's place: whoever starts over does it where all began.
+            # We cannot serve in place of another. If all start over, they do so at the original place.
             known = {(each.addr, each.port) for each in (old, *others)}
             others += [Place(*host) for host in self._hosts if host not in known]
         return Search(
@@ -389,12 +389,12 @@ class TcpHome:
         return Answer.ALIVE if alive is Answer.SERVES else alive
 
     def _start_over(self) -> Store | None:
-        """Serve where all began, for those who wait: nobody else is left to. None if that is not for us."""
+        """Serve at the original place, for nodes that wait there. None if this node cannot."""
         host, port = self._hosts[0]
         try:
             listener = self._listener_if_host()
         except ConfigError:
-            return None  # somebody has that port, and may be about to serve there
+            return None  # another process has that port, and may be about to serve there
         if listener is None:
             return None
         self._say(f"all nodes that served the job's store have ended; serving it here, port {port}")
@@ -445,7 +445,7 @@ class TcpHome:
     def _keep_forwarding(
         self, server: _Served, here: Place, places: Sequence[tuple[str, int]]
     ) -> None:
-        """Lead those who go to where the store was, or might have been, to where the job is now."""
+        """Redirect nodes that come to an earlier place of the store, or a possible one, to the job's present place."""
         assert self._forward is not None
         pause = FORWARD_EVERY
         while not self._closed.wait(pause) and self._server is server:
@@ -526,7 +526,7 @@ def _standbys(last: LastRound | None) -> list[Place]:
 
 
 def _probe(host: str, port: int) -> Answer:
-    """Whether somebody listens there."""
+    """Whether there is a listener."""
     try:
         socket.create_connection((host.strip("[]"), port), timeout=ATTEMPT).close()
     except ConnectionRefusedError:
@@ -537,7 +537,7 @@ def _probe(host: str, port: int) -> Answer:
 
 
 def _who_is_at(host: str, port: int) -> Reply:
-    """Who has a port of this machine."""
+    """The process that has a port of this host."""
     reply = door.greet(host, port, FIRST_ANSWER)
     if reply is SILENT:
         reply = door.ask(host, port)

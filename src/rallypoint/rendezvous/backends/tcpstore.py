@@ -83,7 +83,7 @@ class TcpStore:
         if silence is not None:
             break_on_silence(self._socket, silence)
         try:
-            # Connected is not served: the kernel accepts for a process that stands still, too.
+            # Connected does not mean served: the kernel also accepts for a stopped process.
             self._greet((deadline.remaining() or 0.0) + GREETING)
         except BaseException:
             self.close()
