@@ -12,11 +12,13 @@ from hypothesis import given, strategies as st
 
 from rallypoint.elastic import memory, rng, torch_private
 from rallypoint.elastic.agreement import Standing, judge
+from rallypoint.elastic.checkpoints import Checkpoints
 from rallypoint.elastic.connections import watched
 from rallypoint.elastic.memory import Memory
 from rallypoint.elastic.objects import Objects
 from rallypoint.elastic.own_state import OwnState, Place
 from rallypoint.elastic.rng import RandomState
+from rallypoint.elastic.session import Session
 from rallypoint.errors import ElasticError
 
 
@@ -74,12 +76,18 @@ def test_a_group_that_a_member_lacks_is_an_error() -> None:
 # -- objects ------------------------------------------------------------------------------------------
 
 
-def test_what_has_no_state_or_only_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_state_is_refused_and_sharded_state_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(TypeError, match="a int has no state_dict"):
         Objects([3])
+    assert not Objects([torch.nn.Linear(2, 2)]).is_sharded
     monkeypatch.setattr(torch_private, "is_sharded", lambda _: True)
-    with pytest.raises(ElasticError, match="Linear is sharded"):
-        Objects([torch.nn.Linear(2, 2)])
+    sharded = Objects([torch.nn.Linear(2, 2)])
+    assert sharded.is_sharded
+    checkpoints = Checkpoints("somewhere", every=1, keep=1)
+    with pytest.raises(ElasticError, match="checkpoint= keeps replicated state only"):
+        Session(sharded, None, checkpoints)
 
 
 def test_gradients_that_a_step_leaves_are_seen() -> None:

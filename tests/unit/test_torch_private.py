@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -282,6 +283,11 @@ def ddp() -> Iterator[DistributedDataParallel]:
 ATTRIBUTES = {
     "_C",
     "_Options",
+    "_all_gather_result",
+    "_fsdp_param_groups",
+    "_get_fsdp_state",
+    "_is_root",
+    "_unsharded_param",
     "_StorageBase",
     "_devices",
     "_has_rebuilt_buckets",
@@ -528,6 +534,41 @@ def test_private_attributes_that_sessions_use(ddp: Any) -> None:
     state = scaler._per_optimizer_states[0]
     of_elastic.reset_scaler(scaler)
     assert scaler._per_optimizer_states[0] == state
+
+
+def test_private_attributes_of_fsdp_that_sessions_use(ddp: Any) -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    for each in (*net, net):
+        fully_shard(each, mesh=mesh)
+    before = list(net.parameters())
+    loss = net(torch.ones(1, 2)).sum()  # its parameters stay whole until the backward pass
+    assert net[0].weight is before[0]
+    (group,) = net[0]._get_fsdp_state()._fsdp_param_groups
+    group.unshard()
+    group.wait_for_unshard()
+    assert net[0].weight is not before[0]
+    loss.backward()
+    group.unshard()
+    for each in group.fsdp_params:
+        each._unsharded_param.grad = each.unsharded_accumulated_grad = torch.ones_like(
+            each._unsharded_param
+        )
+    of_elastic.reset_fsdp(net)
+    assert group._all_gather_result is None
+    assert not [each for each in group.fsdp_params if each._unsharded_param.grad is not None]
+    assert not [each for each in group.fsdp_params if each.unsharded_accumulated_grad is not None]
+    assert all(one is other for one, other in zip(net.parameters(), before, strict=True))
+    assert net._get_fsdp_state()._is_root and net[0]._get_fsdp_state()._is_root is False
+    part = of_elastic.local_part(before[0])
+    assert type(part) is torch.Tensor and part.shape == (3, 2)
+    assert of_elastic.local_part(part) is part
+    assert of_elastic.is_sharded_alike(torch.zeros_like(before[0]), before[0])
+    assert not of_elastic.is_sharded_alike(before[1], before[0])
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    assert of_elastic.local_optimizer(zero) is zero.optim
+    sgd = torch.optim.SGD(ddp.parameters())
+    assert of_elastic.local_optimizer(sgd) is sgd
 
 
 def test_the_message_of_a_traceback_can_be_cut() -> None:

@@ -1,7 +1,7 @@
 """Who is right after a loss: decisions only.
 
 With replicated state every rank is either at the beginning of a step, or behind it. Who is furthest is right: its gradient had
-everybody's part. The others get its state.
+everybody's part. The others get its state. With sharded state nobody has the lost part: all go back to a snapshot (:mod:`.schedule`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rallypoint.errors import ElasticError
+
+from .schedule import Held, common
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,7 @@ class Standing:
         fingerprint: of its parameters, at the first start; 0 afterwards.
         groups: the groups that can be kept, in the order in which this rank made them: name and members.
         layouts: of each DDP module: which gradients are reduced together; None before DDP has settled it.
+        snapshots: number and steps of those that it has whole; None if the state is replicated.
     """
 
     rank: int
@@ -35,6 +38,7 @@ class Standing:
     fingerprint: int = 0
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layouts: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
+    snapshots: tuple[Held, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,7 +50,9 @@ class Standing:
             for each in record["layouts"]
         )
         groups = tuple((name, tuple(ranks)) for name, ranks in record["groups"])
-        return cls(**{**record, "layouts": layouts, "groups": groups})
+        held = record["snapshots"]
+        snapshots = None if held is None else tuple(Held(**each) for each in held)
+        return cls(**{**record, "layouts": layouts, "groups": groups, "snapshots": snapshots})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +60,34 @@ class Verdict:
     """What follows.
 
     Args:
-        source: the rank whose state is right.
+        source: the rank whose state is right; None if all go back to a snapshot.
         receivers: the ranks that get it, in order.
         steps: how many steps are complete.
         layouts: of DDP's gradients, for all ranks.
+        snapshot: to which all go back.
     """
 
-    source: int
+    source: int | None
     receivers: tuple[int, ...]
     steps: int
     layouts: tuple[tuple[tuple[int, ...], ...] | None, ...]
+    snapshot: Held | None = None
 
 
 def judge(standings: Sequence[Standing]) -> Verdict:
     """Decide, from what all ranks say; every rank comes to the same.
 
     Raises:
-        ElasticError: no rank is whole, or the sessions differ.
+        ElasticError: no rank is whole, no snapshot is complete, or the sessions differ.
     """
     by_objects = {each.objects: each.rank for each in standings}
     if len(by_objects) > 1:
         told = "; ".join(f"rank {rank}: {text}" for text, rank in sorted(by_objects.items()))
         raise ElasticError(f"the ranks' sessions hold different objects: {told}")
     _compare_groups(standings)
+    held = [each.snapshots for each in standings if each.snapshots is not None]
+    if held:
+        return _go_back(standings, held)
     first = standings[0]
     for each in standings:
         if each.whole and first.whole and each.fingerprint != first.fingerprint:
@@ -93,11 +104,29 @@ def judge(standings: Sequence[Standing]) -> Verdict:
     furthest = max(each.steps for each in whole)
     source = min((each for each in whole if each.steps == furthest), key=lambda each: each.rank)
     receivers = tuple(each.rank for each in standings if not each.whole or each.steps < furthest)
-    layouts = tuple(
+    return Verdict(source.rank, receivers, furthest, _layouts(whole))
+
+
+def _go_back(standings: Sequence[Standing], held: Sequence[Sequence[Held]]) -> Verdict:
+    snapshot = common(held)
+    if snapshot is None:
+        told = "; ".join(
+            f"rank {each.rank}: {', '.join(str(one.steps) for one in each.snapshots or ()) or 'none'}"
+            for each in standings
+        )
+        raise ElasticError(
+            f"no snapshot of the sharded state is whole on all ranks (of these steps they have one: {told})"
+        )
+    return Verdict(None, (), snapshot.steps, _layouts(standings), snapshot)
+
+
+def _layouts(
+    standings: Sequence[Standing],
+) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+    return tuple(
         next((one for one in each if one is not None), None)
-        for each in zip(*(one.layouts for one in whole), strict=True)
+        for each in zip(*(one.layouts for one in standings), strict=True)
     )
-    return Verdict(source.rank, receivers, furthest, layouts)
 
 
 def _compare_groups(standings: Sequence[Standing]) -> None:

@@ -25,10 +25,6 @@ from .setup_record import Scripted
 # Buffers of modules up to this many bytes are kept in each step.
 MAX_BUFFERS = 32 * 1024
 _TENSOR = "rallypoint tensor"
-_SHARDED = (
-    "elastic.session: this {} is sharded: each rank holds a part that no other has. Sessions keep replicated state only"
-    " (DDP, or gradients that you average yourself)"
-)
 
 
 class Objects:
@@ -39,7 +35,7 @@ class Objects:
 
     Raises:
         TypeError: an object has neither.
-        ElasticError: its state is not the same on all ranks.
+        ElasticError: a DDP module has a static graph.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
@@ -49,15 +45,20 @@ class Objects:
                     f"elastic.session: a {type(each).__name__} has no state_dict and load_state_dict; expected modules,"
                     " optimizers, schedulers, scalers, or objects with these two methods"
                 )
-            _check_replicated(each)
+            _check_ddp(each)
+            if isinstance(each, nn.Module):
+                # A forward pass before the session may have left whole parameters in the place of shards.
+                torch_private.reset_fsdp(each)
         self.given = tuple(given)
         self.modules = [each for each in given if isinstance(each, nn.Module)]
         self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
-        self._rest = [each for each in given if not isinstance(each, nn.Module)]
+        self.others = [each for each in given if not isinstance(each, nn.Module)]
         self._parameters = [
             parameter for module in self.modules for parameter in module.parameters()
         ]
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        sharded = map(torch_private.is_sharded, (*self._parameters, *buffers, *self.others))
+        self.is_sharded = any(sharded)
         self._buffers = [each for each in buffers if each.numel()]
         size = sum(each.numel() * each.element_size() for each in self._buffers)
         self._keeps_buffers = 0 < size <= MAX_BUFFERS
@@ -67,6 +68,11 @@ class Objects:
         """All DDP modules, also those within others."""
         found = [part for module in self.modules for part in module.modules()]
         return [each for each in found if isinstance(each, DistributedDataParallel)]
+
+    def local_tensors(self) -> Iterator[torch.Tensor]:
+        """This rank's part of all parameters and buffers, in the same order on all ranks."""
+        for each in self._tensors_of_modules():
+            yield torch_private.local_part(each)
 
     def describe(self) -> str:
         """In words, the same on all ranks: classes, and how many parameters and elements."""
@@ -120,7 +126,7 @@ class Objects:
     def gradients(self) -> list[tuple[torch.Tensor, int] | None]:
         """All gradients, and how often each was changed in place."""
         found = (each.grad for each in self._parameters)
-        return [None if each is None else (each, torch_private.version(each)) for each in found]
+        return [None if each is None else (each, _version(each)) for each in found]
 
     def has_accumulated(self, before: Sequence[tuple[torch.Tensor, int] | None]) -> bool:
         """Whether a step has left gradients that it did not find."""
@@ -128,8 +134,8 @@ class Objects:
             grad = parameter.grad
             if grad is None:
                 continue
-            changed = held is None or held[0] is not grad or held[1] != torch_private.version(grad)
-            if changed and bool(grad.any()):
+            changed = held is None or held[0] is not grad or held[1] != _version(grad)
+            if changed and bool(torch_private.local_part(grad).any()):
                 return True
         return False
 
@@ -137,7 +143,16 @@ class Objects:
         """After a step that did not end: as they were at its beginning, none or zero."""
         for parameter, held in zip(self._parameters, before, strict=True):
             parameter.grad = None if held is None else torch.zeros_like(held[0])
-        for each in self._rest:
+        self._reset_scalers()
+
+    def set_gradients(self, present: Sequence[bool]) -> None:
+        """Make each gradient zero, or none."""
+        for parameter, is_there in zip(self._parameters, present, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if is_there else None
+        self._reset_scalers()
+
+    def _reset_scalers(self) -> None:
+        for each in self.others:
             if isinstance(each, torch.amp.GradScaler):
                 torch_private.reset_scaler(each)
 
@@ -208,21 +223,22 @@ class Objects:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             received += _receive_into(tensor, group, source)
             tensors.append(tensor)
-        for each, state in zip(self._rest, structure["rest"], strict=True):
+        for each, state in zip(self.others, structure["rest"], strict=True):
             each.load_state_dict(_filled(state, tensors))
         return received
 
     def _tensors_of_modules(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
-        for module in self.modules:
-            for each in (*module.parameters(), *module.buffers()):
-                if id(each) not in seen:
-                    seen.add(id(each))
-                    yield each
+        # FSDP puts whole parameters in the place of shards during a pass: these are the shards.
+        buffers = (buffer for module in self.modules for buffer in module.buffers())
+        for each in (*self._parameters, *buffers):
+            if id(each) not in seen:
+                seen.add(id(each))
+                yield each
 
     def _state(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         tensors: list[torch.Tensor] = []
-        rest = [_emptied(each.state_dict(), tensors) for each in self._rest]
+        rest = [_emptied(each.state_dict(), tensors) for each in self.others]
         structure = {
             "modules": [_shape(each) for each in self._tensors_of_modules()],
             "tensors": [_shape(each) for each in tensors],
@@ -231,17 +247,17 @@ class Objects:
         return structure, [*self._tensors_of_modules(), *tensors]
 
 
-def _check_replicated(given: Any) -> None:
-    """Refuse what is known to differ between ranks: another rank's would be given to one that takes a lost one over."""
+def _check_ddp(given: Any) -> None:
     for part in given.modules() if isinstance(given, nn.Module) else ():
         if isinstance(part, DistributedDataParallel) and torch_private.is_static(part):
             raise ElasticError(
                 "elastic.session: DistributedDataParallel(static_graph=True) cannot be kept: a process that takes a lost rank"
                 " over would reduce its first gradients in another order than the others"
             )
-    parts = given.parameters() if isinstance(given, nn.Module) else [given]
-    if any(map(torch_private.is_sharded, parts)):
-        raise ElasticError(_SHARDED.format(type(given).__name__))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return torch_private.version(torch_private.local_part(tensor))
 
 
 def _shape(tensor: torch.Tensor) -> list[Any]:

@@ -30,6 +30,8 @@ from .own_state import OwnState, Place
 from .process import KeptProcess
 from .rng import RandomState
 from .sampler import Sampler
+from .schedule import Held, Schedule
+from .snapshots import Snapshots
 
 
 _log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Recovery:
         why: how they were lost.
         steps: how many steps were complete.
         repeated: whether this rank repeats a step.
+        redone: how many completed steps it redoes, with sharded state.
         formed: seconds from the notice until all were connected again; most of it is the newcomer's set-up.
         transferred: seconds that the state took.
         bytes_moved: that this rank sent or received.
@@ -72,6 +75,7 @@ class Recovery:
     formed: float
     transferred: float
     bytes_moved: int
+    redone: int = 0
 
 
 class Session:
@@ -83,11 +87,26 @@ class Session:
         objects: what it was given.
         kept: this worker; None where nothing can be kept.
         checkpoints: None if there are none.
+        snapshot_every: steps from one snapshot of sharded state to the next, or None.
+
+    Raises:
+        ValueError: ``snapshot_every`` is below 1.
+        ElasticError: there are checkpoints, and sharded state.
     """
 
     def __init__(
-        self, objects: Objects, kept: KeptProcess | None, checkpoints: Checkpoints | None = None
+        self,
+        objects: Objects,
+        kept: KeptProcess | None,
+        checkpoints: Checkpoints | None = None,
+        snapshot_every: int | None = None,
     ) -> None:
+        Schedule(snapshot_every)
+        if checkpoints is not None and objects.is_sharded:
+            raise ElasticError(
+                "elastic.session: checkpoint= keeps replicated state only, and these objects are sharded; save them with"
+                " torch.distributed.checkpoint"
+            )
         self._objects = objects
         self._kept = kept
         self._checkpoints = checkpoints
@@ -95,6 +114,13 @@ class Session:
             None  # behind the last step of a loop without batches
         )
         self._memory: Memory | None = None
+        self._every = snapshot_every
+        self._snapshots: Snapshots | None = None  # of sharded state
+        self._scope = (
+            0  # changes where a loop over batches begins or ends: no snapshot leads across
+        )
+        self._is_back = False  # at an earlier batch than the one in hand
+        self._has_stepped = False  # with the batch in hand
         self._steps = 0
         self._place = Place()
         self._resume: OwnState | None = None  # where a newcomer continues
@@ -143,12 +169,15 @@ class Session:
         A process that takes a lost one over begins with the batch under way: it skips the earlier ones by
         fetching them.
 
+        With sharded state, a loss may lead back to an earlier batch of the epoch.
+
         Args:
             loader: gives the same batches each time it is iterated with the same random state.
         Returns:
             An iterator over the batches.
         Raises:
-            ElasticError: a second epoch without :meth:`epochs`, which a newcomer could not skip.
+            ElasticError: a second epoch without :meth:`epochs`, which a newcomer could not skip; with sharded state,
+                a loader that can be iterated only once.
         """
         self._iterations += 1
         resumes = self._kept is not None or self._checkpoints is not None
@@ -157,24 +186,39 @@ class Session:
                 "session.batches was called again: write `for epoch in session.epochs(n)` around it, so that a process"
                 " that takes a lost one over, or the next start, can begin in the present epoch"
             )
+        if self._snapshots is not None and iter(loader) is loader:
+            raise ElasticError(
+                f"session.batches: a {type(loader).__name__} can be iterated only once, but a loss leads back to an earlier"
+                " batch; give a list, a DataLoader, or another object whose iteration begins anew each time"
+            )
+        self._scope += 1
         iterator = self._iterator_of(loader)
         self._in_batches, self._loader = True, loader
         try:
             while True:
                 self._keep_own(task=False)
+                if self._is_back:
+                    iterator = self._iterator_of(loader)
+                    continue
+                before = RandomState.now() if self._snapshots is not None else None
                 self._pass_boundary()
                 try:
                     batch = next(iterator)
                 except StopIteration:
+                    if before is not None and not self._end_of_batches(before):
+                        iterator = self._iterator_of(loader)
+                        continue
                     return
-                self._repeat = False
+                self._repeat = self._has_stepped = False
                 yield batch
                 while self._repeat:
                     self._repeat = False
                     yield batch
-                self._place = self._place.after(task=False)
+                if not self._is_back:
+                    self._place = self._place.after(task=False)
         finally:
             self._in_batches, self._loader = False, None
+            self._leave_scope()
 
     def step(self) -> AbstractContextManager[None]:
         """One step: what runs in the block runs again if a process is lost in it.
@@ -196,10 +240,13 @@ class Session:
             function: runs again if a process is lost meanwhile. It must have no effects that must not happen twice.
             args, kwargs: for it.
         Returns:
-            Its result. None in a process that took a lost one over after the function had run.
+            Its result. None in a process that took a lost one over after the function had run; with sharded state, also if
+            a loss leads back to a step before it.
         """
         if self._tasks_to_skip:
             self._tasks_to_skip -= 1
+            return None
+        if self._is_back or not self._is_ahead_of_task():
             return None
         while True:
             before = self._steps
@@ -209,9 +256,13 @@ class Session:
                     result = function(*args, **kwargs)
             finally:
                 self._is_task = False
+            if self._went_back():
+                return None
             if self._steps > before:
-                self._place = self._place.after(task=True)
-                return result
+                if self._snapshots is None or not self._in_batches:
+                    self._place = self._place.after(task=True)
+                if self._is_behind_task(before):
+                    return result
 
     # -- entering and leaving ---------------------------------------------------------------------
 
@@ -236,6 +287,7 @@ class Session:
         if kept.takes_over:
             fd = kept.link.enter(kept.generation, self._rank, None)
             self._memory = Memory(fd)
+            self._snapshots = self._make_snapshots(self._memory)
             held = self._memory.held
             self._own = None if held is None else OwnState.unpack(held)
             kept.generation = -1
@@ -247,9 +299,14 @@ class Session:
             self._memory = Memory()
             # A loss in here is one before the session.
             self._load()
+            self._snapshots = self._make_snapshots(self._memory)
+            if self._snapshots is not None:
+                # Before anybody counts on this rank: from now on there is a snapshot to go back to.
+                self._snapshots.take(self._own_of_snapshot(), self._scope)
             kept.publish()
             kept.link.enter(kept.generation, self._rank, self._memory.fd)
-            self._keep_own(task=False)
+            if self._snapshots is None:
+                self._keep_own(task=False)
             self._compare()
         self._count_anew()
         for each in kept.groups:
@@ -267,6 +324,7 @@ class Session:
             self._end_checkpoints(failed=kind is not None)
             return
         if kind is None:
+            self._keep_the_end()
             self._confirm()
             kept.link.tell({"kind": "kept left"})
         else:
@@ -275,6 +333,8 @@ class Session:
             each.before = None
         for hook in self._hooks:
             hook.remove()
+        if self._snapshots is not None:
+            self._snapshots.close()
         if self._memory is not None:
             self._memory.close()
         self._end_checkpoints(failed=kind is not None)
@@ -285,7 +345,7 @@ class Session:
         wiring = self._kept.groups.wiring
         assert wiring is not None
         try:
-            judge(self._introduce(wiring, self._objects.fingerprint()))
+            judge(self._introduce(wiring, self._fingerprint()))
         except ElasticError:
             raise
         except _LOST as error:
@@ -314,16 +374,24 @@ class Session:
         if kept is None:
             self._in_step = True
             return
-        newest = kept.link.newest
-        if newest is not None and newest.generation > kept.generation:
-            self._begun = None
-            self._recover(None)
-        if not self._in_batches or self._is_task:
-            self._keep_own(task=self._is_task)
+        if self._snapshots is not None:
+            if self._has_stepped and self._in_batches and not self._is_task:
+                raise ElasticError(
+                    "a second session.step() with the same batch: with sharded state a batch has one step; put both into one"
+                )
+            # With a batch in hand it is too late to go back: the first collective tells of a loss. A function's snapshots
+            # are taken in run().
+            if not self._in_batches and not self._is_task:
+                self._keep_snapshot()
+        else:
+            if self._is_lost():
+                self._begun = None
+                self._recover(None)
+            if not self._in_batches or self._is_task:
+                self._keep_own(task=self._is_task)
         self._applied = 0
-        self._begun = _Begun(
-            RandomState.now(), self._objects.copy_buffers(), self._objects.gradients()
-        )
+        buffers = [] if self._snapshots is not None else self._objects.copy_buffers()
+        self._begun = _Begun(RandomState.now(), buffers, self._objects.gradients())
         self._in_step = True
 
     def _end(self, error: BaseException | None) -> bool:
@@ -336,6 +404,7 @@ class Session:
             self._begun = None
             if not self._in_batches and self._checkpoint_is_due():
                 self._random_behind = RandomState.now()
+            self._has_stepped = self._has_stepped or not self._is_task
             return False
         if kept is None:
             return False
@@ -346,7 +415,7 @@ class Session:
         # The traceback holds the frames of the step, and with them the old group.
         error.__traceback__ = None
         self._recover(error)
-        self._repeat = self._steps == before
+        self._repeat = self._steps == before and not self._is_back
         return True
 
     def _check_accumulation(self) -> None:
@@ -372,6 +441,9 @@ class Session:
     # -- this rank's own state --------------------------------------------------------------------
 
     def _keep_own(self, *, task: bool) -> None:
+        if self._snapshots is not None:
+            self._keep_snapshot()
+            return
         if self._memory is None:
             return
         buffers = self._objects.buffers_as_bytes()
@@ -383,6 +455,8 @@ class Session:
         if self._memory is not None and operation not in torch_private.POINT_TO_POINT:
             self._memory.progress.begin(group.kept_name)
         if not self._in_step or self._own is None or self._memory is None:
+            return
+        if self._snapshots is not None:
             return
         state = RandomState.now()
         buffers = self._objects.buffers_as_bytes()
@@ -445,6 +519,7 @@ class Session:
             self._checkpoints.end(None if failed else self._own_now())
 
     def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
+        self._is_back = False
         own, self._resume = self._resume, None
         sampler = getattr(loader, "batch_sampler", None)
         if own is None or own.place.begun is None:
@@ -452,6 +527,8 @@ class Session:
                 sampler.begin_at(self._place.epoch if self._in_epochs else self._iterations - 1)
             self._place = replace(self._place, batch=0, begun=RandomState.now())
             return iter(loader)
+        if self._snapshots is not None:
+            self._snapshots.enter_scope(self._scope)
         own.place.begun.restore()
         ranks_before, self._ranks_before = self._ranks_before, None
         if ranks_before is not None and not isinstance(sampler, Sampler):
@@ -480,7 +557,118 @@ class Session:
             )
         return replace(own, place=replace(own.place, batch=batch))
 
+    # -- snapshots of sharded state ---------------------------------------------------------------
+
+    def _make_snapshots(self, memory: Memory) -> Snapshots | None:
+        if not self._objects.is_sharded:
+            return None
+        return Snapshots(self._objects, memory.fd, self._every)
+
+    def _own_of_snapshot(self, random: RandomState | None = None) -> OwnState:
+        return OwnState(self._steps, self._place, random or RandomState.now())
+
+    def _keep_snapshot(
+        self, *, even_early: bool = False, random: RandomState | None = None
+    ) -> None:
+        """Take one if it is due, and wait until all have it. A loss meanwhile is recovered from, which may lead back."""
+        snapshots = self._snapshots
+        assert snapshots is not None
+        if self._is_lost():
+            self._begun = None
+            self._recover(None)
+        while not self._is_back and snapshots.is_due(
+            self._steps, self._scope, even_early=even_early
+        ):
+            snapshots.take(self._own_of_snapshot(random), self._scope)
+            try:
+                snapshots.agree()
+            except _LOST as error:
+                self._begun = None
+                error.__traceback__ = None
+                self._recover(error)
+
+    def _end_of_batches(self, random: RandomState) -> bool:
+        """No loss leads back into a loop that has ended. Returns False if one leads back now.
+
+        Args:
+            random: the generators before the loader ended.
+        """
+        self._keep_snapshot(even_early=True, random=random)
+        return not self._is_back
+
+    def _leave_scope(self) -> None:
+        if self._snapshots is None:
+            return
+        self._scope += 1
+        if not self._snapshots.is_due(self._steps, self._scope - 1, even_early=True):
+            self._snapshots.enter_scope(self._scope)
+
+    def _is_ahead_of_task(self) -> bool:
+        """Before a function runs: a loss in it leads back to this place. Returns False if one leads back further now.
+
+        In a loop over batches a function belongs to the batch: a loss leads back to an earlier one.
+        """
+        if self._snapshots is None or self._in_batches:
+            return True
+        before = self._steps
+        self._keep_snapshot(even_early=True)
+        return self._steps == before
+
+    def _is_behind_task(self, before: int) -> bool:
+        """After a function has run: no loss leads back into it. Returns False if it must run again."""
+        if self._snapshots is None or self._in_batches:
+            return True
+        self._keep_snapshot(even_early=True)
+        return self._steps > before
+
+    def _keep_the_end(self) -> None:
+        if self._snapshots is None:
+            return
+        before = self._steps
+        self._keep_snapshot(even_early=True)
+        if self._steps < before:
+            raise ElasticError(
+                f"a loss at the end of the session leads back to step {self._steps} of {before}, and the loop that would redo"
+                " these steps has ended; session.batches can go back"
+            )
+
+    def _go_back(self, snapshot: Held) -> None:
+        """Be where the snapshot was taken: with its state, in a loop that gives its batch next."""
+        snapshots = self._snapshots
+        assert snapshots is not None
+        scope = snapshots.scope_of(snapshot)
+        own = snapshots.restore(snapshot)
+        if self._is_new:
+            snapshots.enter_scope(self._scope)
+            self._tasks_to_skip = own.place.tasks
+        elif self._steps == own.steps:
+            # Nothing was completed since; what the script did between two steps is not undone.
+            if self._begun is not None:
+                self._begun.random.restore()
+            return
+        elif scope != self._scope:
+            raise ElasticError(
+                f"a loss leads back to step {own.steps} of {self._steps}, before the beginning or behind a break of the loop"
+                " over session.batches that is under way"
+            )
+        own.random.restore()
+        self._own, self._place = own, own.place
+        if self._is_new or self._in_batches:
+            self._resume, self._is_back = own, self._in_batches
+
     # -- recovery ---------------------------------------------------------------------------------
+
+    def _went_back(self) -> bool:
+        return self._is_back
+
+    def _is_lost(self) -> bool:
+        """Whether a peer is, and this rank has not met the others since."""
+        assert self._kept is not None
+        newest = self._kept.link.newest
+        return newest is not None and newest.generation > self._kept.generation
+
+    def _fingerprint(self) -> int:
+        return 0 if self._snapshots is not None else self._objects.fingerprint()
 
     def _recover(self, error: BaseException | None) -> None:
         """Meet the others again, and have all at one step.
@@ -517,6 +705,7 @@ class Session:
         kept.groups.connect(wiring)
         formed = clock.MONOTONIC.now()
         verdict = judge(standings)
+        before, is_new = self._steps, self._is_new
         moved = self._exchange(verdict)
         self._settle(verdict)
         group = kept.groups.default
@@ -533,6 +722,7 @@ class Session:
             formed=formed - notice.at,
             transferred=clock.MONOTONIC.now() - formed,
             bytes_moved=moved,
+            redone=0 if is_new else max(0, before - verdict.steps),
         )
         self._history.append(recovery)
         record = {
@@ -541,6 +731,7 @@ class Session:
             "repeated": recovery.repeated,
             "formed": recovery.formed,
             "transferred": recovery.transferred,
+            "redone": recovery.redone,
             "received": 0 if self._rank == verdict.source else moved,
         }
         kept.link.tell({"kind": "kept recovered", "rank": self._rank, **record})
@@ -556,6 +747,7 @@ class Session:
             fingerprint=fingerprint,
             groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
             layouts=self._objects.layouts(),
+            snapshots=None if self._snapshots is None else self._snapshots.held(),
         )
         wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
         ranks = range(dist.get_world_size())
@@ -569,7 +761,7 @@ class Session:
         assert group is not None
         if self._rank == verdict.source:
             return sum(self._objects.send(group, each) for each in verdict.receivers)
-        if self._rank in verdict.receivers:
+        if verdict.source is not None and self._rank in verdict.receivers:
             self._whole = False
             return self._objects.receive(group, verdict.source)
         return 0
@@ -580,7 +772,9 @@ class Session:
         begun = self._begun
         if begun is not None:
             self._objects.drop_gradients(begun.gradients)
-        if begun is not None and self._steps == verdict.steps:
+        if verdict.snapshot is not None:
+            self._go_back(verdict.snapshot)
+        elif begun is not None and self._steps == verdict.steps:
             begun.random.restore()
             self._objects.restore_buffers(begun.buffers)
         elif self._rank in verdict.receivers:
@@ -643,6 +837,7 @@ def session(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 1000,
     checkpoint_keep: int = 3,
+    snapshot_every: int | None = None,
 ) -> Session:
     """Train so that the loss of a process costs the others nothing.
 
@@ -657,7 +852,8 @@ def session(
                         optimizer.zero_grad()
 
     If a worker is lost, the others keep their process. Another process takes the lost rank over, gets model and
-    optimizer from those who have them, and all repeat the step that was under way.
+    optimizer from those who have them, and all repeat the step that was under way. Sharded state comes from snapshots:
+    all ranks go back to the last one.
 
     Collective: every rank enters it, with the same objects.   Blocks: until all are there.
     Args:
@@ -668,6 +864,9 @@ def session(
             ``torch.distributed.checkpoint``. All nodes need access to it. None: there are none.
         checkpoint_every: steps from one checkpoint to the next. A last one is written when the session ends well.
         checkpoint_keep: how many complete ones stay.
+        snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``), steps from one
+            snapshot to the next: a loss leads all ranks back to the last one. None: as often as 2 % of the time
+            allows. Replicated state needs none.
     Returns:
         A context manager. Outside of ``rally run`` it only counts steps and writes checkpoints, and says so once.
     Raises:
@@ -682,7 +881,7 @@ def session(
         if checkpoint is None
         else Checkpoints(checkpoint, every=checkpoint_every, keep=checkpoint_keep)
     )
-    return Session(Objects(objects), process.current(), checkpoints)
+    return Session(Objects(objects), process.current(), checkpoints, snapshot_every)
 
 
 _said: set[int] = set()

@@ -209,6 +209,60 @@ def is_compiled(module: Any) -> bool:
     return isinstance(getattr(module, COMPILED, None), torch.nn.Module)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, not a copy; of another one, the tensor itself."""
+    kind = _dtensor()
+    if kind is None or not isinstance(tensor, kind):
+        return tensor
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()
+    wait = getattr(part, "wait", None)  # a result that is under way is no plain tensor
+    return part if wait is None else wait()
+
+
+def is_sharded_alike(one: Any, other: Any) -> bool:
+    """Whether two sharded tensors have their parts in the same places."""
+    kind = _dtensor()
+    return (
+        kind is not None
+        and isinstance(other, kind)
+        and (one.shape, one.device_mesh, one.placements)
+        == (other.shape, other.device_mesh, other.placements)
+    )
+
+
+def _dtensor() -> Any:
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def local_optimizer(optimizer: Any) -> Any:
+    """The optimizer whose state is on this rank: ZeRO has one for its part of the parameters."""
+    optimizers = sys.modules.get("torch.distributed.optim")
+    kind = getattr(optimizers, "ZeroRedundancyOptimizer", None)
+    return optimizer.optim if kind is not None and isinstance(optimizer, kind) else optimizer
+
+
+def reset_fsdp(module: Any) -> None:
+    """Let the next forward pass of FSDP2's modules run after a pass that did not end. Their parameters are shards again."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None:
+        return
+    parts = [each for each in module.modules() if isinstance(each, kind)]
+    states = [each._get_fsdp_state() for each in parts]
+    for group in (group for state in states for group in state._fsdp_param_groups):
+        # To wait for it would raise: its group is gone.
+        group._all_gather_result = None
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+    for part, state in zip(parts, states, strict=True):
+        if state._is_root:
+            part.reset_iter_state()
+        elif state._is_root is None:
+            part.reshard()
+
+
 def version(tensor: torch.Tensor) -> int:
     """Counts the changes of a tensor in place."""
     return tensor._version

@@ -80,6 +80,7 @@ class KeptWorkers:
         transferred = max(each["transferred"] for each in told)
         moved = sum(each["received"] for each in told)
         repeated = any(each["repeated"] for each in told)
+        redone = max(each["redone"] for each in told)
         lost, ready = self._losses.pop(generation, ("a lost rank", None))
         if ready is not None:
             events.emit(
@@ -95,10 +96,16 @@ class KeptWorkers:
             )
         self._say(
             f"{lost} is back at step {record['steps']}"
-            f" ({'repeated' if repeated else 'nothing repeated'}): all met in {formed * 1000:.0f} ms,"
+            f" ({_redone(redone, repeated=repeated)}): all met in {formed * 1000:.0f} ms,"
             f" {moved / 1e6:.1f} MB in {transferred * 1000:.0f} ms"
         )
         del self._recovered[generation]
+
+
+def _redone(steps: int, *, repeated: bool) -> str:
+    if steps:
+        return f"{steps} complete step{'s' if steps > 1 else ''} redone"
+    return "repeated" if repeated else "nothing repeated"
 
 
 def _where(ready: RoundReady) -> dict[str, Any]:

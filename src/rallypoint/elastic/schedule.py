@@ -1,0 +1,88 @@
+"""Snapshots of sharded state: decisions only. When one is taken, and to which one a loss leads back.
+
+With sharded state a lost rank takes a part with it that nobody else has. So all ranks keep snapshots of their parts, and a loss leads
+all of them back to the same one.
+
+- All ranks take the same snapshots, and number them alike. Behind each one they wait for each other, so a rank begins the next only
+  when this one is complete everywhere. With two slots per rank, one complete snapshot always exists on all of them.
+- A loss leads to the newest snapshot that every rank has whole. Newer ones are dropped: what follows may differ from them.
+- How many steps lie between two is either given, or follows from figures that all ranks share while they wait for each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+# The share of the training time that snapshots may take if nobody says how often they are wanted.
+SHARE = 0.02
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Held:
+    """A snapshot that a rank has whole.
+
+    Args:
+        number: counts snapshots, the same on all ranks.
+        steps: how many steps were complete.
+    """
+
+    number: int
+    steps: int
+
+
+def common(held: Sequence[Sequence[Held]]) -> Held | None:
+    """The newest snapshot that all ranks have; None without one.
+
+    Args:
+        held: of each rank.
+    """
+    everywhere = set(held[0]).intersection(*held[1:]) if held else set()
+    return max(everywhere, default=None)
+
+
+class Schedule:
+    """When the next snapshot is due. All ranks come to the same, as they tell it the same.
+
+    Args:
+        every: steps from one to the next; None: as often as :data:`SHARE` of the time allows.
+
+    Raises:
+        ValueError: ``every`` is below 1.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"elastic.session: snapshot_every is {every}, expected at least 1")
+        self._every = every
+        self._last = 0
+        self._interval = every or 1
+
+    @property
+    def interval(self) -> int:
+        """Steps from the last snapshot to the next."""
+        return self._interval
+
+    def is_due(self, steps: int) -> bool:
+        """Whether one is due after this many steps."""
+        return steps - self._last >= self._interval
+
+    def restart(self, steps: int) -> None:
+        """All ranks are back at a snapshot: one of them remembers nothing, so all begin anew."""
+        self._last, self._interval = steps, self._every or 1
+
+    def note(self, steps: int, cost: float, step: float) -> None:
+        """A snapshot is complete on all ranks.
+
+        Args:
+            steps: how many were complete.
+            cost: seconds that it took the slowest rank.
+            step: seconds of one step since the last snapshot, on the fastest rank; 0 if not known.
+        """
+        if self._every is None and steps > self._last and step > 0.0:
+            wanted = math.ceil(cost / (SHARE * step))
+            # The first figures are unusual: memory is touched for the first time, and kernels are loaded.
+            self._interval = max(1, min(wanted, 2 * self._interval))
+        self._last = steps

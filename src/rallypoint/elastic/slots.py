@@ -1,0 +1,155 @@
+"""Snapshots in shared memory that outlives the worker: two slots of any size, written in turn.
+
+They lie behind a rank's small own state in the same anonymous file (:mod:`.memory`), which the supervisor holds, too. The second begins a
+terabyte behind the first: the file is sparse, so each can grow in place.
+
+A slot's header is cleared before its contents are written, and set afterwards. A process that is killed in between leaves the
+other slot, and a checksum tells whether the contents are still those that were written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+
+import torch
+
+from .schedule import Held
+
+
+FIRST = 1 << 20
+STRIDE = 1 << 40
+# Number, steps, bytes of the contents, their checksum; then the checksum of these.
+_HEAD = struct.Struct("=QQQQ")
+_CHECK = struct.Struct("=I")
+# Contents begin here, and each tensor in them at a multiple of ALIGNED.
+CONTENTS = 64
+ALIGNED = 64
+# Words in a block of the checksum: a page's.
+_BLOCK = 512
+
+
+def header(held: Held, size: int, checksum: int) -> bytes:
+    """What a slot begins with, once it is whole."""
+    head = _HEAD.pack(held.number, held.steps, size, checksum)
+    return head + _CHECK.pack(zlib.crc32(head))
+
+
+def read_header(data: bytes) -> tuple[Held, int, int] | None:
+    """Snapshot, bytes, checksum; None if the slot is not whole."""
+    head = data[: _HEAD.size]
+    if len(data) < _HEAD.size + _CHECK.size:
+        return None
+    number, steps, size, checksum = _HEAD.unpack(head)
+    if not number or _CHECK.unpack_from(data, _HEAD.size) != (zlib.crc32(head),):
+        return None
+    return Held(number, steps), size, checksum
+
+
+def checksum(words: torch.Tensor) -> int:
+    """Of memory, at the speed of reading it. Depends on the order of pages, and on what each one holds.
+
+    Args:
+        words: ``[n]``, int64.
+    """
+    whole = words.numel() // _BLOCK * _BLOCK
+    sums = torch.cat([words[:whole].view(-1, _BLOCK).sum(1), words[whole:].sum().reshape(1)])
+    weights = torch.arange(1, 2 * sums.numel(), 2)
+    return int((sums * weights).sum().item()) & (1 << 64) - 1
+
+
+class Slots:
+    """The snapshots of one rank.
+
+    Args:
+        fd: of the rank's memory. Stays open, and its owner's.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._areas: list[mmap.mmap | None] = [None, None]
+        self._held: list[Held | None] = [self._read(slot) for slot in (0, 1)]
+
+    def check(self) -> tuple[Held, ...]:
+        """The snapshots that are whole; reads all of them."""
+        self._held = [self._read(slot) for slot in (0, 1)]
+        return tuple(sorted(each for each in self._held if each is not None))
+
+    def write(self, held: Held, size: int, pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Replace the older snapshot.
+
+        Args:
+            held: which one it is.
+            size: bytes of the contents.
+            pieces: where in the contents each one begins, and its bytes (``[n]``, uint8).
+        Raises:
+            OSError: no more memory.
+        """
+        numbers = [0 if each is None else each.number for each in self._held]
+        slot = numbers.index(min(numbers))
+        size += -size % 8
+        area = self._area(slot, CONTENTS + size)
+        self._clear(slot)
+        contents = torch.frombuffer(area, dtype=torch.uint8, offset=CONTENTS, count=size)
+        for begin, piece in pieces:
+            contents[begin : begin + piece.numel()].copy_(piece)
+        head = header(held, size, checksum(contents.view(torch.int64)))
+        area[: len(head)] = head
+        self._held[slot] = held
+
+    def read(self, held: Held) -> torch.Tensor:
+        """The contents of a whole snapshot, as they lie in the memory: ``[n]``, uint8. Not to be kept."""
+        slot = self._held.index(held)
+        size = self._size(slot)
+        area = self._area(slot, CONTENTS + size)
+        return torch.frombuffer(area, dtype=torch.uint8, offset=CONTENTS, count=size)
+
+    def drop_after(self, number: int) -> None:
+        """Drop all that are newer."""
+        for slot, each in enumerate(self._held):
+            if each is not None and each.number > number:
+                self._area(slot, CONTENTS)
+                self._clear(slot)
+
+    def close(self) -> None:
+        """Give the mappings back; the memory stays."""
+        for slot in (0, 1):
+            self._unmap(slot)
+
+    def _clear(self, slot: int) -> None:
+        area = self._areas[slot]
+        assert area is not None
+        self._held[slot] = None
+        area[:CONTENTS] = bytes(CONTENTS)
+
+    def _size(self, slot: int) -> int:
+        found = read_header(os.pread(self._fd, CONTENTS, FIRST + slot * STRIDE))
+        return 0 if found is None else found[1]
+
+    def _read(self, slot: int) -> Held | None:
+        found = read_header(os.pread(self._fd, CONTENTS, FIRST + slot * STRIDE))
+        if found is None:
+            return None
+        held, size, expected = found
+        area = self._area(slot, CONTENTS + size)
+        contents = torch.frombuffer(area, dtype=torch.int64, offset=CONTENTS, count=size // 8)
+        return held if checksum(contents) == expected else None
+
+    def _area(self, slot: int, size: int) -> mmap.mmap:
+        area = self._areas[slot]
+        if area is None or len(area) < size:
+            self._unmap(slot)
+            size += -size % FIRST
+            begin = FIRST + slot * STRIDE
+            if os.fstat(self._fd).st_size < begin + size:
+                os.ftruncate(self._fd, begin + size)
+            area = self._areas[slot] = mmap.mmap(self._fd, size, offset=begin)
+        return area
+
+    def _unmap(self, slot: int) -> None:
+        area, self._areas[slot] = self._areas[slot], None
+        if area is not None:
+            area.close()

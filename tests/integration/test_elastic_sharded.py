@@ -1,0 +1,143 @@
+"""Sessions with sharded state: workers are killed, all ranks go back to a snapshot, and the end equals that without a loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = Path(__file__).parents[1] / "sharded_train.py"
+Fault = tuple[int, int, str]
+
+
+def trained(
+    folder: Path, workers: int, kind: str, faults: list[Fault], every: int = 4
+) -> tuple[str, list[dict[str, Any]]]:
+    folder.mkdir()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", str(workers)),
+            *("--preload", "torch._dynamo", str(SCRIPT), str(folder), kind),
+            *(json.dumps(faults), str(every)),
+        ],
+        cwd=folder,
+        env={key: value for key, value in os.environ.items() if key != "RALLY_LOG"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ends = [json.loads((folder / f"end {rank}").read_text()) for rank in range(workers)]
+    return done.stderr, ends
+
+
+def assert_survived(tmp_path: Path, workers: int, kind: str, faults: list[Fault]) -> None:
+    _, calm = trained(tmp_path / "calm", workers, kind, [])
+    said, ends = trained(tmp_path / "hurt", workers, kind, faults)
+    assert said.count("takes its place, the others keep theirs") == len(faults)
+    for rank, (end, wanted) in enumerate(zip(ends, calm, strict=True)):
+        for what in ("steps", "bits", "random", "rate", "score"):
+            assert end[what] == wanted[what], f"rank {rank}: {what}"
+        assert end["pid"], "objects and process are those of the beginning"
+        assert max(end["redone"], default=0) <= 4
+    # A process has seen the losses since it took its rank over.
+    for rank, end in enumerate(ends):
+        own = [number for number, fault in enumerate(faults) if fault[1] == rank]
+        assert len(end["redone"]) == len(faults) - (own[-1] if own else 0)
+
+
+def test_a_killed_worker_of_fsdp2_costs_the_steps_since_the_last_snapshot(tmp_path: Path) -> None:
+    faults = [
+        (0, 1, "forward"),
+        (6, 0, "backward"),
+        (7, 1, "optimizer"),
+        (9, 1, "between"),
+        (10, 0, "validation"),
+        (12, 1, "after"),
+        (21, 1, "validation"),
+    ]
+    assert_survived(tmp_path, 2, "fsdp2", faults)
+
+
+FEW = [(2, 1, "forward"), (5, 0, "backward"), (9, 1, "after"), (13, 0, "between")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("workers", "kind"), [(4, "fsdp2"), (4, "hsdp"), (2, "tp"), (4, "tp x dp"), (2, "zero")]
+)
+def test_other_kinds_of_sharded_state_survive(tmp_path: Path, workers: int, kind: str) -> None:
+    assert_survived(tmp_path, workers, kind, FEW)
+
+
+OWN_LOOP = """
+import os, pathlib, signal, sys, torch, torch.distributed as dist
+from rallypoint import elastic
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = fully_shard(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = torch.randn(10, 2, 4)
+fault = pathlib.Path("fault")
+with elastic.session(net, optimizer, snapshot_every=3) as session:
+    try:
+        for _ in session.batches(iter([1])):
+            pass
+    except elastic.ElasticError as error:
+        if not session.history and dist.get_rank() == 0:
+            print("refused:", error)
+    while session.position < 8:
+        with session.step():
+            if session.position == 5 and dist.get_rank() == 1 and not fault.exists():
+                fault.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            net(data[session.position]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    total = sum(each.to_local().sum().item() for each in net.parameters())
+    if dist.get_rank() == 0:
+        print("ended:", session.position, [each.redone for each in session.history], total)
+dist.destroy_process_group()
+"""
+
+
+def test_a_loop_of_ones_own_goes_back_by_its_position(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN_LOOP)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2"),
+            *("--preload", "torch._dynamo", "train.py"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "refused: session.batches: a list_iterator can be iterated only once" in done.stdout
+    assert "ended: 8 [2] " in done.stdout
+    # Both ranks train on the same data, so one process comes to the same.
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x in torch.randn(10, 2, 4)[:8]:
+        net(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, bias = net.parameters()
+    expected = weights[:2].sum() + bias[:2].sum()  # the part of rank 0
+    total = float(done.stdout.split()[-1])
+    assert total == pytest.approx(expected.item(), rel=1e-4)
