@@ -146,7 +146,7 @@ def test_garbage_costs_nobody_else_anything(pair: Workers) -> None:
         lambda: not pair.on(1, lambda: len(rpc.api._get_current_rpc_agent().acceptor.strangers))
     )
     told = pair.on(1, lambda: rpc_workers.logged)
-    assert any("does not use TLS and this worker requires it" in each for each in told)
+    assert any("does not use TLS, which this worker requires" in each for each in told)
 
 
 def test_one_that_dies_is_noticed_at_once() -> None:
@@ -184,7 +184,7 @@ def test_one_with_tls_and_one_without_tell_each_other() -> None:
         said = workers.on(0, refusal, "w1")
         assert "'w1'" in said
         assert (
-            "it does not use TLS and this worker requires it: give all workers the same tls="
+            "it does not use TLS, which this worker requires: give all workers the same tls="
             in said
         )
         said = workers.on(1, refusal, "w0")

@@ -86,7 +86,7 @@ def test_with_tls_and_without_do_not_meet_and_it_is_said_why() -> None:
     assert ways(ours, secure, same_host=True, same_process=False) == ["uds", "tcp+tls"]
     assert ways(ours, same_host=False, same_process=False) == []
     assert ways(ALL, secure, same_host=False, same_process=False) == []
-    assert why_none(of(*ours), THEIRS).startswith("it does not use TLS and this worker requires it")
+    assert why_none(of(*ours), THEIRS).startswith("it does not use TLS, which this worker requires")
     assert why_none(of(*ALL), secure).startswith("it requires TLS and this worker does not use it")
     assert why_none(of("uds"), {"tcp": ("h", 1)}) == "it offers tcp, and this worker may use uds"
     assert (

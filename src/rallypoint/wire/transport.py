@@ -250,7 +250,7 @@ def why_none(ours: Sequence[Way], theirs: Mapping[str, Address]) -> str:
     same = "give all workers the same tls=..."
     for way in ours:
         if way.tls and way.transport.kind in theirs:
-            return f"it does not use TLS and this worker requires it: {same}"
+            return f"it does not use TLS, which this worker requires: {same}"
         if replace(way, tls=True).kind in theirs and not way.tls:
             return f"it requires TLS and this worker does not use it: {same}"
     kinds = ", ".join(way.kind for way in ours)
