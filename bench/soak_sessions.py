@@ -2,9 +2,10 @@
 
     python bench/soak_sessions.py --faults 50 --workers 8
     python bench/soak_sessions.py --output bench/results/soak_sessions.json
+    python bench/soak_sessions.py --kind fsdp2 --workers 4
     python bench/soak_sessions.py --nodes 4 --output bench/results/soak_sessions_nodes.json
 
-DistributedDataParallel, Adam, dropout, batch norm, one million parameters, random order of the data. A fault is SIGKILL to one
+DistributedDataParallel or FSDP2, Adam, dropout, batch norm, one million parameters, random order of the data. A fault is SIGKILL to one
 worker, now and then to two at once, also while the one before is being recovered from, and in the set-up of the process
 that takes a rank over. With several nodes, each has a supervisor of its own on this host. See bench/README.md.
 """
@@ -38,7 +39,7 @@ PATIENCE = 90.0
 TRAIN = """
 import hashlib, json, mmap, os, random, struct, sys, time
 rank = int(os.environ["RANK"])
-folder, steps = sys.argv[1], int(sys.argv[2])
+folder, steps, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 board = mmap.mmap(os.open(f"{folder}/board", os.O_RDWR), 0)
 LINE = struct.Struct("=qqd")
 LINE.pack_into(board, rank * LINE.size, os.getpid(), -1, 0.0)
@@ -52,9 +53,15 @@ dist.init_process_group("gloo")
 names = [None] * dist.get_world_size()
 dist.all_gather_object(names, rank)
 assert names == list(range(dist.get_world_size()))
-net = DistributedDataParallel(torch.nn.Sequential(
+net = torch.nn.Sequential(
     torch.nn.Linear(64, 1000), torch.nn.BatchNorm1d(1000), torch.nn.ReLU(), torch.nn.Dropout(0.1),
-    torch.nn.Linear(1000, 930), torch.nn.ReLU(), torch.nn.Linear(930, 4)))
+    torch.nn.Linear(1000, 930), torch.nn.ReLU(), torch.nn.Linear(930, 4))
+if kind == "fsdp2":
+    from torch.distributed.fsdp import fully_shard
+    for part in (net[0], net[4], net):
+        fully_shard(part)
+else:
+    net = DistributedDataParallel(net)
 optimizer = torch.optim.Adam(net.parameters())
 data = torch.utils.data.TensorDataset(torch.randn(400, 64), torch.randint(4, (400,)))
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
@@ -70,10 +77,11 @@ with elastic.session(net, optimizer) as session:
                 optimizer.zero_grad()
             LINE.pack_into(board, rank * LINE.size, os.getpid(), session.position, time.monotonic())
     bits = hashlib.sha256()
-    for tensor in (*net.parameters(), *net.buffers()):
-        bits.update(tensor.detach().numpy().tobytes())
-    for state in optimizer.state_dict()["state"].values():
-        bits.update(state["exp_avg_sq"].numpy().tobytes())
+    tensors = [*net.parameters(), *net.buffers()]
+    tensors += [state["exp_avg_sq"] for state in optimizer.state_dict()["state"].values()]
+    for tensor in tensors:
+        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        bits.update(part.detach().contiguous().numpy().tobytes())
     end = [session.position, bits.hexdigest(), torch.rand(1).item(), random.random()]
 with open(f"{folder}/end {rank}", "w") as file:
     json.dump(end, file)
@@ -102,6 +110,9 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=50, help="how many times to kill (50)")
     parser.add_argument("--workers", type=int, default=8, help="how many workers (8)")
     parser.add_argument("--nodes", type=int, default=1, help="how many nodes they are on (1)")
+    parser.add_argument(
+        "--kind", choices=("ddp", "fsdp2"), default="ddp", help="of the model (ddp)"
+    )
     parser.add_argument("--seed", type=int, default=7, help="of the instants and victims (7)")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     options = parser.parse_args()
@@ -116,6 +127,7 @@ def main() -> int:
     result = {
         "benchmark": "soak_sessions",
         "machine": machine(),
+        "kind": options.kind,
         "workers": options.workers,
         "nodes": options.nodes,
         "seed": options.seed,
@@ -160,7 +172,7 @@ def run_in(
             subprocess.Popen(
                 [
                     *(*RALLY, *words, "--max-losses", "100000", "--preload", "torch._dynamo"),
-                    *(str(folder / "train.py"), str(folder), str(steps)),
+                    *(str(folder / "train.py"), str(folder), str(steps), options.kind),
                 ],
                 cwd=folder,
                 stdout=said,
