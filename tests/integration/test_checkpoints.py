@@ -504,6 +504,9 @@ def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path) -> No
     # The first loss is recovered from in place; the second one costs all their process.
     lost = job(tmp_path / "lost", [[3, 0], [13, 1]], "--max-losses", "1", "--max-restarts", "1")
     assert lost.returncode == 0, lost.stderr
+    assert (
+        lost.stderr.count("training continues at step 10, from the checkpoint step-00000010") == 1
+    )
     assert ends(tmp_path / "lost") == ends(tmp_path / "calm")
     assert (tmp_path / "lost" / "began").read_text().split() == ["0", "3", "10"]
     # The whole job is killed, and started anew by hand.

@@ -174,6 +174,12 @@ class Checkpoints:
                 " begin anew"
             ) from error
         self._newest = record.step
+        if self._rank == 0:
+            # A warning, because a place that was used before may have been forgotten.
+            _log.warning(
+                "training continues at step %d, from the checkpoint %s at %s",
+                *(record.step, name, self._storage),
+            )
         packed: list[torch.Tensor] = state[checkpoint_files.SESSION]["ranks"]
         is_own = len(packed) == self._size
         own = OwnState.unpack(packed[self._rank if is_own else 0].numpy().tobytes())

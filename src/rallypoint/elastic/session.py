@@ -888,7 +888,8 @@ _said: set[int] = set()
 
 
 def _say_once(*, but: str) -> None:
-    if os.getpid() not in _said:
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if is_first and os.getpid() not in _said:
         _said.add(os.getpid())
         _log.warning(
             "elastic.session: not started by `rally run`, so a lost process ends the job%s", but
