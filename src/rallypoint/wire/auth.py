@@ -290,7 +290,7 @@ class _Handshake:
             self._fail(
                 AuthenticationError,
                 "the two processes do not share a secret: start both in one job, or give both the same secret"
-                f" (the proof of the {self._other} process is wrong; a hello altered in transit has the same effect"
+                f" (wrong proof by the {self._other} process; a hello altered in transit looks the same"
                 f"{_RELAYED if self._channel else ''})",
             )
         self.peer = self._claimed
