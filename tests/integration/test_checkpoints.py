@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     training = Training()
     assert training.run(tmp_path) == undisturbed[0]
     assert training.began == 7
-    lines = [each.getMessage() for each in caplog.records if "damaged" in each.getMessage()]
+    lines = [each.getMessage() for each in caplog.records if "is damaged" in each.getMessage()]
     assert len(lines) == (told is not None)
     if told is not None:
         assert re.search(told, lines[0])
