@@ -88,7 +88,7 @@ def refused(act: Callable[[], Any]) -> str | None:
     try:
         value = act()
     except RpcError as error:
-        return None if "process was forked" in str(error) else str(error)
+        return None if "forked" in str(error) else str(error)
     except BaseException as error:
         return repr(error)
     return f"returned {value!r}"

@@ -248,7 +248,7 @@ def test_a_job_that_fails_ends_no_thread(make, error, caplog):
     place.pool.submit(Act(place.note("after")))
     place.noted("after", "after")
     eventually(lambda: place.pool._working == 0)
-    assert "please report it" in caplog.text
+    assert "please report this bug" in caplog.text
 
 
 def test_what_a_job_held_goes_when_it_is_done(make):
