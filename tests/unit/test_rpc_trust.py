@@ -136,7 +136,7 @@ def test_a_member_that_chose_otherwise_is_told_both_choices() -> None:
     agree(Served("127.0.0.1", inner), GIVEN, 2)
     with pytest.raises(RpcError, match="this one uses its user's key on its host"):
         agree(Served("127.0.0.1", inner), None, 2)
-    with pytest.raises(RpcError, match=r"given \(\w{12}\), the first one a secret .* \(\w{12}\)"):
+    with pytest.raises(RpcError, match=r"given \(\w{12}\), the first one the secret .* \(\w{12}\)"):
         agree(Served("127.0.0.1", inner), GIVEN + b"!", 2)
 
 
