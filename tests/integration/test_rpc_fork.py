@@ -471,6 +471,8 @@ def test_a_lock_that_another_thread_holds_is_free_in_children():
 
 
 def _is_accepted(sock: Any, port: int) -> bool:
+    if not isinstance(sock, socket.socket):
+        return False
     try:
         return bool(sock.getsockname()[1] == port and sock.getpeername())
     except OSError:

@@ -6,6 +6,7 @@ by torch's restricted unpickler, which executes nothing.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import io
 from collections.abc import Iterator, Sequence
@@ -140,6 +141,26 @@ class Objects:
         for each in self._rest:
             if isinstance(each, torch.amp.GradScaler):
                 torch_private.reset_scaler(each)
+
+    # -- rehearsals ---------------------------------------------------------------------------------
+
+    def save(self) -> tuple[list[torch.Tensor], list[Any]]:
+        """Copies of everything, gradients apart."""
+        tensors = [each.detach().clone() for each in self._tensors()]
+        return tensors, [copy.deepcopy(each.state_dict()) for each in self._rest]
+
+    def put_back(self, saved: tuple[list[torch.Tensor], list[Any]]) -> None:
+        """From :meth:`save`."""
+        tensors, rest = saved
+        with torch.no_grad():
+            for each, held in zip(self._tensors(), tensors, strict=True):
+                each.copy_(held)
+        for each, state in zip(self._rest, rest, strict=True):
+            each.load_state_dict(state)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        buffers = [each for module in self.modules for each in module.buffers()]
+        return [*self._parameters, *buffers]
 
     # -- DDP ------------------------------------------------------------------------------------------
 
