@@ -1,6 +1,8 @@
 """A training script whose state is sharded, for the tests of sessions: run by `rally run`, with faults at given places.
 
 sharded_train.py FOLDER KIND FAULTS [snapshot_every]
+
+With " bodies" behind the KIND, a batch has two steps, and now and then functions before and between them.
 """
 
 import hashlib
@@ -21,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rallypoint import elastic
 
 
-FOLDER, KIND = pathlib.Path(sys.argv[1]), sys.argv[2]
+FOLDER, KIND = pathlib.Path(sys.argv[1]), sys.argv[2].removesuffix(" bodies")
+HAS_BODIES = sys.argv[2].endswith(" bodies")
 FAULTS = json.loads(sys.argv[3])  # [step, rank, where]: each happens once
 EVERY = int(sys.argv[4]) if len(sys.argv) > 4 else None
 
@@ -113,23 +116,36 @@ with elastic.session(net, optimizer, scheduler, snapshot_every=EVERY) as session
     inner.blocks[2].register_full_backward_hook(lambda *_: fault("backward"))
     optimizer.register_step_pre_hook(lambda *_: fault("optimizer"))
     optimizer.register_step_post_hook(lambda *_: fault("after"))
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        global seen
+        fault("begin")
+        seen += 1
+        loss = torch.nn.functional.cross_entropy(net(x) * (1 + random.random()), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    def score() -> float:
+        fault("validation")
+        value = torch.tensor([float(session.position + rank)])
+        dist.all_reduce(value)
+        return float(value.item())
+
     for _ in session.epochs(2):
         for x, y in session.batches(loader):
+            x = x + torch.rand(1) * HAS_BODIES
+            if HAS_BODIES and session.position % 2 == 0:
+                session.run(score)
             with session.step():
-                fault("begin")
-                seen += 1
-                loss = torch.nn.functional.cross_entropy(net(x) * (1 + random.random()), y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
+                train(x, y)
             fault("between")
-
-        def score() -> float:
-            fault("validation")
-            value = torch.tensor([float(session.position + rank)])
-            dist.all_reduce(value)
-            return float(value.item())
+            if HAS_BODIES:
+                if session.position % 3 == 0:
+                    session.run(score)
+                with session.step():
+                    train(x.flip(0), y)
 
         scores.append(session.run(score))
     bits = hashlib.sha256()

@@ -122,15 +122,15 @@ dist.destroy_process_group()
 
 
 def trained(
-    folder: Path, faults: list[tuple[int, int, str]], *flags: str
+    folder: Path, faults: list[tuple[int, int, str]], *flags: str, script: str = SCRIPT
 ) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     folder.mkdir()
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
+    path = folder / "train.py"
+    path.write_text(script)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "3"),
-            *("--preload", "torch._dynamo", *flags, str(script), str(folder), json.dumps(faults)),
+            *("--preload", "torch._dynamo", *flags, str(path), str(folder), json.dumps(faults)),
         ],
         cwd=folder,
         env={key: value for key, value in os.environ.items() if key != "RALLY_LOG"},
@@ -313,3 +313,123 @@ def test_a_late_import_is_said(tmp_path: Path) -> None:
     done = alone(tmp_path, source, "-m", "rallypoint", "run", "--nproc-per-node", "1")
     assert done.returncode == 1
     assert "after `import rallypoint.elastic`" in done.stderr
+
+
+# Bodies with two steps and a validation now and then, then a loop without batches.
+BODIES = """
+import hashlib, json, os, pathlib, random, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = pathlib.Path(sys.argv[1])
+FAULTS = json.loads(sys.argv[2])
+
+def fault(where):
+    for number, (step, rank, at) in enumerate(FAULTS):
+        if (step, rank, at) != (session.position, dist.get_rank(), where):
+            continue
+        try:
+            (FOLDER / f"fault {number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def net():
+    layers = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1)
+    return DistributedDataParallel(torch.nn.Sequential(*layers))
+
+first, second = net(), net()
+optimizers = [torch.optim.Adam(each.parameters()) for each in (first, second)]
+data = torch.utils.data.TensorDataset(torch.randn(40, 8))
+loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
+torch.manual_seed(rank)
+random.seed(rank)
+scores = {}
+
+def train(net, optimizer, x):
+    optimizer.zero_grad()
+    fault("forward")
+    (net(x) * random.random()).square().mean().backward()
+    fault("backward")
+    optimizer.step()
+    fault("after")
+
+def score():
+    fault("score")
+    value = torch.stack([each.detach().sum() for each in first.parameters()]).sum() + torch.rand(1)
+    dist.all_reduce(value)
+    return value.item()
+
+with elastic.session(first, second, *optimizers) as session:
+    for epoch in session.epochs(2):
+        session.run(score)
+        for (x,) in session.batches(loader):
+            x = x + torch.rand(1)
+            with session.step():
+                train(first, optimizers[0], x)
+            if session.position % 3 == 0:
+                at = session.position
+                if (value := session.run(score)) is not None:
+                    scores[at] = value
+            with session.step():
+                train(second, optimizers[1], x)
+        session.run(score)
+    bits = b"".join(
+        t.detach().numpy().tobytes() for each in (first, second) for t in (*each.parameters(), *each.buffers())
+    )
+    end = {
+        "steps": session.position,
+        "bits": hashlib.sha256(bits).hexdigest(),
+        "random": [torch.rand(1).item(), random.random()],
+        "rate": 0,
+        "score": session.run(score),
+        "scores": scores,
+    }
+(FOLDER / f"end {rank}").write_text(json.dumps(end))
+dist.destroy_process_group()
+"""
+
+
+def test_a_body_may_have_several_steps_and_functions(tmp_path: Path) -> None:
+    _, calm = trained(tmp_path / "calm", [], script=BODIES)
+    faults = [
+        *((1, 1, "forward"), (2, 0, "backward"), (6, 2, "score"), (7, 1, "backward")),
+        *((8, 0, "after"), (10, 1, "after"), (24, 1, "score"), (31, 2, "forward")),
+        (47, 0, "score"),
+    ]
+    done, ends = trained(tmp_path / "job", faults, "--max-losses", "30", script=BODIES)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "job").glob("fault *"))) == len(faults)
+    assert_same_end(ends, calm)
+    assert any(end["scores"] for end in ends)
+    for end, wanted in zip(ends, calm, strict=True):
+        assert end["scores"].items() <= wanted["scores"].items()
+
+
+def test_a_loop_of_ones_own_may_run_functions_now_and_then(tmp_path: Path) -> None:
+    start, end = BODIES.index("    for epoch in"), BODIES.index("    bits = ")
+    script = f"""{BODIES[:start]}
+    while session.position < 24:
+        with session.step():
+            train(first, optimizers[0], data[session.position : session.position + 4][0])
+        if session.position % 4 == 1:
+            scores[session.position] = session.run(score)
+{BODIES[end:]}"""
+    _, calm = trained(tmp_path / "calm", [], script=script)
+    faults = [
+        (5, 0, "score"),
+        (3, 2, "backward"),
+        (7, 1, "after"),
+        (9, 1, "score"),
+        (11, 0, "forward"),
+    ]
+    done, ends = trained(tmp_path / "job", faults, script=script)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "job").glob("fault *"))) == len(faults)
+    assert_same_end(ends, calm)

@@ -41,7 +41,9 @@ def trained(
     return done.stderr, ends
 
 
-def assert_survived(tmp_path: Path, workers: int, kind: str, faults: list[Fault]) -> None:
+def assert_survived(
+    tmp_path: Path, workers: int, kind: str, faults: list[Fault], redone: int = 4
+) -> None:
     _, calm = trained(tmp_path / "calm", workers, kind, [])
     said, ends = trained(tmp_path / "hurt", workers, kind, faults)
     assert said.count("takes its place, the others keep theirs") == len(faults)
@@ -49,7 +51,7 @@ def assert_survived(tmp_path: Path, workers: int, kind: str, faults: list[Fault]
         for what in ("steps", "bits", "random", "rate", "score"):
             assert end[what] == wanted[what], f"rank {rank}: {what}"
         assert end["pid"], "objects and process are those of the beginning"
-        assert max(end["redone"], default=0) <= 4
+        assert max(end["redone"], default=0) <= redone
     # A process has seen the losses since it took its rank over.
     for rank, end in enumerate(ends):
         own = [number for number, fault in enumerate(faults) if fault[1] == rank]
@@ -67,6 +69,14 @@ def test_a_killed_worker_of_fsdp2_costs_the_steps_since_the_last_snapshot(tmp_pa
         (21, 1, "validation"),
     ]
     assert_survived(tmp_path, 2, "fsdp2", faults)
+
+
+def test_with_sharded_state_a_body_may_have_several_steps_and_functions(tmp_path: Path) -> None:
+    faults = [
+        *((0, 1, "validation"), (4, 0, "forward"), (6, 0, "validation"), (13, 1, "optimizer")),
+        *((16, 1, "between"), (19, 1, "backward"), (30, 0, "validation"), (33, 1, "after")),
+    ]
+    assert_survived(tmp_path, 2, "fsdp2 bodies", faults, redone=6)
 
 
 FEW = [(2, 1, "forward"), (5, 0, "backward"), (9, 1, "after"), (13, 0, "between")]

@@ -227,12 +227,15 @@ def test_a_rank_that_died_behind_its_last_collective_continues_in_the_next_step(
     first = RandomState.now()
     torch.rand(1)
     later = RandomState.now()
-    own = OwnState(7, Place(1, 3, 0, first), first, later, b"bn", b"later bn")
+    place = Place(1, 3, in_body=True, begun=first)
+    own = OwnState(7, place, first, later, None, None, b"bn", b"later bn")
     told = OwnState.unpack(own.pack())
     now, after = told.at(7), told.at(8)
     assert now is not None and after is not None
     assert (now.place.batch, now.buffers) == (3, b"bn") and now.random.equals(first)
-    assert (after.place.batch, after.buffers) == (4, b"later bn") and after.random.equals(later)
+    # It begins with the body of the same batch, of which one step is complete.
+    assert (after.place.batch, after.place.done, after.buffers) == (3, 1, b"later bn")
+    assert after.random.equals(first) and after.newest.equals(later)
     assert after.place.begun is not None and after.place.begun.equals(first)
     assert told.at(9) is None and told.at(6) is None
 
@@ -240,7 +243,7 @@ def test_a_rank_that_died_behind_its_last_collective_continues_in_the_next_step(
 @pytest.mark.usefixtures("generators")
 def test_a_task_counts_as_a_task() -> None:
     state = RandomState.now()
-    own = OwnState(7, Place(1, 3, 0), state, state, is_task=True)
+    own = OwnState(7, Place(1, 3), state, state, is_task=True)
     after = OwnState.unpack(own.pack()).at(8)
     assert after is not None and (after.place.batch, after.place.tasks) == (3, 1)
 

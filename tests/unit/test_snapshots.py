@@ -181,7 +181,7 @@ def test_slots_grow_are_dropped_and_found_by_the_next_process(fd: int) -> None:
 
 
 def own_state(steps: int) -> OwnState:
-    return OwnState(steps, Place(1, 2, 3, RandomState.now()), RandomState.now())
+    return OwnState(steps, Place(1, 2, 3, begun=RandomState.now()), RandomState.now())
 
 
 def test_state_comes_back_bit_by_bit_into_the_same_objects(fd: int) -> None:

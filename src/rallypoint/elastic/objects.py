@@ -6,6 +6,7 @@ by torch's restricted unpickler, which executes nothing.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import io
 from collections.abc import Iterator, Sequence
@@ -155,6 +156,22 @@ class Objects:
         for each in self.others:
             if isinstance(each, torch.amp.GradScaler):
                 torch_private.reset_scaler(each)
+
+    # -- rehearsals ---------------------------------------------------------------------------------
+
+    def save(self) -> tuple[list[torch.Tensor], list[Any]]:
+        """Copies of everything, gradients apart."""
+        tensors = [each.detach().clone() for each in self._tensors_of_modules()]
+        return tensors, [copy.deepcopy(each.state_dict()) for each in self.others]
+
+    def put_back(self, saved: tuple[list[torch.Tensor], list[Any]]) -> None:
+        """From :meth:`save`."""
+        tensors, rest = saved
+        with torch.no_grad():
+            for each, held in zip(self._tensors_of_modules(), tensors, strict=True):
+                each.copy_(held)
+        for each, state in zip(self.others, rest, strict=True):
+            each.load_state_dict(state)
 
     # -- DDP ------------------------------------------------------------------------------------------
 

@@ -25,20 +25,35 @@ class Place:
     Args:
         epoch: how many epochs are complete.
         batch: how many batches of this epoch are.
-        tasks: how many functions were run in this epoch (``Session.run``).
+        tasks: how many functions were run in this epoch (``Session.run``), but for those in the body of a batch.
+        done: how many steps and functions of the present batch's body are complete.
+        in_body: whether the step under way is in a batch's body.
+        counted: whether ``Session.epochs`` counts the epochs.
         begun: the generators when the iteration of this epoch began; None without ``Session.batches``.
     """
 
     epoch: int = 0
     batch: int = 0
     tasks: int = 0
+    done: int = 0
+    in_body: bool = False
+    counted: bool = False
     begun: RandomState | None = None
 
     def after(self, *, task: bool) -> Place:
-        """The place once the step under way is complete: a batch's, or a function's."""
-        if task:
-            return replace(self, tasks=self.tasks + 1)
-        return replace(self, batch=self.batch + 1)
+        """The place once the step under way is complete, or the function, if ``task``."""
+        if self.in_body:
+            return replace(self, done=self.done + 1)
+        return replace(self, tasks=self.tasks + task)
+
+    def after_batch(self) -> Place:
+        """The place behind the body of a batch."""
+        return replace(self, batch=self.batch + 1, done=0, in_body=False)
+
+    @property
+    def tasks_to_skip(self) -> int:
+        """How many functions a newcomer comes by that were run. In a loop of the user's own, its position tells."""
+        return self.tasks if self.counted or self.begun is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +63,10 @@ class OwnState:
     Args:
         steps: how many steps are complete.
         place: of the step under way.
-        random: the generators before the step's batch is fetched.
-        is_task: the step under way is a function's, not a batch's.
+        random: the generators before the present batch is fetched; outside of a batch's body, at the beginning of the step.
+        call: the generators at the beginning of the step, if it is not the first one in its body.
+        behind: the generators behind the step before, if that was in the same body, and the present one has not begun.
+        is_task: the step under way is a function's.
         later: the generators before the last collective of the step under way; None before the first.
         buffers: of the modules, as bytes; empty if they are too large.
         later_buffers: the same, before the last collective.
@@ -60,6 +77,8 @@ class OwnState:
     place: Place
     random: RandomState
     later: RandomState | None = None
+    call: RandomState | None = None
+    behind: RandomState | None = None
     buffers: bytes = b""
     later_buffers: bytes = b""
     is_task: bool = False
@@ -70,14 +89,20 @@ class OwnState:
         if steps == self.steps:
             return replace(self, later=None, later_buffers=b"")
         if steps == self.steps + 1 and self.later is not None:
-            return OwnState(
-                steps, self.place.after(task=self.is_task), self.later, None, self.later_buffers
-            )
+            place = self.place.after(task=self.is_task)
+            random, behind = (self.random, self.later) if place.in_body else (self.later, None)
+            return OwnState(steps, place, random, None, None, behind, self.later_buffers)
         return None
+
+    @property
+    def newest(self) -> RandomState:
+        """The generators as late as they are known before the step's first collective."""
+        return self.call or self.behind or self.random
 
     def pack(self) -> bytes:
         """As bytes."""
-        states = [self.random, self.later, self.place.begun]
+        place = self.place
+        states = [self.random, self.later, self.call, self.behind, place.begun]
         heads: list[dict[str, Any] | None] = []
         parts = [self.buffers, self.later_buffers, self.loader]
         for state in states:
@@ -89,7 +114,14 @@ class OwnState:
             parts += more
         head = {
             "steps": self.steps,
-            "place": [self.place.epoch, self.place.batch, self.place.tasks],
+            "place": [
+                place.epoch,
+                place.batch,
+                place.tasks,
+                place.done,
+                place.in_body,
+                place.counted,
+            ],
             "is_task": self.is_task,
             "states": heads,
             "sizes": [len(part) for part in parts],
@@ -116,9 +148,11 @@ class OwnState:
             count = each["parts"]
             states.append(RandomState.unpack(each, left[:count]))
             left = left[count:]
-        random, later, begun = states
+        random, later, call, behind, begun = states
         assert random is not None
-        epoch, batch, tasks = head["place"]
-        place = Place(epoch, batch, tasks, begun)
-        is_task = head["is_task"]
-        return cls(head["steps"], place, random, later, buffers, later_buffers, is_task, loader)
+        epoch, batch, tasks, done, in_body, counted = head["place"]
+        place = Place(epoch, batch, tasks, done, in_body, counted, begun)
+        return cls(
+            *(head["steps"], place, random, later, call, behind),
+            *(buffers, later_buffers, head["is_task"], loader),
+        )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from .memory import Memory
 from .objects import Objects
 from .own_state import OwnState, Place
 from .process import KeptProcess
+from .rehearsal import Rehearsal
 from .rng import RandomState
 from .sampler import Sampler
 from .schedule import Held, Schedule
@@ -120,16 +121,22 @@ class Session:
             0  # changes where a loop over batches begins or ends: no snapshot leads across
         )
         self._is_back = False  # at an earlier batch than the one in hand
-        self._has_stepped = False  # with the batch in hand
         self._steps = 0
         self._place = Place()
         self._resume: OwnState | None = None  # where a newcomer continues
         self._tasks_to_skip = 0
         self._own: OwnState | None = None
         self._whole, self._is_new = True, False
-        self._in_step = self._in_batches = self._in_epochs = self._is_task = False
+        self._in_step = self._in_body = self._in_epochs = self._is_task = False
+        self._rehearses = False
         self._applied = 0  # optimizers that have stepped in the step under way
         self._repeat = False
+        self._skips_body = False  # a step has failed: the rest of the body has no effect
+        self._to_rehearse = 0  # how many steps until the one under way
+        self._until_task = False  # rehearse until a function is run
+        self._rehearsal: Rehearsal | None = None
+        self._random: RandomState | None = None  # to begin the step with that is repeated
+        self._results: dict[str, Any] = {}  # of the functions that were run
         self._begun: _Begun | None = None
         self._iterations = 0
         self._loader: Any = None  # whose batches are under way
@@ -160,8 +167,9 @@ class Session:
         self._in_epochs = True
         first = self._place.epoch
         for epoch in range(first, count):
+            self._place = replace(self._place, counted=True)
             yield epoch
-            self._place, self._tasks_to_skip = Place(epoch + 1), 0
+            self._place, self._tasks_to_skip = Place(epoch + 1, counted=True), 0
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of an epoch; one whose step did not complete comes again.
@@ -193,15 +201,19 @@ class Session:
             )
         self._scope += 1
         iterator = self._iterator_of(loader)
-        self._in_batches, self._loader = True, loader
+        self._loader = loader
         try:
             while True:
-                self._keep_own(task=False)
+                done = self._place.done  # in a newcomer: of the batch under way
+                self._place = replace(self._place, in_body=True)
+                if not done:
+                    self._keep_own(task=False)
                 if self._is_back:
                     iterator = self._iterator_of(loader)
                     continue
                 before = RandomState.now() if self._snapshots is not None else None
-                self._pass_boundary()
+                if not done:
+                    self._pass_boundary()
                 try:
                     batch = next(iterator)
                 except StopIteration:
@@ -209,15 +221,23 @@ class Session:
                         iterator = self._iterator_of(loader)
                         continue
                     return
-                self._repeat = self._has_stepped = False
+                self._in_body, self._repeat = True, False
+                random = RandomState.now()
+                if done and self._own is not None:
+                    self._random = self._own.call
+                    self._rehearse(done, self._own.behind)
                 yield batch
                 while self._repeat:
-                    self._repeat = False
+                    self._continue_in_body(random)
                     yield batch
-                if not self._is_back:
-                    self._place = self._place.after(task=False)
+                self._in_body = False
+                if self._went_back():
+                    self._end_rehearsal()
+                else:
+                    self._place = self._place.after_batch()
         finally:
-            self._in_batches, self._loader = False, None
+            self._place, self._in_body = replace(self._place, in_body=False), False
+            self._loader = None
             self._leave_scope()
 
     def step(self) -> AbstractContextManager[None]:
@@ -241,13 +261,19 @@ class Session:
             args, kwargs: for it.
         Returns:
             Its result. None in a process that took a lost one over after the function had run; with sharded state, also if
-            a loss leads back to a step before it.
+            a loss leads back to a step before it. In the rest of a body whose step was left early: its last result.
         """
-        if self._tasks_to_skip:
+        key = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+        if self._tasks_to_skip and not self._in_body:
             self._tasks_to_skip -= 1
             return None
+        if self._skips_body or self._to_rehearse:
+            self._count_rehearsed()
+            return cast("T | None", self._results.get(key))
         if self._is_back or not self._is_ahead_of_task():
             return None
+        self._until_task = False
+        self._end_rehearsal()
         while True:
             before = self._steps
             self._is_task = True
@@ -258,11 +284,9 @@ class Session:
                 self._is_task = False
             if self._went_back():
                 return None
-            if self._steps > before:
-                if self._snapshots is None or not self._in_batches:
-                    self._place = self._place.after(task=True)
-                if self._is_behind_task(before):
-                    return result
+            if self._steps > before and self._is_behind_task(before):
+                self._results[key] = result
+                return result
 
     # -- entering and leaving ---------------------------------------------------------------------
 
@@ -369,42 +393,60 @@ class Session:
         kept = self._kept
         if self._in_step:
             raise ElasticError("session.step() within session.step(): a step contains no other")
-        if not self._in_batches and not self._is_task:
+        if kept is not None and self._is_to_rehearse():
+            if self._rehearsal is None:
+                self._rehearsal = Rehearsal(self._objects, kept.groups, None)
+            self._rehearsal.enter()
+            self._in_step = self._rehearses = True
+            return
+        if not self._in_body and not self._is_task:
             self._pass_boundary()
         if kept is None:
             self._in_step = True
             return
         if self._snapshots is not None:
-            if self._has_stepped and self._in_batches and not self._is_task:
-                raise ElasticError(
-                    "a second session.step() with the same batch: with sharded state a batch has one step; put both into one"
-                )
             # With a batch in hand it is too late to go back: the first collective tells of a loss. A function's snapshots
             # are taken in run().
-            if not self._in_batches and not self._is_task:
+            if not self._in_body and not self._is_task:
                 self._keep_snapshot()
         else:
             if self._is_lost():
                 self._begun = None
                 self._recover(None)
-            if not self._in_batches or self._is_task:
+            if self._random is not None:
+                self._random.restore()
+                self._random = None
+            if not self._in_body or self._place.done:
                 self._keep_own(task=self._is_task)
         self._applied = 0
         buffers = [] if self._snapshots is not None else self._objects.copy_buffers()
         self._begun = _Begun(RandomState.now(), buffers, self._objects.gradients())
         self._in_step = True
 
+    def _is_to_rehearse(self) -> bool:
+        if not self._in_body:
+            self._skips_body = False  # in a loop of the user's own, this is the step that failed
+        if self._is_back and self._in_body:
+            return True  # a function before it has led back: this batch is not the one to come
+        return self._skips_body or self._to_rehearse > 0 or (self._until_task and not self._is_task)
+
     def _end(self, error: BaseException | None) -> bool:
         """Returns whether the error was a loss, which was recovered from."""
         self._in_step = False
         kept = self._kept
+        if self._rehearses:
+            self._rehearses = False
+            assert self._rehearsal is not None
+            self._rehearsal.leave()
+            self._count_rehearsed()
+            return isinstance(error, Exception)  # its results mean nothing
         if error is None:
             self._check_accumulation()
             self._steps += 1
+            self._place = self._place.after(task=self._is_task)
             self._begun = None
-            if not self._in_batches and self._checkpoint_is_due():
+            if not self._in_body and self._checkpoint_is_due():
                 self._random_behind = RandomState.now()
-            self._has_stepped = self._has_stepped or not self._is_task
             return False
         if kept is None:
             return False
@@ -415,8 +457,43 @@ class Session:
         # The traceback holds the frames of the step, and with them the old group.
         error.__traceback__ = None
         self._recover(error)
-        self._repeat = self._steps == before and not self._is_back
+        if self._steps == before and not self._is_back:
+            self._repeat = self._skips_body = not self._is_task
+        elif self._snapshots is None:
+            self._place = self._place.after(task=self._is_task)
         return True
+
+    # -- the middle of a body -----------------------------------------------------------------------
+
+    def _continue_in_body(self, random: RandomState) -> None:
+        """The batch comes again: what is complete of its body is rehearsed.
+
+        Args:
+            random: the generators at the beginning of the body.
+        """
+        self._repeat = self._skips_body = False
+        self._end_rehearsal()
+        random.restore()
+        if self._place.done:
+            self._rehearse(self._place.done, None)
+
+    def _rehearse(self, steps: int, random: RandomState | None) -> None:
+        assert self._kept is not None
+        self._rehearsal = Rehearsal(self._objects, self._kept.groups, random)
+        self._to_rehearse = steps
+        self._steps -= steps
+
+    def _count_rehearsed(self) -> None:
+        if self._to_rehearse:
+            self._to_rehearse -= 1
+            self._steps += 1
+            if not self._to_rehearse:
+                self._end_rehearsal()
+
+    def _end_rehearsal(self) -> None:
+        if self._rehearsal is not None:
+            self._rehearsal.end()
+            self._rehearsal = None
 
     def _check_accumulation(self) -> None:
         begun = self._begun
@@ -435,7 +512,7 @@ class Session:
         return self._kept.link.wait(self._kept.generation, patience) is not None
 
     def _note_applied(self, *_: Any) -> None:
-        if self._in_step:
+        if self._in_step and not self._rehearses:
             self._applied += 1
 
     # -- this rank's own state --------------------------------------------------------------------
@@ -447,7 +524,12 @@ class Session:
         if self._memory is None:
             return
         buffers = self._objects.buffers_as_bytes()
-        self._own = OwnState(self._steps, self._place, RandomState.now(), None, buffers, b"", task)
+        random, call = RandomState.now(), None
+        if self._in_body and self._own is not None:
+            random, call = self._own.random, random
+        self._own = OwnState(
+            *(self._steps, self._place, random, None, call, None, buffers, b"", task)
+        )
         self._memory.keep(self._own.pack())
 
     def _before_collective(self, group: KeptGroup, operation: str) -> None:
@@ -497,7 +579,7 @@ class Session:
             own = replace(own, random=now, place=replace(own.place, begun=now))
             self._ranks_before = loaded.record.ranks
         self._place, self._resume = own.place, own
-        self._tasks_to_skip = own.place.tasks
+        self._tasks_to_skip = own.place.tasks_to_skip
 
     def _checkpoint_is_due(self) -> bool:
         return self._checkpoints is not None and self._checkpoints.is_due(self._steps)
@@ -509,7 +591,7 @@ class Session:
         self._random_behind = None
 
     def _own_now(self) -> OwnState:
-        random = self._random_behind or RandomState.now()
+        random = self._random or self._random_behind or RandomState.now()
         buffers = self._objects.buffers_as_bytes()
         loader = loader_state.packed(self._loader)
         return OwnState(self._steps, self._place, random, buffers=buffers, loader=loader)
@@ -640,7 +722,7 @@ class Session:
         own = snapshots.restore(snapshot)
         if self._is_new:
             snapshots.enter_scope(self._scope)
-            self._tasks_to_skip = own.place.tasks
+            self._tasks_to_skip = own.place.tasks_to_skip
         elif self._steps == own.steps:
             # Nothing was completed since; what the script did between two steps is not undone.
             if self._begun is not None:
@@ -653,8 +735,15 @@ class Session:
             )
         own.random.restore()
         self._own, self._place = own, own.place
+        if not self._is_new and not self._in_batches:
+            self._place = replace(own.place, in_body=False)  # taken where a loop over batches ended
         if self._is_new or self._in_batches:
             self._resume, self._is_back = own, self._in_batches
+
+    @property
+    def _in_batches(self) -> bool:
+        """Whether a loop over batches is under way; a batch may be in hand or not."""
+        return self._loader is not None
 
     # -- recovery ---------------------------------------------------------------------------------
 
@@ -776,6 +865,7 @@ class Session:
             self._go_back(verdict.snapshot)
         elif begun is not None and self._steps == verdict.steps:
             begun.random.restore()
+            self._random = begun.random
             self._objects.restore_buffers(begun.buffers)
         elif self._rank in verdict.receivers:
             self._continue_own(verdict.steps)
@@ -795,14 +885,17 @@ class Session:
                 steps,
             )
             return
-        own.random.restore()
+        own.newest.restore()
         self._objects.fill_buffers(own.buffers)
         self._own = own
         if self._memory is not None:
             self._memory.keep(own.pack())
         if self._is_new:
             self._place, self._resume = own.place, own
-            self._tasks_to_skip = own.place.tasks
+            self._tasks_to_skip = own.place.tasks_to_skip
+            self._until_task = own.is_task and not own.place.in_body and not self._tasks_to_skip
+            if self._until_task:
+                self._random = own.random
 
 
 @dataclass(frozen=True, slots=True)

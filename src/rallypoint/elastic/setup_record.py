@@ -138,6 +138,21 @@ class Scripted:
         return done(args[0])
 
 
+def alone(operation: str, args: tuple[Any, ...]) -> dist.Work:
+    """Work of a collective in which nobody else takes part: what is gathered or scattered is this rank's, or zero."""
+    if operation in torch_private.IN_PLACE or len(args) < 2:
+        return done(args[0] if args else None)
+    inputs = list(_flat(args[1])) if isinstance(args[1], (list, tuple, torch.Tensor)) else []
+    with torch.no_grad():
+        for number, output in enumerate(_flat(args[0])):
+            given = inputs[number % len(inputs)] if inputs else None
+            if given is not None and given.shape == output.shape:
+                output.copy_(given)
+            else:
+                output.zero_()
+    return done(args[0])
+
+
 def done(result: Any) -> dist.Work:
     """Work that has ended."""
     return _Done(result)

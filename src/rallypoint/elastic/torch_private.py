@@ -79,6 +79,8 @@ COLLECTIVES = (
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
     *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
 )
+# These change the tensors that they are given.
+IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "barrier", "reduce", "send"})
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 # A group's other methods.
 PASSED_ON = (

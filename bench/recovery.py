@@ -1,0 +1,373 @@
+"""What the loss of one of four workers costs: in a session, and with a restart from a checkpoint; prints JSON.
+
+    python bench/recovery.py --quick
+    python bench/recovery.py --output bench/results/recovery.json --plot bench/results/recovery.png
+
+DistributedDataParallel and Adam, with 1 and with 100 million parameters, and with a script that pays 3 s of set-up. A worker is
+killed at a random instant, again and again in the same job. Side by side: a session of rallypoint.elastic, `rally run` that
+restarts all workers, and torchrun that does. Also the cost of a session in a step, and how fast the state of 100 million
+parameters arrives. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs import RALLY, TORCHRUN, Job, Progress, adopt_orphans, machine, publish, ratio, spread
+
+
+WORKERS = 4
+# One line of the board for each rank: pid, steps it has completed, when it completed the last; when it did the one before.
+LINE = struct.Struct("=qqd")
+GIVE_UP = 120.0
+# Steps of a job without a loss, of which the first are not counted.
+CALM_STEPS, WARM_UP = 260, 60
+# Parameters of a large model: 100 million. The state of Adam is twice that.
+LARGE = 10_000
+OVERHEAD, SPARE_TIME = 1.01, 0.4
+
+TRAIN = """
+import mmap, os, struct, sys, time
+width, mode, setup = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+folder, rank = os.environ["NOTES"], int(os.environ["RANK"])
+LINE = struct.Struct("=qqd")
+board = mmap.mmap(os.open(f"{folder}/board", os.O_RDWR), 0)
+if mode == "session":
+    from rallypoint import elastic
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+time.sleep(setup)
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+net = DDP(torch.nn.Linear(width, width, bias=False), gradient_as_bucket_view=True)
+optimizer = torch.optim.Adam(net.parameters())
+x = torch.ones(8, width)
+saved, every = f"{folder}/saved", 1 if width < 5000 else 5
+limit = int(os.environ.get("STEPS", 10**9))
+
+def train():
+    net(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def note(step):
+    LINE.pack_into(board, rank * LINE.size, os.getpid(), step, time.monotonic())
+
+def over(step):
+    stop = torch.tensor([float(step >= limit or os.path.exists(f"{folder}/stop"))])
+    dist.all_reduce(stop)
+    return stop.item() > 0
+
+spent = []
+if mode == "session":
+    with elastic.session(net, optimizer) as session:
+        done = False
+        while not done:
+            if session.position % 11 == 10:
+                done = session.run(over, session.position)
+                continue
+            began = time.perf_counter()
+            with session.step():
+                train()
+            spent.append(time.perf_counter() - began)
+            note(session.position)
+else:
+    step = 0
+    if mode == "restart" and os.path.exists(saved):
+        state = torch.load(saved, mmap=True)
+        net.load_state_dict(state["net"]), optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    while True:
+        began = time.perf_counter()
+        train()
+        spent.append(time.perf_counter() - began)
+        step += 1
+        note(step)
+        if mode == "restart" and rank == 0 and step % every == 0:
+            state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, saved + ".new")
+            os.replace(saved + ".new", saved)
+        if step % 10 == 0 and over(step):
+            break
+if rank == 0:
+    with open(f"{folder}/spent", "w") as file:
+        file.write(repr(spent))
+os._exit(0)
+"""
+
+# A bare copy between two processes of this host: one writes shared memory, the other copies it out of there.
+COPY = """
+import mmap, os, sys, time
+size = int(sys.argv[1])
+fd = os.memfd_create("copy")
+os.ftruncate(fd, size)
+shared = mmap.mmap(fd, size)
+source = bytearray(os.urandom(1 << 20)) * (size >> 20)
+target = bytearray(size)
+ready, done = os.pipe(), os.pipe()
+pid = os.fork()
+step = 16 << 20
+if pid == 0:
+    for start in range(0, size, step):
+        os.read(ready[0], 1)
+        target[start:start + step] = shared[start:start + step]
+    os.write(done[1], b"x")
+    os._exit(0)
+for _ in range(0, size, 4096 * 256):
+    pass
+began = time.perf_counter()
+for start in range(0, size, step):
+    shared[start:start + step] = source[start:start + step]
+    os.write(ready[1], b"x")
+os.read(done[0], 1)
+print(time.perf_counter() - began)
+"""
+
+
+def command(launcher: list[str], mode: str, width: int, setup: float, script: Path) -> list[str]:
+    restarts = ["--max-restarts", "1000"] if mode == "restart" else []
+    ours = ["--max-losses", "1000"] if launcher is RALLY else []
+    arguments = [str(script), str(width), mode, str(setup)]
+    return [*launcher, "--nproc-per-node", str(WORKERS), *restarts, *ours, *arguments]
+
+
+class Board:
+    """What the workers say of themselves, in memory that they share."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "board"
+        path.write_bytes(bytes(LINE.size * WORKERS))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+
+    def lines(self) -> list[tuple[int, int, float]]:
+        return [LINE.unpack_from(self._map, rank * LINE.size) for rank in range(WORKERS)]
+
+    def wait(self, what: Any, job: Job) -> list[tuple[int, int, float]] | None:
+        """The lines once ``what`` holds of them; a bench may poll what it measures."""
+        end = time.monotonic() + GIVE_UP
+        while time.monotonic() < end and job.popen.poll() is None:
+            lines = self.lines()
+            if what(lines):
+                return lines
+            time.sleep(0.001)
+        return None
+
+
+def losses(
+    launcher: list[str],
+    mode: str,
+    width: int,
+    setup: float,
+    kills: int,
+    progress: Progress,
+    name: str,
+) -> dict[str, Any]:
+    """One job whose workers are killed one after the other."""
+    chance = random.Random(7)
+    survivors_s: list[float] = []
+    all_s: list[float] = []
+    lost: list[int] = []
+    kept = True
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher is TORCHRUN else {}
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        script = folder / "train.py"
+        script.write_text(TRAIN)
+        board = Board(folder)
+        events = folder / "events"
+        line = command(launcher, mode, width, setup, script)
+        job = Job(line, folder, RALLY_EVENTS=str(events), **env)
+        try:
+            progress.step(f"{name}: start")
+            board.wait(lambda lines: all(step > 3 for _, step, _ in lines), job)
+            for number in range(1, kills + 1):
+                progress.step(f"{name}: kill {number}")
+                time.sleep(chance.uniform(0.5, 1.5) if width < 5000 else chance.uniform(5.0, 9.0))
+                before = board.lines()
+                victim = chance.randrange(WORKERS)
+                at = time.monotonic()
+                try:
+                    os.kill(before[victim][0], signal.SIGKILL)
+                except ProcessLookupError:
+                    break
+                others = [rank for rank in range(WORKERS) if rank != victim]
+                furthest = max(step for _, step, _ in board.lines())
+
+                def back(lines: Any, ranks: list[int], at: float = at, was: Any = before) -> bool:
+                    # A step that was completed after the kill with the lost one's gradient is not a recovery.
+                    return all(
+                        lines[rank][2] > at
+                        and (lines[rank][0] != was[rank][0] or lines[rank][1] > was[rank][1] + 1)
+                        for rank in ranks
+                    )
+
+                def whole_again(lines: Any, others: Any = others, at: float = at) -> bool:
+                    return all(last > at for _, _, last in lines) and back(lines, others)
+
+                found = board.wait(lambda lines, ranks=others: back(lines, ranks), job)
+                whole = board.wait(whole_again, job)
+                if found is None or whole is None:
+                    break
+                survivors_s.append(max(found[rank][2] for rank in others) - at)
+                all_s.append(max(last for _, _, last in whole) - at)
+                lost.append(max(0, furthest + 1 - min(step for _, step, _ in found)))
+                kept = kept and all(before[rank][0] == whole[rank][0] for rank in others)
+            (folder / "stop").touch()
+            job.wait(GIVE_UP)
+            told = events.read_text().splitlines() if events.exists() else []
+        finally:
+            job.clean_up()
+    moved = [each for each in map(json.loads, told) if each.get("kind") == "session_recovered"]
+    return {
+        "kills": kills,
+        "survivors_next_step_s": spread(survivors_s),
+        "all_next_step_s": spread(all_s),
+        "steps_lost": spread(lost, 0),
+        "survivors_keep_their_process": kept and len(all_s) == kills,
+        "state_bytes": max((each["bytes_received"] for each in moved), default=None),
+        "transfer_s": spread([each["transferred"] for each in moved if each["bytes_received"]]),
+    }
+
+
+def steps(mode: str, number: int) -> float:
+    """The median of a step of rank 0, in a job without a loss."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        script = folder / "train.py"
+        script.write_text(TRAIN)
+        Board(folder)
+        line = command(RALLY, mode, 1000, 0.0, script)
+        job = Job(line, folder, STEPS=str(number))
+        try:
+            job.wait(GIVE_UP)
+            spent = json.loads((folder / "spent").read_text())
+        finally:
+            job.clean_up()
+    return statistics.median(spent[WARM_UP:])
+
+
+def bare_copy(size: int) -> float:
+    found = [
+        float(
+            subprocess.run(
+                [sys.executable, "-c", COPY, str(size)], capture_output=True, check=True
+            ).stdout
+        )
+        for _ in range(3)
+    ]
+    return statistics.median(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few kills, the small model only")
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
+    parser.add_argument("--plot", type=Path, help="write a plot here")
+    options = parser.parse_args()
+    adopt_orphans()
+    quick = options.quick
+    kills = 2 if quick else 8
+    cases = [
+        ("session", RALLY, "session", 1000, 0.0, kills),
+        ("restart", RALLY, "restart", 1000, 0.0, kills),
+        *([] if quick else [("torchrun", TORCHRUN, "restart", 1000, 0.0, 3)]),
+        *([] if quick else [("session, 3 s of set-up", RALLY, "session", 1000, 3.0, 4)]),
+        *([] if quick else [("restart, 3 s of set-up", RALLY, "restart", 1000, 3.0, 4)]),
+        *([] if quick else [("torchrun, 3 s of set-up", TORCHRUN, "restart", 1000, 3.0, 2)]),
+        *([] if quick else [("session, 100 M", RALLY, "session", LARGE, 0.0, 3)]),
+        *([] if quick else [("restart, 100 M", RALLY, "restart", LARGE, 0.0, 2)]),
+    ]
+    turns = 1 if quick else 7
+    progress = Progress(sum(1 + count for *_, count in cases) + 2 * turns + (not quick))
+    result: dict[str, Any] = {"benchmark": "recovery", "machine": machine(), "workers": WORKERS}
+    rows = result["losses"] = {
+        name: losses(launcher, mode, width, setup, count, progress, name)
+        for name, launcher, mode, width, setup, count in cases
+    }
+    spent: dict[str, list[float]] = {"plain": [], "session": []}
+    for turn in range(turns):
+        for mode in ("plain", "session") if turn % 2 else ("session", "plain"):
+            progress.step(f"steps without a loss: {mode}")
+            spent[mode].append(steps(mode, CALM_STEPS) * 1000)
+    calm = result["step_ms"] = {mode: spread(each) for mode, each in spent.items()}
+    ratios = [mine / theirs for mine, theirs in zip(spent["session"], spent["plain"], strict=True)]
+    result["step_ratio"] = spread(ratios)
+    found = rows["session"]["all_next_step_s"]["median"]
+    result["ratio_to_restart"] = ratio(
+        rows["session"]["all_next_step_s"], rows["restart"]["all_next_step_s"]
+    )
+    result["targets"] = [
+        {
+            "what": "a step in a session at most 1.01 times a plain one (median of the turns)",
+            "value": result["step_ratio"]["median"],
+            "holds": None if quick else result["step_ratio"]["median"] <= OVERHEAD,
+        },
+        {
+            "what": f"kill to the next step of all at most {SPARE_TIME} s, median",
+            "value": found,
+            "holds": None if quick else found is not None and found <= SPARE_TIME,
+        },
+    ]
+    if not quick:
+        large = rows["session, 100 M"]
+        if large["state_bytes"]:
+            progress.step("a bare copy")
+            bare = bare_copy(large["state_bytes"])
+            result["bare_copy_s"] = round(bare, 3)
+            share = bare / large["transfer_s"]["median"]
+            what = "100 M parameters and Adam arrive at half the speed of a bare copy or more"
+            result["targets"].append(
+                {"what": what, "value": round(share, 2), "holds": share >= 0.5}
+            )
+        result["ratio_to_torchrun"] = ratio(
+            rows["session"]["all_next_step_s"], rows["torchrun"]["all_next_step_s"]
+        )
+    progress.close()
+    print(
+        f"step: {calm['plain']['median']} ms plain, {calm['session']['median']} ms in a session",
+        file=sys.stderr,
+    )
+    if options.plot is not None:
+        plot(rows, options.plot)
+    return 1 if publish(result, options.output) else 0
+
+
+def plot(rows: dict[str, Any], path: Path) -> None:
+    """Seconds from the kill to the next step of all, for each case."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    names = [name for name, row in rows.items() if row["all_next_step_s"]["median"] is not None]
+    values = [rows[name]["all_next_step_s"]["median"] for name in names]
+    colours = ["tab:blue" if name.startswith("session") else "tab:gray" for name in names]
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(names) + 1.2), layout="constrained")
+    bars = axes.barh(names, values, color=colours)
+    axes.bar_label(bars, labels=[f"{value:.2f} s" for value in values], padding=4)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds from the kill of one of four workers to the next step of all")
+    axes.margins(x=0.15)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
