@@ -55,3 +55,26 @@ def test_a_callback_that_raises_does_not_keep_the_others_from_being_completed(ca
     jobs.popleft().run()
     assert len(done) == 1
     assert "of the callback" in caplog.text
+
+
+class CallbackComesNow(Call):
+    """The user adds a callback right after the leader has looked for one."""
+
+    __slots__ = ("looks",)
+
+    @property
+    def has_callbacks(self) -> bool:
+        self.looks = getattr(self, "looks", 0) + 1
+        return self.looks > 1
+
+    @has_callbacks.setter
+    def has_callbacks(self, value: bool) -> None:
+        pass
+
+
+def test_a_callback_that_is_added_meanwhile_completes_no_call_twice():
+    done, jobs = [], deque()
+    complete_soon([CallbackComesNow("f", None, 0.0, done.append)], jobs)
+    while jobs:
+        jobs.popleft().run()
+    assert len(done) == 1

@@ -29,11 +29,17 @@ def complete_by(finish: Callable[[Call, Outgoing], Any], call: Call) -> None:
 
 def complete_soon(calls: list[Call], jobs: deque[Job]) -> None:
     """Calls with callbacks become jobs of their own: user code may be slow."""
-    short = [each for each in calls if not each.has_callbacks]
+    short: list[Call] = []
+    slow: list[Completion] = []
+    for call in calls:
+        # Read once: the user may add a callback at this moment.
+        if call.has_callbacks:
+            slow.append(Completion(call))
+        else:
+            short.append(call)
     if short:
         jobs.append(Completions(short, jobs))
-    if len(short) < len(calls):
-        jobs.extend(Completion(each) for each in calls if each.has_callbacks)
+    jobs.extend(slow)
 
 
 class Completions:
