@@ -74,7 +74,8 @@ class CallbackComesNow(Call):
 
 def test_a_callback_that_is_added_meanwhile_completes_no_call_twice():
     done, jobs = [], deque()
-    complete_soon([CallbackComesNow("f", None, 0.0, done.append)], jobs)
+    calls = [CallbackComesNow("f", None, 0.0, done.append), call(done.append, has_callbacks=True)]
+    complete_soon(calls, jobs)
     while jobs:
         jobs.popleft().run()
-    assert len(done) == 1
+    assert len(done) == 2
