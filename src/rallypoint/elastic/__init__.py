@@ -6,8 +6,9 @@ Import it before ``torch.distributed.init_process_group``: groups that are made 
 from rallypoint.errors import ElasticError, MembershipChanged
 
 from . import process
+from .meeting import Recovery
 from .sampler import Sampler
-from .session import Recovery, Session, session
+from .session import Session, session
 
 
 __all__ = ["ElasticError", "MembershipChanged", "Recovery", "Sampler", "Session", "session"]

@@ -1,0 +1,169 @@
+"""Where a script is in its loops, and what its next step or function means there: decisions only.
+
+A loss strikes anywhere in the body of a loop, but there is one way only to come back: from its top. So a step or a function that
+begins is one of three things: what is to be done now; complete already, on the way to it; or in the rest of a body that a loss has
+made void.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import replace
+
+from .own_state import OwnState, Place
+
+
+class Doing(enum.Enum):
+    """What to do with a step or a function that begins."""
+
+    RUN = enum.auto()
+    # Only a function can be left out; the block of a step runs, and its effects are undone.
+    REHEARSE = enum.auto()
+    # A function that is not even counted.
+    SKIP = enum.auto()
+
+
+class Course:
+    """The loops of one rank's script.
+
+    Attributes:
+        steps: how many steps and functions are complete.
+        place: in the data.
+        in_batches: a loop over batches is under way.
+        in_body: and the script has a batch in hand.
+        repeats: this batch comes again.
+        is_back: a loss has led back to an earlier batch than the one in hand; the iteration begins anew there.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.place = Place()
+        self.in_batches = self.in_body = False
+        self.repeats = self.is_back = False
+        self._resume: OwnState | None = None  # where the next iteration begins
+        self._tasks_to_skip = 0
+        self._is_void = False  # a step has failed: the rest of the body has no effect
+        self._to_rehearse = 0  # how many steps until the one to continue with
+        self._until_task = False  # rehearse until a function is run
+
+    # -- loops --------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        self.place = replace(self.place, counted=True)
+
+    def end_epoch(self, epoch: int) -> None:
+        self.place, self._tasks_to_skip = Place(epoch + 1, counted=True), 0
+
+    def begin_batches(self) -> OwnState | None:
+        """A loop begins, or its iteration begins anew.
+
+        Returns:
+            Where; None at the first batch.
+        """
+        self.in_batches, self.is_back = True, False
+        own, self._resume = self._resume, None
+        return own
+
+    def end_batches(self) -> None:
+        self.place = replace(self.place, in_body=False)
+        self.in_batches = self.in_body = False
+
+    def approach_batch(self) -> bool:
+        """Before a batch is fetched. Returns whether nothing of its body is complete."""
+        self.place = replace(self.place, in_body=True)
+        return not self.place.done
+
+    def begin_body(self) -> int:
+        """A batch is in hand. Returns how many steps of its body are to be rehearsed."""
+        self.in_body, self.repeats = True, False
+        return self.place.done
+
+    def begin_body_again(self) -> int:
+        """The same batch again. Returns how many steps of its body are to be rehearsed."""
+        self.repeats = self._is_void = False
+        return self.place.done
+
+    def end_body(self) -> bool:
+        """The body has ended. Returns whether its batch is complete; False if a loss has led back meanwhile."""
+        self.in_body = False
+        if not self.is_back:
+            self.place = self.place.after_batch()
+        return not self.is_back
+
+    # -- steps and functions ------------------------------------------------------------------------
+
+    def of_task(self) -> Doing:
+        """What to do with a function that is to be run."""
+        if self._tasks_to_skip and not self.in_body:
+            self._tasks_to_skip -= 1
+            return Doing.SKIP
+        if self._is_void or self._to_rehearse:
+            return Doing.REHEARSE
+        if self.is_back:
+            return Doing.SKIP
+        self._until_task = False
+        return Doing.RUN
+
+    def of_step(self) -> Doing:
+        """What to do with a step that begins."""
+        if not self.in_body:
+            self._is_void = False  # in a loop of the user's own, this is the step that failed
+        is_left_behind = self.is_back and self.in_body
+        if is_left_behind or self._is_void or self._to_rehearse or self._until_task:
+            return Doing.REHEARSE
+        return Doing.RUN
+
+    def rehearse(self, steps: int) -> None:
+        """So many are to be rehearsed."""
+        self._to_rehearse = steps
+        self.steps -= steps
+
+    def note_rehearsed(self) -> bool:
+        """One was. Returns whether it was the last, so that what is next is to be done."""
+        if not self._to_rehearse:
+            return False
+        self._to_rehearse -= 1
+        self.steps += 1
+        return not self._to_rehearse
+
+    def note_complete(self, *, is_task: bool) -> None:
+        """A step or function is complete."""
+        self.steps += 1
+        self.place = self.place.after(task=is_task)
+
+    # -- losses -------------------------------------------------------------------------------------
+
+    def note_loss(self, before: int, *, is_task: bool, goes_back: bool) -> None:
+        """A loss has ended the step under way, and all ranks have met since.
+
+        Args:
+            before: the steps that were complete when it began.
+            is_task: it is a function's.
+            goes_back: a loss leads all ranks back to a snapshot, which has set the place.
+        """
+        if self.steps == before and not self.is_back:
+            self.repeats = self._is_void = not is_task
+        elif not goes_back:
+            # It was complete elsewhere.
+            self.place = self.place.after(task=is_task)
+
+    def continue_at(self, own: OwnState) -> bool:
+        """This process begins in the midst of the program: in a lost one's place, or where a checkpoint was taken.
+
+        Returns:
+            Whether the steps of a loop of the user's own come first, to be rehearsed until a function is run.
+        """
+        self.place = own.place
+        self._resume = own
+        self._tasks_to_skip = own.place.tasks_to_skip
+        self._until_task = own.is_task and not own.place.in_body and not self._tasks_to_skip
+        return self._until_task
+
+    def go_back(self, own: OwnState) -> None:
+        """A loss leads back to a snapshot with fewer steps."""
+        self.place = own.place
+        if self.in_batches:
+            self._resume, self.is_back = own, True
+        else:
+            # It was taken where a loop over batches ended.
+            self.place = replace(own.place, in_body=False)

@@ -1,0 +1,95 @@
+"""What a rank keeps while it trains, so that it can be replaced, and so that it can repeat a step.
+
+There are two ways: :mod:`.replicated` and :mod:`.sharded`. A session has one of them, and calls it at these places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .agreement import Verdict
+from .rng import RandomState
+from .schedule import Held
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What the step under way began with.
+
+    Args:
+        random: the generators.
+        buffers: copies of all modules' buffers; none with sharded state.
+        gradients: all gradients, and how often each was changed in place.
+    """
+
+    random: RandomState
+    buffers: list[torch.Tensor]
+    gradients: list[tuple[torch.Tensor, int] | None]
+
+
+class Keeping(Protocol):
+    """How a session keeps what a loss would take."""
+
+    @property
+    def random(self) -> RandomState | None:
+        """The generators to begin the next step with, if they are not the present ones."""
+
+    def held(self) -> tuple[Held, ...] | None:
+        """The whole snapshots of this rank; None if it needs none."""
+
+    def fingerprint(self) -> int:
+        """Of what all ranks must have alike at the beginning; 0 if nothing is."""
+
+    def begin(self) -> None:
+        """The session begins, at its first start."""
+
+    def begin_batches(self, *, anew: bool) -> None:
+        """A loop over batches begins, or (``anew``) its iteration, at an earlier batch than the one in hand."""
+
+    def approach_batch(self) -> None:
+        """Nothing is under way, and a batch is to be fetched."""
+
+    def random_before_fetch(self) -> RandomState | None:
+        """The generators, if :meth:`reach_end_of_batches` needs them."""
+
+    def reach_end_of_batches(self, random: RandomState | None) -> bool:
+        """The loader has no more batches. Returns False if a loss leads back to an earlier one."""
+
+    def end_batches(self) -> None:
+        """A loop over batches is left, by its end or by a break."""
+
+    def continue_body(self) -> RandomState | None:
+        """A batch is in hand, and steps of its body are complete. Returns the generators behind the last, if they are known."""
+
+    def reach_task(self) -> bool:
+        """Before a function is run. Returns False if a loss leads back to before it."""
+
+    def leave_task(self, before: int) -> bool:
+        """After it. Returns False if it must run again: a loss leads back to ``before`` steps or fewer."""
+
+    def begin_step(self, *, is_task: bool) -> Begun:
+        """A step begins, with effect."""
+
+    def note_collective(self) -> None:
+        """A collective of the step under way is about to begin."""
+
+    def settle(
+        self, verdict: Verdict, begun: Begun | None, *, receives: bool, is_new: bool
+    ) -> None:
+        """All ranks have met and have the state: make this rank's own as it was at the beginning of the next step.
+
+        Args:
+            verdict: the next step.
+            begun: what the step began with that was under way.
+            receives: this rank was not where the others are.
+            is_new: it takes a lost one's place.
+        """
+
+    def reach_end(self) -> None:
+        """The session's block has ended."""
+
+    def close(self) -> None:
+        """Give back what was mapped."""

@@ -1,0 +1,256 @@
+"""After a loss: all ranks meet again, agree on a step, and bring each other there."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from rallypoint._core import clock
+from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
+
+from .agreement import Standing, Verdict, judge
+from .connections import Wiring
+from .course import Course
+from .keeping import Begun, Keeping
+from .link import Notice
+from .memory import Memory
+from .objects import Objects
+from .process import KeptProcess
+
+
+_log = logging.getLogger(__name__)
+# Seconds that an error may be ahead of the notice that explains it.
+PATIENCE = 10.0
+# Seconds to wait for the others after a loss: a newcomer runs the script's set-up first.
+MEETING = 3600.0
+# What a lost peer looks like to the caller of a collective.
+_SIGNS = (
+    *("connection closed by peer", "connection reset", "broken pipe", "connection refused"),
+    *("socket closed", "timed out waiting", "no longer", "gloo", "nccl", "connection was closed"),
+)
+# Outside of training, there is nothing to tell apart.
+LOST: tuple[type[BaseException], ...] = (RuntimeError, RendezvousError, OSError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """One recovery, as this rank saw it.
+
+    Args:
+        generation: the one that it led to.
+        ranks: the lost ranks.
+        why: how they were lost.
+        steps: how many steps were complete.
+        repeated: whether this rank repeats a step.
+        redone: how many completed steps it redoes, with sharded state.
+        formed: seconds from the notice until all were connected again; most of it is the newcomer's set-up.
+        transferred: seconds that the state took.
+        bytes_moved: that this rank sent or received.
+    """
+
+    generation: int
+    ranks: tuple[int, ...]
+    why: str
+    steps: int
+    repeated: bool
+    formed: float
+    transferred: float
+    bytes_moved: int
+    redone: int = 0
+
+
+class Meeting:
+    """One rank's part in it.
+
+    Args:
+        kept: this process.
+        objects: what the session was given.
+        course: the script's.
+        keeping: of this rank.
+        memory: of this rank.
+
+    Attributes:
+        whole: this rank's state is that after its last complete step.
+        begun: what the step under way began with; None between two steps.
+        history: all recoveries that this process took part in.
+    """
+
+    def __init__(
+        self,
+        kept: KeptProcess,
+        objects: Objects,
+        course: Course,
+        keeping: Keeping,
+        memory: Memory,
+    ) -> None:
+        self._kept = kept
+        self._rank = dist.get_rank()
+        self._objects = objects
+        self._course = course
+        self._keeping = keeping
+        self._memory = memory
+        self._is_new = kept.takes_over
+        self.whole = not kept.takes_over
+        self.begun: Begun | None = None
+        self.history: list[Recovery] = []
+
+    @property
+    def is_due(self) -> bool:
+        """A peer is lost, and this rank has not met the others since."""
+        newest = self._kept.link.newest
+        return newest is not None and newest.generation > self._kept.generation
+
+    def explains(self, error: BaseException) -> bool:
+        """Whether an error in a step is the sign of a loss.   Blocks: until the supervisor tells, for :data:`PATIENCE`."""
+        if not isinstance(error, (*LOST, MembershipChanged)):
+            return False
+        text = str(error).lower()
+        patience = PATIENCE if any(sign in text for sign in _SIGNS) else 0.0
+        return self._kept.link.wait(self._kept.generation, patience) is not None
+
+    def compare(self) -> None:
+        """At the first start: whether all ranks have entered the same session.
+
+        Raises:
+            ElasticError: they have not.
+        """
+        wiring = self._kept.groups.wiring
+        assert wiring is not None
+        try:
+            judge(self._introduce(wiring, self._keeping.fingerprint()))
+        except ElasticError:
+            raise
+        except LOST as error:
+            self.recover(error)
+
+    def confirm(self) -> None:
+        """Wait for all ranks. A loss meanwhile is recovered from."""
+        while True:
+            try:
+                group = self._kept.groups.default
+                assert group is not None
+                group.inner.barrier().wait()
+                return
+            except LOST as error:
+                self.recover(error)
+
+    def catch_up(self, error: BaseException | None = None) -> None:
+        """Between two steps: recover from the loss that an error is a sign of, or from one that was told, if any."""
+        if error is None and not self.is_due:
+            return
+        self.begun = None
+        self.recover(error)
+
+    def recover(self, error: BaseException | None) -> None:
+        """Meet the others again, and have all at one step.
+
+        Args:
+            error: by which this rank noticed; raised again if nobody explains it.
+        """
+        link = self._kept.link
+        notice = link.wait(self._kept.generation, PATIENCE)
+        while True:
+            if notice is None:
+                if error is not None:
+                    raise error
+                raise ElasticError("a peer is gone, and the supervisor does not say why")
+            if error is not None:
+                # The traceback holds the frames of the step, and with them the old group.
+                error.__traceback__ = None
+            try:
+                self._meet(notice)
+            except ElasticError:
+                raise
+            except LOST as failure:
+                _log.debug("meeting of generation %d failed: %s", notice.generation, failure)
+                error = failure
+                notice = link.wait(notice.generation, PATIENCE)
+                continue
+            return
+
+    def count_anew(self) -> None:
+        """All ranks are at the same place: the supervisor compares the collectives that they begin from here on."""
+        self._memory.progress.restart(group.kept_name for group in self._kept.groups)
+
+    def _meet(self, notice: Notice) -> None:
+        kept, course = self._kept, self._course
+        wiring = kept.form(notice)
+        self.count_anew()
+        standings = self._introduce(wiring)
+        kept.groups.connect(wiring)
+        formed = clock.MONOTONIC.now()
+        verdict = judge(standings)
+        before, is_new = course.steps, self._is_new
+        moved = self._exchange(verdict)
+        self._settle(verdict)
+        group = kept.groups.default
+        assert group is not None
+        group.inner.barrier().wait()
+        self.count_anew()
+        kept.generation = notice.generation
+        recovery = Recovery(
+            generation=notice.generation,
+            ranks=notice.ranks,
+            why=notice.why,
+            steps=verdict.steps,
+            repeated=self.begun is not None,
+            formed=formed - notice.at,
+            transferred=clock.MONOTONIC.now() - formed,
+            bytes_moved=moved,
+            redone=0 if is_new else max(0, before - verdict.steps),
+        )
+        self.history.append(recovery)
+        record = {
+            "generation": recovery.generation,
+            "steps": recovery.steps,
+            "repeated": recovery.repeated,
+            "formed": recovery.formed,
+            "transferred": recovery.transferred,
+            "redone": recovery.redone,
+            "received": 0 if self._rank == verdict.source else moved,
+        }
+        kept.link.tell({"kind": "kept recovered", "rank": self._rank, **record})
+
+    def _introduce(self, wiring: Wiring, fingerprint: int = 0) -> list[Standing]:
+        """Tell all others where this rank stands, and wait for what they say."""
+        mine = Standing(
+            rank=self._rank,
+            steps=self._course.steps,
+            whole=self.whole,
+            objects=self._objects.describe(),
+            fingerprint=fingerprint,
+            groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
+            layouts=self._objects.layouts(),
+            snapshots=self._keeping.held(),
+        )
+        wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
+        ranks = range(dist.get_world_size())
+        return [
+            Standing.from_json(json.loads(wiring.wait(f"here/{rank}", MEETING))) for rank in ranks
+        ]
+
+    def _exchange(self, verdict: Verdict) -> int:
+        group = self._kept.groups.default
+        assert group is not None
+        if self._rank == verdict.source:
+            return sum(self._objects.send(group, each) for each in verdict.receivers)
+        if verdict.source is not None and self._rank in verdict.receivers:
+            self.whole = False
+            return self._objects.receive(group, verdict.source)
+        return 0
+
+    def _settle(self, verdict: Verdict) -> None:
+        """Make everything as it was at the beginning of the step to come."""
+        begun, course = self.begun, self._course
+        if begun is not None:
+            self._objects.drop_gradients(begun.gradients)
+        receives = self._rank in verdict.receivers
+        self._keeping.settle(verdict, begun, receives=receives, is_new=self._is_new)
+        self._objects.restore_layouts(verdict.layouts, list(self._kept.groups))
+        # From here on this rank can be right.
+        self.whole, self._is_new = True, False
+        if course.steps != verdict.steps:
+            course.steps, self.begun = verdict.steps, None

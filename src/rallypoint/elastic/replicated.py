@@ -1,0 +1,146 @@
+"""Keeping replicated state: others have the model and the optimizer, so a rank keeps only what is its own, in every step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from .agreement import Verdict
+from .course import Course
+from .keeping import Begun
+from .memory import Memory
+from .objects import Objects
+from .own_state import OwnState
+from .rng import RandomState
+from .schedule import Held
+
+
+_log = logging.getLogger(__name__)
+
+
+class Replicated:
+    """A rank's own state, in memory that outlives the process.
+
+    Args:
+        objects: what the session was given.
+        course: the script's.
+        memory: None where nothing can be kept.
+        catch_up: recovers from a loss, if there is one.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        course: Course,
+        memory: Memory | None,
+        catch_up: Callable[[], None],
+    ) -> None:
+        self._objects = objects
+        self._course = course
+        self._memory = memory
+        self._catch_up = catch_up
+        held = None if memory is None else memory.held
+        self.own = None if held is None else OwnState.unpack(held)
+        self.random: RandomState | None = None
+
+    def held(self) -> tuple[Held, ...] | None:
+        return None
+
+    def fingerprint(self) -> int:
+        return self._objects.fingerprint()
+
+    def begin(self) -> None:
+        self._keep(is_task=False)
+
+    def begin_batches(self, *, anew: bool) -> None:
+        pass
+
+    def approach_batch(self) -> None:
+        if not self._course.place.done:
+            self._keep(is_task=False)
+
+    def random_before_fetch(self) -> RandomState | None:
+        return None
+
+    def reach_end_of_batches(self, random: RandomState | None) -> bool:
+        return True
+
+    def end_batches(self) -> None:
+        pass
+
+    def continue_body(self) -> RandomState | None:
+        if self.own is None:
+            return None
+        self.random = self.own.call
+        return self.own.behind
+
+    def reach_task(self) -> bool:
+        return True
+
+    def leave_task(self, before: int) -> bool:
+        return True
+
+    def begin_step(self, *, is_task: bool) -> Begun:
+        self._catch_up()
+        if self.random is not None:
+            self.random.restore()
+            self.random = None
+        if not self._course.in_body or self._course.place.done:
+            self._keep(is_task=is_task)
+        return Begun(RandomState.now(), self._objects.copy_buffers(), self._objects.gradients())
+
+    def note_collective(self) -> None:
+        """Behind a step's last collective this rank may die in a step that the others complete."""
+        if self.own is None or self._memory is None:
+            return
+        state, buffers = RandomState.now(), self._objects.buffers_as_bytes()
+        later = self.own.later
+        if later is not None and later.equals(state) and self.own.later_buffers == buffers:
+            return
+        self.own = replace(self.own, later=state, later_buffers=buffers)
+        self._memory.keep(self.own.pack())
+
+    def settle(
+        self, verdict: Verdict, begun: Begun | None, *, receives: bool, is_new: bool
+    ) -> None:
+        if begun is not None and self._course.steps == verdict.steps:
+            begun.random.restore()
+            self.random = begun.random
+            self._objects.restore_buffers(begun.buffers)
+        elif receives:
+            self._continue(verdict.steps, is_new=is_new)
+
+    def reach_end(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _keep(self, *, is_task: bool) -> None:
+        if self._memory is None:
+            return
+        course, buffers = self._course, self._objects.buffers_as_bytes()
+        random, call = RandomState.now(), None
+        if course.in_body and self.own is not None:
+            random, call = self.own.random, random
+        self.own = OwnState(
+            course.steps, course.place, random, call=call, buffers=buffers, is_task=is_task
+        )
+        self._memory.keep(self.own.pack())
+
+    def _continue(self, steps: int, *, is_new: bool) -> None:
+        """In a rank that skips to a later step: what is its own is that of this step, too."""
+        own = None if self.own is None else self.own.at(steps)
+        if own is None:
+            _log.warning(
+                "this rank's random state at step %d is not known; it continues with another", steps
+            )
+            return
+        own.newest.restore()
+        self._objects.fill_buffers(own.buffers)
+        self.own = own
+        if self._memory is not None:
+            self._memory.keep(own.pack())
+        if is_new and self._course.continue_at(own):
+            self.random = own.random
