@@ -119,6 +119,9 @@ def fork(name: str, how: str, chance: random.Random, settings: dict[str, Any]) -
         try:
             signal.alarm(_CHILD_SECONDS)
             code = _be_child(f"{name}-child{os.getpid()}", how, peer, settings)
+        except BaseException:
+            with open(settings["crashes"], "a") as file:
+                traceback.print_exc(file=file)
         finally:
             os._exit(code)
 
