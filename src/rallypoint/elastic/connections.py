@@ -17,17 +17,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rallypoint._core import env as environment, forks
+from rallypoint._core import clock, env as environment, forks
 from rallypoint.errors import ElasticError, RendezvousConnectionError
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.c10d import c10d_store
 
 from . import torch_private
+from .works import Lives
 
 
 # Seconds that the connections of one group may take. A member that dies in the middle is reported by its supervisor; this is for
 # the moment in which Gloo waits for a member that will not come, and nothing can wake it.
 FORMING = 10.0
+# Seconds in which Gloo wakes those who wait for connections that were shut.
+PATIENCE = 0.2
 # Seconds for a connection to a listener of this process.
 KNOCKING = 1.0
 # How Gloo's side that connects names the pair: gloo/transport/tcp/listener.cc, sequence_number_t.
@@ -54,6 +57,9 @@ class Wiring:
         self._is_cut = False
         self._devices: list[_Device] = []
         self._pairs = 0  # at most as many connections were awaited so far
+        self._forming = 0  # groups that are being connected
+        self._cut_at: float | None = None
+        self.lives = Lives()
         self._client: TcpStore | None = None
         self._store: Any = None  # c10d's view of it: torch's stubs know no Store
 
@@ -102,6 +108,14 @@ class Wiring:
             if not self._devices:
                 self._devices = _devices()
             self._pairs += size
+            self._forming += 1
+        try:
+            return self._connected(name, rank, size, timeout)
+        finally:
+            with self._lock:
+                self._forming -= 1
+
+    def _connected(self, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
         store = torch_private.prefixed(self._store, f"{self._prefix}/{name}")
         options = torch_private.gloo_options(
             [device.handle for device in self._devices], timedelta(seconds=FORMING)
@@ -113,14 +127,22 @@ class Wiring:
         return torch_private.group_over(backend, store, rank, size)
 
     def cut(self) -> None:
-        """Shut everything down, from any thread. Calls that wait on it raise. A second call does nothing new."""
+        """Shut everything down, from any thread. Calls that wait on it raise.
+
+        Called again, it shuts what was opened meanwhile. After :data:`PATIENCE`, calls that Gloo has not woken raise, too.
+        """
         self._is_cut = True
+        now = clock.MONOTONIC.now()
         with self._lock:
             store, devices = self._store, list(self._devices)
+            awaited = self._pairs if self._forming else 0
+            self._cut_at = cut_at = now if self._cut_at is None else self._cut_at
         if store is not None:
             store.close()
         for device in devices:
-            device.shut(self._pairs)
+            device.shut(awaited)
+        if now - cut_at >= PATIENCE:
+            self.lives.end()
 
     def _connect(self) -> None:
         with self._lock:
@@ -155,7 +177,7 @@ class _Device:
         """Shut all connections.
 
         Args:
-            pairs: at least as many as were ever awaited. A member that dies while a group forms leaves the others waiting for
+            pairs: at least as many as are awaited. A member that dies while a group forms leaves the others waiting for
                 its connection, which has no socket yet. They get one from here, with the number by which Gloo
                 knows the pair, and closed at once.
         """

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from . import torch_private
 from .connections import Wiring
+from .works import KeptWork, Lives, attended, dispose
+
+
+T = TypeVar("T")
 
 
 class Answerer(Protocol):
@@ -41,6 +45,7 @@ class KeptGroup(dist.ProcessGroup):
         self._names = [name, ""]
         self.members = tuple(ranks)
         self._rank, self._timeout = rank, timeout
+        self._lives: Lives | None = None  # of the inner group's connections
         self.inner: Any = None  # Any: dist.ProcessGroup lacks half its methods in torch's stubs
         self.answerer: Answerer | None = None
         self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
@@ -53,13 +58,39 @@ class KeptGroup(dist.ProcessGroup):
         Raises:
             RuntimeError, RendezvousConnectionError: as :meth:`.Wiring.group`.
         """
+        self._drop()
         inner = wiring.group(self.kept_name, self._rank, len(self.members), self._timeout)
         torch_private.name_group(inner, self.kept_name)
-        self.inner, self.answerer = inner, None
+        self.inner, self.answerer, self._lives = inner, None, wiring.lives
 
     def disconnect(self, answerer: Answerer) -> None:
         """Drop the inner group; ``answerer`` takes its place."""
-        self.answerer, self.inner = answerer, None
+        self.answerer = answerer
+        self._drop()
+
+    def _drop(self) -> None:
+        if self.inner is not None:
+            dropped, self.inner = [self.inner], None
+            dispose(dropped)
+
+    def barrier_now(self) -> None:
+        """Wait for all members, past what stands in for the connections.
+
+        Raises:
+            RuntimeError: one is lost.
+        """
+        assert self._lives is not None
+        KeptWork(self.inner.barrier(), self._lives).wait()
+
+    def transfer(self, function: Callable[[], T]) -> T:
+        """Call a function that sends or receives point to point.
+
+        Raises:
+            RuntimeError: a member is lost.
+            Exception: as the function.
+        """
+        assert self._lives is not None
+        return attended(function, self._lives)
 
     def run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         answerer = self.answerer
@@ -68,6 +99,8 @@ class KeptGroup(dist.ProcessGroup):
         if self.before is not None:
             self.before(self, operation)
         work: dist.Work = getattr(self.inner, operation)(*args, **kwargs)
+        if self._lives is not None and operation not in torch_private.POINT_TO_POINT:
+            work = KeptWork(work, self._lives)
         if self.observer is not None:
             self.observer(self, operation, (*args, *kwargs.values()), work)
         return work

@@ -132,7 +132,7 @@ class Meeting:
             try:
                 group = self._kept.groups.default
                 assert group is not None
-                group.inner.barrier().wait()
+                group.barrier_now()
                 return
             except LOST as error:
                 self.recover(error)
@@ -188,7 +188,7 @@ class Meeting:
         self._settle(verdict)
         group = kept.groups.default
         assert group is not None
-        group.inner.barrier().wait()
+        group.barrier_now()
         self.count_anew()
         kept.generation = notice.generation
         recovery = Recovery(
@@ -236,10 +236,13 @@ class Meeting:
         group = self._kept.groups.default
         assert group is not None
         if self._rank == verdict.source:
-            return sum(self._objects.send(group, each) for each in verdict.receivers)
+            return group.transfer(
+                lambda: sum(self._objects.send(group, each) for each in verdict.receivers)
+            )
         if verdict.source is not None and self._rank in verdict.receivers:
             self.whole = False
-            return self._objects.receive(group, verdict.source)
+            source = verdict.source
+            return group.transfer(lambda: self._objects.receive(group, source))
         return 0
 
     def _settle(self, verdict: Verdict) -> None:

@@ -1,0 +1,172 @@
+"""Waiting for Gloo, but not longer than its connections live.
+
+When a connection ends, Gloo wakes everybody who waits for it, except for those whose message was already queued, or half read
+(``gloo/transport/tcp/pair.cc``, ``signalException``). They would wait until the collective's time-out, half an hour by default. So
+a collective of a kept group is waited for in slices, and given up once its connections have been shut for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rallypoint._core.clock import Deadline
+
+
+# Seconds of one slice: so late somebody learns at worst that a collective was given up.
+SLICE = 0.25
+GIVEN_UP = "the connections of this collective were shut, as a member is lost"
+
+T = TypeVar("T")
+
+
+class Lives:
+    """Whether the connections of a generation can still bring anything, and the futures that count on them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.are_over = False
+        self._pending: dict[int, Callable[[], None]] = {}
+
+    def count_on(self, work: object, give_up: Callable[[], None]) -> None:
+        """Call ``give_up`` at the end, unless :meth:`claim` came first."""
+        self._pending[id(work)] = give_up
+        if self.are_over:
+            self.end()
+
+    def claim(self, work: object) -> bool:
+        """Whether the caller is the one to complete it: True once."""
+        return self._pending.pop(id(work), None) is not None
+
+    def end(self) -> None:
+        """Nothing comes any more: give up everything."""
+        self.are_over = True
+        while self._pending:
+            try:
+                _, give_up = self._pending.popitem()
+            except KeyError:
+                return
+            give_up()
+
+
+class KeptWork(dist.Work):
+    """The work of a collective, as torch gives it to users, DDP and compiled graphs.
+
+    Args:
+        inner: Gloo's.
+        lives: of its connections.
+    """
+
+    def __init__(self, inner: dist.Work, lives: Lives) -> None:
+        super().__init__()
+        self._inner = inner
+        self._lives = lives
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it has ended.
+
+        Raises:
+            RuntimeError: it failed, did not end in time, or a member is lost.
+        """
+        inner, lives = self._inner, self._lives
+        deadline = Deadline(timeout.total_seconds() if timeout else None)
+        while True:
+            left = deadline.remaining()
+            is_last = left is not None and left <= SLICE
+            try:
+                return inner.wait(timedelta(seconds=left if is_last and left else SLICE))
+            except RuntimeError:
+                if inner.is_completed():
+                    # The slice may have ended at this very moment: this returns at once, or raises what went wrong.
+                    return inner.wait()
+                if lives.are_over:
+                    raise RuntimeError(GIVEN_UP) from None
+                if is_last:
+                    raise
+
+    def get_future(self) -> Any:
+        """A future of the result, for C++: it cannot wait in slices."""
+        if self._future is None:
+            # C++ sees a future as failed only if a callback has raised: `set_exception` sets a value that Python raises.
+            gate: Any = torch.futures.Future()
+            self._future = gate.then(self._outcome)
+            self._lives.count_on(self, lambda: gate.set_result(None))
+            self._inner.get_future().add_done_callback(lambda done: self._finish(done, gate))
+        return self._future
+
+    def _finish(self, done: Any, gate: Any) -> None:
+        if self._lives.claim(self):
+            gate.set_result(done)
+
+    @staticmethod
+    def _outcome(gate: Any) -> Any:
+        done = gate.value()
+        if done is None:
+            raise RuntimeError(GIVEN_UP)
+        return done.value()
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self._inner.is_success()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    def get_future_result(self) -> Any:
+        return self._inner.get_future_result()  # type: ignore[attr-defined]  # missing in torch's stubs
+
+
+def attended(function: Callable[[], T], lives: Lives) -> T:
+    """Call a function that waits for point-to-point messages: Gloo cannot wait for these in slices.
+
+    It runs in a thread of its own, which is left behind if it is given up; its messages end with their connections.
+
+    Raises:
+        RuntimeError: a member is lost, and Gloo does not notice.
+        BaseException: as the function.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # noqa: BLE001  # raised in the thread that waits
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="rally-elastic-transfer", daemon=True).start()
+    while not done.wait(SLICE):
+        # A little longer: it may have been between two messages.
+        if lives.are_over and not done.wait(2 * SLICE):
+            raise RuntimeError(GIVEN_UP)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def dispose(group: Any) -> None:
+    """Drop a torch group whose connections have ended, in a thread: its destructor waits for all of its works.
+
+    Args:
+        group: in a list, which is emptied: no other reference must be left.
+    """
+    threading.Thread(target=group.clear, name="rally-elastic-disposal", daemon=True).start()
