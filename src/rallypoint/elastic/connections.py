@@ -251,7 +251,8 @@ def _shut(fd: int, inode: int) -> Any:
         try:
             if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return copy.getsockname()
-            copy.shutdown(socket.SHUT_RDWR)
+            # Gloo closes it once it has read all. Were it not writable meanwhile, Gloo would forget what it has to send.
+            copy.shutdown(socket.SHUT_RD)
         except OSError:
             pass  # closed by the peer
     return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from . import torch_private
 from .connections import Wiring
-from .works import KeptWork, Lives, attended, dispose
+from .works import KeptMessage, KeptWork, Lives, attended, dispose
 
 
 T = TypeVar("T")
@@ -82,6 +82,14 @@ class KeptGroup(dist.ProcessGroup):
         assert self._lives is not None
         KeptWork(self.inner.barrier(), self._lives).wait()
 
+    def send_now(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a contiguous tensor to a member.   Blocks: until it is sent. Called in :meth:`transfer`."""
+        self.inner.send([tensor], to, 0).wait(self._timeout)
+
+    def receive_now(self, tensor: torch.Tensor, source: int) -> None:
+        """Receive into a contiguous tensor.   Blocks: until it is there. Called in :meth:`transfer`."""
+        self.inner.recv([tensor], source, 0).wait(self._timeout)
+
     def transfer(self, function: Callable[[], T]) -> T:
         """Call a function that sends or receives point to point.
 
@@ -99,8 +107,11 @@ class KeptGroup(dist.ProcessGroup):
         if self.before is not None:
             self.before(self, operation)
         work: dist.Work = getattr(self.inner, operation)(*args, **kwargs)
-        if self._lives is not None and operation not in torch_private.POINT_TO_POINT:
-            work = KeptWork(work, self._lives)
+        if self._lives is not None:
+            if operation in torch_private.POINT_TO_POINT:
+                work = KeptMessage(work, self._lives, self._timeout)
+            else:
+                work = KeptWork(work, self._lives)
         if self.observer is not None:
             self.observer(self, operation, (*args, *kwargs.values()), work)
         return work

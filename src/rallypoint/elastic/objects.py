@@ -211,7 +211,7 @@ class Objects:
         sent = [torch.tensor([data.numel()]), data, *tensors]
         for each in sent:
             if each.numel():
-                group.inner.send([each.detach().contiguous()], to, 0).wait()
+                group.send_now(each.detach().contiguous(), to)
         return sum(each.numel() * each.element_size() for each in sent)
 
     def receive(self, group: KeptGroup, source: int) -> int:
@@ -222,9 +222,9 @@ class Objects:
             ElasticError: the sender's modules have other shapes.
         """
         size = torch.zeros(1, dtype=torch.int64)
-        group.inner.recv([size], source, 0).wait()
+        group.receive_now(size, source)
         data = torch.zeros(int(size.item()), dtype=torch.uint8)
-        group.inner.recv([data], source, 0).wait()
+        group.receive_now(data, source)
         structure = torch.load(io.BytesIO(_bytes(data)), weights_only=True)
         received = data.numel() + 8
         own = [_shape(each) for each in self._tensors_of_modules()]
@@ -308,7 +308,7 @@ def _receive_into(tensor: torch.Tensor, group: KeptGroup, source: int) -> int:
         return 0
     target = tensor.detach()
     place = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-    group.inner.recv([place], source, 0).wait()
+    group.receive_now(place, source)
     if place is not target:
         target.copy_(place)
     return tensor.numel() * tensor.element_size()

@@ -3,6 +3,9 @@
 It is kept in the rank's memory (:mod:`.memory`) at the beginning of each step, and again before each collective: a rank that is
 killed behind its last collective has contributed to a step that the others complete, so its next step must begin as
 it would have.
+
+The step before is kept with it: a rank that is killed early in a step may have seen the end of the one before, and the others not,
+as its last message was lost with its connection. Then all repeat that one. No rank is further ahead: a step ends with a collective.
 """
 
 from __future__ import annotations
@@ -16,6 +19,18 @@ from .rng import RandomState
 
 
 _HEAD = struct.Struct("!I")
+
+
+def joined(newest: bytes, before: bytes) -> bytes:
+    """Two packed states as one record: of the step under way, and of the one before (empty: there is none)."""
+    return b"".join([_HEAD.pack(len(newest)), newest, before])
+
+
+def parted(record: bytes) -> list[OwnState]:
+    """The states in a record, the newest first."""
+    (size,) = _HEAD.unpack_from(record)
+    parts = record[_HEAD.size : _HEAD.size + size], record[_HEAD.size + size :]
+    return [OwnState.unpack(each) for each in parts if each]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from .course import Course
 from .keeping import Begun
 from .memory import Memory
 from .objects import Objects
-from .own_state import OwnState
+from .own_state import OwnState, joined, parted
 from .rng import RandomState
 from .schedule import Held
 
@@ -40,8 +40,10 @@ class Replicated:
         self._course = course
         self._memory = memory
         self._catch_up = catch_up
-        held = None if memory is None else memory.held
-        self.own = None if held is None else OwnState.unpack(held)
+        held = [] if memory is None or memory.held is None else parted(memory.held)
+        self.own = held[0] if held else None
+        self._before = held[1] if len(held) > 1 else None  # of the step before
+        self._packed = self._packed_before = b""
         self.random: RandomState | None = None
 
     def held(self) -> tuple[Held, ...] | None:
@@ -99,7 +101,7 @@ class Replicated:
         if later is not None and later.equals(state) and self.own.later_buffers == buffers:
             return
         self.own = replace(self.own, later=state, later_buffers=buffers)
-        self._memory.keep(self.own.pack())
+        self._write(self._memory)
 
     def settle(
         self, verdict: Verdict, begun: Begun | None, *, receives: bool, is_new: bool
@@ -124,14 +126,22 @@ class Replicated:
         random, call = RandomState.now(), None
         if course.in_body and self.own is not None:
             random, call = self.own.random, random
+        if self.own is not None and self.own.steps < course.steps:
+            self._before, self._packed_before = self.own, self._packed
         self.own = OwnState(
             course.steps, course.place, random, call=call, buffers=buffers, is_task=is_task
         )
-        self._memory.keep(self.own.pack())
+        self._write(self._memory)
+
+    def _write(self, memory: Memory) -> None:
+        assert self.own is not None
+        self._packed = self.own.pack()
+        memory.keep(joined(self._packed, self._packed_before))
 
     def _continue(self, steps: int, *, is_new: bool) -> None:
         """In a rank that skips to a later step: what is its own is that of this step, too."""
-        own = None if self.own is None else self.own.at(steps)
+        known = (each.at(steps) for each in (self.own, self._before) if each is not None)
+        own = next((each for each in known if each is not None), None)
         if own is None:
             _log.warning(
                 "this rank's random state at step %d is not known; it continues with another", steps
@@ -139,8 +149,8 @@ class Replicated:
             return
         own.newest.restore()
         self._objects.fill_buffers(own.buffers)
-        self.own = own
+        self.own, self._before, self._packed_before = own, None, b""
         if self._memory is not None:
-            self._memory.keep(own.pack())
+            self._write(self._memory)
         if is_new and self._course.continue_at(own):
             self.random = own.random

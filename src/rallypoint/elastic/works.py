@@ -128,8 +128,33 @@ class KeptWork(dist.Work):
     def source_rank(self) -> int:
         return self._inner.source_rank()
 
+    _source_rank = source_rank
+
     def get_future_result(self) -> Any:
         return self._inner.get_future_result()  # type: ignore[attr-defined]  # missing in torch's stubs
+
+
+class KeptMessage(KeptWork):
+    """The work of a message from one rank to another.
+
+    Args:
+        inner: Gloo's.
+        lives: of its connections.
+        timeout: the group's.
+    """
+
+    def __init__(self, inner: dist.Work, lives: Lives, timeout: timedelta) -> None:
+        super().__init__(inner, lives)
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        # Without a time, Gloo takes the one that its connections were formed with. And it ends the connection with the first
+        # wait that is too short, so there are no slices.
+        inner, left = self._inner, timeout or self._timeout
+        return attended(lambda: inner.wait(left), self._lives)
+
+    def get_future(self) -> Any:
+        return self._inner.get_future()
 
 
 def attended(function: Callable[[], T], lives: Lives) -> T:

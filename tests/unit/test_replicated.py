@@ -1,0 +1,79 @@
+"""What a rank with replicated state keeps, as the process finds it that takes its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rallypoint.elastic.agreement import Verdict
+from rallypoint.elastic.course import Course
+from rallypoint.elastic.memory import Memory
+from rallypoint.elastic.objects import Objects
+from rallypoint.elastic.replicated import Replicated
+from rallypoint.elastic.rng import RandomState
+
+
+@pytest.fixture
+def memories() -> Iterator[list[Memory]]:
+    """A worker's, and that of the process that takes its place."""
+    first = Memory()
+    made = [first]
+    yield made
+    for each in made:
+        each.close()
+
+
+def taken_over(memories: list[Memory]) -> Memory:
+    memories.append(Memory(os.dup(memories[0].fd)))
+    return memories[-1]
+
+
+@pytest.fixture
+def generators() -> Iterator[None]:
+    state = RandomState.now()
+    yield
+    state.restore()
+
+
+def run_steps(kept: Replicated, course: Course, steps: int) -> list[torch.Tensor]:
+    """Run whole steps and begin one more; returns what each has drawn."""
+    drawn = []
+    for step in range(steps + 1):
+        kept.begin_step(is_task=False)
+        drawn.append(torch.rand(1))
+        if step < steps:
+            kept.note_collective()
+            course.note_complete(is_task=False)
+    return drawn
+
+
+@pytest.mark.usefixtures("generators")
+@pytest.mark.parametrize("at", [4, 5, 6])
+def test_a_newcomer_continues_at_the_step_that_the_others_agree_on(
+    at: int, memories: list[Memory], caplog: pytest.LogCaptureFixture
+) -> None:
+    objects, course = Objects([torch.nn.Linear(2, 2)]), Course()
+    kept = Replicated(objects, course, memories[0], lambda: None)
+    drawn = run_steps(kept, course, 5)
+    kept.note_collective()
+    drawn.append(torch.rand(1))  # of step 6, had this rank lived
+    newcomer = Replicated(objects, Course(), taken_over(memories), lambda: None)
+    torch.manual_seed(99)
+    newcomer.settle(Verdict(0, (1,), at, ()), None, receives=True, is_new=True)
+    assert not caplog.records
+    # Step 4 again: the others have not seen its end.
+    assert torch.equal(torch.rand(1), drawn[at])
+
+
+@pytest.mark.usefixtures("generators")
+def test_what_nobody_knows_is_said(
+    memories: list[Memory], caplog: pytest.LogCaptureFixture
+) -> None:
+    objects, course = Objects([torch.nn.Linear(2, 2)]), Course()
+    run_steps(Replicated(objects, course, memories[0], lambda: None), course, 5)
+    newcomer = Replicated(objects, Course(), taken_over(memories), lambda: None)
+    newcomer.settle(Verdict(0, (1,), 2, ()), None, receives=True, is_new=True)
+    assert "random state at step 2 is not known" in caplog.text
