@@ -32,7 +32,7 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,7 @@ pytestmark = pytest.mark.integration
 
 PYTHON = "python"
 LAUNCHERS = ("forkserver", "exec")
+REAL = ("torch", "torch.distributed", "torch.utils.data")
 TIMEOUT = 240  # the slowest probe takes 8 s on two busy cores
 
 # None of the settings of a job that these tests may be part of, nor of the machine's own.
@@ -81,6 +82,9 @@ class Probe:
         stdin: what it reads.
         stdout: makes the descriptor of its stdout; default a pipe that is read.
         keep: files it writes, to be compared too.
+        real_torch: torch itself, not the empty module.
+        prepared: the fork server, too, is a fork of a process with all imports. For what does not depend on how
+            a fork server starts.
     """
 
     files: Files = field(default_factory=dict)
@@ -93,6 +97,7 @@ class Probe:
     stdout: Callable[[], int] | None = None
     keep: Sequence[str] = ()
     real_torch: bool = False
+    prepared: bool = False
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +137,16 @@ def run_one(
         env["PYTHONPATH"] = str(stub_torch)
     stdout = subprocess.PIPE if probe.stdout is None else probe.stdout()
     # Python reads flags and variables at startup: they need a fresh interpreter, not a fork of a prepared one.
-    start = supervisors.Popen
-    if how == PYTHON or probe.python_flags or probe.env or probe.real_torch:
-        start = subprocess.Popen
-    imports = () if how == "forkserver" else ("rallypoint",)
-    more = {} if start is subprocess.Popen else {"imports": imports}
+    start: type[subprocess.Popen[bytes]] = supervisors.Popen
+    more: dict[str, Any] = {"imports": ("torch",)}
+    if how == PYTHON or probe.python_flags or probe.env:
+        start, more = subprocess.Popen, {}
+    elif probe.real_torch:
+        start, more = (
+            (supervisors.Popen, {"imports": REAL}) if probe.prepared else (subprocess.Popen, {})
+        )
+    elif how == "forkserver" and not probe.prepared:
+        more = {"imports": ()}
     try:
         process = start(
             [
@@ -393,26 +403,66 @@ IMPORTED = {
 }
 
 
-@pytest.mark.parametrize("source", ENDS.values(), ids=ENDS)
+# A worker runs and ends by the same code with either start method. With exec these are always tried, of each kind of
+# end one; the others are among the long tests.
+ALSO_EXECUTED = {
+    "the end of the file",
+    "exit with a text",
+    "os._exit",
+    "killed by its own signal",
+    "a chained exception",
+    "a long traceback",
+    "a syntax error",
+    "an import that raises",
+    "KeyboardInterrupt",
+    "its own excepthook",
+    "atexit that raises",
+    "a thread that runs on",
+    "a daemon thread of the script",
+    "__del__ that uses the script's globals",
+    "text in C's buffer",
+    "stdout replaced by an object",
+    "descriptors closed",
+    "a fork that raises",
+    "a warning",
+}
+assert ENDS.keys() >= ALSO_EXECUTED
+
+
+def by_launcher(sources: Mapping[str, Any], also_executed: Collection[str]) -> list[Any]:
+    """Each source with each launcher: those to be executed that are not named are long tests."""
+    return [
+        pytest.param(
+            source,
+            launcher,
+            id=f"{name}-{launcher}",
+            marks=[pytest.mark.long] if launcher == "exec" and name not in also_executed else [],
+        )
+        for name, source in sources.items()
+        for launcher in LAUNCHERS
+    ]
+
+
+@pytest.mark.parametrize(("source", "launcher"), by_launcher(ENDS, ALSO_EXECUTED))
 def test_output_traceback_and_exit_code_are_those_of_python(
-    source: str | bytes, run: Runner
+    source: str | bytes, launcher: str, run: Runner
 ) -> None:
-    assert_same(run(Probe(files={**IMPORTED, "probe.py": source})))
+    assert_same(run(Probe(files={**IMPORTED, "probe.py": source}, prepared=True), [launcher]))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "raise ValueError('x')",
-        "raise KeyboardInterrupt",
-        "raise SystemExit('why')",
-        "x = = 1",
-        "import mod.missing",
-    ],
-)
-def test_a_module_fails_as_under_python_m(source: str, run: Runner) -> None:
+ENDS_OF_A_MODULE = {
+    "ValueError": "raise ValueError('x')",
+    "KeyboardInterrupt": "raise KeyboardInterrupt",
+    "SystemExit": "raise SystemExit('why')",
+    "a syntax error": "x = = 1",
+    "an import that fails": "import mod.missing",
+}
+
+
+@pytest.mark.parametrize(("source", "launcher"), by_launcher(ENDS_OF_A_MODULE, ["ValueError"]))
+def test_a_module_fails_as_under_python_m(source: str, launcher: str, run: Runner) -> None:
     files = {"mod/__init__.py": "", "mod/part.py": source}
-    assert_same(run(Probe(files=files, target=["-m", "mod.part"])))
+    assert_same(run(Probe(files=files, target=["-m", "mod.part"], prepared=True), [launcher]))
 
 
 @pytest.mark.parametrize("limit", [200, 1000])
@@ -445,7 +495,7 @@ def test_files_that_were_not_closed_are_flushed(run: Runner) -> None:
     )
     module = "out = open('module.txt', 'w')\nout.write('d')\n"
     keep = ["mine.txt", "data.bin", "inner.txt", "module.txt"]
-    done = run(Probe(files={"probe.py": source, "logfile.py": module}, keep=keep))
+    done = run(Probe(files={"probe.py": source, "logfile.py": module}, keep=keep, prepared=True))
     assert_same(done)
     assert list(done["forkserver"].files.values()) == ["a", "b", "c", "d"]
 
@@ -453,7 +503,7 @@ def test_files_that_were_not_closed_are_flushed(run: Runner) -> None:
 def test_del_that_raises_at_exit(run: Runner) -> None:
     # The interpreter can no longer read the source then; we still can, and show the line too.
     source = "class A:\n    def __del__(self):\n        raise ValueError('in del')\na = A()"
-    done = run(Probe(files={"probe.py": source}))
+    done = run(Probe(files={"probe.py": source}, prepared=True))
     assert "ValueError: in del" in done[PYTHON].err
     for how in LAUNCHERS:
         assert done[how].err.replace("    raise ValueError('in del')\n", "") == done[PYTHON].err
@@ -466,7 +516,7 @@ def test_files_are_flushed_beside_a_daemon_thread(run: Runner) -> None:
         "threading.Thread(target=lambda: threading.Event().wait(), daemon=True).start()\n"
         "file = open('file.txt', 'w')\nfile.write('kept')\n"
     )
-    done = run(Probe(files={"probe.py": source}, keep=["file.txt"]))
+    done = run(Probe(files={"probe.py": source}, keep=["file.txt"], prepared=True))
     assert done["forkserver"].files == {"file.txt": "kept"}
 
 
@@ -531,7 +581,6 @@ def test_unbuffered_is_what_python_u_is(tmp_path: Path, stub_torch: Path) -> Non
 @pytest.mark.parametrize(
     ("make", "source"),
     [
-        (closed_pipe, "print('x')"),
         (closed_pipe, "print('x' * 100_000)"),
         (closed_pipe, "import sys; print('x'); sys.exit(3)"),
         (full_device, "print('x')"),
@@ -997,6 +1046,7 @@ def random_states(
         # (numpy imports its random part at first use: without the preload, in the worker.)
         flags=["--nproc-per-node=2", "--max-restarts=1", "--unbuffered", "--preload=numpy.random"],
         real_torch=True,
+        prepared=True,
     )
     done = run_one(probe, "forkserver", tmp_path_factory.mktemp("random"), stub_torch)
     assert done.code == 0, done
@@ -1038,7 +1088,8 @@ class Squares(Dataset):
         return index ** 2, info.id, info.num_workers, torch.get_num_threads()
 
 def load(context):
-    batches = DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context=context)
+    workers = 2 if context == "fork" else 1  # others import torch by themselves
+    batches = DataLoader(Squares(), batch_size=2, num_workers=workers, multiprocessing_context=context)
     loaded = [[column.tolist() for column in batch] for batch in batches]
     # A queue's feeder thread that the interpreter's end cuts short, between the removal of its
     # semaphore and telling so, has Python's resource tracker warn of a leak, with any launcher.
@@ -1098,10 +1149,14 @@ if __name__ == "__main__":
 def test_data_loaders_and_multiprocessing_work_as_under_python(run: Runner, launcher: str) -> None:
     # spawn and forkserver import the script again, by its name.
     probe = Probe(
-        files={"sub/probe.py": PROCESSES}, target=["sub/probe.py", "spawn"], real_torch=True
+        files={"sub/probe.py": PROCESSES},
+        target=["sub/probe.py", "spawn"],
+        real_torch=True,
+        prepared=True,
     )
     done = run(probe, [launcher])
-    assert '"DataLoader spawn": [[[0, 1], [0, 0], [2, 2], [1, 1]]' in done[launcher].out
+    assert '"DataLoader fork": [[[0, 1], [0, 0], [2, 2], [1, 1]]' in done[launcher].out
+    assert '"DataLoader spawn": [[[0, 1], [0, 0], [1, 1], [1, 1]]' in done[launcher].out
     assert_same(done)
 
 
