@@ -42,9 +42,10 @@ RPC_MAY_IMPORT: dict[str, set[str]] = {
     "threads": set(),
     "groups": set(),
     "serialization": {"groups"},
-    "references": {"connections", "serialization", "threads"},
+    "autograd": {"connections", "serialization"},
+    "references": {"autograd", "connections", "serialization", "threads"},
     "connections": {"groups", "references", "threads"},
-    "agent": {"connections", "groups", "references", "serialization", "threads"},
+    "agent": {"autograd", "connections", "groups", "references", "serialization", "threads"},
 }
 # torch may be imported here, and only inside functions: `rally --help` must not pay for it.
 TORCH_INSIDE_FUNCTIONS = {
@@ -103,6 +104,8 @@ SANS_IO = {
     "wire/frames.py",
     "rpc/serialization/unsafe_methods.py",
     "rpc/device_map.py",
+    "rpc/autograd/schedule.py",
+    "rpc/autograd/search.py",
     "rpc/groups/membership.py",
     "rpc/references/commands.py",
     "rpc/references/ids.py",

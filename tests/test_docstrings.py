@@ -25,6 +25,8 @@ PACKAGES = [
             "parallel",
             "rendezvous",
             "rpc",
+            "rpc.autograd",
+            "rpc.optim",
             "testing",
         )
     ),

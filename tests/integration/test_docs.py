@@ -56,7 +56,7 @@ def shown_in(text: str, output: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("page", ["start.md", "tutorial.md"])
+@pytest.mark.parametrize("page", ["start.md", "tutorial.md", "autograd.md"])
 def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
     output, ran = "", 0
     for what, value, text in blocks(page):

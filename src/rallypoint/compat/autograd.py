@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.autograd
 
-from rallypoint.rpc.references.rref_backward import no_distributed_autograd
+from rallypoint.errors import RpcError
 
 from . import torch_private
 
@@ -61,7 +61,11 @@ class Refusal:
 
     def _replace(self, owners: Sequence[Any], name: str, what: str) -> None:
         def refuse(*_: Any, **__: Any) -> Any:
-            raise no_distributed_autograd(what)
+            raise RpcError(
+                f"{what} does not work over Rallypoint: it does not record Rallypoint's calls, so gradients would stop"
+                " there; use rallypoint.rpc.autograd and rallypoint.rpc.optim, or torch's own RPC"
+                " (rallypoint.compat.uninstall())"
+            )
 
         for owner in owners:
             self._undo.callback(_put_back, owner, name, vars(owner).get(name, _MISSING))

@@ -19,7 +19,13 @@ from rallypoint.errors import (
 from rallypoint.wire.transport import ListenConfig, Listener, Reach, Transport
 from rallypoint.wire.transports import register_transport
 
-from . import api as api, backends as backends, registry as backend_registry
+from . import (
+    api as api,
+    autograd as autograd,
+    backends as backends,
+    optim as optim,
+    registry as backend_registry,
+)
 from .api import (
     get_rpc_timeout,
     get_worker_info,
@@ -83,6 +89,7 @@ __all__ = [
     "Transport",
     "WorkerInfo",
     "async_execution",
+    "autograd",
     "backend_registered",
     "backend_registry",
     "construct_rpc_backend_options",
@@ -98,6 +105,7 @@ __all__ = [
     "members",
     "on_join",
     "on_leave",
+    "optim",
     "register_backend",
     "register_transport",
     "remote",

@@ -119,6 +119,9 @@ class Answerable(Protocol):
 class Streaming(Protocol):
     """A request that is answered item by item."""
 
+    # Of distributed autograd; None outside of any.
+    context: Any
+
     @property
     def call(self) -> CurrentCall: ...
 

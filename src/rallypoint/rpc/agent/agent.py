@@ -20,6 +20,9 @@ from rallypoint import events
 from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc import interruptions
+from rallypoint.rpc.autograd.context import CURRENT
+from rallypoint.rpc.autograd.contexts import Contexts
+from rallypoint.rpc.autograd.served import enrol, release
 from rallypoint.rpc.certificates import identity_of
 from rallypoint.rpc.connections.acceptor import Acceptor, Site
 from rallypoint.rpc.connections.connections import Connections
@@ -101,6 +104,7 @@ class Agent:
         self.made, self.done = Tally(), Tally()
         self.allowed = _allowed(options, name)
         self.rrefs: RRefTable = None  # type: ignore[assignment]  # set by enter(), before anything is served
+        self.contexts: Contexts = None  # type: ignore[assignment]  # the same
         self.group: Group | None = None
         self._secret = trust.secret
         self._gil_profiling = False
@@ -210,7 +214,15 @@ class Agent:
             tasks=self.tasks,
         )
         self.caller.rrefs = self.monitor.rrefs = rrefs
-        self.service.enter(self.me, rrefs)
+        self.contexts = self.monitor.contexts = contexts = Contexts(
+            self.me.id,
+            calls=self.caller,
+            peers=self.roster,
+            tasks=self.tasks,
+            enrol=enrol,
+            release=release,
+        )
+        self.service.enter(self.me, rrefs, contexts)
 
     def start(self) -> None:
         """Serve requests, including those that have arrived since :meth:`listen`."""
@@ -256,6 +268,7 @@ class Agent:
         if self.group is not None:
             self.group.close()
             self.rrefs.close()
+            self.contexts.close()
         self.tasks.close()
         self.lines.close()
         events.emit(events.AgentStopped(worker=self.me.name))
@@ -279,6 +292,7 @@ class Agent:
             self.group.abandon()
             self.rrefs.abandon()
         SERVING.set(None)
+        CURRENT.set(None)
 
     @property
     def is_closed(self) -> bool:

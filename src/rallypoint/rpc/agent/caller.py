@@ -10,6 +10,8 @@ from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError, RpcTimeout
+from rallypoint.rpc.autograd.context import CURRENT
+from rallypoint.rpc.autograd.transfer import recorder
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.completions import complete_by
 from rallypoint.rpc.connections.connections import Connections
@@ -17,6 +19,7 @@ from rallypoint.rpc.connections.messages import (
     CALL,
     FLAG_PACKED,
     FLAG_REFS,
+    FLAG_TRACKED,
     NOTHING,
     REMOTES,
     STREAM,
@@ -266,6 +269,12 @@ class Caller:
                 payloads.unsent(tensors)
                 raise
         options = self.options
+        context = CURRENT.get()
+        recording = None if context is None else recorder(context, outgoing.info.id)
+        if recording is not None:
+            assert context is not None
+            content = (context.id, content)
+            flags |= FLAG_TRACKED
         if len(content) == 3 and not flags:
             # The fast path for small calls.
             known = payloads.known_call(content)
@@ -295,6 +304,7 @@ class Caller:
                     devices=devices,
                     by_value=options.pickle_by_value,
                     until=until,
+                    recorder=recording,
                 )
         except payloads.TooSlow:
             raise RpcTimeout(call.seconds, f"{call.describe()} on {to.name!r}") from None

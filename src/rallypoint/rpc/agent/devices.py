@@ -70,12 +70,15 @@ class PeerPickler:
         self._options = options
         self._devices_for = devices.towards
 
-    def dumps(self, obj: Any, to: WorkerInfo) -> tuple[bytes, TensorWriter]:
+    def dumps(
+        self, obj: Any, to: WorkerInfo, recorder: payloads.Records | None = None
+    ) -> tuple[bytes, TensorWriter]:
         return payloads.dumps(
             obj,
             to=to.id,
             devices=self._devices_for(to),
             by_value=self._options.pickle_by_value,
+            recorder=recorder,
         )
 
 

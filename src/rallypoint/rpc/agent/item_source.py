@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from rallypoint.rpc.autograd.context import CURRENT
 from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.ports import Streaming
 from rallypoint.rpc.threads.thread_pool import ThreadPool
@@ -42,7 +43,7 @@ class ItemSource:
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Produce all items. Blocks while the caller has granted no credit."""
         request = self._request
-        token = SERVING.set(request.call)
+        token, entered = SERVING.set(request.call), CURRENT.set(request.context)
         try:
             items = func(*args, **(kwargs or {}))
             if inspect.isasyncgen(items):
@@ -65,6 +66,7 @@ class ItemSource:
         except BaseException as error:  # noqa: BLE001  # sent to the caller
             request.fail(error)
         finally:
+            CURRENT.reset(entered)
             SERVING.reset(token)
 
     def _take_credit(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from rallypoint import events
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import Expelled, PeerLost, RpcError
+from rallypoint.rpc.autograd.contexts import Contexts
 from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.dialer import Dialer, is_late
 from rallypoint.rpc.connections.incoming import Incoming
@@ -43,6 +44,7 @@ class PeerMonitor:
 
     # Set by the agent before anything is served.
     rrefs: RRefTable
+    contexts: Contexts
 
     def __init__(
         self, roster: Roster, connections: Connections, dialer: Dialer, tasks: TaskQueue
@@ -121,6 +123,7 @@ class PeerMonitor:
         logger.info("worker %s is gone: %s", info.name, reason)
         events.emit(events.MemberGone(worker=info.name, id=info.id, reason=reason))
         self.rrefs.peer_lost(info.id, reason)
+        self.contexts.peer_lost(info.id)
         self.on_lost(info.name, reason)
         group = self._roster.group
         if member is not None and isinstance(group, DynamicGroup):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint.rpc.autograd.contexts import Contexts
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.references.rref_table import RRefTable
 from rallypoint.rpc.serialization.allowlist import AllowList
@@ -40,6 +41,7 @@ class Service:
 
     # Set by enter(), before anything is served.
     rrefs: RRefTable
+    contexts: Contexts
 
     def __init__(
         self,
@@ -63,8 +65,9 @@ class Service:
         self.leads = pool.leads
         self.run_coroutine = self.loop.run
 
-    def enter(self, me: WorkerInfo, rrefs: RRefTable) -> None:
+    def enter(self, me: WorkerInfo, rrefs: RRefTable, contexts: Contexts) -> None:
         self.me = me
+        self.contexts = contexts
         self.rrefs = rrefs
 
     def new_job(self, incoming: Incoming, frame: Frame) -> Job:

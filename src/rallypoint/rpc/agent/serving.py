@@ -15,6 +15,9 @@ import torch
 from torch.futures import Future
 
 from rallypoint.errors import CallCancelled, NotAllowed, RpcError
+from rallypoint.rpc.autograd.context import CURRENT, Context
+from rallypoint.rpc.autograd.contexts import Contexts
+from rallypoint.rpc.autograd.transfer import Recorder, recorder
 from rallypoint.rpc.calling import read_foreign
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.messages import (
@@ -24,6 +27,7 @@ from rallypoint.rpc.connections.messages import (
     FLAG_FOREIGN,
     FLAG_PACKED,
     FLAG_REFS,
+    FLAG_TRACKED,
     GIVEN_UP,
     ITEM,
     NOTHING,
@@ -38,6 +42,7 @@ from rallypoint.rpc.rref_proxy import AnswerLater
 from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.rpc.serialization.arrays import is_array, memory_of_array
 from rallypoint.rpc.serialization.payload import (
+    Records,
     dumps_whole,
     loads,
     loads_call,
@@ -98,8 +103,11 @@ class Worker(Threads, Runners, Protocol):
     # The names that a message may contain; None: any.
     allowed: AllowList | None
     rrefs: RRefTable
+    contexts: Contexts
 
-    def dumps(self, obj: Any, to: WorkerInfo) -> tuple[bytes, TensorWriter]: ...
+    def dumps(
+        self, obj: Any, to: WorkerInfo, recorder: Records | None = None
+    ) -> tuple[bytes, TensorWriter]: ...
 
     def served(self, arrived: float, *, failed: bool, is_user: bool = True) -> None:
         """Count it."""
@@ -123,6 +131,7 @@ class Request:
         "_made",
         "_on_cancel",
         "_worker",
+        "context",
     )
 
     def __init__(self, worker: Worker, incoming: Incoming, frame: Frame) -> None:
@@ -141,6 +150,8 @@ class Request:
         # For a remote call: the ids of the value and its first fork, and the future of the value.
         self._ids: tuple[Any, Any] | None = None
         self._made: Future[Any] | None = None
+        # Of distributed autograd.
+        self.context: Context | None = None
         self._is_user = frame.kind <= STREAM
         self._arrived = time.monotonic()
         self._began = 0.0
@@ -241,6 +252,9 @@ class Request:
             allowed=allowed,
             forks=forks,
         )
+        if frame.flags & FLAG_TRACKED:
+            context_id, content = content
+            self.context = self._worker.contexts.arriving(context_id, self._incoming.peer.id)
         if frame.flags & FLAG_PACKED:
             content = unpacked(content, buffers)
         elif frame.flags & FLAG_FOREIGN:
@@ -264,6 +278,8 @@ class Request:
             self._worker.stream(self, func, args, kwargs)
             return
         token = SERVING.set(call)
+        # The thread may be serving another call, whose code waits.
+        entered = None if CURRENT.get() is self.context else CURRENT.set(self.context)
         self._began = began = time.monotonic()
         try:
             wrapped = getattr(func, "_wrapped_async_rpc_function", None)
@@ -292,6 +308,8 @@ class Request:
             return
         finally:
             SERVING.reset(token)
+            if entered is not None:
+                CURRENT.reset(entered)
         # Only the leader flushes answers that are held back.
         self.answer(result, later=later and self._worker.leads())
 
@@ -370,7 +388,8 @@ class Request:
         if not self._incoming.claim(number):
             return
         try:
-            packed = None if result is None else packed_result(result)
+            recording = self._recorder()
+            packed = None if result is None or recording is not None else packed_result(result)
             if result is None:
                 self._incoming.reply(NOTHING, number, later=later)
             elif packed is not None:
@@ -380,7 +399,7 @@ class Request:
                 else:
                     self._reply(REPLY, payload, large, later=later, flags=FLAG_PACKED)
             else:
-                payload, tensors = self._worker.dumps(result, self._incoming.peer)
+                payload, tensors = self._worker.dumps(result, self._incoming.peer, recording)
                 self._reply(REPLY, payload, tensors, later=later)
         except BaseException as error:  # noqa: BLE001  # a result that cannot be pickled
             error.add_note("The function returned, but its result could not be sent.")
@@ -389,6 +408,13 @@ class Request:
             return
         self._incoming.answered(number)
         self._worker.served(self._arrived, failed=False, is_user=self._is_user)
+
+    def _recorder(self) -> Recorder | None:
+        if self.context is None:
+            return None
+        # The graph may use the result's memory.
+        self._home = 0
+        return recorder(self.context, self._incoming.peer.id)
 
     def fail(self, error: BaseException, *, printed: bool = True) -> None:
         """Send the function's error; for a remote call, keep it as the value."""
@@ -423,7 +449,7 @@ class Request:
 
     def item(self, value: Any) -> None:
         """Send one item of a stream."""
-        payload, tensors = self._worker.dumps(value, self._incoming.peer)
+        payload, tensors = self._worker.dumps(value, self._incoming.peer, self._recorder())
         self._reply(ITEM, payload, tensors)
 
     def _reply(

@@ -324,14 +324,16 @@ class RRef(Generic[T]):
             raise
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run autograd from the value, which must be a scalar tensor on this worker.
+        """Run autograd from the value, which must be a scalar tensor. Blocks.
 
         Args:
-            dist_autograd_ctx_id: only -1 is supported: gradients go to ``.grad``.
+            dist_autograd_ctx_id: the context (:func:`rpc.autograd.context`) whose gradients this adds to, on all its
+                workers. With -1, the value must be on this worker, and its local gradients go to ``.grad``.
             retain_graph: whether to keep the graph for another backward pass.
 
         Raises:
-            RpcError: the value is on another worker. Distributed autograd is not supported.
+            RpcError: the value is on another worker and there is no context, or this worker does not know the context.
+            Exception: as :func:`rpc.autograd.backward`.
         """
         backward(self, dist_autograd_ctx_id, retain_graph)
 

@@ -7,33 +7,47 @@ from typing import Any, Protocol
 import torch
 
 from rallypoint.errors import RpcError
+from rallypoint.rpc import autograd
+from rallypoint.rpc.autograd.context import within
+from rallypoint.rpc.calling import rpc_sync
+from rallypoint.rpc.current_agent import required_agent
+from rallypoint.rpc.worker_info import WorkerInfo
 
 
 class Reference(Protocol):
     def is_owner(self) -> bool: ...
+
+    def owner(self) -> WorkerInfo: ...
 
     def owner_name(self) -> str: ...
 
     def local_value(self) -> Any: ...
 
 
-def backward(rref: Reference, context: int, retain_graph: bool) -> None:
+def backward(rref: Reference, context_id: int, retain_graph: bool) -> None:
     """See :meth:`RRef.backward`."""
-    if context != -1:
-        raise no_distributed_autograd("RRef.backward() with a context")
-    if not rref.is_owner():
+    if rref.is_owner():
+        if context_id != -1:
+            backward_here(rref, context_id, retain_graph)
+        else:
+            _tensor(rref).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        return
+    if context_id == -1:
         raise RpcError(
-            f"RRef.backward() works only on the value's owner, {rref.owner_name()!r}: call it in a function on that worker"
+            f"RRef.backward() works only on the value's owner, {rref.owner_name()!r}: call it in a function on that worker,"
+            " or pass the id of a context (rpc.autograd.context)"
         )
+    with within(required_agent().contexts.get(context_id)):
+        rpc_sync(rref.owner(), backward_here, (rref, context_id, retain_graph))
+
+
+def backward_here(rref: Reference, context_id: int, retain_graph: bool) -> None:
+    """Runs on the owner. Only within a context: peers have no access to the leaves' own gradients."""
+    autograd.backward(context_id, [_tensor(rref)], retain_graph)
+
+
+def _tensor(rref: Reference) -> torch.Tensor:
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
         raise RpcError("RRef should contain a tensor for .backward()")
-    value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-
-
-def no_distributed_autograd(what: str) -> RpcError:
-    """The error for uses of distributed autograd."""
-    return RpcError(
-        f"{what} does not work over Rallypoint: its calls do not record an autograd graph, so gradients would stop there;"
-        " use torch's own RPC for this (rallypoint.compat.uninstall())"
-    )
+    return value

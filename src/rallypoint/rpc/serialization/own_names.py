@@ -17,6 +17,7 @@ REBUILDERS = (
             "serialization.cuda_ipc.arrive_handed",
             "serialization.cuda_ipc.arrive_shared",
             "serialization.cuda_ipc.arrive_staged",
+            "autograd.transfer.rebuild_received",
             "references.rref.rebuild_rref",
             # These two check the list themselves.
             "serialization.script.load_script_function",
@@ -45,8 +46,18 @@ REBUILDERS = (
 SERVED = frozenset(
     f"rallypoint.rpc.{name}"
     for name in (
+        "autograd.served.enrol",
+        "autograd.served.explore",
+        "autograd.served.finish_pass",
+        "autograd.served.receive_gradient",
+        "autograd.served.release",
+        "autograd.served.run_pass",
         "gather._broadcast_to_followers",
         "gather._gather_to_leader",
+        "optim.check_made",
+        "optim.make_local",
+        "optim.step_local",
+        "references.rref_backward.backward_here",
         "rref_proxy.call_method",
         "rref_proxy.rref_type",
     )

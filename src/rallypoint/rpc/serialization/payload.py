@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -51,6 +51,11 @@ def register_reducer(kind: type, reducer: Reducer) -> None:
     _REDUCERS[kind] = reducer
 
 
+class Records(Protocol):
+    def reduce(self, tensor: torch.Tensor) -> Any:
+        """As ``__reduce__``."""
+
+
 class Writer(pickle.Pickler):
     """Pickles one message.
 
@@ -58,6 +63,7 @@ class Writer(pickle.Pickler):
         to: the receiver's id, or None where that does not matter.
         tensors: its buffers.
         forks: its remote references.
+        recorder: reduces the tensors that require a gradient, within a context of distributed autograd.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Writer(pickle.Pickler):
         self.tensors = tensors = TensorWriter(devices)
         super().__init__(file, 5, True, tensors.take if apart else None)
         self.to = to
+        self.recorder: Records | None = None
         self.forks = tensors.forks
 
     def reducer_override(self, obj: Any) -> Any:
@@ -91,6 +98,7 @@ def _by_value() -> type:
                 self.tensors = tensors = TensorWriter(devices)
                 super().__init__(file, 5, tensors.take)
                 self.to = to
+                self.recorder: Records | None = None
                 self.forks = tensors.forks
 
             def reducer_override(self, obj: Any) -> Any:
@@ -112,10 +120,12 @@ def dumps(
     devices: Devices | None = None,
     by_value: bool = False,
     until: float | None = None,
+    recorder: Records | None = None,
 ) -> tuple[bytes, TensorWriter]:
     """Pickle a message for a peer.
 
     Args:
+        recorder: reduces tensors that require a gradient.
         until: give up at this time, in monotonic seconds.
 
     Raises:
@@ -127,6 +137,7 @@ def dumps(
         return _dump_plain(obj), _NO_TENSORS
     file = _Pieces() if until is None else _PiecesInTime(until)
     writer = (_by_value() if by_value else Writer)(file, to, devices)
+    writer.recorder = recorder
     try:
         writer.dump(obj)
         buffers = writer.tensors.buffers
@@ -421,6 +432,11 @@ def current_forks() -> list[Any] | None:
     return _current.forks
 
 
+def current_sender() -> int | None:
+    """The sender of the message that this thread is unpickling."""
+    return _current.sender
+
+
 def loads(
     payload: bytes | bytearray | memoryview,
     buffers: Sequence[Any] = (),
@@ -468,10 +484,14 @@ def loads(
 
 
 def _reduce_tensor(writer: Writer, tensor: torch.Tensor) -> Any:
+    if writer.recorder is not None and tensor.requires_grad:
+        return writer.recorder.reduce(tensor)
     return writer.tensors.reduce(tensor)
 
 
 def _reduce_parameter(writer: Writer, parameter: torch.nn.Parameter) -> Any:
+    if writer.recorder is not None and parameter.requires_grad:
+        return writer.recorder.reduce(parameter)
     return writer.tensors.reduce_parameter(parameter)
 
 

@@ -1,0 +1,146 @@
+"""A context of distributed autograd, as one worker knows it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from rallypoint.errors import RpcError
+
+
+# Ids are unique without communication: the owner's id, then the owner's count.
+_COUNT_BITS = 48
+
+# A backward pass: the id of the worker that began it, and its number there.
+PassId = tuple[int, int]
+
+
+def context_id_of(owner: int, count: int) -> int:
+    return (owner << _COUNT_BITS) + count
+
+
+def owner_of(context_id: int) -> int:
+    """The id of the worker that began the context."""
+    return context_id >> _COUNT_BITS
+
+
+class Ends(Protocol):
+    """Something that ends with its context."""
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+class Context:
+    """What a worker keeps for one context. Thread-safe.
+
+    Attributes:
+        id: the context's.
+        gradients: of this worker's leaves, by leaf.
+        passes: the backward passes that this worker takes part in.
+        is_over: whether it has ended. Nothing is recorded any more.
+    """
+
+    def __init__(self, context_id: int) -> None:
+        self.id = context_id
+        self.gradients: dict[Tensor, Tensor] = {}
+        self.passes: dict[PassId, Any] = {}
+        self.is_over = False
+        self._lock = threading.Lock()
+        self._peers: set[int] = set()
+        self._sent: dict[int, tuple[GradientEdge, int]] = {}
+        self._count = 0
+
+    # -- forward ------------------------------------------------------------------------------------
+
+    def sends_to(self, worker: int) -> bool:
+        """Note that a message of this context goes to a worker; False if the context is over."""
+        with self._lock:
+            if not self.is_over:
+                self._peers.add(worker)
+            return not self.is_over
+
+    def record(self, edge: GradientEdge, to: int) -> int:
+        """Note that a tensor was sent. Returns its number."""
+        with self._lock:
+            self._count += 1
+            if not self.is_over:
+                self._sent[self._count] = edge, to
+            return self._count
+
+    # -- backward -----------------------------------------------------------------------------------
+
+    def edge(self, number: int) -> GradientEdge:
+        """A tensor that was sent."""
+        return self._found(number)[0]
+
+    def receiver(self, number: int) -> int:
+        """To whom it was sent."""
+        return self._found(number)[1]
+
+    def _found(self, number: int) -> tuple[GradientEdge, int]:
+        found = self._sent.get(number)
+        if found is None:
+            raise RpcError(f"context {self.id} has no sent tensor number {number!r}")
+        return found
+
+    def begin(self, pass_id: PassId, part: Ends) -> None:
+        """Take part in a backward pass.
+
+        Raises:
+            RpcError: the context is over.
+        """
+        with self._lock:
+            if self.is_over:
+                raise unknown(self.id)
+            self.passes[pass_id] = part
+
+    def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a leaf."""
+        with self._lock:
+            if self.is_over:
+                return
+            before = self.gradients.get(leaf)
+            with torch.no_grad():
+                self.gradients[leaf] = gradient if before is None else before + gradient
+
+    # -- end ------------------------------------------------------------------------------------------
+
+    def end(self) -> set[int]:
+        """Release everything. Returns the workers that have received a message of this context."""
+        with self._lock:
+            self.is_over = True
+            peers, self._peers = self._peers, set()
+            passes, self.passes = self.passes, {}
+            self._sent = {}
+            self.gradients = {}
+        for each in passes.values():
+            each.fail(RpcError(f"autograd context {self.id} ended during a backward pass"))
+        return peers
+
+
+def unknown(context_id: object) -> RpcError:
+    # torch's words.
+    return RpcError(
+        f"Could not find autograd context with id: {context_id}. It has ended, or this worker takes no part in it"
+    )
+
+
+# The context in which the running code makes calls.
+CURRENT: ContextVar[Context | None] = ContextVar("rallypoint_rpc_autograd", default=None)
+
+
+@contextmanager
+def within(context: Context) -> Iterator[None]:
+    """Make calls in this context."""
+    token = CURRENT.set(context)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)

@@ -1,0 +1,111 @@
+"""Tensors that pass between workers within a context: the ends of their graphs on both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from rallypoint.errors import RpcError
+from rallypoint.rpc.current_agent import current_agent
+from rallypoint.rpc.serialization.payload import current_sender
+
+from .context import Context
+
+
+class _Sent(torch.autograd.Function):
+    """Stands for a leaf that is sent: it gives the leaf a node of its own."""
+
+    @staticmethod
+    def forward(_: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class _Received(torch.autograd.Function):
+    """Begins the graph of a tensor that has arrived. Gradients leave here: a backward pass collects them, and does not run
+    this node.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, plain: Tensor, source: tuple[int, int, int]) -> Tensor:
+        ctx.source = source
+        return plain.data
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        del gradients
+        raise RpcError(
+            "a gradient has reached a tensor that came from another worker, where backward() and torch.autograd.grad()"
+            " end: call rpc.autograd.backward(context_id, roots)"
+        )
+
+
+# Makes the outputs of _Received require a gradient.
+_ANCHOR = torch.empty(0, requires_grad=True)
+_NODE: Any = type(_Received.apply(_ANCHOR, torch.empty(0), (0, 0, 0)).grad_fn)  # type: ignore[no-untyped-call]
+
+
+def source_of(node: Any) -> tuple[int, int, int] | None:
+    """If a node stands for a received tensor: its context, the worker that sent it, and its number there."""
+    return node.source if type(node) is _NODE else None
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Where a tensor's gradient enters the graph. In-place changes of the tensor after this call do not matter."""
+    if tensor.grad_fn is None:
+        with torch.enable_grad():
+            tensor = _Sent.apply(tensor)  # type: ignore[no-untyped-call]
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return get_gradient_edge(tensor)
+    # get_gradient_edge makes a view, which such a tensor does not have. The tensor keeps the node alive.
+    token: Any = tensor
+    assert tensor.grad_fn is not None
+    return GradientEdge(tensor.grad_fn, tensor.output_nr, token)
+
+
+class Recorder:
+    """Records the tensors of one message.
+
+    Args:
+        to: the id of the receiver.
+    """
+
+    __slots__ = ("_context", "_to")
+
+    def __init__(self, context: Context, to: int) -> None:
+        self._context = context
+        self._to = to
+
+    def reduce(self, tensor: Tensor) -> Any:
+        """As ``__reduce__``."""
+        number = self._context.record(edge_of(tensor), self._to)
+        return rebuild_received, (self._context.id, number, tensor.detach())
+
+
+def recorder(context: Context | None, to: int) -> Recorder | None:
+    """For a message to a worker; None outside of any context, and once it is over."""
+    if context is None or not context.sends_to(to):
+        return None
+    return Recorder(context, to)
+
+
+def rebuild_received(context_id: int, number: int, plain: Tensor) -> Tensor:
+    """A tensor that has arrived, with a graph if its context lives."""
+    if type(context_id) is not int or type(number) is not int or not isinstance(plain, Tensor):
+        raise TypeError("a received tensor does not consist of two numbers and a tensor")
+    contexts = getattr(current_agent(), "contexts", None)
+    sender = current_sender()
+    context = None
+    if contexts is not None and sender is not None:
+        context = contexts.arriving(context_id, sender)
+    if context is None:
+        return plain.requires_grad_()
+    with torch.enable_grad():
+        made: Tensor = _Received.apply(_ANCHOR, plain, (context_id, sender, number))  # type: ignore[no-untyped-call]
+    return made
