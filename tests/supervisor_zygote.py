@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -44,7 +46,7 @@ def main() -> NoReturn:
     gc.freeze()  # a collector that looks at objects copies their pages in every fork
     gc.enable()
     while True:
-        message, received, _, _ = socket.recv_fds(line, 1, 4)
+        message, received, _, _ = socket.recv_fds(line, 1, 16)
         if not message:
             os._exit(0)
         order_fd, *fds = received
@@ -66,9 +68,8 @@ def main() -> NoReturn:
 
 
 def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-    os.closerange(3, max(fds) + 1)
+    numbers = [0, 1, 2, *order.get("pass_fds", [])]
+    _place(fds, numbers)
     if order["net"]:
         libc = ctypes.CDLL(None, use_errno=True)
         with open(order["net"]) as file:
@@ -78,6 +79,8 @@ def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
     if order["new_session"]:
         os.setsid()
     os.chdir(order["cwd"])
+    if order["run"] == "fork server":
+        _become_fork_server(order["name"], order["env"], order["pass_fds"])
     _take_environment(order["env"])
     process.set_title(" ".join(order["command"]))
     sys.orig_argv = order["command"]
@@ -97,6 +100,16 @@ def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
     ending.leave(code, interrupted=interrupted, known_modules=known_modules)
 
 
+def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Have these descriptors under these numbers, and no others."""
+    above = max(*fds, *numbers) + 1
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
+    for copy, number in zip(copies, numbers, strict=True):
+        os.dup2(copy, number)
+    for first, last in itertools.pairwise([*sorted(numbers), max(copies) + 1]):
+        os.closerange(first + 1, last)
+
+
 def _run(what: str, name: str, words: list[str]) -> None:
     """What the command line asks for, as Python does."""
     if what == "module":
@@ -112,6 +125,10 @@ def _run(what: str, name: str, words: list[str]) -> None:
     if what == "code":
         sys.path[0], sys.argv = "", ["-c", *words]
         exec(compile(name, "<string>", "exec"), vars(main))
+        return
+    if what == "stdin":
+        sys.path[0], sys.argv = "", ["-", *words]
+        exec(compile(sys.stdin.read(), "<stdin>", "exec"), vars(main))
         return
     sys.path[0], sys.argv = os.path.dirname(os.path.realpath(name)), [name, *words]
     main.__file__ = name
@@ -153,17 +170,14 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
         code = words.index("-c")
         if words[1:code] != subprocess._args_from_interpreter_flags():  # type: ignore[attr-defined]
             return super().__new__(cls)
-        assert options["start_new_session"]
+        assert options["start_new_session"]  # which is what a fork of the zygote's does, too
         pid = os.fork()
         if pid == 0:
-            try:
-                _become_fork_server(words[code + 1], options["env"], options["pass_fds"])
-            finally:
-                os._exit(1)
+            _become_fork_server(words[code + 1], options["env"], options["pass_fds"])
         return types.SimpleNamespace(pid=pid, returncode=None)
 
 
-def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> None:
+def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> NoReturn:
     # As executing another program would leave it.
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
@@ -179,9 +193,14 @@ def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> N
     sys.modules.update(_servers_modules)
     subprocess.Popen = _Popen.__base__  # type: ignore[misc]
     _take_environment(env)
+    # A notebook has objects of its own there.
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     sys.argv = ["-c"]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(code, vars(module))
+    try:
+        exec(code, vars(module))
+    finally:
+        os._exit(1)
 
 
 if __name__ == "__main__":

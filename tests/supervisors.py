@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,34 @@ def run(
     return done
 
 
+class ForkServers:
+    """Stands where :class:`subprocess.Popen` does for what starts fork servers: they are forks, with torch imported.
+
+        monkeypatch.setattr("rallypoint.launch.server.server_process.subprocess", ForkServers())
+
+    For launches from the tests' own process; those of a forked supervisor are forks as they are.
+    """
+
+    def __init__(self) -> None:
+        self._zygote = _zygote(dict(os.environ), TORCH[:2], first=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, words: Sequence[str], **options: Any) -> Any:  # noqa: N802
+        code = words.index("-c")
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        if self._zygote is None or words[1:code] != flags:
+            return subprocess.Popen(words, **options)
+        assert options.keys() == {"env", "pass_fds", "start_new_session"}
+        passed = list(options["pass_fds"])
+        order = {"run": "fork server", "name": words[code + 1], "words": [], "command": [*words]}
+        order |= {"net": "", "host": "", "cwd": os.getcwd(), "env": dict(options["env"])}
+        order |= {"new_session": False, "pass_fds": passed}
+        pid = self._zygote.fork(order, [0, 1, 2, *passed])
+        return types.SimpleNamespace(pid=pid, returncode=None)
+
+
 def _task(command: Sequence[str]) -> dict[str, Any] | None:
     """What a command line has Python do; None: something that a fork cannot do."""
     match command:
@@ -210,6 +239,8 @@ def _task(command: Sequence[str]) -> dict[str, Any] | None:
             return {"run": "module", "name": name, "words": words}
         case [_, "-c", code, *words]:
             return {"run": "code", "name": code, "words": words}
+        case [_, "-", *words]:
+            return {"run": "stdin", "name": "-", "words": words}
         case [_, name, *words] if not name.startswith("-"):
             return {"run": "script", "name": name, "words": words}
     return None

@@ -47,6 +47,8 @@ pytestmark = pytest.mark.integration
 TWO = MultiprocessConfig(world_size=2, backend="gloo")
 # Forks of this process, which has torch already: where the way workers come to be does not matter.
 FORKS = MultiprocessConfig(world_size=2, backend="gloo", launch_method="fork")
+# What a forked process finds imported; the same as a forked fork server's, so that they share a zygote.
+IMPORTS = supervisors.TORCH[:2]
 # What the issue allows for bad input, from the call to its error.
 SOON = 5.0
 
@@ -57,6 +59,18 @@ def outside_of_any_job(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("logs")))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def fork_servers():
+    return supervisors.ForkServers()
+
+
+@pytest.fixture(autouse=True)
+def fork_servers_are_forks(request, monkeypatch, fork_servers):
+    """A launch does not wait for torch to be imported. One test has all three methods as they are."""
+    if request.function is not test_every_method_returns_results_by_rank:
+        monkeypatch.setattr("rallypoint.launch.server.server_process.subprocess", fork_servers)
 
 
 @pytest.fixture
@@ -480,7 +494,10 @@ def test_init_and_run_joins_by_tcp_and_leaves(tmp_path):
     url = f"tcp://127.0.0.1:{free_port()}"
     ranks = [
         supervisors.Popen(
-            [sys.executable, script, str(rank), url], stdout=subprocess.PIPE, text=True
+            [sys.executable, script, str(rank), url],
+            stdout=subprocess.PIPE,
+            text=True,
+            imports=IMPORTS,
         )
         for rank in range(2)
     ]
@@ -638,7 +655,12 @@ def test_forks_leave_the_callers_children_buffers_and_threads_alone(tmp_path):
         """)
     )
     done = supervisors.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, env=buffered()
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=buffered(),
+        imports=IMPORTS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "once\nNone\n"
@@ -672,7 +694,9 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
         print(results == [Result(0), Result(1)], [type(r) is Result for r in results])
         """)
     )
-    done = supervisors.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    done = supervisors.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, imports=IMPORTS
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "top of the script\nTrue [True, True]\n"
 
@@ -711,8 +735,13 @@ print(cells["results"], sorted(shown.text.splitlines()))
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_notebook_cell_launches_and_shows_the_output_of_workers(method):
-    done = subprocess.run(
-        [sys.executable, "-", method], input=NOTEBOOK, capture_output=True, text=True, timeout=100
+    done = supervisors.run(
+        [sys.executable, "-", method],
+        input=NOTEBOOK,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        imports=IMPORTS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0, 10] ['in rank 0', 'in rank 1']\n"
@@ -753,6 +782,7 @@ def test_a_signal_to_the_caller_ends_the_workers_then_has_its_effect(number, met
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        imports=IMPORTS,
     )
     end = time.monotonic() + 100
     while len(pids := [int(p.read_text() or 0) for p in tmp_path.glob("*.pid")]) < 2 or 0 in pids:
