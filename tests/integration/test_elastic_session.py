@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from elastic import free_port, wait_until
+
 
 pytestmark = pytest.mark.integration
 
@@ -25,6 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 FOLDER = pathlib.Path(sys.argv[1])
 FAULTS = json.loads(sys.argv[2])  # [step, rank, where]: each happens once
+
+def supervisor():
+    pid = os.getpid()
+    while b"run" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(bytes(1)):
+        pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
 
 def fault(where):
     for number, (step, rank, at) in enumerate(FAULTS):
@@ -40,6 +48,9 @@ def fault(where):
             threading.Event().wait()
         if where == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if where in {"node", "leave"}:
+            os.kill(supervisor(), signal.SIGKILL if where == "node" else signal.SIGTERM)
+            threading.Event().wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
 def left_behind():
@@ -91,6 +102,8 @@ with elastic.session(net, optimizer, scheduler) as session:
                 fault("raise")
                 fault("hang")
                 fault("stop")
+                fault("node")
+                fault("leave")
                 loss = torch.nn.functional.cross_entropy(net(x) * (1 + random.random()), y)
                 loss.backward()
                 optimizer.step()
@@ -228,6 +241,104 @@ def test_a_worker_is_replaced_on_each_of_two_nodes(
     assert "rank 2 on node 1 was killed by SIGKILL; another process takes its place" in said[0]
     for each in said:
         assert each.count("another process takes its place") == len(faults)
+
+
+# What only the lost node had cannot be had again: here, nothing depends on it.
+ALIKE = (
+    SCRIPT.replace("norm = torch.nn.BatchNorm1d(32)", "norm = torch.nn.LayerNorm(32)")
+    .replace(".relu(), 0.2)", ".relu(), 0.0)")
+    .replace("(1 + random.random())", "1")
+    .replace(
+        "batch_size=10, shuffle=True", "batch_sampler=elastic.Sampler(len(data), batch_size=10)"
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_alike(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    done, ends = trained(tmp_path_factory.mktemp("jobs") / "alike", [], script=ALIKE)
+    assert done.returncode == 0, done.stderr
+    return ends
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def trained_on_nodes(
+    folder: Path, faults: list[tuple[int, int, str]], size: str, *, spares: int, late: int = 0
+) -> tuple[list[int], list[str], list[dict[str, Any]]]:
+    """Three nodes with a worker each, of which the first one serves the store; spares; and some that come after the first fault."""
+    (folder / "train.py").write_text(ALIKE)
+    port = free_port()
+
+    def node() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "rallypoint", "run", "--nnodes", size, "--insecure"),
+                *("--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+                *("--rdzv-id", "nodes", "--preload", "torch._dynamo"),
+                *(str(folder / "train.py"), str(folder), json.dumps(faults)),
+            ],
+            cwd=folder,
+            # As in the undisturbed run, or sums come out differently.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    started = [node()]
+    try:
+        wait_until(lambda: listens(port), "a store")
+        started += [node() for _ in range(2 + spares)]
+        if late:
+            wait_until((folder / "fault 0").exists, "a fault")
+            started += [node() for _ in range(late)]
+        said = [each.communicate(timeout=150)[1] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    ends = [folder / f"end {rank}" for rank in range(3)]
+    codes = [each.returncode for each in started]
+    return codes, said, [json.loads(end.read_text()) for end in ends if end.exists()]
+
+
+def assert_taken_over(
+    ends: list[dict[str, Any]], wanted: list[dict[str, Any]], said: list[str], lost: list[int]
+) -> None:
+    for rank, (end, calm) in enumerate(zip(ends, wanted, strict=True)):
+        for what in ("steps", "bits", "rate", "score"):
+            assert end[what] == calm[what], f"rank {rank}: {what}"
+    told = "".join(said)
+    for rank in lost:
+        assert told.count(f"another process takes its place (rank {rank})") == 2, said
+        assert told.count(f"this node takes over rank {rank}") == 1, said
+        assert told.count(f"the random state of rank {rank} was lost with its node") == 1, said
+    assert "restarting" not in told, said
+
+
+def test_a_lost_node_is_replaced_by_one_that_comes_and_a_preempted_one_by_a_waiting_one(
+    tmp_path: Path, undisturbed_alike: list[dict[str, Any]]
+) -> None:
+    faults = [(9, 1, "leave"), (20, 2, "node")]
+    codes, said, ends = trained_on_nodes(tmp_path, faults, "3:3", spares=1, late=1)
+    assert sorted(codes) == [-signal.SIGKILL, 0, 0, 0, 128 + signal.SIGTERM], said
+    assert_taken_over(ends, undisturbed_alike, said, [1, 2])
+    assert [end["recoveries"] for end in ends] == [2, 2, 1]
+
+
+def test_the_node_that_serves_the_store_is_replaced_too(
+    tmp_path: Path, undisturbed_alike: list[dict[str, Any]]
+) -> None:
+    codes, said, ends = trained_on_nodes(tmp_path, [(9, 0, "node")], "2:3", spares=1)
+    assert codes == [-signal.SIGKILL, 0, 0, 0], said
+    assert_taken_over(ends, undisturbed_alike, said, [0])
+    assert [end["recoveries"] for end in ends] == [1, 1, 1]
+    assert "".join(said).count("the node that serves the job's store (127.0.0.1) is lost") == 2, (
+        said
+    )
 
 
 def test_a_worker_that_the_others_wait_for_in_vain_is_ended_and_replaced(

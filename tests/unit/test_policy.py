@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from dataclasses import dataclass, field, replace
 
@@ -15,10 +16,14 @@ from rallypoint.launch.policy import (
     Broken,
     Finish,
     GraceOver,
+    HoldWorkers,
     Join,
+    KeepWorkers,
+    LeftOut,
     LossTold,
     NodeInSession,
     NodeWaiting,
+    NotKept,
     NotNeeded,
     PassOn,
     PeerFailed,
@@ -43,6 +48,7 @@ from rallypoint.launch.policy import (
     Verdict,
     WorkerEnded,
 )
+from rallypoint.rendezvous.kept_round import Held, decide as keep_in_round
 
 
 GRACE = 30.0
@@ -77,10 +83,12 @@ def elastic(*indices: int, **changes) -> State:
     return running(*indices, **{"num_nodes": 4, "elastic": True, **changes})
 
 
-def formed(before: State, num_workers: int) -> RoundFormed:
+def formed(before: State, num_workers: int, **changes) -> RoundFormed:
     """The round that ``before`` waits for, as the others would count it."""
     charged = before.verdict is Verdict.FAILED
-    return RoundFormed(num_workers, before.generation, before.restarts + charged)
+    # A node whose workers are held, or are still being stopped, waits for the round after theirs.
+    generation = before.generation + (before.phase is not Phase.JOINING)
+    return RoundFormed(num_workers, generation, before.restarts + charged, **changes)
 
 
 # -- by table -------------------------------------------------------------------------------------
@@ -664,12 +672,163 @@ def test_the_others_of_a_node_may_end_before_all_have_heard_of_a_loss():
     assert (heard.state.phase, heard.state.aim) == (Phase.SWEEPING, Aim.RESTART)
 
 
+# -- the loss of a node ---------------------------------------------------------------------------
+
+
+def on_three_nodes(**changes) -> State:
+    """A node of three; all workers of all nodes are in a session."""
+    return elastic(
+        0,
+        1,
+        **{
+            "num_nodes": 3,
+            "nodes": 3,
+            "in_session": frozenset({0, 1, 2}),
+            "kept": frozenset({0, 1}),
+            "said_in_session": True,
+            "max_losses": 4,
+            **changes,
+        },
+    )
+
+
+def kept_round(**changes) -> RoundFormed:
+    """Node 2 is new."""
+    given = {"nodes": 3, "keepers": frozenset({0, 1}), "is_keeper": True, "replaced": 3, **changes}
+    return RoundFormed(2, 1, **given)
+
+
+def test_workers_of_a_session_are_held_until_the_nodes_have_met_again():
+    lost = policy.decide(0.0, on_three_nodes(), PeerLost(2))
+    assert (lost.state.phase, lost.state.generation) == (Phase.REJOINING, 0)
+    assert lost.commands == (HoldWorkers(), Join(1, 0, Verdict.CHANGED))
+    back = policy.decide(0.1, lost.state, kept_round())
+    assert back.commands == (KeepWorkers(()),)
+    assert (back.state.phase, back.state.generation, back.state.replaced) == (Phase.RUNNING, 1, 3)
+    assert back.state.running == back.state.kept == {0, 1}
+    again = policy.decide(0.2, back.state, PeerLeaves(0))
+    assert again.commands == (HoldWorkers(), Join(2, 0, Verdict.CHANGED))
+
+
+def test_a_newcomers_workers_take_over():
+    joining = state(elastic=True, num_nodes=3, generation=1)
+    decision = policy.decide(0.0, joining, kept_round(is_keeper=False))
+    assert decision.commands == (StartWorkers(takes_over=True),)
+    assert decision.state.arriving == decision.state.running == {0, 1}
+    assert decision.state.in_session == {0, 1, 2}
+    assert decision.state.without_survivors == {2}
+
+
+def test_a_worker_that_fails_while_the_nodes_meet_is_replaced_with_the_lost_ones():
+    held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
+    held = policy.decide(0.1, held, WorkerEnded(1, failed=True)).state
+    assert (held.phase, held.running) == (Phase.REJOINING, {0})
+    back = policy.decide(0.2, held, kept_round())
+    assert back.commands == (KeepWorkers((1,)),)
+    assert (back.state.running, back.state.arriving) == ({0, 1}, {1})
+
+
+@pytest.mark.parametrize(
+    ("why", "before", "event"),
+    [
+        ("not elastic", on_three_nodes(elastic=False), PeerLost(2)),
+        (
+            "another node is in no session",
+            on_three_nodes(in_session=frozenset({0, 1})),
+            PeerLost(2),
+        ),
+        ("the state of the lost cannot be had", on_three_nodes(is_sharded=True), PeerLost(2)),
+        ("the session is over", on_three_nodes(has_left=True), PeerLost(2)),
+        ("a worker is not in the session", on_three_nodes(kept=frozenset({0})), PeerLost(2)),
+        ("this one is given up as lost", on_three_nodes(), PeerLost(1, is_own=True)),
+        ("a node is to be admitted", on_three_nodes(), NodeWaiting()),
+    ],
+)
+def test_when_the_loss_of_a_node_stops_the_workers(why, before, event):
+    decision = policy.decide(0.0, before, event)
+    assert decision.state.phase is Phase.STOPPING, why
+
+
+@pytest.mark.parametrize(
+    "round_", [kept_round(keepers=None, is_keeper=False), kept_round(is_keeper=False)]
+)
+def test_if_the_round_keeps_no_workers_they_restart_in_it(round_):
+    held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
+    stops = policy.decide(0.1, held, round_)
+    assert stops.commands == (SignalWorkers(signal.SIGTERM),)
+    ended = after_all_end(stops.state)
+    assert [type(each) for each in ended.commands] == [ReportRestart, StartWorkers]
+    assert (ended.state.phase, ended.state.generation) == (Phase.RUNNING, 1)
+    assert not ended.state.is_joining
+
+
+def after_all_end(stopping: State) -> policy.Decision:
+    for index in sorted(stopping.running):
+        stopping = policy.decide(1.0, stopping, WorkerEnded(index, failed=True)).state
+    return policy.decide(2.0, stopping, Swept())
+
+
+def test_a_node_that_is_left_out_ends_its_workers_and_waits_for_the_next_round():
+    held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
+    left_out = policy.decide(0.1, held, LeftOut())
+    assert left_out.state.phase is Phase.STOPPING
+    waits = after_all_end(left_out.state)
+    assert waits.state.phase is Phase.JOINING
+    assert waits.commands == (ReportRestart(),), "it has joined already"
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        (PeerFailed(1, 0), "not kept"),
+        (SignalReceived(signal.SIGTERM), "leaving"),
+        (SignalReceived(signal.SIGINT), "stopped"),
+    ],
+)
+def test_a_round_that_counts_on_workers_that_are_being_stopped_is_told(event, told):
+    held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
+    stops = policy.decide(0.1, held, event).state
+    assert stops.phase is Phase.STOPPING
+    formed = policy.decide(0.2, stops, kept_round())
+    assert formed.commands == (TellPeers(told),)
+    assert formed.state.generation == 1, "the others read of it in the new round's journal"
+    ended = after_all_end(formed.state)
+    if told == "not kept":
+        assert ended.commands == (ReportRestart(), Join(2, 0, formed.state.verdict))
+    others = policy.decide(0.3, on_three_nodes(generation=1), NotKept(0))
+    assert (others.state.phase, others.state.verdict) == (Phase.STOPPING, Verdict.CHANGED)
+
+
+def test_a_session_that_ends_while_the_nodes_meet_is_told():
+    held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
+    held = policy.decide(0.1, held, SessionLeft(0)).state
+    back = policy.decide(0.2, held, kept_round())
+    assert back.commands == (TellPeers("not kept"), SignalWorkers(signal.SIGTERM))
+    assert back.state.generation == 1
+
+
+def test_a_node_that_is_not_needed_any_more_ends_its_held_workers():
+    held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
+    decision = policy.decide(0.1, held, NotNeeded())
+    assert (decision.state.phase, decision.state.aim) == (Phase.STOPPING, Aim.SUCCEED)
+
+
 # -- by property ----------------------------------------------------------------------------------
 
 WORKERS = 3
 SIGNALS = st.sampled_from([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-EVENTS = st.one_of(
+ROUNDS = st.one_of(
     st.builds(RoundFormed, st.integers(1, WORKERS)),
+    st.builds(
+        RoundFormed,
+        st.integers(1, WORKERS),
+        nodes=st.just(2),
+        keepers=st.sampled_from([frozenset({0}), frozenset({0, 1})]),
+        is_keeper=st.booleans(),
+    ),
+)
+EVENTS = st.one_of(
+    ROUNDS,
     st.builds(WorkerEnded, st.integers(-1, WORKERS), st.booleans(), st.booleans()),
     st.builds(PeerFailed, st.integers(0, 3), st.integers(0, 3), st.booleans()),
     st.builds(PeerLeaves, st.integers(0, 3)),
@@ -677,7 +836,9 @@ EVENTS = st.one_of(
     st.just(PeersDone()),
     st.just(NotNeeded()),
     st.builds(PeersStopped, st.integers(0, 3)),
-    st.builds(PeerLost, st.integers(0, 3)),
+    st.builds(PeerLost, st.integers(0, 3), st.booleans()),
+    st.just(LeftOut()),
+    st.builds(NotKept, st.integers(0, 3)),
     st.builds(SignalReceived, SIGNALS),
     st.just(GraceOver()),
     st.just(Swept()),
@@ -689,7 +850,7 @@ EVENTS = st.one_of(
 )
 # Likely orders, so that long lives are reached too: mostly rounds, failures and sweeps.
 LIVELY = st.one_of(
-    st.builds(RoundFormed, st.integers(1, WORKERS)),
+    ROUNDS,
     st.builds(WorkerEnded, st.integers(0, WORKERS), st.booleans()),
     st.just(Swept()),
     EVENTS,
@@ -719,7 +880,8 @@ def test_whatever_happens(start, steps):
         now += seconds
         before = decision.state
         if isinstance(event, RoundFormed):
-            event = formed(before, event.num_workers)
+            kept = {"keepers": event.keepers, "is_keeper": event.is_keeper, "nodes": event.nodes}
+            event = formed(before, event.num_workers, **kept)
         decision = policy.decide(now, before, event)
         assert decision.reason
 
@@ -730,8 +892,9 @@ def test_whatever_happens(start, steps):
         told_to_stop = told_to_stop or isinstance(event, SignalReceived | PeersStopped)
         for command in decision.commands:
             if isinstance(command, StartWorkers):
-                assert before.generation not in started_in, "a generation was started twice"
-                started_in.add(before.generation)
+                generation = decision.state.generation
+                assert generation not in started_in, "a generation was started twice"
+                started_in.add(generation)
             if isinstance(command, Join | StartWorkers | ReportRestart):
                 assert not told_to_stop, "a signal led to a restart"
         if before.phase is Phase.ENDED:
@@ -739,7 +902,9 @@ def test_whatever_happens(start, steps):
         commands += decision.commands
 
     joins = [command.generation for command in commands if isinstance(command, Join)]
-    assert joins == list(range(len(joins))), "the generation grows by one"
+    # A node joins twice for one that loses a member before it has begun.
+    steps_ahead = [after - before for before, after in itertools.pairwise(joins)]
+    assert all(each in {0, 1} for each in steps_ahead), "the generation grows by one"
     assert len(joins) <= start.max_restarts + 1 or start.elastic
     finishes = [command for command in commands if isinstance(command, Finish)]
     assert (decision.state.phase is Phase.ENDED) == (len(finishes) == 1)
@@ -936,3 +1101,166 @@ def test_all_nodes_replace_the_same_workers_or_restart_all(sizes, data):
     lengths = {len(each) for each in world.replaced}
     shortest = min(lengths)
     assert all(each[:shortest] == world.replaced[0][:shortest] for each in world.replaced)
+
+
+@dataclass
+class Job:
+    """Three nodes whose workers are in a session, and a waiting one. Each hears of what happens when it likes."""
+
+    states: list[State]
+    # Of each node: its workers' indices, and whether they have the state or begin with nothing.
+    workers: list[dict[int, str]]
+    ranks: list[int | None]
+    inbox: list[list[policy.Event]] = field(default_factory=lambda: [[] for _ in range(4)])
+    joined: dict[int, Held | None] = field(default_factory=dict)
+    dead: set[int] = field(default_factory=set)
+    sweeping: set[int] = field(default_factory=set)
+    generation: int = 0
+
+    def tell(self, node: int, event: policy.Event) -> None:
+        before = self.states[node]
+        decision = policy.decide(0.0, before, event)
+        state = self.states[node] = decision.state
+        for command in decision.commands:
+            match command:
+                case Join():
+                    self.joined[node] = self.held(node)
+                case StartWorkers(takes_over):
+                    begin = "takes over" if takes_over else "anew"
+                    self.workers[node] = dict.fromkeys(state.running, begin)
+                case KeepWorkers(lost):
+                    self.workers[node] |= dict.fromkeys(lost, "takes over")
+                case Replace(index) if index is not None:
+                    self.workers[node][index] = "takes over"
+                case TellLoss(index, survivors):
+                    for other in self.members():
+                        mine = index if other == node else None
+                        rank = self.ranks[node]
+                        assert rank is not None
+                        self.send(other, LossTold(rank, mine, survivors))
+                case TellPeers("failed" | "not kept" as what) if (
+                    state.generation == self.generation
+                ):
+                    rank = self.ranks[node]
+                    assert rank is not None
+                    for other in self.members():
+                        if what == "not kept":
+                            self.send(other, NotKept(rank))
+                        elif other != node:
+                            self.send(other, PeerFailed(rank, state.generation))
+                case SignalWorkers():
+                    for index in list(self.workers[node]):
+                        self.end(node, index)
+                case Sweep():
+                    self.sweeping.add(node)
+
+    def send(self, node: int, event: policy.Event) -> None:
+        self.inbox[node].append(event)
+
+    def members(self) -> list[int]:
+        return [each for each in range(4) if self.ranks[each] is not None and each not in self.dead]
+
+    def held(self, node: int) -> Held | None:
+        state = self.states[node]
+        if state.phase is not Phase.REJOINING:
+            return None
+        has_state = bool(state.kept & state.running)
+        replaced = state.replaced
+        return Held(
+            generation=state.generation, workers=(2, 2, 2), replaced=replaced, has_state=has_state
+        )
+
+    def end(self, node: int, index: int) -> None:
+        del self.workers[node][index]
+        self.tell(node, WorkerEnded(index, failed=True))
+
+    def lose(self, node: int) -> None:
+        self.dead.add(node)
+        rank, self.ranks[node] = self.ranks[node], None
+        self.joined.pop(node, None)
+        assert rank is not None
+        for other in self.members():
+            self.send(other, PeerLost(rank))
+
+    def meet(self) -> None:
+        """A round forms once all who live have come."""
+        living = [each for each in range(4) if each not in self.dead]
+        if not all(each in self.joined for each in living):
+            return
+        order: list[int | None] = [None, None, None]
+        for node in living:
+            if (rank := self.ranks[node]) is not None:
+                order[rank] = node
+        new = [each for each in living if self.ranks[each] is None]
+        order = [new.pop(0) if each is None and new else each for each in order]
+        chosen = [each for each in order if each is not None]
+        records: list[dict[str, object]] = []
+        for node in chosen:
+            held = self.joined[node]
+            facts = {} if held is None else {"held": held.to_json()}
+            records.append({"last_rank": self.ranks[node], "facts": facts})
+        kept = keep_in_round(records, [2] * len(chosen))
+        self.generation += 1
+        for rank, node in enumerate(chosen):
+            self.ranks[node] = rank
+            del self.joined[node]
+            keepers = None if kept is None else kept.keepers
+            event = RoundFormed(
+                *(2, self.generation, 0, False, len(chosen), keepers),
+                is_keeper=keepers is not None and rank in keepers,
+                replaced=0 if kept is None else kept.replaced,
+            )
+            self.send(node, event)
+
+    def hear(self, node: int) -> bool:
+        if node in self.sweeping:
+            self.sweeping.discard(node)
+            self.workers[node].clear()
+            self.tell(node, Swept())
+            return True
+        if not self.inbox[node]:
+            return False
+        self.tell(node, self.inbox[node].pop(0))
+        return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_after_the_loss_of_nodes_all_others_keep_their_workers_or_none_does(data):
+    members = [on_three_nodes(max_restarts=9) for _ in range(3)]
+    waiting = state(elastic=True, num_nodes=3, max_restarts=9, max_losses=4)
+    everyone = dict.fromkeys((0, 1), "in session")
+    job = Job([*members, waiting], [dict(everyone) for _ in range(3)] + [{}], [0, 1, 2, None])
+    job.joined[3] = None
+    for _ in range(data.draw(st.integers(0, 30), label="steps")):
+        living = [each for each in range(4) if each not in job.dead]
+        node = data.draw(st.sampled_from(living), label="node")
+        match data.draw(st.sampled_from(["hear", "hear", "hear", "meet", "die", "lose", "enter"])):
+            case "hear":
+                job.hear(node)
+            case "meet":
+                job.meet()
+            case "die" if job.workers[node]:
+                job.end(node, data.draw(st.sampled_from(sorted(job.workers[node]))))
+            case "lose" if len(job.members()) > 2:
+                job.lose(data.draw(st.sampled_from(job.members())))
+            case "enter":
+                for index, how in list(job.workers[node].items()):
+                    if how != "in session":
+                        job.workers[node][index] = "in session"
+                        job.tell(node, SessionEntered(index))
+    for _ in range(200):
+        moved = [job.hear(each) for each in range(4) if each not in job.dead]
+        if not any(moved):
+            job.meet()
+            if not any(job.inbox[each] for each in range(4) if each not in job.dead):
+                break
+    members_now = [job.states[each] for each in job.members()]
+    assert {each.phase for each in members_now} == {Phase.RUNNING}, members_now
+    assert {each.generation for each in members_now} == {job.generation}
+    found = [how for each in job.members() for how in job.workers[each].values()]
+    assert all(
+        set(job.workers[each]) == job.states[each].running and len(job.workers[each]) == 2
+        for each in job.members()
+    )
+    assert "anew" not in found or "takes over" not in found, "newcomers would wait for nobody"

@@ -37,6 +37,7 @@ class Participant:
     beats: bool = False
     epoch: int = 0  # of the store it is connected to
     needed: int = 0  # survivors, without whom it must not go on
+    is_new: bool = False  # the store has taken the place of a lost one
     plan: Any = None  # of the round it is a member of
     ids: tuple[str, ...] = ()
     reasons: list[str] = field(default_factory=list)
@@ -59,10 +60,10 @@ class World:
         self.operations = 0
 
     def add(self, name: str, settings: Settings, **more: Any) -> Participant:
-        needed = more.pop("needed", 0)
+        needed, is_new = more.pop("needed", 0), more.pop("is_new", False)
         node = Node(node_id=name, host=more.pop("host", name), **more)
         self.nodes[name] = participant = Participant(
-            node, settings, epoch=self.epoch, needed=needed
+            node, settings, epoch=self.epoch, needed=needed, is_new=is_new
         )
         self.start(participant)
         return participant
@@ -169,6 +170,10 @@ class World:
                 return frozenset()
             case operations.Needed():
                 return participant.needed
+            case operations.IsNew():
+                return participant.is_new
+            case operations.LeftOut():
+                pass
             case operations.Tell(text):
                 participant.reasons.append(text)
         return None

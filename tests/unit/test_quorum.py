@@ -331,3 +331,17 @@ def test_when_all_others_are_known_to_have_ended_the_rest_is_enough(
 ) -> None:
     ended = data.draw(st.integers(0, count - 1))
     assert survivors_needed(count, ended, moved=moved) <= count - ended
+
+
+def test_held_workers_wait_a_moment_for_a_node_that_nobody_knows_of() -> None:
+    standing = later(*"ab", last="abc", gone=frozenset("c"), wanted=3)
+    held = decide(100.0, ELASTIC, standing)
+    assert held == NotYet(
+        "2 nodes hold workers, and 3 are needed to keep them", 105.0, 3, enough=True
+    )
+    over = replace(standing, enough_since=100.0)
+    assert names(decide(105.0, ELASTIC, over), standing) == list("ab")
+    come = later(*"abx", last="abc", gone=frozenset("c"), wanted=3)
+    assert names(decide(100.0, ELASTIC, come), come) == list("abx")
+    known = replace(standing, wanted=0)
+    assert names(decide(100.0, ELASTIC, known), known) == list("ab")

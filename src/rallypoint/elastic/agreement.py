@@ -29,6 +29,8 @@ class Standing:
         groups: the groups that can be kept, in the order in which this rank made them: name and members.
         layouts: of each DDP module: which gradients are reduced together; None before DDP has settled it.
         snapshots: number and steps of those that it has whole; None if the state is replicated.
+        node: the number of its node.
+        lacks_own: it takes a lost rank's place, and what that one kept was lost with its node.
     """
 
     rank: int
@@ -39,6 +41,8 @@ class Standing:
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layouts: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
     snapshots: tuple[Held, ...] | None = None
+    node: int = 0
+    lacks_own: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

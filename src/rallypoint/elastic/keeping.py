@@ -93,3 +93,10 @@ class Keeping(Protocol):
 
     def close(self) -> None:
         """Give back what was mapped."""
+
+    def own_at(self, steps: int) -> bytes:
+        """This rank's own state after so many steps, packed; empty if it is not known or nobody else can use it."""
+
+    def take_place(self, data: bytes) -> None:
+        """In a process whose memory was lost with its node: take another rank's own state (:meth:`own_at`) for what it tells of the
+        place in the data."""

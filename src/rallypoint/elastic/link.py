@@ -2,8 +2,10 @@
 
 Worker to supervisor, one JSON record per line:
 
-- ``{"kind": "kept session", "generation": 0, "rank": 3}``: this worker is in a session and can be kept. With the record of a first start
-  comes a descriptor: the memory that outlives this process (:mod:`.memory`).
+- ``{"kind": "kept session", "generation": 0, "rank": 3, "sharded": false}``: this worker is in a session and can be kept. With the
+  record of a first start comes a descriptor: the memory that outlives this process (:mod:`.memory`). ``sharded``: nobody else
+  has its state, so it is lost if that memory is.
+- ``{"kind": "kept memory"}``: with a descriptor: a newcomer's memory, if that of the lost one was lost with its node.
 - ``{"kind": "kept recovered", ...}``: what a recovery has cost.
 - ``{"kind": "kept left"}``: the session has ended well.
 - ``{"kind": "kept failed", "step": 1204}``: an exception of this rank's own ends it, in this step.
@@ -12,6 +14,7 @@ Supervisor to worker:
 
 - ``{"kind": "go", "generation": 0, "host": "127.0.0.1", "port": 29500}``: answers ``session``; with the descriptor of the memory if
   this process takes a lost rank over.
+- ``{"kind": "hold"}``: a node is lost, and the others meet again: wait for the next record, however long it takes.
 - ``{"kind": "lost", "generation": 1, "ranks": [3], "why": "…", "host": …, "port": …}``: meet the others in this generation.
 """
 
@@ -68,20 +71,27 @@ class Link:
         self._memory: int | None = None
         self._is_over = False
         self._met = -1
+        self._is_held = False
         self._thread = threading.Thread(target=self._listen, name="rally-elastic", daemon=True)
         self._thread.start()
 
-    def enter(self, generation: int, rank: int, memory: int | None) -> int | None:
+    def enter(self, generation: int, rank: int, memory: int | None, *, sharded: bool) -> int | None:
         """Tell the supervisor that this worker can be kept. Blocks: until it answers.
 
         Args:
             memory: the descriptor of this rank's memory, if this process has made it.
+            sharded: no other rank has this one's state.
         Returns:
             The descriptor of the memory of the lost rank that this process takes over.
         Raises:
             ElasticError: the supervisor does not answer.
         """
-        record = {"kind": "kept session", "generation": generation, "rank": rank}
+        record = {
+            "kind": "kept session",
+            "generation": generation,
+            "rank": rank,
+            "sharded": sharded,
+        }
         data = json.dumps(record).encode() + b"\n"
         if memory is None:
             self._socket.sendall(data)
@@ -105,6 +115,11 @@ class Link:
     def newest(self) -> Notice | None:
         return self._newest
 
+    def give(self, memory: int) -> None:
+        """Give the supervisor the descriptor of this rank's memory: that of the lost one was lost with its node."""
+        record = {"kind": "kept memory"}
+        socket.send_fds(self._socket, [json.dumps(record).encode() + b"\n"], [memory])
+
     def meet(self, generation: int) -> None:
         """This process goes to meet the others in this generation: it waits for no older connection any more."""
         self._met = generation
@@ -114,7 +129,7 @@ class Link:
         deadline = Deadline(timeout)
         with self._changed:
             while self._newest is None or self._newest.generation <= after:
-                left = deadline.remaining()
+                left = None if self._is_held else deadline.remaining()
                 if left == 0.0 or self._is_over:
                     return None
                 self._changed.wait(left)
@@ -149,6 +164,11 @@ class Link:
             self._changed.notify_all()
 
     def _take(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "hold":
+            with self._changed:
+                self._is_held = True
+                self._changed.notify_all()
+            return
         notice = Notice(
             generation=int(record["generation"]),
             host=str(record["host"]),
@@ -161,6 +181,7 @@ class Link:
         with self._changed:
             if self._newest is None or notice.generation >= self._newest.generation:
                 self._newest = notice
+            self._is_held = self._is_held and not notice.is_loss
             self._changed.notify_all()
         # Afterwards: who begins to form an older generation just now either sees the newer notice, or is seen here.
         if notice.is_loss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -93,6 +94,7 @@ class Meeting:
         self._keeping = keeping
         self._memory = memory
         self._is_new = kept.takes_over
+        self._lacks_own = kept.takes_over and memory.held is None
         self.whole = not kept.takes_over
         self.begun: Begun | None = None
         self.history: list[Recovery] = []
@@ -184,6 +186,7 @@ class Meeting:
         formed = clock.MONOTONIC.now()
         verdict = judge(standings)
         before, is_new = course.steps, self._is_new
+        self._share_place(wiring, verdict, standings)
         moved = self._exchange(verdict)
         self._settle(verdict)
         group = kept.groups.default
@@ -225,12 +228,27 @@ class Meeting:
             groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
             layouts=self._objects.layouts(),
             snapshots=self._keeping.held(),
+            node=self._kept.node,
+            lacks_own=self._lacks_own,
         )
         wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
         ranks = range(dist.get_world_size())
-        return [
+        standings = [
             Standing.from_json(json.loads(wiring.wait(f"here/{rank}", MEETING))) for rank in ranks
         ]
+        self._kept.hold_records(
+            [each.node for each in standings], [each.groups for each in standings]
+        )
+        return standings
+
+    def _share_place(self, wiring: Wiring, verdict: Verdict, standings: Sequence[Standing]) -> None:
+        """Tell those whose memory was lost with their node where in the data the others are."""
+        if verdict.source is None or not any(each.lacks_own for each in standings):
+            return
+        if self._rank == verdict.source:
+            wiring.set("place", self._keeping.own_at(verdict.steps))
+        elif self._lacks_own and (place := wiring.wait("place", MEETING)):
+            self._keeping.take_place(place)
 
     def _exchange(self, verdict: Verdict) -> int:
         group = self._kept.groups.default
@@ -254,6 +272,6 @@ class Meeting:
         self._keeping.settle(verdict, begun, receives=receives, is_new=self._is_new)
         self._objects.restore_layouts(verdict.layouts, list(self._kept.groups))
         # From here on this rank can be right.
-        self.whole, self._is_new = True, False
+        self.whole, self._is_new, self._lacks_own = True, False, False
         if course.steps != verdict.steps:
             course.steps, self.begun = verdict.steps, None

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
 from rallypoint._core import env as environment, supervisor_line
-from rallypoint.errors import RendezvousConnectionError
+from rallypoint.errors import ElasticError, RendezvousConnectionError
 
+from . import setup_record
 from .connections import Wiring
 from .groups import Groups
 from .link import Link, Notice
+from .partners import guests
 from .setup_record import Recorder, Replay
 
 
 # Set by the supervisor for a worker that takes the place of a lost one.
 TAKES_OVER = "RALLY_TAKES_OVER"
+# Where the records of the set-up are in the workers' store.
+RECORDS = "rally/kept"
+# Seconds that the others may take to store them again in a new one.
+RECORD_PATIENCE = 60.0
 
 
 class KeptProcess:
@@ -23,14 +31,25 @@ class KeptProcess:
     Args:
         host, port: of the workers' store.
         generation: of this process's start.
+        rank: global.
+        node: the number of its node.
         takes_over: whether it takes the place of a lost one.
     """
 
-    def __init__(self, host: str, port: int, generation: int, *, takes_over: bool) -> None:
+    def __init__(
+        self, host: str, port: int, generation: int, rank: int, node: int, *, takes_over: bool
+    ) -> None:
         self.generation = generation
+        self.node = node
+        self._rank = rank
         self.takes_over = takes_over
         self.recorder = Recorder()
-        self._records = Wiring(host, port, "rally/kept")
+        self._address = host, port
+        self._records = Wiring(host, port, RECORDS)
+        # What this process knows of the set-up: of all ranks, of its own, and of those whose partner it is.
+        self._known: dict[str, bytes] = {}
+        self._holds: tuple[int, ...] = ()
+        self._is_whole = not takes_over
         self._forming: Wiring | None = None
         if takes_over:
             self.groups = Groups(None, Replay(self._read))
@@ -48,12 +67,51 @@ class KeptProcess:
         """Store the record of this process's set-up, for those that may take its place."""
         for key, value in self.recorder.parts().items():
             self._records.set(key, value)
+        self._records.set(setup_record.whole_key(self._rank), b"1")
         for group in self.groups:
             group.observer = None
         self.groups.observer = None
 
+    def hold_records(
+        self, nodes: Sequence[int], groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]]
+    ) -> None:
+        """Know what is to be stored again if the store is lost. Once; all ranks have stored theirs.
+
+        Args:
+            nodes: of each rank.
+            groups: of each rank: names and members.
+        """
+        if self._holds or len(set(nodes)) < 2:
+            return
+        holds = self._rank, *guests(nodes, self._rank)
+        records = self._records.store()
+        for rank in holds:
+            for name, members in groups[rank]:
+                for key in setup_record.keys(name, members.index(rank)):
+                    value = records.peek(f"{RECORDS}/{key}")
+                    if value is not None:
+                        self._known[key] = value
+        self._holds = holds
+
+    def _store_again(self, host: str, port: int) -> None:
+        """The store was lost with its node: store in another one what newcomers need."""
+        self._address = host, port
+        self._records = Wiring(host, port, RECORDS)
+        records = self._records.store()
+        for key, value in self._known.items():
+            if records.peek(f"{RECORDS}/{key}") is None:
+                self._records.set(key, value)
+        for rank in self._holds:
+            self._records.set(setup_record.whole_key(rank), b"1")
+
     def form(self, notice: Notice) -> Wiring:
-        """The connections to meet with, in the generation of a notice. A newer notice cuts them."""
+        """The connections to meet with, in the generation of a notice. A newer notice cuts them.
+
+        Raises:
+            RendezvousConnectionError: the workers' store is another one now, and does not answer.
+        """
+        if (notice.host, notice.port) != self._address:
+            self._store_again(notice.host, notice.port)
         wiring = self.wiring_of(notice.generation, notice.host, notice.port)
         self._forming = wiring
         self.link.meet(notice.generation)
@@ -70,7 +128,15 @@ class KeptProcess:
 
     def _read(self, key: str) -> bytes | None:
         try:
-            return self._records.store().peek(f"rally/kept/{key}")
+            if not self._is_whole:
+                # In a new store, the others have to store it first.
+                self._records.wait(setup_record.whole_key(self._rank), RECORD_PATIENCE)
+                self._is_whole = True
+            return self._records.store().peek(f"{RECORDS}/{key}")
+        except TimeoutError:
+            raise ElasticError(
+                f"the record of the set-up of rank {self._rank} was lost with the nodes that had it"
+            ) from None
         except RendezvousConnectionError:
             return None
 
@@ -87,9 +153,11 @@ def begin() -> None:
     try:
         host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
         generation = int(variables["RALLY_GENERATION"])
+        rank, node = int(variables["RANK"]), int(variables["GROUP_RANK"])
     except (KeyError, ValueError):
         return
-    _process = KeptProcess(host, port, generation, takes_over=TAKES_OVER in variables)
+    takes_over = TAKES_OVER in variables
+    _process = KeptProcess(host, port, generation, rank, node, takes_over=takes_over)
 
 
 def is_worker() -> bool:

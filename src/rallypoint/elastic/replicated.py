@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from .agreement import Verdict
 from .course import Course
 from .keeping import Begun
@@ -118,6 +120,23 @@ class Replicated:
 
     def close(self) -> None:
         pass
+
+    def own_at(self, steps: int) -> bytes:
+        """This rank's own state after so many steps, packed; empty if it is not known."""
+        own = None if self.own is None else self.own.at(steps)
+        return b"" if own is None else own.pack()
+
+    def take_place(self, data: bytes) -> None:
+        other, now = OwnState.unpack(data), RandomState.now()
+        begun = None if other.place.begun is None else now
+        # With the generators of another rank, this one would repeat its dropout masks and its order of the data.
+        self.own = OwnState(
+            other.steps, replace(other.place, begun=begun), now, is_task=other.is_task
+        )
+        _log.warning(
+            "the random state of rank %d was lost with its node: it continues with that behind the script's set-up",
+            dist.get_rank(),
+        )
 
     def _keep(self, *, is_task: bool) -> None:
         if self._memory is None:

@@ -226,11 +226,15 @@ class Session:
                 "elastic.session: this process has no Gloo group that can be kept; call"
                 ' torch.distributed.init_process_group("gloo") after `import rallypoint.elastic`, before the session'
             )
-        rank = dist.get_rank()
+        rank, sharded = dist.get_rank(), self._objects.is_sharded
         for optimizer in self._objects.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._note_applied))
         if kept.takes_over:
-            meeting = self._prepare(kept, Memory(kept.link.enter(kept.generation, rank, None)))
+            held = kept.link.enter(kept.generation, rank, None, sharded=sharded)
+            memory = Memory(held)
+            if held is None:
+                kept.link.give(memory.fd)
+            meeting = self._prepare(kept, memory)
             kept.generation = -1
             self._begin_checkpoints()
             meeting.recover(None)
@@ -244,7 +248,7 @@ class Session:
             # Before anybody counts on this rank: with sharded state, there is a snapshot to go back to from now on.
             self._keeping.begin()
             kept.publish()
-            kept.link.enter(kept.generation, rank, memory.fd)
+            kept.link.enter(kept.generation, rank, memory.fd, sharded=sharded)
             meeting.compare()
         meeting.count_anew()
         for each in kept.groups:

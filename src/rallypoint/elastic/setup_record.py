@@ -184,6 +184,16 @@ class _Done(dist.Work):
         return future
 
 
+def keys(name: str, rank: int) -> tuple[str, str]:
+    """The keys of what a rank got in a group, by the group's name and its rank there. Either may be missing in the store."""
+    return _shared_key(name), _own_key(name, rank)
+
+
+def whole_key(rank: int) -> str:
+    """The key that is set once everything that this rank got is stored."""
+    return f"whole/{rank}"
+
+
 def _shared_key(name: str) -> str:
     return f"setup/{name}"
 

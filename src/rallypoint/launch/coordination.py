@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rallypoint.rendezvous.kept_round import Held, Kept
+
 from .output.failure import WorkerFailure
 from .policy import Verdict
 
@@ -28,6 +30,7 @@ class NodeFacts:
         store_port: its port.
         restarts: how much of the restart budget is used, as far as this node knows.
         verdict: what the end of the last generation means for the budget.
+        held: workers of a session that this node keeps if the round allows it.
     """
 
     num_workers: int
@@ -35,6 +38,7 @@ class NodeFacts:
     store_port: int = 0
     restarts: int = 0
     verdict: Verdict = Verdict.NONE
+    held: Held | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +53,8 @@ class RoundReady:
         restarts: how much of the restart budget is used, as all nodes count it.
         serves: this node serves the job's store.
         replaced: how many workers of sessions were replaced since then.
+        kept: which nodes keep their workers; None: all start anew.
+        is_keeper: this node is one of them.
     """
 
     generation: int
@@ -59,6 +65,8 @@ class RoundReady:
     restarts: int = 0
     serves: bool = False
     replaced: int = 0
+    kept: Kept | None = None
+    is_keeper: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,7 @@ class PeerEvent:
     From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported. From all nodes,
     this one included: ``in session``, ``out of session``, and ``worker lost``, with ``survivors`` if other workers of the
     node are in the session, and ``standstill``, with the ``progress`` of its ranks since a ``meeting``.
+    ``not kept``: the round counts on workers of the node that it has had to stop. ``left out``: the next round has formed without this node. ``is_own``: the others have given up this node as lost.
     """
 
     what: str
@@ -78,6 +87,7 @@ class PeerEvent:
     survivors: bool = True
     progress: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     meeting: int = 0
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

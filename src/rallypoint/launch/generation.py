@@ -180,6 +180,10 @@ class Generation:
         self._workers[index] = worker
         self._by_name[worker.name] = worker
 
+    def continue_as(self, number: int) -> None:
+        """The workers go on in another generation."""
+        self.number = number
+
     def failure_of(self, worker: Worker) -> WorkerFailure:
         """How a worker failed."""
         return self._failure_of(worker)

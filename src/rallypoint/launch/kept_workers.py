@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rallypoint import events
@@ -11,6 +11,7 @@ from .coordination import RoundReady
 from .generation import Generation, Worker
 from .output.failure import WorkerFailure
 from .output.report import explained, in_a_line
+from .placement.ranks import in_words
 
 
 class KeptWorkers:
@@ -69,6 +70,37 @@ class KeptWorkers:
             + (f"\n{more}" if more else "")
         )
 
+    def hold(self, workers: Generation) -> None:
+        """A node is lost: those in a session wait until they are told where to meet."""
+        for worker in workers:
+            if worker.in_session and worker.status is None:
+                worker.tell({"kind": "hold"})
+
+    def tell_of_lost_nodes(
+        self, workers: Generation, ready: RoundReady, ranks: Sequence[int], why: str
+    ) -> None:
+        """The nodes have met again: tell those in a session, and people.
+
+        Args:
+            workers: of this node.
+            ready: the round.
+            ranks: the lost ones.
+            why: in words.
+        """
+        record = {"kind": "lost", "ranks": list(ranks), "why": why, **_where(ready)}
+        for worker in workers:
+            if worker.in_session and worker.status is None:
+                worker.tell(record)
+        self._losses[_meeting(ready)] = in_words(ranks), ready
+        if not ready.is_keeper:
+            self._say(f"this node takes over {in_words(ranks)}; the other nodes keep their workers")
+            return
+        if not ranks:
+            self._say(f"{why}; all workers keep what they have")
+            return
+        take = "another process takes its place" if len(ranks) == 1 else "others take their places"
+        self._say(f"{why}; {take} ({in_words(ranks)}), the other workers keep theirs")
+
     def note_recovery(self, record: dict[str, Any], size: int) -> None:
         """What one rank says of a recovery; once all have, people are told."""
         generation = int(record["generation"])
@@ -95,7 +127,7 @@ class KeptWorkers:
                 )
             )
         self._say(
-            f"{lost} is back at step {record['steps']}"
+            f"{lost} {'are' if lost.startswith('ranks') else 'is'} back at step {record['steps']}"
             f" ({_redone(redone, repeated=repeated)}): all met in {formed * 1000:.0f} ms,"
             f" {moved / 1e6:.1f} MB in {transferred * 1000:.0f} ms"
         )

@@ -32,6 +32,7 @@ from rallypoint.errors import (
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
 from rallypoint.rendezvous.home import ENDED_WELL
+from rallypoint.rendezvous.kept_round import Kept
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.record_store import RecordStore
 
@@ -125,6 +126,7 @@ class PeerNodes:
                 on_loss=self._heed_loss,
                 on_store_lost=self._heed_store_lost,
                 on_waiting=self._heed_waiting,
+                on_left_out=self._heed_left_out,
             )
             # Raises at once if the port is in use.
             prepare = hosting(lambda *both: self._post(ServeStore(*both)))
@@ -144,7 +146,7 @@ class PeerNodes:
                 self._ask(lambda: self._report(generation, told))
             case "leaving":
                 self._requests.put(lambda: self._say_farewell(generation, reason))
-            case "in session" | "out of session":
+            case "in session" | "out of session" | "not kept":
                 self._requests.put(lambda: self._append(what, generation))
             case _:
                 more = {"failures": told} | ({"reason": reason} if reason else {})
@@ -264,6 +266,7 @@ class PeerNodes:
                 "port": facts.store_port,
                 "restarts": facts.restarts,
                 "verdict": facts.verdict.value,
+                **({} if facts.held is None else {"held": facts.held.to_json()}),
             }
         )
         try:
@@ -319,6 +322,7 @@ class PeerNodes:
         assert self._rendezvous is not None
         plan = self._rendezvous.plan
         first = plan["first"]["facts"]
+        kept = Kept.from_json(plan.get("kept"))
         addr = str(first.get("addr"))
         serving_host = self._rendezvous.store_host
         if addresses.is_loopback(addr) and serving_host is not None and formed.rank != 0:
@@ -333,9 +337,12 @@ class PeerNodes:
                 int(count) for count, nodes in plan["workers"] for _ in range(int(nodes))
             ),
             master_addr=addr,
-            master_port=int(first["port"]),
+            master_port=int(first["port"]) if kept is None or not kept.port else kept.port,
             restarts=int(plan.get("restarts", 0)),
             serves=self._rendezvous.serves,
+            replaced=0 if kept is None else kept.replaced,
+            kept=kept,
+            is_keeper=kept is not None and formed.rank in kept.keepers,
         )
 
     def _append(self, what: str, generation: int, **more: Any) -> None:
@@ -470,6 +477,9 @@ class PeerNodes:
         generation = self._round.generation
         self._requests.put(lambda: self._append("waiting", generation))
 
+    def _heed_left_out(self) -> None:
+        self._post(PeerEvent("left out", -1, self._round.generation))
+
     def _heed_store_lost(self, error: RendezvousConnectionError) -> None:
         self._store_lost(error)
 
@@ -522,7 +532,7 @@ class PeerNodes:
                     self._post(
                         PeerEvent(what, node, generation, progress=progress, meeting=meeting)
                     )
-            case "waiting" | "in session" | "out of session":
+            case "waiting" | "in session" | "out of session" | "not kept":
                 self._post(PeerEvent(what, node, generation))
             case "worker lost":
                 failures = failures_from_json(str(entry.get("failures", "[]")))
@@ -560,7 +570,8 @@ class PeerNodes:
         else:
             self._rendezvous.note_gone(about, certain=entry.get("certain") is True)
             current.gone.add(about)
-        self._post(PeerEvent("lost", about, current.generation, reason=reason))
+        is_own = about == current.rank
+        self._post(PeerEvent("lost", about, current.generation, reason=reason, is_own=is_own))
         if current.reported:
             self._requests.put(lambda: self._gather_if_all_told(current))
 

@@ -29,7 +29,11 @@ Rules:
    ``loss_window`` seconds, and not done for an error that came at the same step before. With several nodes, the loss is told to
    all of them first (``TellLoss``). They read of losses in one order, so they number them alike. A node that cannot keep its
    workers says so by failing: then all restart.
-7. A symptom does not stop the other workers at once, because the one with the cause may still be cleaning up. For
+7. If all workers of an elastic node are in a session, the loss of another node does not stop them: they are held (REJOINING) while
+   the nodes meet again. If the round's plan says that all survivors keep their ranks and other nodes fill the free ones, the
+   workers continue, and the newcomers' take the lost ones' places. Otherwise all restart, in the round that has formed. A
+   node that the others have given up as lost, or left out of the round, ends its workers.
+8. A symptom does not stop the other workers at once, because the one with the cause may still be cleaning up. For
    ``moment`` seconds the supervisor listens to them and asks which exceptions they handle. Then it sends SIGTERM.
 """
 
@@ -52,6 +56,7 @@ class Verdict(StrEnum):
 
 class Phase(StrEnum):
     JOINING = "joining"
+    REJOINING = "rejoining"  # the workers of a session are held while the nodes meet again
     RUNNING = "running"
     LISTENING = "listening"
     STOPPING = "stopping"
@@ -103,6 +108,9 @@ class State:
         without_survivors: those of them whose workers are all to be replaced.
         said_in_session: this node has told the others that its workers are in a session.
         has_left: a worker's session has ended.
+        is_sharded: no other worker has the state of this node's: what is lost with a node cannot be had.
+        is_joining: this node is to be in the next round already, while it ends its workers.
+        formed: that round, if it has formed meanwhile.
     """
 
     max_restarts: int
@@ -134,6 +142,9 @@ class State:
     without_survivors: frozenset[int] = frozenset()
     said_in_session: bool = False
     has_left: bool = False
+    is_sharded: bool = False
+    is_joining: bool = False
+    formed: RoundFormed | None = None
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -149,6 +160,9 @@ class RoundFormed:
         restarts: how much of the job's budget is used.
         serves: this node serves the job's store.
         nodes: how many are in the round.
+        keepers: ranks of the nodes that keep their workers; the others' take over lost ones. None: all start anew.
+        is_keeper: this node is one of them.
+        replaced: how many workers were replaced since the session began, if any node keeps its own.
     """
 
     num_workers: int
@@ -156,6 +170,9 @@ class RoundFormed:
     restarts: int = 0
     serves: bool = False
     nodes: int = 1
+    keepers: frozenset[int] | None = None
+    is_keeper: bool = False
+    replaced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +192,10 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class SessionEntered:
-    """A worker is in a session: it survives the loss of others."""
+    """A worker is in a session: it survives the loss of others. ``sharded``: no other worker has its state."""
 
     index: int
+    sharded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +239,20 @@ class PeerFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Another node is lost, or the others consider this one lost. With fixed membership, it is not replaced."""
+    """Another node is lost, or (``is_own``) the others consider this one lost. With fixed membership, it is not replaced."""
+
+    node_rank: int
+    is_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The next round has formed without this node, which waits for a later one."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotKept:
+    """The round counts on workers that a node has had to stop. From all nodes, this one included."""
 
     node_rank: int
 
@@ -286,6 +317,8 @@ Event = (
     | LossTold
     | PeerFailed
     | PeerLost
+    | LeftOut
+    | NotKept
     | PeerLeaves
     | NodeWaiting
     | PeersDone
@@ -311,7 +344,21 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    pass
+    """``takes_over``: in place of a lost node's workers, whose peers are in a session."""
+
+    takes_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HoldWorkers:
+    """A node is lost: those in a session wait until the nodes have met again."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepWorkers:
+    """The nodes have met again: tell those in a session where to meet, and start a worker in place of each of ``lost``."""
+
+    lost: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +402,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class TellPeers:
-    """``failed``, ``done``, ``stopped`` (the job), ``leaving`` (this node), ``in session`` or ``out of session``."""
+    """``failed``, ``done``, ``stopped`` (the job), ``leaving`` (this node), ``in session``, ``out of session`` or ``not kept``."""
 
     what: str
 
@@ -373,6 +420,8 @@ class Finish:
 Command = (
     Join
     | StartWorkers
+    | HoldWorkers
+    | KeepWorkers
     | Replace
     | TellLoss
     | SignalWorkers
@@ -410,13 +459,13 @@ def decide(now: float, state: State, event: Event) -> Decision:
         return Decision(state, (), "the job has ended")
     match event:
         case RoundFormed():
-            return _round_formed(state, event)
+            return _round_formed(now, state, event)
         case WorkerEnded(index, failed, symptom, again):
             if failed and not again and _can_replace(now, state, index):
                 return _lose_worker(now, state, index)
             return _worker_ended(now, state, index, failed, symptom)
-        case SessionEntered(index):
-            return _session_entered(state, index)
+        case SessionEntered(index, sharded):
+            return _session_entered(replace(state, is_sharded=state.is_sharded or sharded), index)
         case SessionLeft(index):
             return _session_left(now, state, index)
         case NodeInSession(node_rank, inside):
@@ -425,10 +474,16 @@ def decide(now: float, state: State, event: Event) -> Decision:
             return _loss_told(now, state, event)
         case PeerFailed(node_rank, generation, symptom):
             return _peer_failed(now, state, node_rank, generation, symptom)
-        case PeerLost(node_rank):
-            return _membership_changed(now, state, f"node {node_rank} is lost", fatal=True)
+        case PeerLost(node_rank, is_own):
+            why = f"node {node_rank} is lost"
+            return _node_gone(now, state, why, is_own=is_own)
         case PeerLeaves(node_rank):
-            return _membership_changed(now, state, f"node {node_rank} leaves", fatal=True)
+            return _node_gone(now, state, f"node {node_rank} leaves", is_own=False)
+        case LeftOut():
+            return _left_out(now, state)
+        case NotKept(node_rank):
+            why = f"node {node_rank} could not keep its workers"
+            return _membership_changed(now, state, why, fatal=True)
         case NodeWaiting():
             return _membership_changed(now, state, "a node waits to join", fatal=False)
         case PeersDone():
@@ -437,6 +492,9 @@ def decide(now: float, state: State, event: Event) -> Decision:
                 return _end(state, "every node has ended well")
             return Decision(state, (), "every node has ended well")
         case NotNeeded():
+            if state.phase is Phase.REJOINING:
+                state = replace(state, peers_done=True, is_joining=False)
+                return _stop(now, state, Aim.SUCCEED, "not needed any more", tell=None)
             if state.phase is not Phase.JOINING:
                 return Decision(state, (), f"not needed while {state.phase}")
             return _end(replace(state, aim=Aim.SUCCEED, peers_done=True), "not needed any more")
@@ -468,9 +526,11 @@ def decide(now: float, state: State, event: Event) -> Decision:
 _ALIVE = frozenset({Phase.RUNNING, Phase.LISTENING, Phase.SWEEPING, Phase.WAITING})
 
 
-def _round_formed(state: State, event: RoundFormed) -> Decision:
+def _round_formed(now: float, state: State, event: RoundFormed) -> Decision:
+    if state.phase is Phase.REJOINING:
+        return _met_again(now, state, event)
     if state.phase is not Phase.JOINING:
-        return Decision(state, (), f"a round formed while {state.phase}")
+        return _formed_early(state, event)
     state = replace(
         state,
         generation=event.generation,
@@ -488,6 +548,7 @@ def _round_formed(state: State, event: RoundFormed) -> Decision:
         new,
         nodes=event.nodes,
         has_left=False,
+        is_sharded=False,
         replaced=0,
         kept=frozenset(),
         arriving=frozenset(),
@@ -495,8 +556,64 @@ def _round_formed(state: State, event: RoundFormed) -> Decision:
         in_session=frozenset(),
         without_survivors=frozenset(),
         said_in_session=False,
+        is_joining=False,
+        formed=None,
     )
-    return Decision(new, (StartWorkers(),), f"round {event.generation} formed")
+    why = f"round {event.generation} formed"
+    if event.keepers is None:
+        return Decision(new, (StartWorkers(),), why)
+    new = replace(_among_keepers(new, event), arriving=running)
+    return Decision(new, (StartWorkers(takes_over=True),), f"{why}: taking over lost workers")
+
+
+def _formed_early(state: State, event: RoundFormed) -> Decision:
+    """A round formed that this node was to be in, but its workers are being stopped."""
+    why = f"round {event.generation} formed while {state.phase}"
+    if not state.is_joining:
+        return Decision(state, (), why)
+    if state.aim is Aim.RESTART and not event.is_keeper:
+        return Decision(replace(state, formed=event), (), why)
+    # The others count on this node.
+    new = replace(state, is_joining=False, generation=event.generation, serves=event.serves)
+    what = {Aim.RESTART: "not kept", Aim.FAIL: "failed"}.get(state.aim, "stopped")
+    if state.aim is Aim.SIGNALLED and state.elastic and state.signal == signals.SIGTERM:
+        what = "leaving"
+    return Decision(new, (TellPeers(what),), why)
+
+
+def _among_keepers(state: State, event: RoundFormed) -> State:
+    """In a round in which some nodes keep their workers. The others are about to enter the session, and have no state yet."""
+    assert event.keepers is not None
+    nodes = frozenset(range(event.nodes))
+    bare = (state.without_survivors | (nodes - event.keepers)) & nodes
+    return replace(
+        state, replaced=event.replaced, in_session=nodes, without_survivors=bare, nodes=event.nodes
+    )
+
+
+def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
+    why = f"round {event.generation} formed"
+    spent = event.restarts > state.max_restarts
+    if event.keepers is None or not event.is_keeper or spent or state.has_left:
+        why = f"{why}, and the workers cannot be kept"
+        if not event.is_keeper:
+            return _stop(now, replace(state, formed=event), Aim.RESTART, why, tell=None)
+        new = replace(state, is_joining=False, generation=event.generation, serves=event.serves)
+        return _stop(now, new, Aim.RESTART, why, tell="not kept", verdict=Verdict.CHANGED)
+    lost = tuple(sorted(state.lost))
+    new = replace(
+        _among_keepers(state, event),
+        phase=Phase.RUNNING,
+        generation=event.generation,
+        restarts=event.restarts,
+        serves=event.serves,
+        verdict=Verdict.NONE,
+        running=state.running | state.lost,
+        arriving=state.arriving | state.lost,
+        lost=frozenset(),
+        is_joining=False,
+    )
+    return Decision(new, (KeepWorkers(lost),), f"{why}: the workers keep what they have")
 
 
 def _after_failure(state: State, symptom: bool) -> tuple[Aim, Verdict]:
@@ -534,6 +651,32 @@ def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> D
     return Decision(state, (), f"{why} while {state.phase}")
 
 
+def _node_gone(now: float, state: State, why: str, *, is_own: bool) -> Decision:
+    can_keep = (
+        state.elastic
+        and not is_own
+        and not state.has_left
+        and not state.is_sharded
+        and len(state.in_session) == state.nodes > 1
+        and state.running <= state.kept | state.arriving
+    )
+    if state.phase is Phase.RUNNING and can_keep:
+        new = replace(state, phase=Phase.REJOINING, is_joining=True, verdict=Verdict.CHANGED)
+        join = Join(state.generation + 1, state.restarts, Verdict.CHANGED)
+        return Decision(new, (HoldWorkers(), join), f"{why}; the workers are held")
+    if state.phase in {Phase.STOPPING, Phase.SWEEPING} and state.formed is not None:
+        # The round that was to follow has lost a member.
+        state = replace(state, formed=None, is_joining=False)
+    return _membership_changed(now, state, why, fatal=True)
+
+
+def _left_out(now: float, state: State) -> Decision:
+    why = "the next round has formed without this node"
+    if state.phase is not Phase.REJOINING:
+        return Decision(state, (), why)
+    return _stop(now, state, Aim.RESTART, why, tell=None, verdict=Verdict.CHANGED)
+
+
 def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: bool) -> Decision:
     state = replace(state, running=state.running - {index})
     if state.phase in {Phase.RUNNING, Phase.LISTENING} and failed:
@@ -549,6 +692,15 @@ def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: b
         if not state.running and not state.lost:
             new = replace(state, phase=Phase.SWEEPING)
             return Decision(new, (Sweep(LEFTOVER_GRACE),), "all workers ended well")
+    elif state.phase is Phase.REJOINING:
+        new = replace(state, kept=state.kept - {index}, arriving=state.arriving - {index})
+        if failed:
+            return Decision(
+                replace(new, lost=state.lost | {index}, said_in_session=False),
+                (),
+                f"worker {index} failed while the nodes meet again",
+            )
+        return Decision(replace(new, has_left=True), (), f"worker {index} has ended well")
     elif state.phase is Phase.STOPPING:
         commands: tuple[Command, ...] = ()
         if failed and not symptom and state.verdict is Verdict.SUSPECT:
@@ -653,6 +805,8 @@ def _node_in_session(state: State, node_rank: int, inside: bool) -> Decision:
 def _loss_told(now: float, state: State, event: LossTold) -> Decision:
     """Another worker takes the lost one's place if all nodes can keep theirs, and anyone has the state."""
     why = f"a worker of node {event.node_rank} is lost"
+    if state.phase is Phase.REJOINING:
+        return Decision(state, (), f"{why} while the nodes meet again")
     if not event.survivors:
         bare = state.without_survivors | {event.node_rank}
         state = replace(state, without_survivors=bare)
@@ -762,7 +916,14 @@ def _swept(state: State, commands: tuple[Command, ...] = (), why: str = "") -> D
             aim=Aim.SUCCEED,
             kill_at=None,
             peers_done=False,
+            is_joining=False,
+            formed=None,
         )
+        if state.formed is not None:
+            decision = _round_formed(0.0, new, state.formed)
+            return replace(decision, commands=(*commands, ReportRestart(), *decision.commands))
+        if state.is_joining:
+            return Decision(new, (*commands, ReportRestart()), why or "waiting for the next round")
         join = Join(new.generation, state.restarts, state.verdict)
         commands = (*commands, ReportRestart(), join)
         return Decision(new, commands, why or "restarting")

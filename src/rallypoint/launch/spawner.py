@@ -47,13 +47,21 @@ class Spawner:
         self._console = console
         self._payload_fd = payload_fd
 
-    def spawn(self, ready: RoundReady, workers: Generation, channel: Channel) -> Iterator[Worker]:
+    def spawn(
+        self,
+        ready: RoundReady,
+        workers: Generation,
+        channel: Channel,
+        *,
+        takes_over: bool = False,
+    ) -> Iterator[Worker]:
         """Ask for the workers of a round, one after the other.
 
         Args:
             ready: the round.
             workers: where they are added: what is open for them is closed with it.
             channel: to the fork server.
+            takes_over: they take the places of a lost node's workers.
 
         Yields:
             Each worker, once it is asked for.
@@ -69,7 +77,10 @@ class Spawner:
         # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
         settings = [self._settings_of(ranks, facts, factory) for ranks in ranks_of_workers]
         for ranks, each in zip(ranks_of_workers, settings, strict=True):
+            if takes_over:
+                each["env"][worker_env.TAKES_OVER] = "1"
             worker = self._spawn_one(ranks, facts, factory, each, channel)
+            worker.takes_over = takes_over
             workers.add(worker)  # from here on what it has open is closed with the generation
             yield worker
 

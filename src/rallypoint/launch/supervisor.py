@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -29,6 +29,7 @@ from rallypoint._core import (
 )
 from rallypoint.errors import ConfigError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL
+from rallypoint.rendezvous.kept_round import Held
 
 from . import policy, signals, store_socket
 from .config import LaunchConfig, StartMethod, TargetKind
@@ -72,7 +73,9 @@ DEATH_AHEAD = 1.0
 # The same, if the signal is sent on several hosts.
 SAME_SIGNAL_ELSEWHERE = 1.0
 # Reports of nodes that are no events for others.
-UNTOLD = frozenset({"all_done", "reports", "in session", "out of session", "standstill"})
+UNTOLD = frozenset(
+    {"all_done", "reports", "in session", "out of session", "standstill", "left out"}
+)
 # After this long, the supervisor prints what it waits for.
 SILENCE = 2.0
 # How often the workers of a session are looked at in the time after which one hangs.
@@ -652,6 +655,9 @@ class Supervisor:
                             event.restarts,
                             event.serves,
                             len(event.workers_of_nodes),
+                            None if event.kept is None else event.kept.keepers,
+                            event.is_keeper,
+                            event.replaced,
                         )
                     )
                 case ServeStore():
@@ -667,12 +673,17 @@ class Supervisor:
                 case PeerEvent(_, _, generation) if generation < self._state.generation - 1:
                     pass  # about an earlier generation
                 case PeerEvent("lost", node_rank):
-                    self._lost = self._lost or event.reason
-                    self._decide(policy.PeerLost(node_rank))
+                    self._lost = self._lost or f"{event.reason}{self._lost_state()}"
+                    self._decide(policy.PeerLost(node_rank, event.is_own))
+                case PeerEvent("left out"):
+                    self._decide(policy.LeftOut())
+                case PeerEvent("not kept", node_rank):
+                    self._lost = self._lost or f"node {node_rank} could not keep its workers"
+                    self._decide(policy.NotKept(node_rank))
                 case PeerEvent("leaving", node_rank):
                     self._peers_stop = not event.reason
                     why = f"failed: {event.reason}" if event.reason else "was told to leave"
-                    self._lost = self._lost or f"node {node_rank} {why}"
+                    self._lost = self._lost or f"node {node_rank} {why}{self._lost_state()}"
                     self._decide(policy.PeerLeaves(node_rank))
                 case PeerEvent("in session" | "out of session" as what, node_rank):
                     self._decide(policy.NodeInSession(node_rank, what == "in session"))
@@ -720,6 +731,10 @@ class Supervisor:
                     self._start_is_due = True
                     if self._server_ready:
                         self._start_workers()
+                case policy.HoldWorkers():
+                    self._kept.hold(self._workers)
+                case policy.KeepWorkers(lost):
+                    self._keep_workers(lost)
                 case policy.Replace(index):
                     self._replace(index)
                 case policy.TellLoss(index, survivors):
@@ -760,6 +775,8 @@ class Supervisor:
     def _join(self) -> None:
         if self._num_workers is None:
             return  # the probe's result leads back here
+        state = self._state
+        self._close_store_socket()  # of a round that has lost a member before it began
         addr, port = "", 0
         if self._coordination.serves_store is not False:
             addr, self._store_socket = store_socket.bind(self._config)
@@ -768,10 +785,49 @@ class Supervisor:
             num_workers=self._num_workers,
             store_addr=addr,
             store_port=port,
-            restarts=self._state.restarts,
-            verdict=self._state.verdict,
+            restarts=state.restarts,
+            verdict=state.verdict,
+            held=self._held_workers(),
         )
-        self._coordination.join(self._state.generation, facts)
+        following = state.generation + (state.phase is Phase.REJOINING)
+        self._coordination.join(following, facts)
+
+    def _lost_state(self) -> str:
+        """What is lost with a node, for the line that says why all restart."""
+        if self._state.elastic and self._state.is_sharded:
+            return ", and with it the only snapshots of its sharded state"
+        return ""
+
+    def _held_workers(self) -> Held | None:
+        """The workers of a session that survive the loss of a node."""
+        state, ready = self._state, self._round
+        if state.phase is not Phase.REJOINING or ready is None:
+            return None
+        return Held(
+            generation=ready.generation,
+            workers=ready.workers_of_nodes,
+            replaced=state.replaced,
+            has_state=bool(state.kept & state.running),
+            port=ready.master_port,
+        )
+
+    def _keep_workers(self, lost: Sequence[int]) -> None:
+        """The nodes have met again after the loss of one: the workers of this node continue."""
+        ready = self._round
+        assert ready is not None
+        why, self._lost = self._lost or "a node is lost", ""
+        self._peers_stop = False
+        self._peer_failures = ()
+        self._close_store_socket()
+        self._workers.continue_as(ready.generation)
+        ended = [list(self._workers)[index] for index in lost]
+        failures = [self._workers.failure_of(each) for each in ended]
+        ranks = [*_ranks_of_newcomers(ready), *(each.ranks.rank for each in ended)]
+        self._kept.tell_of_lost_nodes(self._workers, ready, sorted(ranks), why)
+        write_error_files(self._folder.path, tuple(failures))
+        for index in lost:
+            self._start_in_place_of(index)
+        self._watch_steps(ready)
 
     def _start_workers(self) -> None:
         ready = self._round
@@ -784,7 +840,11 @@ class Supervisor:
             message = {"do": "store", "name": self._store_name, "port": ready.master_port}
             self._server.channel.send(message, [self._store_socket.fileno()])
         self._close_store_socket()
+        takes_over = ready.kept is not None
         self._workers = Generation(ready.generation, ready.node_rank)
+        if takes_over:
+            ranks = _ranks_of_newcomers(ready)
+            self._kept.tell_of_lost_nodes(self._workers, ready, ranks, "a node is lost")
         events.emit(
             events.GenerationStarted(
                 run_id=self._config.rendezvous.run_id,
@@ -795,8 +855,14 @@ class Supervisor:
                 restarts=ready.restarts,
             )
         )
-        for worker in self._spawner.spawn(ready, self._workers, self._server.channel):
+        spawned = self._spawner.spawn(
+            ready, self._workers, self._server.channel, takes_over=takes_over
+        )
+        for worker in spawned:
             self._poller.register(worker.line, select.POLLIN)
+        self._watch_steps(ready)
+
+    def _watch_steps(self, ready: RoundReady) -> None:
         if self._config.step_timeout:
             self._step_watch = StepWatch(self._config.step_timeout)
             # A node may look a while after another one, and the journal takes its time.
@@ -812,7 +878,9 @@ class Supervisor:
                 worker.in_session = True
                 assert self._round is not None
                 self._kept.admit(worker, self._round)
-                self._decide(policy.SessionEntered(index))
+                if self._state.phase is Phase.REJOINING:
+                    self._kept.hold(self._workers)
+                self._decide(policy.SessionEntered(index, sharded=record.get("sharded") is True))
             case "kept recovered":
                 self._kept.note_recovery(record, len(self._state.running))
             case "kept left":
@@ -904,11 +972,16 @@ class Supervisor:
         lost = list(self._workers)[index]
         failure = self._workers.failure_of(lost)
         self._kept.tell_of_loss(self._workers, failure, ready)
+        write_error_files(self._folder.path, (failure,))
+        self._start_in_place_of(index)
+
+    def _start_in_place_of(self, index: int) -> None:
+        ready, lost = self._round, list(self._workers)[index]
+        assert ready is not None
         try:
             self._poller.unregister(lost.line)
         except KeyError:
             pass  # it had closed its socket
-        write_error_files(self._folder.path, (failure,))
         worker = self._spawner.take_over(ready, index, self._server.channel)
         self._workers.replace(index, worker)
         self._poller.register(worker.line, select.POLLIN)
@@ -981,7 +1054,8 @@ class Supervisor:
 
     def _report_restart(self) -> None:
         state = self._state  # the new generation's, with the old one's verdict
-        if state.verdict is policy.Verdict.CHANGED:
+        # In a round that has formed already, it is counted as none.
+        if state.verdict in {policy.Verdict.CHANGED, policy.Verdict.NONE}:
             self._say(f"{self._lost or 'a node joined or left'}; restarting all workers")
             return
         attempt, budget = state.restarts + 2, state.max_restarts + 1
@@ -1043,6 +1117,13 @@ class Supervisor:
                 cause=cause,
             )
         )
+
+
+def _ranks_of_newcomers(ready: RoundReady) -> list[int]:
+    """The ranks of the workers whose nodes keep none."""
+    assert ready.kept is not None
+    nodes = [node for node, count in enumerate(ready.workers_of_nodes) for _ in range(count)]
+    return [rank for rank, node in enumerate(nodes) if node not in ready.kept.keepers]
 
 
 def _log_learned(packages: list[str], against: dict[str, str]) -> None:

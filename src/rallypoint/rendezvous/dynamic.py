@@ -62,6 +62,10 @@ def _ignore(_: object) -> None:
     pass
 
 
+def _ignore_nothing() -> None:
+    pass
+
+
 @dataclass(kw_only=True, slots=True)
 class Listener:
     """Callbacks between rounds. They run in threads of the handler and must not block.
@@ -71,11 +75,13 @@ class Listener:
         on_store_lost: the store is lost; the next ``next_rendezvous`` looks for it.
         on_waiting: on rank 0: the number of nodes that wait to be admitted, if there is room. Repeated
             once in a lease.
+        on_left_out: a round has formed without this node; ``next_rendezvous`` waits for a later one.
     """
 
     on_loss: Callable[[Loss], None] = _ignore
     on_store_lost: Callable[[RendezvousConnectionError], None] = _ignore
     on_waiting: Callable[[int], None] = _ignore
+    on_left_out: Callable[[], None] = _ignore_nothing
 
 
 class StoreFor(Protocol):
@@ -589,6 +595,10 @@ class DynamicRendezvous(RendezvousHandler):
             case operations.Beat():
                 self._start_pulse(records)
                 return None
+            case operations.IsNew():
+                return self._moved
+            case operations.LeftOut():
+                return self._listener.on_left_out()
             case operations.Tell(text):
                 return self._say(text)
             case _:

@@ -81,5 +81,29 @@ class Tell:
     text: str
 
 
-Operation = Claim | Increment | Write | Await | Look | Count | Delete | Gone | Needed | Beat | Tell
+@dataclass(frozen=True, slots=True)
+class IsNew:
+    """Whether the store has taken the place of a lost one since the last round: what nodes had noted there is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A round has formed without this node, which waits for the next one."""
+
+
+Operation = (
+    Claim
+    | Increment
+    | Write
+    | Await
+    | Look
+    | Count
+    | Delete
+    | Gone
+    | Needed
+    | Beat
+    | Tell
+    | IsNew
+    | LeftOut
+)
 Steps = Generator[Operation, tuple[float, Any], Any]

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import fields
+from . import fields, kept_round
 from .quorum import Arrival
 
 
@@ -27,7 +27,9 @@ def make(
     """What everybody is told. Small: every node reads it."""
     facts = [fields.facts_in(records[slot]) for slot in order]
     workers = [fields.number(each.get("workers", 1)) for each in facts]
+    kept = kept_round.decide([records[slot] for slot in order], workers)
     return {
+        **({} if kept is None else {"kept": kept.to_json()}),
         "by": by,
         "generation": generation,
         "order": list(order),

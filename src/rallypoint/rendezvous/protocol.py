@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import fields, notes, plan as plans
+from . import fields, kept_round, notes, plan as plans
 from .lease import Leases
 from .notes import Moved
 from .operations import (
@@ -47,6 +47,8 @@ from .operations import (
     Delete,
     Gone,
     Increment,
+    IsNew,
+    LeftOut,
     Look,
     Needed,
     Steps,
@@ -171,9 +173,11 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
         match outcome:
             case _Excluded(next_generation):
                 # Too late, or too many: from now on it waits for the round after.
+                yield LeftOut()
                 node = replace(node, generation=None)
                 generation, entitled, void = next_generation, False, 0
             case _Over():
+                yield LeftOut()
                 node = replace(node, generation=None)
                 generation, void = None, 0
             case _Void(next_generation):
@@ -516,7 +520,10 @@ class _Leader:
         # A node that has arrived is not gone, even if it was reported lost: its record is newer than the call.
         gone = frozenset((gone | self._silent) - here)
         (now, waiting) = yield Count(f"{self._generation}/waiting")
-        needed = 0
+        needed, wanted = 0, kept_round.wanted(self._records.values())
+        if wanted:
+            (now, is_new) = yield IsNew()
+            wanted = wanted if is_new else 0
         if self._node.generation is not None:
             (now, needed) = yield Needed()
         return now, Standing(
@@ -526,6 +533,7 @@ class _Leader:
             waiting=waiting,
             gone=gone,
             survivors_needed=needed,
+            wanted=wanted,
             enough_since=self._enough_since,
             out_of_time=now >= self._give_up,
         )

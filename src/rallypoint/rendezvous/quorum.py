@@ -10,7 +10,9 @@ Rules, in this order:
    are the last round's members that are still alive and nodes that have waited): close.
 5. ``min_nodes`` are there, and the last call is over. It begins when they are; a live member of
    the last round is waited for even then, since what it still does (its workers save a checkpoint) it does alive.
-6. Otherwise not yet.
+6. If the store was lost, nobody knows which nodes wait. Members that hold workers, which can be kept only if as many
+   nodes as before take part, wait for a moment (``straggler``) for nodes that come.
+7. Otherwise not yet.
 
 Ranks are sticky: a survivor keeps its rank where the round has it; the holes are filled in natural
 order of host names. With topology labels, nodes of one label stand together instead.
@@ -74,6 +76,7 @@ class Standing:
         waiting: how many nodes said that they wait for this round.
         gone: ids of nodes that are lost or have left.
         survivors_needed: how many of the last round's members must be there.
+        wanted: how many nodes it takes to keep workers that are held, if it is not known which nodes wait; else 0.
         enough_since: when ``min_nodes`` were there first, or None.
         out_of_time: the time to join is over: who is enough goes on.
     """
@@ -84,6 +87,7 @@ class Standing:
     waiting: int = 0
     gone: frozenset[str] = frozenset()
     survivors_needed: int = 0
+    wanted: int = 0
     enough_since: float | None = None
     out_of_time: bool = False
 
@@ -144,6 +148,10 @@ def decide(now: float, settings: Settings, standing: Standing) -> Close | NotYet
     fresh = count - survivors
     late = max(0, standing.waiting - fresh)
     if not standing.first_round:
+        if not standing.missing and count < standing.wanted and now < since + settings.straggler:
+            reason = f"{count} nodes hold workers, and {standing.wanted} are needed to keep them"
+            look_at = since + settings.straggler
+            return NotYet(reason, look_at, filled + standing.wanted - count, enough=True)
         if not standing.missing and not late:
             return _close(present, settings, f"all {count} nodes that are left are here")
         if not standing.missing and now >= since + settings.straggler:

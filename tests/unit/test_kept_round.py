@@ -1,0 +1,91 @@
+"""Whether the nodes of a round keep their workers: a table, and what holds for any records."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from rallypoint.rendezvous.kept_round import Held, Kept, decide, wanted
+
+
+def member(rank: int | None, **changes: Any) -> dict[str, Any]:
+    held = Held(**{"generation": 4, "workers": (2, 2, 1), "port": 29500, **changes})
+    return {"last_rank": rank, "facts": {"held": held.to_json()}}
+
+
+NEW = {"last_rank": None, "facts": {}}
+RESTARTS = {"last_rank": 1, "facts": {}}
+
+
+@pytest.mark.parametrize(
+    ("why", "records", "workers", "keepers"),
+    [
+        ("a new node has the free place", [member(0), NEW, member(2)], [2, 2, 1], {0, 2}),
+        ("two are new", [NEW, member(1), NEW], [2, 2, 1], {1}),
+        ("all are back", [member(0), member(1), member(2)], [2, 2, 1], {0, 1, 2}),
+        ("fewer nodes", [member(0), member(1)], [2, 2], None),
+        ("more nodes", [member(0), member(1), member(2), NEW], [2, 2, 1, 1], None),
+        ("the new node has other workers", [member(0), NEW, member(2)], [2, 4, 1], None),
+        ("a rank has changed", [member(0), member(2), NEW], [2, 2, 1], None),
+        ("one has stopped its workers", [member(0), RESTARTS, member(2)], [2, 2, 1], None),
+        ("of another round", [member(0), NEW, member(2, generation=3)], [2, 2, 1], None),
+        ("nobody holds any", [NEW, NEW, NEW], [2, 2, 1], None),
+        (
+            "no worker has the state",
+            [member(0, has_state=False), NEW, member(2, has_state=False)],
+            [2, 2, 1],
+            None,
+        ),
+    ],
+)
+def test_who_keeps(why, records, workers, keepers):
+    kept = decide(records, workers)
+    assert (None if kept is None else kept.keepers) == keepers, why
+
+
+def test_the_workers_meet_in_a_later_meeting_than_any_of_them_knows_of():
+    kept = decide([member(0, replaced=2), NEW, member(2, replaced=3)], [2, 2, 1])
+    assert kept == Kept(keepers=frozenset({0, 2}), replaced=3, port=29500)
+
+
+def test_a_new_node_0_serves_another_store():
+    kept = decide([NEW, member(1), member(2)], [2, 2, 1])
+    assert kept is not None
+    assert kept.port == 0
+
+
+def test_how_many_nodes_it_takes():
+    assert wanted([member(0), NEW]) == 3
+    assert wanted([NEW, RESTARTS]) == 0
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda each: (
+        st.lists(each, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["held", "workers", "generation", "replaced", "keepers", "port"]), each
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries({"last_rank": st.none() | st.integers(-1, 3), "facts": JSON}),
+        max_size=4,
+    )
+)
+def test_records_that_make_no_sense_keep_nobody_or_are_read_as_numbers(records):
+    kept = decide(records, [1] * len(records))
+    assert kept is None or Kept.from_json(json.loads(json.dumps(kept.to_json()))) == kept
+
+
+@given(JSON)
+def test_any_plan_can_be_read(plan):
+    kept = Kept.from_json(plan)
+    assert kept is None or Kept.from_json(kept.to_json()) == kept

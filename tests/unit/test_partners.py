@@ -1,0 +1,29 @@
+"""Which rank keeps something for which."""
+
+from __future__ import annotations
+
+from hypothesis import given, strategies as st
+
+from rallypoint.elastic.partners import guests, partners
+
+
+def test_partners_are_on_the_next_node():
+    assert partners([0, 0, 1, 1, 2]) == (2, 3, 4, 4, 0)
+    assert guests([0, 0, 1, 1, 2], 4) == (2, 3)
+    assert guests([0, 0, 1, 1, 2], 1) == ()
+
+
+def test_one_node_has_nowhere_to_keep_anything():
+    assert partners([3, 3]) == (None, None)
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=20).map(sorted))
+def test_every_rank_has_one_partner_and_it_is_elsewhere(nodes):
+    found = partners(nodes)
+    if len(set(nodes)) == 1:
+        return
+    for rank, partner in enumerate(found):
+        assert partner is not None
+        assert nodes[partner] != nodes[rank]
+        assert rank in guests(nodes, partner)
+    assert sum(len(guests(nodes, rank)) for rank in range(len(nodes))) == len(nodes)
