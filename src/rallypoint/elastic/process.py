@@ -21,8 +21,8 @@ from .setup_record import Recorder, Replay
 TAKES_OVER = "RALLY_TAKES_OVER"
 # Where the records of the set-up are in the workers' store.
 RECORDS = "rally/kept"
-# Seconds that the others may take to store them again in a new one.
-RECORD_PATIENCE = 60.0
+# Seconds that the others may take to store them again in a new one: they may be in a long computation.
+RECORD_PATIENCE = 300.0
 
 
 class KeptProcess:
