@@ -257,6 +257,15 @@ def test_a_parameter_server_learns_what_one_process_learns(tmp_path):
     assert losses_of(tmp_path / "five") == pytest.approx(wanted[:3], rel=1e-9)
 
 
+def test_a_recommender_over_processes_learns_what_one_process_learns(tmp_path):
+    options = [EXAMPLES / "recommender.py", "--steps", "60", "--output"]
+    succeed(*command("python"), *options, "alone", cwd=tmp_path)
+    succeed(*command(LAUNCHER, "--nproc-per-node", "4"), *options, "four", cwd=tmp_path)
+    losses = [losses_of(tmp_path / each) for each in ("alone", "four")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    assert losses[1][-1] < losses[1][0] / 2
+
+
 def test_a_learner_goes_on_while_actors_leave_die_and_join(tmp_path):
     done = succeed(*command("python"), EXAMPLES / "actor_learner.py", cwd=tmp_path)
     reward = re.search(r"^reward ([\d.]+) of 200", done.stdout, re.MULTILINE)

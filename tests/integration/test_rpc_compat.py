@@ -137,41 +137,66 @@ def test_every_form_of_import_finds_ours_while_it_is_installed():
         workers.on(0, case)
 
 
-@pytest.mark.parametrize("imported", ["before", "after"])
-def test_distributed_autograd_is_refused_at_once_and_works_again_afterwards(imported):
-    with Workers(1) as workers:
+weight = torch.nn.Parameter(torch.tensor([2.0]))
 
-        def case():
+
+def weighted(x: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+def reference_to_weight() -> rpc.RRef[Any]:
+    return rpc.RRef(weight)
+
+
+def weight_now() -> float:
+    return weight.item()
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_distributed_autograd_is_ours_and_torchs_again_afterwards(imported):
+    with Workers(2) as workers:
+
+        def begin():
             if imported == "before":
                 importlib.import_module(OPTIMIZER)
-            before = everything()
+            rpc_workers.held["before"] = everything()
             compat.install()
             rpc_workers.join()
-            optimizer = importlib.import_module("torch.distributed.optim").DistributedOptimizer
-            loss = torch.ones(1, requires_grad=True).sum()
-            rref = rpc.RRef(loss)
-            for act in (
-                autograd.context,
-                lambda: autograd.backward(1, [loss]),
-                lambda: autograd.get_gradients(1),
-                lambda: torch._C._distributed_autograd.backward(1, [loss]),
-                lambda: optimizer(torch.optim.SGD, [rref], lr=0.1),
-            ):
-                with pytest.raises(rpc.RpcError, match="use rallypoint.rpc.autograd"):
-                    act()
-            rref.backward()
+
+        def train():
+            optimizer = importlib.import_module("torch.distributed.optim").DistributedOptimizer(
+                torch.optim.SGD, [rpc.rpc_sync("w1", reference_to_weight)], lr=0.5
+            )
+            x = torch.ones(1, requires_grad=True)
+            with autograd.context() as context:
+                autograd.backward(context, [rpc.rpc_sync("w1", weighted, (3 * x,)).sum()])
+                assert autograd.get_gradients(context) == {x: 6}
+                assert torch._C._distributed_autograd.get_gradients(context) == {x: 6}
+                optimizer.step(context)
+                with pytest.raises(RuntimeError, match="Already have an autograd context id"):
+                    autograd.context().__enter__()
+                with pytest.raises(rpc.RpcError, match="do not record"):
+                    autograd._new_context()
+            assert rpc.rpc_sync("w1", weight_now) == 0.5
+            with pytest.raises(RuntimeError, match="Could not find autograd context"):
+                autograd.get_gradients(context)
+
+        def end():
             rpc.shutdown()
             compat.uninstall()
             if imported == "before":
-                assert everything() == before
-            assert "Refusal" not in optimizer.__init__.__qualname__
-            autograd._init(0)
+                assert everything() == rpc_workers.held["before"]
+            optimizer = importlib.import_module(OPTIMIZER).DistributedOptimizer
+            assert optimizer.__init__.__module__ == optimizer.step.__module__ == OPTIMIZER
+            autograd._init(rpc_workers.rank)
             with autograd.context() as context:
                 x = torch.ones(1, requires_grad=True)
                 autograd.backward(context, [(2 * x).sum()])
                 assert autograd.get_gradients(context)[x] == 2
 
-        workers.on(0, case)
+        workers.run(begin)
+        workers.on(0, train)
+        workers.run(end)
 
 
 def test_contexts_of_torchs_autograd_do_not_begin_over_ours_without_compat_either():

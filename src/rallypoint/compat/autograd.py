@@ -1,6 +1,6 @@
-"""Makes torch's distributed autograd raise while Rallypoint stands in for torch's RPC, and restores it afterwards.
+"""Puts Rallypoint's distributed autograd and optimizer in the place of torch's, and restores those afterwards.
 
-Its contexts record calls of torch's own agent only. With ours they would stay empty, and gradients would silently be
+torch's contexts record calls of torch's own agent only. With ours they would stay empty, and gradients would silently be
 wrong.
 """
 
@@ -18,18 +18,22 @@ import torch
 import torch.distributed.autograd
 
 from rallypoint.errors import RpcError
+from rallypoint.rpc import autograd
+from rallypoint.rpc.optim import DistributedOptimizer
 
 from . import torch_private
 
 
 # Imported with the rest of torch.distributed.optim, by programs that use one of its optimizers.
 _OPTIMIZER = "torch.distributed.optim.optimizer"
-_FUNCTIONS = ("backward", "get_gradients", torch_private.NEW_CONTEXT)
 _MISSING = object()
 
 
-class Refusal:
-    """Replaces the entry points of distributed autograd from :meth:`begin` to :meth:`end`."""
+class StandIn:
+    """Replaces torch's distributed autograd from :meth:`begin` to :meth:`end`.
+
+    Methods are replaced in torch's classes themselves: programs may have imported those already.
+    """
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
@@ -40,36 +44,59 @@ class Refusal:
             # This torch was built without it.
             return
         module: Any = torch.distributed.autograd
-        for name in _FUNCTIONS:
-            shown = "context()" if name == torch_private.NEW_CONTEXT else f"{name}()"
-            self._replace((module, native), name, f"torch.distributed.autograd.{shown}")
-        # In the class itself: programs may have imported it already.
-        self._replace((module.context,), "__init__", "torch.distributed.autograd.context()")
+        for owner in (module, native):
+            self._replace(owner, "backward", autograd.backward)
+            self._replace(owner, "get_gradients", autograd.get_gradients)
+            self._replace(owner, torch_private.NEW_CONTEXT, _refuse)
+        self._replace(module.context, "__enter__", _enter)
+        self._replace(module.context, "__exit__", _exit)
         if _OPTIMIZER in sys.modules:
-            self._refuse_optimizer(sys.modules[_OPTIMIZER])
+            self._replace_optimizer(sys.modules[_OPTIMIZER])
         else:
-            finder = _AfterImport(_OPTIMIZER, self._refuse_optimizer)
+            finder = _AfterImport(_OPTIMIZER, self._replace_optimizer)
             sys.meta_path.insert(0, finder)
             self._undo.callback(_remove, sys.meta_path, finder)
 
     def end(self) -> None:
         self._undo.close()
 
-    def _refuse_optimizer(self, module: Any) -> None:
-        name = "torch.distributed.optim.DistributedOptimizer"
-        self._replace((module.DistributedOptimizer,), "__init__", name)
+    def _replace_optimizer(self, module: Any) -> None:
+        self._replace(module.DistributedOptimizer, "__init__", _make_optimizer)
+        self._replace(module.DistributedOptimizer, "step", _step)
 
-    def _replace(self, owners: Sequence[Any], name: str, what: str) -> None:
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise RpcError(
-                f"{what} does not work over Rallypoint: it does not record Rallypoint's calls, so gradients would stop"
-                " there; use rallypoint.rpc.autograd and rallypoint.rpc.optim, or torch's own RPC"
-                " (rallypoint.compat.uninstall())"
-            )
+    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
+        self._undo.callback(_put_back, owner, name, vars(owner).get(name, _MISSING))
+        setattr(owner, name, replacement)
 
-        for owner in owners:
-            self._undo.callback(_put_back, owner, name, vars(owner).get(name, _MISSING))
-            setattr(owner, name, refuse)
+
+# The methods of torch's classes. Each object holds ours.
+
+
+def _enter(self: Any) -> int:
+    self.autograd_context = autograd.context()
+    context_id: int = self.autograd_context.__enter__()
+    return context_id
+
+
+def _exit(self: Any, *error: Any) -> None:
+    self.autograd_context.__exit__(*error)
+
+
+def _make_optimizer(
+    self: Any, optimizer_class: Any, params_rref: Any, *args: Any, **kwargs: Any
+) -> None:
+    self.optimizer = DistributedOptimizer(optimizer_class, params_rref, *args, **kwargs)
+
+
+def _step(self: Any, context_id: int) -> None:
+    self.optimizer.step(context_id)
+
+
+def _refuse(*_: Any) -> Any:
+    raise RpcError(
+        "torch's own autograd contexts do not record Rallypoint's calls, so gradients would stop there: use"
+        " torch.distributed.autograd.context()"
+    )
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:

@@ -37,7 +37,7 @@ from rallypoint.rpc.current_agent import member_agent, required_agent
 from rallypoint.rpc.references import rref
 
 from . import torch_private
-from .autograd import Refusal
+from .autograd import StandIn
 from .window import Window
 
 
@@ -77,7 +77,7 @@ _ddp: Any = importlib.import_module("torch.nn.parallel.distributed")
 _MISSING = object()
 _lock = threading.Lock()
 _before: dict[str, Any] | None = None
-_refusal = Refusal()
+_autograd = StandIn()
 
 
 def install() -> None:
@@ -115,7 +115,7 @@ def install() -> None:
         _before["ddp"] = getattr(_ddp, "RRef", _MISSING)
         if _before["ddp"] is not _MISSING:
             _ddp.RRef = rpc.RRef
-        _refusal.begin()
+        _autograd.begin()
 
 
 def uninstall() -> None:
@@ -144,7 +144,7 @@ def uninstall() -> None:
             setattr(native, name, value)
         for name, value in before["futures"].items():
             setattr(torch.futures, name, value)
-        _refusal.end()
+        _autograd.end()
         if before["ddp"] is not _MISSING:
             _ddp.RRef = before["ddp"]
         initialization._torch_rules = False
