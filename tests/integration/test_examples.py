@@ -179,8 +179,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_the_demo_goes_on_from_its_checkpoint_after_a_worker_was_killed(
     tmp_path, demo, monkeypatch
 ):
-    # torchrun alone needs this: its second attempt reads the Gloo addresses of the first.
-    monkeypatch.setitem(ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if LAUNCHER == "torchrun":  # its second attempt reads the Gloo addresses of the first
+        monkeypatch.setitem(ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
     done = succeed(
         *command(LAUNCHER, "--max-restarts", "1"),
