@@ -24,7 +24,9 @@ RESTARTS = {"last_rank": 1, "facts": {}}
     ("why", "records", "workers", "keepers"),
     [
         ("a new node has the free place", [member(0), NEW, member(2)], [2, 2, 1], {0, 2}),
-        ("two are new", [NEW, member(1), NEW], [2, 2, 1], {1}),
+        ("two are new", [member(0), NEW, NEW], [2, 2, 1], {0}),
+        ("nobody has the record of node 2", [NEW, member(1), NEW], [2, 2, 1], None),
+        ("nobody has the record of node 0", [NEW, NEW, member(2)], [2, 2, 1], None),
         ("all are back", [member(0), member(1), member(2)], [2, 2, 1], {0, 1, 2}),
         ("fewer nodes", [member(0), member(1)], [2, 2], None),
         ("more nodes", [member(0), member(1), member(2), NEW], [2, 2, 1, 1], None),

@@ -3,6 +3,9 @@
 Workers in a session survive the loss of a node. A node that holds such workers says so in its record. If in the new round all of
 these nodes have the ranks that they had, as many nodes take part as before, and each has as many workers, then
 ranks and world size stay: the workers continue, and the nodes in the free places start the lost ones anew.
+
+The lost ones' set-up is recorded in the workers' store, on node 0, and the next node has a copy of each node's records. If the store
+is lost together with a node and the next one, nobody has them, and all workers start anew.
 """
 
 from __future__ import annotations
@@ -111,6 +114,10 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> Kept
         return None
     ((_, before),) = same
     if before != tuple(workers):
+        return None
+    count = len(records)
+    pairs_lost = any(not {node, (node + 1) % count} & keepers.keys() for node in range(count))
+    if 0 not in keepers and pairs_lost:
         return None
     return Kept(
         keepers=frozenset(keepers),
