@@ -501,12 +501,13 @@ class PeerNodes:
         self._post(PeerEvent("lost", 0, current.generation, reason=reason))
         self._post(PeerEvent("reports", 0, current.generation))  # no node can report any more
         if self._config.elastic:
-            self._requests.put(self._find_store)
+            self._requests.put(lambda: self._find_store(current))
 
-    def _find_store(self) -> None:
+    def _find_store(self, current: Round) -> None:
         assert self._rendezvous is not None
+        if self._round is not current:
+            return  # the nodes have met again meanwhile, where the store is now
         self._rendezvous.find_store()
-        current = self._round
         current.unheard = False
         # If only this node had lost the store, the others must be told to form the next round with it.
         self._append("parted", current.generation)
