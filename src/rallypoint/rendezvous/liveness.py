@@ -470,4 +470,4 @@ def _poll(lines: Iterable[_Line], wake_fd: int, timeout: float) -> None:
 
 def _lost(neighbour: Neighbour, how: str) -> str:
     host = f" on {neighbour.host}" if neighbour.host else ""
-    return f"node {neighbour.rank} is lost: it{host} {how}"
+    return f"node {neighbour.rank}{host} is lost: it {how}"
