@@ -32,7 +32,8 @@ def trio() -> Iterator[Workers]:
         workers.run(functools.partial(rpc_workers.join, num_worker_threads=2))
         yield workers
         workers.run(rpc_workers.leave)
-        assert workers.run(rpc_workers.resources) == before
+        # torch's threads may close a socket a moment later.
+        eventually(lambda: workers.run(rpc_workers.resources) == before, 5.0)
 
 
 # -- what workers call ------------------------------------------------------------------------------

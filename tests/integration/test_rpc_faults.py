@@ -305,6 +305,7 @@ def test_a_stream_that_runs_out_of_time_is_not_taken_for_complete() -> None:
         """A request whose caller takes two items, and then no more."""
 
         call = CurrentCall(WorkerInfo("a", 0), time.monotonic() + 0.05)
+        context = None
 
         def flow(self, source: Any) -> None: ...
 

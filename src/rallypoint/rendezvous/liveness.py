@@ -44,8 +44,9 @@ BEATS_AFTER_REFUSAL = 4
 # A connection that ends within this many seconds was probably cut because strangers crowd the port.
 _CUT_AGAIN = 0.1
 
-# The end of the message about a loss.
-ENDED = "has ended unexpectedly (its process is gone)"
+# How a node was lost, for the message.
+ENDED = "its process{on} has ended unexpectedly"
+LEFT = "it has left"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,7 +319,7 @@ class Pulse:
             numbers[each] = number if isinstance(number, int) else -1
             if body is not None and body.get("left") is True:
                 neighbour = watched[each]
-                self._lose(Loss(neighbour, True, _lost(neighbour, "has left"), left=True))
+                self._lose(Loss(neighbour, True, _lost(neighbour, LEFT), left=True))
         now = MONOTONIC.now()
         # Certain losses first: otherwise the node is first reported as silent only.
         doubtful = {each: numbers[each] for each in suspects if each in numbers}
@@ -327,8 +328,8 @@ class Pulse:
         if leases is None:
             return
         for each in leases.observe(now, numbers):
-            seconds = f"has been silent for {self._lease:g} s"
-            self._lose(Loss(watched[each], False, _lost(watched[each], seconds)))
+            silent = f"its process{{on}} has been silent for {self._lease:g} s"
+            self._lose(Loss(watched[each], False, _lost(watched[each], silent)))
 
     def _heed_end(self, neighbour: Neighbour) -> None:
         """Its process has ended. Its last heartbeat tells whether it left in good order."""
@@ -338,7 +339,7 @@ class Pulse:
             self._lose(Loss(neighbour, True, _lost(neighbour, ENDED)))
             raise
         left = body is not None and body.get("left") is True
-        self._lose(Loss(neighbour, True, _lost(neighbour, "has left" if left else ENDED), left))
+        self._lose(Loss(neighbour, True, _lost(neighbour, LEFT if left else ENDED), left))
 
     def _lose(self, loss: Loss) -> None:
         node_id = loss.neighbour.node_id
@@ -469,5 +470,5 @@ def _poll(lines: Iterable[_Line], wake_fd: int, timeout: float) -> None:
 
 
 def _lost(neighbour: Neighbour, how: str) -> str:
-    host = f" on {neighbour.host}" if neighbour.host else ""
-    return f"node {neighbour.rank}{host} is lost: it {how}"
+    on = f" on {neighbour.host}" if neighbour.host else ""
+    return f"node {neighbour.rank} is lost: {how.format(on=on)}"

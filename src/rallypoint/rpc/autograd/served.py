@@ -99,6 +99,8 @@ def finish_pass(context_id: int, pass_id: PassId) -> None:
 
 def enrol(context_id: int) -> bool:
     """The caller has received a message of a context of this worker. Returns whether the context still lives."""
+    if type(context_id) is not int:
+        raise RpcError(f"a context's id is a {type(context_id).__name__}: expected a number")
     return _contexts().enrol(context_id, _serving().caller.id)
 
 
