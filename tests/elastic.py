@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rallypoint._core import process
-from supervisors import TORCH, Popen
+from supervisors import Popen
 
 
 WORKER = Path(__file__).parent / "faults" / "scripts" / "elastic_worker.py"
@@ -242,7 +242,6 @@ class Cluster:
         env: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
         script: Sequence[str] = (str(WORKER),),
-        imports: Sequence[str] = TORCH,
     ) -> Node:
         tmp = self.folder / "tmp" / name
         tmp.mkdir(parents=True)
@@ -271,7 +270,6 @@ class Cluster:
             env=full,
             cwd=self.folder,
             start_new_session=True,  # a Ctrl-C at the tests is not for it
-            imports=imports,
             **place,
         )
         self.nodes.append(Node(name, begun, tmp))

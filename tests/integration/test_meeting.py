@@ -14,13 +14,10 @@ from pathlib import Path
 import pytest
 
 from elastic import PATIENCE, Cluster, Node, wait_until
-from supervisors import TORCH
 
 
 pytestmark = pytest.mark.integration
 
-# What a forked supervisor and its store find imported: no optimizer steps here.
-IMPORTS = TORCH[:2]
 # Says which node it is on, and needs no torch.
 SCRIPT = """
 import os, pathlib
@@ -46,7 +43,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def start(cluster: Cluster, name: str, *words: str, **more: object) -> Node:
     # No fork server has to import torch, which the script does without.
     words = ("--start-method", "exec", *words)
-    return cluster.start(name, *words, script=("script.py",), imports=IMPORTS, **more)
+    return cluster.start(name, *words, script=("script.py",), **more)
 
 
 def ran(cluster: Cluster, name: str) -> list[str]:
@@ -316,9 +313,7 @@ def test_a_plug_in_s_rendezvous_works_under_rally_run(cluster: Cluster) -> None:
     line = ("--nnodes", "2", "--max-restarts", "1", "--rdzv-backend", "meeting-room")
     line += ("--rdzv-endpoint", str(cluster.folder / "room"), "--rdzv-conf", "colour=blue")
     nodes = [
-        cluster.start(
-            f"n{i}", *line, env={"PYTHONPATH": path}, script=("twice.py",), imports=IMPORTS
-        )
+        cluster.start(f"n{i}", *line, env={"PYTHONPATH": path}, script=("twice.py",))
         for i in range(2)
     ]
     assert [node.wait() for node in nodes] == [0, 0], cluster
@@ -326,9 +321,7 @@ def test_a_plug_in_s_rendezvous_works_under_rally_run(cluster: Cluster) -> None:
     assert [each[0] for each in found] == ["0", "1"]
     assert {each[4] for each in found} == {"1"}
     assert "rank 1 raised ValueError: a bad batch; restarting" in str(cluster)
-    unknown = cluster.start(
-        "n2", "--rdzv-backend", "meeting-rom", env={"PYTHONPATH": path}, imports=IMPORTS
-    )
+    unknown = cluster.start("n2", "--rdzv-backend", "meeting-rom", env={"PYTHONPATH": path})
     assert unknown.wait() == 2
     assert "did you mean meeting-room?" in unknown.says()
     assert "tcpstore (also c10d, tcp)" in unknown.says()
