@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -178,27 +179,29 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> NoReturn:
-    # As executing another program would leave it.
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            default = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if default else signal.SIG_DFL)
-    os.setsid()
-    kept = sorted({0, 1, 2, *fds})
-    for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-        os.closerange(before + 1, after)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
-        del sys.modules[name]
-    sys.modules.update(_servers_modules)
-    subprocess.Popen = _Popen.__base__  # type: ignore[misc]
-    _take_environment(env)
-    # A notebook has objects of its own there.
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
-    sys.argv = ["-c"]
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
+    try:  # an error must not lead back into the code of the supervisor that forked
+        # As executing another program would leave it.
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                default = number == signal.SIGINT
+                signal.signal(number, signal.default_int_handler if default else signal.SIG_DFL)
+        os.setsid()
+        kept = sorted({0, 1, 2, *fds})
+        for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+            os.closerange(before + 1, after)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
+            del sys.modules[name]
+        sys.modules.update(_servers_modules)
+        subprocess.Popen = _Popen.__base__  # type: ignore[misc]
+        _take_environment(env)
+        # A notebook has objects of its own there.
+        sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+        sys.argv = ["-c"]
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(code, vars(module))
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(1)
 

@@ -150,6 +150,9 @@ class PeerNodes:
                 self._requests.put(lambda: self._append(what, generation))
             case _:
                 more = {"failures": told} | ({"reason": reason} if reason else {})
+                if what == "stopped":
+                    self._ask(lambda: self._stop_others(generation, more))
+                    return
                 self._requests.put(lambda: self._append(what, generation, **more))
 
     def tell_loss(self, generation: int, failure: WorkerFailure, *, survivors: bool) -> None:
@@ -363,6 +366,14 @@ class PeerNodes:
         # The others continue without this node, but use its store.
         entry = {"what": "leaving", "node": -1, "serves": self._rendezvous.serves}
         Journal(self._records(), current.kept_for).append(entry)
+
+    def _stop_others(self, generation: int, more: Mapping[str, Any]) -> None:
+        """The job was told to stop here, maybe while this node waits for the others to form ``generation``."""
+        current = self._round
+        self._append("stopped", min(generation, current.generation), **more)
+        if generation > current.generation and not current.unheard:
+            # Who waits for that round reads the entry above. Who is in it already reads this one.
+            Journal(self._records(), generation).append({"what": "stopped", "node": -1, **more})
 
     def _count_done(self, generation: int) -> None:
         assert self._rendezvous is not None

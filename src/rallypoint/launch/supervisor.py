@@ -666,7 +666,8 @@ class Supervisor:
                     self._decide(policy.PeersDone())
                 case PeerEvent("stopped", node_rank):
                     self._peers_stop = True
-                    self._say(f"node {node_rank} was told to stop; stopping this node too")
+                    who = f"node {node_rank}" if node_rank >= 0 else "another node"
+                    self._say(f"{who} was told to stop; stopping this node too")
                     self._decide(policy.PeersStopped(node_rank))
                 case PeerEvent("reports"):
                     self._gather_until = None
