@@ -219,7 +219,9 @@ def test_workers_deaths_are_known_everywhere_at_once(cluster: Cluster) -> None:
 
 @pytest.mark.netns
 @pytest.mark.parametrize("who", ["n0", "n2"], ids=["host", "guest"])
-def test_a_job_that_is_stopped_between_two_rounds_ends_everywhere(cluster: Cluster, who: str) -> None:
+def test_a_job_that_is_stopped_between_two_rounds_ends_everywhere(
+    cluster: Cluster, who: str
+) -> None:
     """All wait for a node that was killed. Ctrl-C on one of them: the others need not wait until ``join_timeout``."""
     env = {"ELASTIC_APART": "1"}
     start_hosts(cluster, 4, "4:4", env=env)
