@@ -19,7 +19,8 @@ SRC = Path(__file__).resolve().parents[1] / "src" / PKG
 MAY_IMPORT: dict[str, set[str]] = {
     "_core": set(),
     "rendezvous": {"_core"},
-    "launch": {"_core", "rendezvous", "parallel"},
+    "control": {"_core"},
+    "launch": {"_core", "control", "rendezvous", "parallel"},
     "parallel": {"_core"},
     "join": {"_core"},
     "elastic": {"_core", "rendezvous"},
@@ -64,6 +65,12 @@ TORCH_INSIDE_FUNCTIONS = {
 # Decisions only: no clock, no socket, no thread, no environment, no files.
 SANS_IO = {
     "_core/half_open.py",
+    "_core/rank_words.py",
+    "control/messages.py",
+    "control/stacks.py",
+    "control/stack_groups.py",
+    "control/job_table.py",
+    "launch/status.py",
     "launch/placement/clusters/cluster.py",
     "launch/placement/clusters/mpi.py",
     "launch/placement/clusters/mpich.py",

@@ -26,6 +26,7 @@
     │   └── ProtocolError                  received data that is not a valid message
     │       ├── AuthenticationError        the peer did not prove that it knows the job's secret
     │       └── FrameChanged               a message was altered in transit
+    ├── ControlError (also RuntimeError)   a job could not be asked, or did not answer as expected
     └── InternalError (also RuntimeError)  a bug in Rallypoint; please report it
 
 Errors hold facts as attributes and build the message in ``__str__``. All of them pickle.
@@ -408,6 +409,10 @@ class AuthenticationError(ProtocolError):
 
 class FrameChanged(ProtocolError):
     """A message was altered in transit: what arrived is not what the peer sent."""
+
+
+class ControlError(RallyError, RuntimeError):
+    """A running job could not be asked, or did not answer as expected."""
 
 
 class InternalError(RallyError, RuntimeError):

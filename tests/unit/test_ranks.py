@@ -7,8 +7,9 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
+from rallypoint._core.rank_words import in_words
 from rallypoint.errors import ConfigError
-from rallypoint.launch.placement.ranks import WorkerRanks, assign, in_words
+from rallypoint.launch.placement.ranks import WorkerRanks, assign
 
 
 NODES = st.lists(st.integers(1, 9), min_size=1, max_size=9)

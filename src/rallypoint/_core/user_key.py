@@ -15,31 +15,26 @@ from typing import Final
 
 from rallypoint.errors import ConfigError
 
+from . import user_folder
+
 
 _KEY_BYTES: Final = 32
 _NAME: Final = "key"
-
-
-def folders() -> tuple[Path, Path]:
-    """The candidate folders, in order. They do not depend on the environment, so all processes agree."""
-    uid = os.geteuid()
-    # The second exists only while the user is logged in, but no other user can create it.
-    return Path(f"/tmp/rallypoint-{uid}"), Path(f"/run/user/{uid}/rallypoint")  # noqa: S108  # checked below
 
 
 def user_key(where: Sequence[Path] | None = None) -> bytes:
     """Read the user's key, and create it if it is missing.
 
     Args:
-        where: folders to try instead of :func:`folders`.
+        where: folders to try instead of those in :mod:`.user_folder`.
 
     Raises:
         ConfigError: none of the folders can be used; gives the reason for each.
     """
     reasons = []
-    for folder in where or folders():
+    for folder in where or user_folder.candidates():
         try:
-            _check(folder)
+            user_folder.check(folder)
             return _key_in(folder)
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror or error}")
@@ -49,19 +44,6 @@ def user_key(where: Sequence[Path] | None = None) -> bytes:
         f"this host has no private folder for a key of this user ({'; '.join(reasons)})",
         "remove what is in the way, or give all workers a secret: RALLY_SECRET, secret=...",
     )
-
-
-def _check(folder: Path) -> None:
-    """Create the folder, or check that it is this user's and private."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(0o700)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(0, "not a folder")
-    if found.st_uid != os.geteuid():
-        raise PermissionError(0, f"belongs to uid {found.st_uid}")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(0, f"its mode is {stat.S_IMODE(found.st_mode):04o}, expected 0700")
 
 
 def _key_in(folder: Path) -> bytes:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from rallypoint.control.client import RunningJob, connect
+
     from .functions import (
         MultiprocessConfig,
         default_backend,
@@ -29,6 +31,8 @@ __all__ = [
     "ClusterVariables",
     "MultiprocessConfig",
     "Placement",
+    "RunningJob",
+    "connect",
     "default_backend",
     "get_distributed_backend",
     "init_and_run",
@@ -42,8 +46,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:  # Any: the names above, loaded on first use
     if name in __all__:
+        from rallypoint.control import client
+
         from .placement import clusters
 
+        if name in {"RunningJob", "connect"}:
+            return getattr(client, name)
         if name in clusters.__all__:
             return getattr(clusters, name)
         from . import functions

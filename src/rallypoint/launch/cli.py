@@ -20,6 +20,8 @@ _USAGE = """\
 usage: rally COMMAND …
 
   rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
+  rally ps                             list the jobs of this user on this host
+  rally stacks [JOB]                   show where each worker is, the odd ones out first
   rally checkpoints PLACE              list the checkpoints of sessions
   rally secret [FILE]                  make the secret that the nodes of a job share
   rally env                            list the environment variables that rally reads
@@ -27,7 +29,7 @@ usage: rally COMMAND …
 
 rally run --help lists the flags."""
 
-_COMMANDS = ("run", "checkpoints", "secret", "env", "help")
+_COMMANDS = ("run", "ps", "stacks", "checkpoints", "secret", "env", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +59,11 @@ def _dispatch(words: list[str]) -> int:
     match command:
         case "run":
             return run(words[1:])
+        case "ps" | "stacks":
+            from rallypoint.control import commands
+
+            _print(commands.ps(words[1:]) if command == "ps" else commands.stacks(words[1:]))
+            return 0
         case "checkpoints":
             from . import checkpoint_table
 

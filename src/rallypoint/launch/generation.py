@@ -39,6 +39,7 @@ class Worker:
         name: its name in the fork server, unique within the job.
         line: the supervisor's end of the socket on which it reports how it failed.
         streams: its output.
+        stacks_fd: where its stacks can be read once it is asked for them; negative once it is closed.
         result_fd: function launches: the memory file for its result.
         pid: 0 until the fork server has reported it.
         said: what it reported.
@@ -55,6 +56,7 @@ class Worker:
     name: str
     line: socket.socket
     streams: WorkerStreams
+    stacks_fd: int
     result_fd: int | None = None
     pid: int = 0
     said: bytearray = field(default_factory=bytearray)
@@ -139,6 +141,9 @@ class Worker:
         """Close all descriptors. A second call does nothing."""
         self.line.close()
         self.streams.given()
+        if self.stacks_fd >= 0:
+            os.close(self.stacks_fd)
+            self.stacks_fd = -1
         if self.memory_fd is not None:
             os.close(self.memory_fd)
             self.memory_fd = None

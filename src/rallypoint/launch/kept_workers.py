@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rallypoint import events
+from rallypoint._core.rank_words import in_words
 
 from .coordination import RoundReady
 from .generation import Generation, Worker
 from .output.failure import WorkerFailure
 from .output.report import explained, in_a_line
-from .placement.ranks import in_words
 
 
 class KeptWorkers:

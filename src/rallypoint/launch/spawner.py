@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rallypoint._core import stack_line
+
 from .config import LaunchConfig, TargetKind
 from .coordination import RoundReady
 from .generation import Generation, Worker
@@ -165,16 +167,17 @@ class Spawner:
         streams = factory.open(ranks.local_rank, prefix)
         try:
             ours, theirs = socket.socketpair()
+            stacks_from, stacks_to = stack_line.pipe()
         except OSError:
             streams.given()
             raise
         ours.setblocking(False)
         # The name holds the generation: a report about an earlier one's must not be taken for its.
         name = name or f"worker {facts.generation}.{ranks.local_rank}"
-        worker = Worker(ranks, name, ours, streams)
+        worker = Worker(ranks, name, ours, streams, stacks_from)
         try:
-            with theirs:
-                fds = [streams.stdout, streams.stderr, theirs.fileno()]
+            with theirs, os.fdopen(stacks_to, "wb", buffering=0):
+                fds = [streams.stdout, streams.stderr, theirs.fileno(), stacks_to]
                 if self._config.job.kind is TargetKind.FUNCTION:
                     worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
                     payload = self._payload_fd if self._payload_fd is not None else worker.result_fd

@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
@@ -27,11 +28,13 @@ from rallypoint._core import (
     progress,
     secret,
 )
-from rallypoint.errors import ConfigError, LaunchError, RallyError
+from rallypoint._core.rank_words import in_words
+from rallypoint.control.server import Answer, ControlServer
+from rallypoint.errors import ConfigError, ControlError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL
 from rallypoint.rendezvous.kept_round import Held
 
-from . import policy, signals, store_socket
+from . import policy, signals, status, store_socket
 from .config import LaunchConfig, StartMethod, TargetKind
 from .coordination import (
     Coordination,
@@ -51,7 +54,6 @@ from .output.report import FailureReport, in_a_line
 from .output.reportfiles import write_error_files, write_report
 from .output.run_folder import RunFolder
 from .placement import worker_env
-from .placement.ranks import in_words
 from .policy import Aim, Phase
 from .server.channel import Message
 from .server.server_process import ServerProcess
@@ -183,6 +185,9 @@ class Supervisor:
         self._spawner: Spawner
         self._open_files: int | None = None  # the limit for a worker
         self._reserve: list[int] = []  # descriptors kept for cleaning up
+        self._control: ControlServer | None = None
+        self._began = clock.MONOTONIC.now()
+        self._stacks_lock = threading.Lock()  # two who ask must not read each other's answers
         self._poller = select.poll()
 
     # -- life ---------------------------------------------------------------------------------
@@ -282,6 +287,7 @@ class Supervisor:
         self._poller.register(received.fileno(), select.POLLIN)
         self._poller.register(server.pidfd, select.POLLIN)
         self._poller.register(coordination.fileno(), select.POLLIN)
+        self._control = self._open_control()
         self._do(policy.start(self._state))
         while self._finished is None:
             if not server.channel.closed_by_peer:
@@ -312,6 +318,8 @@ class Supervisor:
                 self._server_lost()
             if coordination.fileno() in ready:
                 self._hear_peers()
+            if self._control is not None and self._control.fileno() in ready:
+                self._control.serve()
             kill_at = self._state.kill_at
             if kill_at is not None and clock.MONOTONIC.now() >= kill_at:
                 self._decide(policy.GraceOver())
@@ -348,6 +356,8 @@ class Supervisor:
     def _close(self, received: SignalEvents) -> None:
         for fd in self._reserve:
             os.close(fd)
+        if self._control is not None:
+            self._control.close()
         if hasattr(self, "_server"):
             # A fork server that still imports has nothing to end, and a deaf one does nothing. Neither is waited for.
             answers = self._server_ready and not self._server_is_deaf
@@ -385,6 +395,60 @@ class Supervisor:
                 return "the job was told to stop"
             case _:
                 return ""
+
+    # -- those who ask ------------------------------------------------------------------------
+
+    def _open_control(self) -> ControlServer | None:
+        try:
+            control = ControlServer(self._config.rendezvous.run_id, self._answer)
+        except OSError as error:
+            _log.info("no control socket, so rally ps does not show this job: %s", error)
+            return None
+        self._poller.register(control.fileno(), select.POLLIN)
+        return control
+
+    def _answer(self, question: dict[str, Any]) -> Answer | Callable[[], Answer]:
+        match question.get("ask"):
+            case "status":
+                facts = {
+                    "pid": os.getpid(),
+                    "host": socket.gethostname(),
+                    "seconds": round(clock.MONOTONIC.now() - self._began, 3),
+                    "log_folder": str(self._folder.path or ""),
+                    "is_ready": self._server_ready,
+                }
+                return status.status(
+                    self._config, self._state, self._round, self._workers, facts=facts
+                )
+            case "stacks":
+                return self._stacks(question)
+            case other:
+                raise ControlError(f"cannot be asked for {other!r} (known: status, stacks)")
+
+    def _stacks(self, question: dict[str, Any]) -> Callable[[], Answer]:
+        from rallypoint.control import stack_probe
+
+        ranks, here = question.get("ranks") or [], {each.ranks.rank for each in self._workers}
+        unknown = sorted(set(ranks) - here)
+        if unknown:
+            raise ControlError(f"no {in_words(unknown)} on this node (it has {in_words(here)})")
+        targets = [
+            stack_probe.Target(rank=each.ranks.rank, pid=each.pid, fd=os.dup(each.stacks_fd))
+            for each in self._workers
+            if each.status is None and each.pid and (not ranks or each.ranks.rank in ranks)
+        ]
+
+        def look() -> Answer:
+            with self._stacks_lock:
+                found = stack_probe.look(
+                    targets,
+                    native=question.get("native") is True,
+                    by_signal=question.get("by_signal") is True,
+                    patience=float(question["patience"]),
+                )
+            return {"processes": found}
+
+        return look
 
     # -- signals ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rallypoint._core import env as environment, process, secret, supervisor_line
+from rallypoint._core import env as environment, process, secret, stack_line, supervisor_line
 from rallypoint.launch import torch_private
 from rallypoint.launch.config import Job, TargetKind
 
@@ -52,11 +52,12 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
         unbuffered = [] if job.block_buffered else ["-u"]
         module = ["-m"] if job.kind is TargetKind.MODULE else []
         _exec(python, [python, *unbuffered, *module, job.name, *job.args], env)
-    kept = [fd for fd in (worker.fds.line, worker.fds.payload, worker.fds.result) if fd is not None]
+    fds = worker.fds
+    kept = [fd for fd in (fds.line, fds.stacks, fds.payload, fds.result) if fd is not None]
     for fd in kept:
         os.set_inheritable(fd, True)
-    start = {"job": {**job.to_json(), "args": []}, "line": worker.fds.line}
-    start |= {"payload": worker.fds.payload, "result": worker.fds.result}
+    start = {"job": {**job.to_json(), "args": []}, "line": fds.line, "stacks": fds.stacks}
+    start |= {"payload": fds.payload, "result": fds.result}
     command = python_command("from rallypoint.launch.worker.bootstrap import main; main()", job)
     # Pass the arguments separately, not in the start record: `ps` and `pgrep -f` then show them, and
     # the kernel accepts at most 128 KiB in one argument.
@@ -102,11 +103,11 @@ def import_path(job: Job) -> str | None:
 def main() -> None:
     """In an interpreter started by :func:`exec_worker`: run the target and exit normally."""
     start = json.loads(sys.argv[1])
-    for name in ("line", "payload", "result"):
+    for name in ("line", "stacks", "payload", "result"):
         if start[name] is not None:
             os.set_inheritable(start[name], False)
     secret.keep()
-    fds = WorkerFds(1, 2, start["line"], start["payload"], start["result"])
+    fds = WorkerFds(1, 2, start["line"], start["stacks"], start["payload"], start["result"])
     job = Job.from_json({**start["job"], "args": sys.argv[3:]})
     streams.make_live(job)
     _fresh_main(job)
@@ -239,6 +240,7 @@ def _run(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> 
         # the caller, faulthandler may be enabled already, but writes to the caller's file.)
         faulthandler.enable(file=fds.line)
     _answer_what_is_handled(fds.line)
+    stack_line.answer(fds.stacks)
     error = _caught(job, fds, call)
     told = os.getpid() == own_pid  # else this is a fork of the script that has returned
     if call is None and job.kind is TargetKind.SCRIPT and not _is_container(Path(job.name)):

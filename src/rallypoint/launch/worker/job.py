@@ -14,11 +14,12 @@ ASK_SIGNAL = signal.SIGRTMIN + 21
 
 @dataclass(frozen=True, slots=True)
 class WorkerFds:
-    """A worker's descriptors: streams, the pipe to the supervisor, and for functions two memory files."""
+    """A worker's descriptors: streams, the socket to the supervisor, the pipe for stacks, and for functions two memory files."""
 
     stdout: int
     stderr: int
     line: int
+    stacks: int
     payload: int | None = None
     result: int | None = None
 

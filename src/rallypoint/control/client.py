@@ -1,0 +1,155 @@
+"""Asking the supervisors of jobs on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import ControlError
+
+from . import messages, sockets
+
+
+# A supervisor answers at once unless it stands still.
+ANSWER_PATIENCE = 5.0
+
+
+class RunningJob:
+    """A job on this host, by the supervisor of this node.
+
+    Args:
+        path: its control socket.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's."""
+        return int(self.path.name.split(".")[-3])
+
+    def status(self) -> dict[str, Any]:
+        """What the job does now. Its keys are in docs/operations.md.
+
+        Raises:
+            ControlError: it has ended, or does not answer.
+        """
+        return self.ask({"ask": "status"}, ANSWER_PATIENCE)
+
+    def stacks(
+        self,
+        ranks: Sequence[int] = (),
+        *,
+        native: bool = False,
+        by_signal: bool = False,
+        patience: float = 10.0,
+    ) -> list[dict[str, Any]]:
+        """The Python stacks of the workers of this node and of their children, without their help.
+
+        Args:
+            ranks: of these; empty: of all.
+            native: C frames as well; needs py-spy.
+            by_signal: do not use py-spy, even if it is installed.
+            patience: seconds.
+        Returns:
+            A record for each process, in the order of ranks: its keys are in docs/operations.md.
+        Raises:
+            ControlError: the job has ended, or does not answer.
+        """
+        how = {"native": native, "by_signal": by_signal, "patience": patience}
+        question = {"ask": "stacks", "ranks": list(ranks), **how}
+        processes: list[dict[str, Any]] = self.ask(question, patience + ANSWER_PATIENCE)[
+            "processes"
+        ]
+        return processes
+
+    def ask(self, question: dict[str, Any], patience: float) -> dict[str, Any]:
+        """Send a request, and wait for the answer.
+
+        Raises:
+            ControlError: the job has ended, does not answer within ``patience`` seconds, or refuses.
+        """
+        who = f"the job at {self.path.name} (pid {self.pid})"
+        deadline = Deadline(patience)
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as line:
+            try:
+                line.settimeout(patience)
+                line.connect(os.fspath(self.path))
+                line.sendall(messages.pack(question))
+                received = bytearray()
+                while not received.endswith(b"\n"):
+                    line.settimeout(max(0.001, deadline.remaining() or 0.0))
+                    data = line.recv(1 << 20)
+                    if not data:
+                        raise ControlError(f"{who} has ended")
+                    received += data
+                    if len(received) > messages.MAX_ANSWER:
+                        raise ControlError(f"{who} sent more than {messages.MAX_ANSWER} bytes")
+            except TimeoutError:
+                raise ControlError(
+                    f"{who} does not answer within {patience:g} s: is its supervisor stopped?"
+                ) from None
+            except OSError:
+                raise ControlError(f"{who} has ended") from None
+        answer = messages.unpack(bytes(received), who)
+        if "error" in answer:
+            raise ControlError(f"{who}: {answer['error']}")
+        return answer
+
+
+def running() -> Iterator[tuple[RunningJob, dict[str, Any] | ControlError]]:
+    """This user's jobs on this host, each with its status or why it has none.
+
+    The sockets of supervisors that were killed are removed.
+    """
+    for path in sockets.present():
+        if _is_dead(path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+            continue
+        job = RunningJob(path)
+        try:
+            yield job, job.status()
+        except ControlError as error:
+            yield job, error
+
+
+def connect(job: str = "") -> RunningJob:
+    """A job that runs on this host.
+
+    Args:
+        job: its run id, the pid of its supervisor, or the beginning of its id; empty: the only one.
+    Raises:
+        ControlError: there is none, or several.
+    """
+    found = [(each, told) for each, told in running() if isinstance(told, dict)]
+    exact = [each for each, told in found if job and job in {told["id"], str(each.pid)}]
+    near = [each for each, told in found if str(told["id"]).startswith(job)]
+    matching = exact or near
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(f"{told['id']} (pid {each.pid})" for each, told in found)
+    if not found:
+        raise ControlError("no job of this user runs on this host")
+    if not matching:
+        raise ControlError(f"no job {job!r} runs on this host; there are: {names}")
+    what = f"several jobs match {job!r}" if job else "several jobs run on this host"
+    raise ControlError(f"{what}; name one by its id or pid: {names}")
+
+
+def _is_dead(path: Path) -> bool:
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as line:
+        line.settimeout(1.0)
+        try:
+            line.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False

@@ -1,0 +1,61 @@
+"""Jobs as a table for people (``rally ps``). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+_HEAD = ("JOB", "PID", "SINCE", "NODE", "RANKS", "GEN", "RESTARTS", "STATE", "COMMAND")
+# Columns that end where the terminal does.
+_COMMAND = 60
+
+
+def table(jobs: Sequence[tuple[int, Mapping[str, Any] | str]]) -> str:
+    """A row for each job.
+
+    Args:
+        jobs: the supervisor's pid, and its status or why it has told none.
+    """
+    rows = [_HEAD, *(_row(pid, told) for pid, told in jobs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(lines)
+
+
+def _row(pid: int, told: Mapping[str, Any] | str) -> tuple[str, ...]:
+    if isinstance(told, str):
+        return ("?", str(pid), "", "", "", "", "", told, "")
+    workers = told["workers"]
+    alive = sum(each["state"] == "running" for each in workers)
+    node = "-" if told["node_rank"] is None else f"{told['node_rank']} of {told['nodes']}"
+    ranks = "-"
+    if told["world_size"]:
+        ranks = f"{alive} of {told['world_size']}" if told["nodes"] == 1 else f"{alive} here"
+    words = " ".join([str(told["target"]), *map(str, told["args"])])
+    return (
+        str(told["id"]),
+        str(pid),
+        duration(float(told["seconds"])),
+        node,
+        ranks,
+        "-" if told["generation"] is None else str(told["generation"]),
+        f"{told['restarts']} of {told['max_restarts']}",
+        str(told["state"]),
+        words if len(words) <= _COMMAND else words[: _COMMAND - 1] + "…",
+    )
+
+
+def duration(seconds: float) -> str:
+    """``42s``, ``12m03s``, ``3h07m``, ``2d04h``."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"

@@ -1,0 +1,90 @@
+"""Processes with the same stack, as one group: the odd ones out first. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rallypoint._core.rank_words import in_words
+
+
+Process = Mapping[str, Any]
+
+# Where packages and Python's own modules are.
+_INSTALLED = re.compile(r"^.*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
+# Names of C++ functions with their templates fill pages.
+_MAX_FUNCTION = 100
+
+
+def groups(processes: Sequence[Process]) -> list[list[Process]]:
+    """Processes with the same stack in the main thread together; the smallest group first.
+
+    Args:
+        processes: records of :meth:`.RunningJob.stacks`.
+    """
+    found: dict[Any, list[Process]] = {}
+    for each in processes:
+        found.setdefault(_signature(each), []).append(each)
+    # A child's stack is no sign of anything if its parent works; workers come first.
+    return sorted(
+        found.values(), key=lambda group: (bool(group[0]["name"]), len(group), group[0]["rank"])
+    )
+
+
+def _signature(process: Process) -> Any:
+    threads = process["threads"]
+    kind = bool(process["name"])
+    if not threads:
+        return kind, process["why"]
+    return kind, tuple((each["file"], each["line"]) for each in threads[0]["frames"])
+
+
+def text(processes: Sequence[Process], *, all_threads: bool = False) -> str:
+    """For people: each group under its ranks, the stack as in a traceback.
+
+    Args:
+        all_threads: also the threads besides the main thread; otherwise they are counted.
+    """
+    parts = []
+    for group in groups(processes):
+        first = group[0]
+        lines = [_title(group)]
+        if not first["threads"]:
+            lines.append(f"    no stack: {first['why']}")
+        for thread in first["threads"] if all_threads else first["threads"][:1]:
+            if thread is not first["threads"][0]:
+                lines.append(f"  thread {thread['name']}".rstrip() + ":")
+            lines += [_frame(each) for each in thread["frames"]] or ["    (no Python frame)"]
+        others = len(first["threads"]) - 1
+        if others > 0 and not all_threads:
+            lines.append(f"    (and {others} other thread{'s' if others > 1 else ''})")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _title(group: Sequence[Process]) -> str:
+    first = group[0]
+    if first["name"]:
+        owners = ", ".join(f"{each['name']} {each['pid']} of rank {each['rank']}" for each in group)
+        return f"{owners}:"
+    ranks = in_words([each["rank"] for each in group])
+    where = _place(first)
+    pids = f" (pid {first['pid']})" if len(group) == 1 else ""
+    return f"{ranks}{pids}{where}:"
+
+
+def _place(process: Process) -> str:
+    frames = process["threads"][0]["frames"] if process["threads"] else []
+    if not frames:
+        return ""
+    return f", in {frames[-1]['function']}"
+
+
+def _frame(frame: Mapping[str, Any]) -> str:
+    file = _INSTALLED.sub("", frame["file"])
+    line = f":{frame['line']}" if frame["line"] else ""  # C code has none
+    function = frame["function"]
+    if len(function) > _MAX_FUNCTION:
+        function = function[: _MAX_FUNCTION - 1] + "…"
+    return f"    {file}{line} in {function}"

@@ -1,0 +1,193 @@
+"""Reading the stacks of processes that do not help: stuck in C code, in a collective, with the GIL held.
+
+py-spy is asked first, if it is installed: it reads a process's memory, and works for one that is stopped, too. But it may not
+look where containers forbid ptrace.
+
+A worker has a handler for :data:`~rallypoint._core.stack_line.STACK_SIGNAL` that is not Python code: it writes the stacks of all threads to a pipe,
+whatever the interpreter does (faulthandler). Its forked children have inherited it. Interrupted system calls are restarted, but
+for those that the kernel never restarts: C code that calls ``sleep`` or ``poll`` may return early from it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rallypoint._core import process
+from rallypoint._core.clock import Deadline
+from rallypoint._core.stack_line import STACK_SIGNAL
+
+from . import stacks
+from .stacks import Thread
+
+
+# A process that writes has written all once nothing has come for this long. (Nothing marks the end.)
+_SILENCE = 0.05
+# How long a process may take to begin. A handler waits for nothing but a core.
+_BEGIN = 1.0
+_READERS = 8
+_STATES = {
+    "T": "it is stopped (SIGSTOP); kill -CONT continues it",
+    "t": "a debugger has stopped it",
+    "D": "it is stuck in the kernel (state D): a disk or network file system does not answer",
+    "Z": "it has ended",
+    "": "it has ended",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A worker whose stacks, and whose children's, are wanted.
+
+    Args:
+        rank: its rank.
+        pid: its pid.
+        fd: the reading end of its pipe; closed by :func:`look`.
+    """
+
+    rank: int
+    pid: int
+    fd: int
+
+
+def look(
+    targets: Sequence[Target], *, native: bool, by_signal: bool, patience: float
+) -> list[dict[str, Any]]:
+    """The stacks of workers and of their children. Blocks.
+
+    Args:
+        targets: the workers.
+        native: C frames as well, by py-spy.
+        by_signal: do not use py-spy.
+        patience: seconds for all.
+    Returns:
+        For each process: ``rank``, ``pid``, ``name`` (of a child; empty for a worker), ``threads`` (``name`` and
+        ``frames``: ``file``, ``line``, ``function``; the main thread first), and ``why`` there are none.
+    Raises:
+        ValueError: ``native``, and py-spy is not installed.
+    """
+    py_spy = None if by_signal else find_py_spy()
+    if native and py_spy is None:
+        for each in targets:
+            os.close(each.fd)
+        raise ValueError("native stacks need py-spy: pip install py-spy")
+    deadline = Deadline(patience)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="rally-stacks") as readers:
+        found = readers.map(lambda each: _of_worker(each, native, py_spy, deadline), targets)
+        return [record for records in found for record in records]
+
+
+def _of_worker(
+    target: Target, native: bool, py_spy: str | None, deadline: Deadline
+) -> list[dict[str, Any]]:
+    try:
+        records = [_of_process(target, target.pid, "", native, py_spy, deadline)]
+        for pid in process.descendants(target.pid):
+            name = _name(pid)
+            # Children that run other programs have nothing to say, but those that run Python code of the worker's.
+            if process.catches(pid, STACK_SIGNAL):
+                records.append(_of_process(target, pid, name, native, py_spy, deadline))
+        return records
+    finally:
+        os.close(target.fd)
+
+
+def _of_process(
+    target: Target, pid: int, name: str, native: bool, py_spy: str | None, deadline: Deadline
+) -> dict[str, Any]:
+    threads: list[Thread] = []
+    why = ""
+    if py_spy is not None:
+        threads, why = _by_py_spy(py_spy, pid, native, deadline)
+    if not threads and not native:
+        threads = _by_signal(pid, target.fd, deadline)
+        why = "" if threads else why
+    if not threads:
+        why = _STATES.get(process.state(pid)) or why or _why_silent(pid, py_spy)
+    return {"rank": target.rank, "pid": pid, "name": name, "threads": threads, "why": why}
+
+
+def _by_signal(pid: int, fd: int, deadline: Deadline) -> list[Thread]:
+    _drain(fd)  # what came too late for the last one who asked
+    # The signal would kill a process that is still starting or has executed another program.
+    if not process.catches(pid, STACK_SIGNAL) or process.state(pid) in "TtZ":
+        return []
+    try:
+        os.kill(pid, STACK_SIGNAL)
+    except OSError:
+        return []
+    received = bytearray()
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    while True:
+        wait = min(_SILENCE if received else _BEGIN, deadline.remaining() or 0.0)
+        if not poller.poll(wait * 1000):
+            break
+        data = _read(fd)
+        if not data:
+            break
+        received += data
+    return stacks.from_faulthandler(received.decode(errors="replace"))
+
+
+def _drain(fd: int) -> None:
+    while _read(fd):
+        pass
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, 65536)
+    except BlockingIOError:
+        return b""
+
+
+def find_py_spy() -> str | None:
+    """The program, on the path or beside the interpreter."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return shutil.which("py-spy") or (str(beside) if beside.exists() else None)
+
+
+def _by_py_spy(
+    program: str, pid: int, native: bool, deadline: Deadline
+) -> tuple[list[Thread], str]:
+    words = [program, "dump", "--json", "--pid", str(pid), *(["--native"] if native else [])]
+    try:
+        ran = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=max(0.1, deadline.remaining() or 0.0),
+            check=False,
+        )
+        if ran.returncode == 0:
+            return stacks.from_py_spy(ran.stdout), ""
+        reason = ran.stderr.strip().splitlines()
+        return [], f"py-spy: {reason[0] if reason else 'it failed'}"
+    except subprocess.TimeoutExpired:
+        return [], "py-spy did not end in time"
+    except (OSError, ValueError) as error:
+        return [], f"py-spy: {error}"
+
+
+def _why_silent(pid: int, py_spy: str | None) -> str:
+    more = "" if py_spy else "; py-spy, if it is installed, may show it"
+    if not process.catches(pid, STACK_SIGNAL):
+        return f"it is starting, or does not run Python code of ours{more}"
+    return f"it did not answer; it may block signals{more}"
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() or "process"
+    except OSError:
+        return "process"

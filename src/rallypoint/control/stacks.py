@@ -1,0 +1,73 @@
+"""Stacks of processes: from the text of faulthandler or the JSON of py-spy, to records. Pure.
+
+In a record, frames are listed like in a traceback: the most recent call last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+
+Frame = dict[str, Any]  # file, line, function
+Thread = dict[str, Any]  # name, frames
+
+_THREAD = re.compile(
+    r"^(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[([^\]]*)\])? \(most recent call"
+)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+# Frames of what started the script, or the child of a script.
+_OF_START = re.compile(
+    r"/rallypoint/launch/|/rallypoint/__main__\.py$|^<frozen runpy>$|/multiprocessing/process\.py$"
+)
+
+
+def from_faulthandler(text: str) -> list[Thread]:
+    """The threads in what ``faulthandler.dump_traceback`` wrote, the main thread first."""
+    threads: list[Thread] = []
+    for line in text.splitlines():
+        if found := _THREAD.match(line):
+            threads.append({"name": found[2] or "", "frames": []})
+        elif threads and (found := _FRAME.match(line)):
+            number = 0 if found[2] == "???" else int(found[2])
+            frame = {"file": found[1], "line": number, "function": found[3]}
+            threads[-1]["frames"].insert(0, frame)
+    # It lists the threads from the youngest to the oldest.
+    return _trimmed(threads[::-1])
+
+
+def from_py_spy(text: str) -> list[Thread]:
+    """The threads in what ``py-spy dump --json`` printed, the main thread first.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        found = json.loads(text)
+        found.sort(key=lambda each: each["os_thread_id"] != each["pid"])
+        threads = [
+            {
+                "name": each["thread_name"] or "",
+                "frames": [
+                    {"file": frame["filename"], "line": frame["line"], "function": frame["name"]}
+                    for frame in reversed(each["frames"])
+                ],
+            }
+            for each in found
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"unexpected output of py-spy: {error!r}") from None
+    return _trimmed(threads)
+
+
+def _trimmed(threads: Sequence[Thread]) -> list[Thread]:
+    """Without what is above the script in the main thread."""
+    for thread in threads[:1]:
+        frames = thread["frames"]
+        above = [place for place, each in enumerate(frames) if _OF_START.search(each["file"])]
+        if above and above[-1] + 1 < len(frames):
+            thread["frames"] = frames[above[-1] + 1 :]
+    return list(threads)

@@ -1,0 +1,91 @@
+"""What a supervisor says of its job when it is asked (``rally ps``). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .config import LaunchConfig
+from .coordination import RoundReady
+from .generation import Worker
+from .policy import Phase, State
+
+
+def status(
+    config: LaunchConfig,
+    state: State,
+    ready: RoundReady | None,
+    workers: Iterable[Worker],
+    *,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The answer to ``status``.
+
+    Args:
+        config: of the job.
+        state: of the policy.
+        ready: the round, if there was one.
+        workers: of the current generation on this node.
+        facts: ``pid``, ``host``, ``user``, ``seconds`` since the job began, ``log_folder``, ``is_ready``.
+    """
+    nodes = len(ready.workers_of_nodes) if ready is not None else 0
+    own = [_worker(each) for each in workers]
+    return {
+        **facts,
+        "id": config.rendezvous.run_id,
+        "target": config.job.name,
+        "args": list(config.job.args)[:100],
+        "state": _state(state, ready, is_ready=bool(facts["is_ready"])),
+        "min_nodes": config.min_nodes or config.num_nodes,
+        "max_nodes": config.num_nodes,
+        "nodes": nodes,
+        "node_rank": ready.node_rank if ready is not None else None,
+        "world_size": sum(ready.workers_of_nodes) if ready is not None else 0,
+        "generation": ready.generation if ready is not None else None,
+        "restarts": state.restarts,
+        "max_restarts": config.max_restarts,
+        "replaced": state.replaced,
+        "workers": own,
+    }
+
+
+def _state(state: State, ready: RoundReady | None, *, is_ready: bool) -> str:
+    match state.phase:
+        case Phase.JOINING if state.num_nodes > 1:
+            return "waiting for other nodes"
+        case Phase.JOINING:
+            return "starting" if ready is None else "restarting"
+        case Phase.REJOINING:
+            return "a node is lost: its workers wait while the nodes meet again"
+        case Phase.RUNNING if not is_ready:
+            return "starting"
+        case Phase.RUNNING if state.arriving:
+            return "replacing a lost worker"
+        case Phase.RUNNING:
+            return "running"
+        case Phase.LISTENING:
+            return "a worker has failed: looking for the cause"
+        case Phase.STOPPING | Phase.SWEEPING:
+            return {"restart": "restarting", "fail": "failing"}.get(state.aim.value, "ending")
+        case Phase.WAITING:
+            return "its workers have ended well; waiting for other nodes"
+        case _:
+            return "ending"
+
+
+def _worker(worker: Worker) -> dict[str, Any]:
+    if worker.status is not None:
+        how = "ended"
+    elif not worker.pid:
+        how = "starting"
+    elif worker.hung:
+        how = "hung"
+    else:
+        how = "running"
+    return {
+        "rank": worker.ranks.rank,
+        "local_rank": worker.ranks.local_rank,
+        "pid": worker.pid,
+        "state": how,
+        "in_session": worker.in_session,
+    }

@@ -1,0 +1,347 @@
+"""Asking a job that runs: ``rally ps``, ``rally stacks`` and their Python form, on real jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint._core import user_folder
+from rallypoint._core.stack_line import STACK_SIGNAL
+from rallypoint.control import messages, sockets
+from rallypoint.control.client import RunningJob, connect, running
+from rallypoint.control.server import MAX_CONNECTIONS, ControlServer
+from rallypoint.control.stack_probe import find_py_spy
+from rallypoint.errors import ControlError
+from rallypoint.launch.cli import main
+from supervisors import RALLY, Popen
+
+
+PATIENCE = 30.0
+
+# Each rank stands somewhere else; `stands` is written once all of a rank's processes do.
+HANGS = """
+import ctypes, os, sys, threading, time
+
+rank, folder = int(os.environ["RANK"]), sys.argv[1]
+
+def stands(what="rank"):
+    open(f"{folder}/{what}-{rank}", "w").close()
+
+def reads_a_pipe():
+    read, write = os.pipe()
+    stands()
+    os.read(read, 1)
+
+def waits_for_a_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    stands()
+    lock.acquire()
+
+def runs_a_loop():
+    stands()
+    while True:
+        pass
+
+def holds_the_gil_in_c():
+    stands()
+    while True:
+        ctypes.PyDLL(None).sleep(1000)
+
+def has_a_child():
+    if os.fork() == 0:
+        stands("child")
+        time.sleep(1000)
+    stands()
+    os.wait()
+
+[reads_a_pipe, waits_for_a_lock, runs_a_loop, holds_the_gil_in_c, has_a_child][min(rank, 4)]()
+"""
+
+
+def wait_until(look: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while not (found := look()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Sockets of this test alone. Their paths must be short."""
+    with tempfile.TemporaryDirectory(prefix="rp-") as base:
+        folder = Path(base) / "of-user"
+        monkeypatch.setattr(user_folder, "candidates", lambda: (folder, Path(base) / "none" / "x"))
+        yield folder
+
+
+class Job:
+    def __init__(self, folder: Path, count: int, name: str, *flags: str) -> None:
+        folder.mkdir()
+        script = folder / "hangs.py"
+        script.write_text(HANGS)
+        words = [RALLY, "run", "--nproc-per-node", str(count), "--rdzv-id", name, *flags]
+        self.process = Popen(
+            [*words, str(script), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        last = count - 1
+        marks = [f"rank-{rank}" for rank in range(count)] + (["child-4"] if last >= 4 else [])
+        wait_until(lambda: all((folder / mark).exists() for mark in marks), "all ranks stand")
+        self.name = name
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(PATIENCE)
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    name = f"control-{os.getpid()}"
+    made = Job(tmp_path_factory.mktemp("job") / "a", 5, name)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def test_status_says_what_the_job_is_and_does(job: Job) -> None:
+    told = connect(job.name).status()
+    assert (told["id"], told["pid"], told["state"]) == (job.name, job.process.pid, "running")
+    assert told["target"].endswith("hangs.py")
+    assert (told["world_size"], told["nodes"], told["node_rank"]) == (5, 1, 0)
+    assert [each["rank"] for each in told["workers"]] == list(range(5))
+    assert all(each["state"] == "running" and each["pid"] > 0 for each in told["workers"])
+    assert 0 < told["seconds"] < PATIENCE
+
+
+def test_ps_lists_it(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ps"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(job.name)]
+    assert str(job.process.pid) in row and "5 of 5" in row and "running" in row
+    assert main(["ps", "--json"]) == 0
+    ids = [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()]
+    assert job.name in ids
+
+
+@pytest.mark.parametrize("how", ["signal", "py-spy"])
+def test_every_rank_shows_where_it_stands(job: Job, how: str) -> None:
+    """A system call, a lock, a loop, C code that holds the GIL, a child: none of them helps."""
+    if how == "py-spy" and find_py_spy() is None:
+        pytest.skip("py-spy is not installed")
+    found = connect(job.name).stacks(by_signal=how == "signal")
+    ends = {each["rank"]: each for each in found if not each["name"]}
+    last = {rank: each["threads"][0]["frames"][-1]["function"] for rank, each in ends.items()}
+    assert last == {
+        0: "reads_a_pipe",
+        1: "waits_for_a_lock",
+        2: "runs_a_loop",
+        3: "holds_the_gil_in_c",
+        4: "has_a_child",
+    }
+    assert all(each["threads"][0]["frames"][0]["function"] == "<module>" for each in ends.values())
+    (child,) = [each for each in found if each["name"]]
+    assert child["rank"] == 4
+    (sleeps, begins) = (child["threads"][0]["frames"][-1], ends[4]["threads"][0]["frames"][-1])
+    assert sleeps["function"] == "has_a_child" and sleeps["line"] < begins["line"]
+
+
+def test_stacks_as_people_read_them(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stacks", job.name, "--rank", "3,0", "--signal"]) == 0
+    heads = [
+        line for line in capsys.readouterr().out.splitlines() if line and not line.startswith(" ")
+    ]
+    assert [head.partition(" (")[0] for head in heads] == ["rank 0", "rank 3"]
+    assert heads[1].endswith("in holds_the_gil_in_c:")
+
+
+def test_a_stopped_rank_is_told_as_stopped(job: Job) -> None:
+    pid = connect(job.name).status()["workers"][0]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        (record,) = connect(job.name).stacks([0], by_signal=True)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert not record["threads"] and "SIGSTOP" in record["why"]
+    (record,) = connect(job.name).stacks([0], by_signal=True)
+    assert record["threads"][0]["frames"][-1]["function"] == "reads_a_pipe"
+
+
+def test_nobody_notices_that_stacks_were_asked_for(job: Job) -> None:
+    for _ in range(5):
+        connect(job.name).stacks(by_signal=True)
+    assert {each["state"] for each in connect(job.name).status()["workers"]} == {"running"}
+
+
+def test_a_rank_that_is_not_here_is_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ControlError, match=r"no rank 9 on this node \(it has ranks 0-4\)"):
+        connect(job.name).stacks([9])
+    assert main(["stacks", job.name, "--rank", "x"]) == 2
+    assert "expected ranks, such as 3 or 0,3" in capsys.readouterr().err
+
+
+def test_two_jobs_must_be_told_apart(job: Job, tmp_path: Path) -> None:
+    other = Job(tmp_path / "b", 1, f"{job.name}-b")
+    try:
+        assert connect(str(other.process.pid)).status()["id"] == other.name
+        assert connect(job.name).status()["id"] == job.name, "an exact name wins"
+        with pytest.raises(ControlError, match=r"several jobs match 'control-\d+'|several jobs"):
+            connect("control-")
+    finally:
+        other.end()
+    with pytest.raises(ControlError, match=f"no job '{other.name}' runs on this host"):
+        connect(other.name)
+
+
+def test_no_job_is_one_line(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ps"]) == 0
+    assert capsys.readouterr().out == "no job of this user runs on this host\n"
+    assert main(["stacks", "no-such-job"]) == 1
+    assert capsys.readouterr().err == "rally: no job of this user runs on this host\n"
+    for wrong in (["ps", "--all"], ["stacks", "--what"], ["stacks", "a", "b"]):
+        assert main(wrong) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_socket_of_a_killed_supervisor_is_removed(tmp_path: Path) -> None:
+    made = Job(tmp_path / "c", 1, f"killed-{os.getpid()}")
+    path = connect(made.name).path
+    assert (
+        path.exists() and path.stat().st_mode & 0o77 == 0
+    ) or path.parent.stat().st_mode & 0o77 == 0
+    made.process.kill()
+    made.process.wait(PATIENCE)
+    made.process.stderr.close()
+    assert path.exists()
+    assert path not in [each.path for each, _ in running()]
+    assert not path.exists()
+
+
+def test_the_socket_goes_with_the_job(tmp_path: Path) -> None:
+    made = Job(tmp_path / "d", 1, f"ends-{os.getpid()}")
+    path = connect(made.name).path
+    made.end()
+    assert not path.exists()
+
+
+# -- the socket itself ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(own_folder: Path) -> Iterator[ControlServer]:
+    made = ControlServer("a job", lambda question: {"heard": question["ask"]})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def exchange(server: ControlServer, sent: bytes) -> bytes:
+    """What comes back, with the server run by hand."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(os.fspath(server.path))
+        line.sendall(sent)
+        line.settimeout(0.01)
+        received = b""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            server.serve()
+            try:
+                data = line.recv(65536)
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                return received
+            if not data:
+                return received
+            received += data
+        raise AssertionError(received)
+
+
+def test_another_version_is_told(served: ControlServer) -> None:
+    told = json.loads(exchange(served, b'{"version": 99, "ask": "status"}\n'))
+    assert "speaks version 99 of the control protocol, this is version 1" in told["error"]
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\n", b"[]\n", b"{}\n", b'{"version": true, "a": 1}\n'])
+def test_nonsense_is_answered_with_an_error(served: ControlServer, sent: bytes) -> None:
+    answer = json.loads(exchange(served, sent))
+    assert answer["version"] == messages.VERSION
+    assert "error" in answer or answer.get("heard") is None
+
+
+def test_a_request_without_end_is_dropped(served: ControlServer) -> None:
+    assert exchange(served, b"x" * (messages.MAX_REQUEST + 1)) == b""
+
+
+def test_too_many_connections_are_refused_and_the_next_is_served(served: ControlServer) -> None:
+    idle = []
+    for _ in range(MAX_CONNECTIONS + 4):
+        line = socket.socket(socket.AF_UNIX)
+        line.connect(os.fspath(served.path))
+        idle.append(line)
+        served.serve()
+    for line in idle:
+        line.close()
+    served.serve()
+    assert json.loads(exchange(served, messages.pack({"ask": "x"})))["heard"] == "x"
+
+
+def test_who_may_not_enter_the_folder_gets_no_socket(own_folder: Path) -> None:
+    own_folder.mkdir(mode=0o777)
+    own_folder.chmod(0o777)
+    assert sockets.present() == []
+    with pytest.raises(OSError):
+        sockets.bind("job")
+
+
+def test_a_supervisor_that_does_not_answer_is_told(own_folder: Path) -> None:
+    listener, path = sockets.bind("mute")
+    with listener:
+        with pytest.raises(ControlError, match="does not answer within 0.1 s: is its supervisor"):
+            RunningJob(path).ask({"ask": "status"}, 0.1)
+    path.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_another_user_sees_nothing_and_is_not_heard(served: ControlServer) -> None:
+    served.path.parent.parent.chmod(0o755)
+    served.path.parent.chmod(0o755)
+    served.path.chmod(0o777)
+    code = (
+        "import os, socket, sys; os.setuid(65534); line = socket.socket(socket.AF_UNIX);"
+        f"line.connect({os.fspath(served.path)!r}); print('in', flush=True);"
+        'line.sendall(b\'{"version": 1, "ask": "x"}\\n\'); print(line.recv(100))'
+    )
+    for folder in served.path.parents:
+        if folder.stat().st_mode & 0o1 == 0:
+            folder.chmod(folder.stat().st_mode | 0o1)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        if other.stdout.readline() == "in\n":  # the way there may be closed by a folder above
+            deadline = time.monotonic() + PATIENCE
+            while other.poll() is None and time.monotonic() < deadline:
+                served.serve()
+                time.sleep(0.01)
+            assert "heard" not in other.stdout.read()
+
+
+def test_the_signal_is_nobody_elses() -> None:
+    from rallypoint.launch.worker.job import ASK_SIGNAL
+
+    assert signal.SIGRTMIN < STACK_SIGNAL < signal.SIGRTMAX and STACK_SIGNAL != ASK_SIGNAL
