@@ -35,8 +35,10 @@ class RunningJob:
         return int(self.path.name.split(".")[-3])
 
     def status(self) -> dict[str, Any]:
-        """What the job does now. Its keys are in docs/operations.md.
+        """What the job does now.
 
+        Returns:
+            A dictionary; docs/operations.md has its keys.
         Raises:
             ControlError: it has ended, or does not answer.
         """
@@ -72,8 +74,13 @@ class RunningJob:
     def ask(self, question: dict[str, Any], patience: float) -> dict[str, Any]:
         """Send a request, and wait for the answer.
 
+        Args:
+            question: its ``ask`` says what for; ``status`` and ``stacks`` have methods of their own.
+            patience: seconds.
+        Returns:
+            The answer.
         Raises:
-            ControlError: the job has ended, does not answer within ``patience`` seconds, or refuses.
+            ControlError: the job has ended, does not answer in time, or refuses.
         """
         who = f"the job at {self.path.name} (pid {self.pid})"
         deadline = Deadline(patience)
@@ -125,6 +132,8 @@ def connect(job: str = "") -> RunningJob:
 
     Args:
         job: its run id, the pid of its supervisor, or the beginning of its id; empty: the only one.
+    Returns:
+        The job.
     Raises:
         ControlError: there is none, or several.
     """

@@ -88,7 +88,9 @@ class ControlServer:
         self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: it is the parent's."""
+        """In a forked child: it is the parent's. A second call does nothing."""
+        if self._wake < 0:
+            return
         self._epoll.close()
         self._listener.close()
         for each in self._connections.values():
