@@ -71,6 +71,7 @@ SANS_IO = {
     "control/stack_groups.py",
     "control/job_table.py",
     "launch/status.py",
+    "launch/node_answers.py",
     "launch/placement/clusters/cluster.py",
     "launch/placement/clusters/mpi.py",
     "launch/placement/clusters/mpich.py",

@@ -43,7 +43,7 @@ def start_two(start, *flags: str, method: str = "forkserver", **more):
     ],
 )
 def test_workers_write_their_last_checkpoint(start, method, number, workers_first):
-    job = start_two(start, method=method)
+    job = start_two(start, "--signals-to-handle", "TERM,INT,HUP,QUIT", method=method)
     for other in OTHERS:  # which workers handle: they end nothing
         to_all(job, other, workers_first=workers_first)
         job.wait_for(f"count.{int(other)}.*", 2)

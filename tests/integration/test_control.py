@@ -188,6 +188,28 @@ def test_nobody_notices_that_stacks_were_asked_for(job: Job) -> None:
     assert {each["state"] for each in connect(job.name).status()["workers"]} == {"running"}
 
 
+def test_ctrl_backslash_shows_the_stacks_and_the_job_goes_on(tmp_path: Path) -> None:
+    made = Job(tmp_path / "e", 2, f"quit-{os.getpid()}")
+    try:
+        os.kill(made.process.pid, signal.SIGQUIT)
+        shown = b""
+        while b"waits_for_a_lock" not in shown or b"reads_a_pipe" not in shown:
+            line = made.process.stderr.readline()
+            assert line, shown
+            shown += line
+        assert b"SIGQUIT received: the stacks of the workers" in shown
+        assert {each["state"] for each in connect(made.name).status()["workers"]} == {"running"}
+    finally:
+        made.end()
+
+
+def test_sigquit_ends_a_job_that_names_it(tmp_path: Path) -> None:
+    made = Job(tmp_path / "f", 1, f"named-{os.getpid()}", "--signals-to-handle", "SIGTERM,SIGQUIT")
+    os.kill(made.process.pid, signal.SIGQUIT)
+    assert made.process.wait(PATIENCE) == 128 + signal.SIGQUIT
+    made.process.stderr.close()
+
+
 def test_a_rank_that_is_not_here_is_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ControlError, match=r"no rank 9 on this node \(it has ranks 0-4\)"):
         connect(job.name).stacks([9])
@@ -345,3 +367,56 @@ def test_the_signal_is_nobody_elses() -> None:
     from rallypoint.launch.worker.job import ASK_SIGNAL
 
     assert signal.SIGRTMIN < STACK_SIGNAL < signal.SIGRTMAX and STACK_SIGNAL != ASK_SIGNAL
+
+
+# -- several nodes --------------------------------------------------------------------------------
+
+
+def test_stacks_come_from_all_nodes(tmp_path: Path) -> None:
+    """Two supervisors; one is asked. A node whose supervisor is stopped is told as silent, within the patience."""
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [
+        RALLY,
+        "run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-id",
+        "far",
+        "--insecure",
+    ]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    nodes = [Popen([*words, str(script), str(folder)], stderr=subprocess.DEVNULL) for _ in range(2)]
+    try:
+        wait_until(lambda: len(list(folder.glob("rank-*"))) == 4, "all ranks stand")
+        found = {told["pid"]: job for job, told in running() if isinstance(told, dict)}
+        asked = found[nodes[0].pid]
+        processes = asked.stacks(by_signal=True)
+        assert [each["rank"] for each in processes] == [0, 1, 2, 3]
+        ends = [each["threads"][0]["frames"][-1]["function"] for each in processes]
+        assert ends == ["reads_a_pipe", "waits_for_a_lock", "runs_a_loop", "holds_the_gil_in_c"]
+        own = {each["rank"] for each in asked.status()["workers"]}
+        assert {each["rank"] for each in asked.stacks(by_signal=True, here=True)} == own
+        (there,) = {0, 1, 2, 3} - own - {max({0, 1, 2, 3} - own)}
+        assert [each["rank"] for each in asked.stacks([there], by_signal=True)] == [there]
+        with pytest.raises(ControlError, match=r"no rank 4 in this job \(it has ranks 0-3\)"):
+            asked.stacks([4])
+        os.kill(nodes[1].pid, signal.SIGSTOP)
+        try:
+            answer = asked.ask({"ask": "stacks", "by_signal": True, "patience": 0.2}, PATIENCE)
+        finally:
+            os.kill(nodes[1].pid, signal.SIGCONT)
+        assert {each["rank"] for each in answer["processes"]} == own
+        assert len(answer["silent"]) == 1
+    finally:
+        for node in nodes:
+            node.terminate()
+        for node in nodes:
+            node.wait(PATIENCE)

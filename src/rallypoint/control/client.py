@@ -17,6 +17,9 @@ from . import messages, sockets
 
 # A supervisor answers at once unless it stands still.
 ANSWER_PATIENCE = 5.0
+# What stacks may take longer than the supervisors are given to read them.
+STACKS_WAY = 8.0
+STACKS_PATIENCE = 10.0
 
 
 class RunningJob:
@@ -50,25 +53,26 @@ class RunningJob:
         *,
         native: bool = False,
         by_signal: bool = False,
-        patience: float = 10.0,
+        here: bool = False,
+        patience: float = STACKS_PATIENCE,
     ) -> list[dict[str, Any]]:
-        """The Python stacks of the workers of this node and of their children, without their help.
+        """The Python stacks of the job's workers, on all nodes, and of their children, without their help.
 
         Args:
             ranks: of these; empty: of all.
             native: C frames as well; needs py-spy.
             by_signal: do not use py-spy, even if it is installed.
+            here: of this node alone.
             patience: seconds.
         Returns:
-            A record for each process, in the order of ranks: its keys are in docs/operations.md.
+            A record for each process, in the order of ranks; docs/operations.md has its keys. Nodes that do not answer in
+            time are missing.
         Raises:
             ControlError: the job has ended, or does not answer.
         """
-        how = {"native": native, "by_signal": by_signal, "patience": patience}
-        question = {"ask": "stacks", "ranks": list(ranks), **how}
-        processes: list[dict[str, Any]] = self.ask(question, patience + ANSWER_PATIENCE)[
-            "processes"
-        ]
+        question = stacks_question(ranks, native=native, by_signal=by_signal, here=here)
+        answer = self.ask({**question, "patience": patience}, patience + STACKS_WAY)
+        processes: list[dict[str, Any]] = answer["processes"]
         return processes
 
     def ask(self, question: dict[str, Any], patience: float) -> dict[str, Any]:
@@ -108,6 +112,14 @@ class RunningJob:
         if "error" in answer:
             raise ControlError(f"{who}: {answer['error']}")
         return answer
+
+
+def stacks_question(
+    ranks: Sequence[int], *, native: bool, by_signal: bool, here: bool
+) -> dict[str, Any]:
+    """What :meth:`RunningJob.stacks` asks, but for the time that it may take."""
+    how = {"native": native, "by_signal": by_signal, "here": here}
+    return {"ask": "stacks", "ranks": list(ranks), **how}
 
 
 def running() -> Iterator[tuple[RunningJob, dict[str, Any] | ControlError]]:

@@ -24,9 +24,9 @@ List the jobs of this user on this host: one row per supervisor (`rally run`, or
   --json    one JSON object per job, with its workers; keys in docs/operations.md"""
 
 STACKS_HELP = """\
-usage: rally stacks [JOB] [--rank R[,R…]] [--threads] [--native | --signal] [--json]
+usage: rally stacks [JOB] [--rank R[,R…]] [--threads] [--native | --signal] [--here] [--json]
 
-Show what the workers of a job on this host are doing: the Python stack of each, and of its DataLoader workers.
+Show what the workers of a job are doing, on all its nodes: the Python stack of each, and of its DataLoader workers.
 Workers do not help with it, so it works for one that hangs. Ranks with the same stack are one group; the odd ones
 out come first: they are what the others wait for. Frames are as in a traceback: the most recent call last.
 
@@ -35,6 +35,7 @@ out come first: they are what the others wait for. Frames are as in a traceback:
   --threads    all threads; without it, main threads
   --native     C frames as well; needs py-spy (pip install py-spy)
   --signal     ask by a signal even if py-spy is installed
+  --here       only the workers on this host
   --json       one JSON object per process
 
 py-spy is used if it is installed and may look (pip install py-spy). Without it, workers are asked by a signal that
@@ -84,10 +85,10 @@ def stacks(words: Sequence[str]) -> str:
         if word.startswith("--rank"):
             _, has_value, value = word.partition("=")
             ranks += _ranks(value if has_value else rest.pop(0) if rest else "")
-        elif word in {"--threads", "--native", "--signal", "--json"}:
+        elif word in {"--threads", "--native", "--signal", "--here", "--json"}:
             flags.add(word)
         elif word.startswith("-"):
-            known = "--rank, --threads, --native, --signal, --json"
+            known = "--rank, --threads, --native, --signal, --here, --json"
             raise ConfigError(
                 "stacks", word, f"no such flag (known: {known})", "rally stacks --help"
             )
@@ -98,12 +99,20 @@ def stacks(words: Sequence[str]) -> str:
     if {"--native", "--signal"} <= flags:
         raise ConfigError("stacks", "--native --signal", "only py-spy shows C frames", "omit one")
     job = client.connect(*names)
-    processes = job.stacks(ranks, native="--native" in flags, by_signal="--signal" in flags)
+    question = client.stacks_question(
+        ranks,
+        native="--native" in flags,
+        by_signal="--signal" in flags,
+        here="--here" in flags,
+    )
+    patience = client.STACKS_PATIENCE
+    answer = job.ask({**question, "patience": patience}, patience + client.STACKS_WAY)
+    processes = answer["processes"]
     if "--json" in flags:
         return "\n".join(json.dumps(each) for each in processes)
-    if not processes:
-        return "no worker runs now"
-    return stack_groups.text(processes, all_threads="--threads" in flags)
+    parts = [stack_groups.text(processes, all_threads="--threads" in flags)]
+    parts += [f"node {node} did not answer" for node in answer["silent"]]
+    return "\n\n".join(filter(None, parts)) or "no worker runs now"
 
 
 def _ranks(value: str) -> list[int]:

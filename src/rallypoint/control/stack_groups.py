@@ -70,7 +70,10 @@ def _title(group: Sequence[Process]) -> str:
         return f"{owners}:"
     ranks = in_words([each["rank"] for each in group])
     where = _place(first)
-    pids = f" (pid {first['pid']})" if len(group) == 1 else ""
+    pids = ""
+    if len(group) == 1:
+        host = f" on {first['host']}" if first.get("host") else ""
+        pids = f" (pid {first['pid']}{host})"
     return f"{ranks}{pids}{where}:"
 
 

@@ -210,6 +210,7 @@ class LaunchConfig:
         shutdown_timeout: seconds between SIGTERM (or a forwarded signal) and SIGKILL.
         cause_timeout: seconds between a failure that is only a symptom and SIGTERM for the others.
         signals: signals that are forwarded to the workers and end the job.
+        quit_shows_stacks: SIGQUIT does not end the job, though it is one of them: it shows where the workers are.
         passed_signals: signals that are forwarded to the workers, and the job goes on.
         start_method: fork server or plain interpreters.
         preload: modules the fork server imports after torch.
@@ -253,6 +254,7 @@ class LaunchConfig:
         signal.SIGHUP,
         signal.SIGQUIT,
     )
+    quit_shows_stacks: bool = False
     passed_signals: tuple[signal.Signals, ...] = ()
     start_method: StartMethod = StartMethod.FORKSERVER
     preload: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rallypoint.rendezvous.kept_round import Held, Kept
 
@@ -91,6 +91,23 @@ class PeerEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeAsked:
+    """Another node asks something (:meth:`Coordination.ask_nodes`).
+
+    Args:
+        node_rank: which one.
+        generation: the one that both are in.
+        name: of the question.
+        question: what it asks.
+    """
+
+    node_rank: int
+    generation: int
+    name: str
+    question: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class NotNeeded:
     """The job succeeded while this node waited to take part."""
 
@@ -117,7 +134,7 @@ class ServeStore:
     line: socket.socket
 
 
-CoordinationEvent = RoundReady | PeerEvent | NotNeeded | CoordinationFailed | ServeStore
+CoordinationEvent = RoundReady | PeerEvent | NodeAsked | NotNeeded | CoordinationFailed | ServeStore
 
 
 class Coordination(Protocol):
@@ -160,6 +177,28 @@ class Coordination(Protocol):
 
         Args:
             progress: rank -> group -> collectives that it has begun since the meeting.
+        """
+
+    def ask_nodes(
+        self, question: Mapping[str, Any], patience: float
+    ) -> dict[int, dict[str, Any] | None]:
+        """Ask the other nodes of the round; each gets a :class:`NodeAsked`. Blocks: for a thread of its own.
+
+        Args:
+            question: JSON values.
+            patience: seconds.
+        Returns:
+            By node rank: its answer; None if none came in time.
+        Raises:
+            RendezvousError: the store cannot be reached.
+        """
+
+    def answer(self, asked: NodeAsked, body: Mapping[str, Any]) -> None:
+        """Answer a question of another node. Blocks: for a thread of its own.
+
+        Raises:
+            RendezvousError: the store cannot be reached.
+            ValueError: the answer is too long.
         """
 
     def reports(self) -> tuple[WorkerFailure, ...]:
@@ -215,6 +254,14 @@ class LoneNode:
     def tell_standstill(
         self, generation: int, meeting: int, progress: Mapping[int, Mapping[int, int]]
     ) -> None:
+        pass
+
+    def ask_nodes(
+        self, question: Mapping[str, Any], patience: float
+    ) -> dict[int, dict[str, Any] | None]:
+        return {}
+
+    def answer(self, asked: NodeAsked, body: Mapping[str, Any]) -> None:
         pass
 
     def reports(self) -> tuple[WorkerFailure, ...]:

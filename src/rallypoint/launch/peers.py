@@ -14,9 +14,11 @@ supervisor. Clocks of two hosts are never compared.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,13 +38,14 @@ from rallypoint.rendezvous.kept_round import Kept
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.record_store import RecordStore
 
-from . import step_watch
+from . import node_answers, step_watch
 from .config import LaunchConfig
 from .coordination import (
     Coordination,
     CoordinationEvent,
     CoordinationFailed,
     LoneNode,
+    NodeAsked,
     NodeFacts,
     NotNeeded,
     PeerEvent,
@@ -164,6 +167,36 @@ class PeerNodes:
     ) -> None:
         more = {"meeting": meeting, "progress": step_watch.to_json(progress)}
         self._requests.put(lambda: self._append("standstill", generation, **more))
+
+    def ask_nodes(
+        self, question: Mapping[str, Any], patience: float
+    ) -> dict[int, dict[str, Any] | None]:
+        current = self._round
+        if current is NO_ROUND or current.unheard:
+            return {}
+        deadline = Deadline(patience)
+        name = uuid.uuid4().hex
+        entry = {"what": "asked", "node": current.rank, "name": name, "question": dict(question)}
+        found: dict[int, dict[str, Any] | None] = {}
+        with contextlib.closing(self._clone()) as records:
+            Journal(records, current.generation).append(entry)
+            for rank in range(current.num_nodes):
+                if rank == current.rank or rank in current.gone:
+                    continue
+                key = node_answers.key(current.generation, name, rank)
+                body = records.wait(key, deadline.remaining() or 0.0)
+                found[rank] = None if body is None else node_answers.unpack(body)
+                if body is not None:
+                    records.delete(key)
+        return found
+
+    def answer(self, asked: NodeAsked, body: Mapping[str, Any]) -> None:
+        current = self._round
+        if asked.generation != current.generation:
+            return
+        key = node_answers.key(current.generation, asked.name, current.rank)
+        with contextlib.closing(self._clone()) as records:
+            records.write(key, node_answers.pack(body))
 
     def reports(self) -> tuple[WorkerFailure, ...]:
         with self._lock:
@@ -551,6 +584,10 @@ class PeerNodes:
                 survivors = entry.get("survivors") is True
                 if failures:
                     self._post(PeerEvent(what, node, generation, failures, survivors=survivors))
+            case "asked" if not own:
+                name, question = entry.get("name"), entry.get("question")
+                if isinstance(name, str) and isinstance(question, dict):
+                    self._post(NodeAsked(node, generation, name, question))
             case "parted" if not own:
                 reason = f"node {node} has lost its connection to the job's store"
                 self._post(PeerEvent("lost", node, generation, reason=reason))

@@ -95,6 +95,7 @@ def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, lis
         shutdown_timeout=_shutdown_timeout(values),
         cause_timeout=values.seconds("cause_timeout"),
         signals=signals,
+        quit_shows_stacks=signal.SIGQUIT not in passed and not values.is_set("signals_to_handle"),
         passed_signals=passed,
         start_method=start_method,
         preload=tuple(name for name in values.text("preload").split(",") if name),

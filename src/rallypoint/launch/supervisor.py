@@ -39,6 +39,7 @@ from .config import LaunchConfig, StartMethod, TargetKind
 from .coordination import (
     Coordination,
     CoordinationFailed,
+    NodeAsked,
     NodeFacts,
     NotNeeded,
     PeerEvent,
@@ -46,6 +47,7 @@ from .coordination import (
     ServeStore,
 )
 from .generation import Generation, Worker
+from .job_stacks import JobStacks
 from .kept_workers import KeptWorkers
 from .output.console import Console
 from .output.failure import WorkerFailure, in_order_of_blame
@@ -84,6 +86,8 @@ SILENCE = 2.0
 LOOKS = 4
 # How long a worker that hangs may take to report where.
 HANG_GRACE = 1.0
+# How long the workers' stacks may take after SIGQUIT.
+STACKS_PATIENCE = 10.0
 # How long output may still arrive after its writers have ended.
 DRAIN_PATIENCE = 2.0
 # How long the nodes wait for each other's failures before they print the report, beyond the grace period.
@@ -187,7 +191,7 @@ class Supervisor:
         self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._control: ControlServer | None = None
         self._began = clock.MONOTONIC.now()
-        self._stacks_lock = threading.Lock()  # two who ask must not read each other's answers
+        self._stacks = JobStacks(coordination)
         self._poller = select.poll()
 
     # -- life ---------------------------------------------------------------------------------
@@ -421,40 +425,32 @@ class Supervisor:
                     self._config, self._state, self._round, self._workers, facts=facts
                 )
             case "stacks":
-                return self._stacks(question)
+                return self._stacks.everywhere(question, self._workers, self._round)
             case other:
                 raise ControlError(f"cannot be asked for {other!r} (known: status, stacks)")
 
-    def _stacks(self, question: dict[str, Any]) -> Callable[[], Answer]:
-        from rallypoint.control import stack_probe
+    def _show_stacks(self) -> None:
+        """SIGQUIT, as Ctrl-\\ sends it: print where the workers are, and go on."""
+        look = self._stacks.everywhere({"patience": STACKS_PATIENCE}, self._workers, self._round)
 
-        ranks, here = question.get("ranks") or [], {each.ranks.rank for each in self._workers}
-        unknown = sorted(set(ranks) - here)
-        if unknown:
-            raise ControlError(f"no {in_words(unknown)} on this node (it has {in_words(here)})")
-        targets = [
-            stack_probe.Target(rank=each.ranks.rank, pid=each.pid, fd=os.dup(each.stacks_fd))
-            for each in self._workers
-            if each.status is None and each.pid and (not ranks or each.ranks.rank in ranks)
-        ]
+        def show() -> None:
+            from rallypoint.control import stack_groups
 
-        def look() -> Answer:
-            with self._stacks_lock:
-                found = stack_probe.look(
-                    targets,
-                    native=question.get("native") is True,
-                    by_signal=question.get("by_signal") is True,
-                    patience=float(question["patience"]),
-                )
-            return {"processes": found}
+            try:
+                text = stack_groups.text(look()["processes"]) or "no worker runs now"
+            except (RallyError, OSError, ValueError) as error:
+                text = f"no stacks: {error}"
+            self._say(f"SIGQUIT received: the stacks of the workers\n{text}")
 
-        return look
+        threading.Thread(target=show, name="rally-stacks", daemon=True).start()
 
     # -- signals ------------------------------------------------------------------------------
 
     def _take_signal(self, number: int) -> None:
         config = self._config
-        if number in {*config.signals, *config.passed_signals}:
+        if number == signal.SIGQUIT and config.quit_shows_stacks:
+            self._show_stacks()
+        elif number in {*config.signals, *config.passed_signals}:
             self._signals_taken.add(number)
             events.emit(events.SignalReceived(name=policy.signal_name(number)))
             if number in config.signals:
@@ -770,6 +766,8 @@ class Supervisor:
                     if event.reason:
                         self._lost = self._lost or f"node {node_rank} failed: {event.reason}"
                     self._decide(policy.PeerFailed(node_rank, generation, echo))
+                case NodeAsked():
+                    self._stacks.answer(event, self._workers)
                 case NotNeeded():
                     self._say(f"{ENDED_WELL}: this node was not needed")
                     self._decide(policy.NotNeeded())
