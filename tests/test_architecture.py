@@ -70,6 +70,7 @@ SANS_IO = {
     "control/stacks.py",
     "control/stack_groups.py",
     "control/job_table.py",
+    "control/worker_table.py",
     "launch/status.py",
     "launch/node_answers.py",
     "launch/placement/clusters/cluster.py",

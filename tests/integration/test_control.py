@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -420,3 +426,73 @@ def test_stacks_come_from_all_nodes(tmp_path: Path) -> None:
             node.terminate()
         for node in nodes:
             node.wait(PATIENCE)
+
+
+# -- rally top ------------------------------------------------------------------------------------
+
+
+def test_usage_is_of_a_worker_and_its_children(job: Job) -> None:
+    first = connect(job.name).usage()
+    assert [each["rank"] for each in first] == list(range(5))
+    assert [each["children"] for each in first] == [0, 0, 0, 0, 1]
+    assert all(each["memory"] > 1 << 20 and each["threads"] >= 1 for each in first)
+    loops = next(each for each in first if each["rank"] == 2)
+    then = wait_until(
+        lambda: next(
+            (
+                each
+                for each in connect(job.name).usage()
+                if each["rank"] == 2 and each["cpu"] > loops["cpu"]
+            ),
+            None,
+        ),
+        "the loop uses a core",
+    )
+    assert then["at"] > loops["at"]
+
+
+def test_top_once(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", job.name, "--once", "--interval", "0.3"]) == 0
+    head, columns, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"{job.name}: running, 5 ranks, generation 0, 0 of 0 restarts")
+    assert columns.split()[:4] == ["RANK", "HOST", "PID", "CPU%"]
+    assert [row.split()[0] for row in rows] == list("01234")
+    assert "busier than the others" in rows[2]
+    assert main(["top", job.name, "--interval", "0"]) == 2
+    assert "--interval '0': expected seconds" in capsys.readouterr().err
+
+
+def test_top_on_a_terminal_of_80_columns(job: Job) -> None:
+    """Keys sort, show stacks and quit; the terminal is left as it was."""
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execv(RALLY, ["rally", "top", job.name, "--interval", "0.5"])
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    before = termios.tcgetattr(fd)
+    shown = bytearray()
+
+    def wait_shown(text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text.encode() not in shown:
+            assert time.monotonic() < deadline, (text, bytes(shown[-3000:]))
+            if select.select([fd], [], [], 0.2)[0]:
+                shown.extend(os.read(fd, 65536))
+
+    try:
+        wait_shown("busier than the others")
+        widths = [
+            len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip("\r"))
+            for line in re.split(r"\n|\x1b\[\d*;?\d*H", shown.decode())
+        ]
+        assert max(widths) <= 80
+        os.write(fd, b"s")
+        wait_shown("in waits_for_a_lock")
+        os.write(fd, b"x")
+        del shown[:]
+        wait_shown("q quit   r c m sort")
+        os.write(fd, b"q")
+        wait_shown("\x1b[?1049l")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert termios.tcgetattr(fd) == before
+    finally:
+        os.close(fd)

@@ -75,11 +75,27 @@ class RunningJob:
         processes: list[dict[str, Any]] = answer["processes"]
         return processes
 
+    def usage(self, *, patience: float = ANSWER_PATIENCE) -> list[dict[str, Any]]:
+        """What the job's workers use, on all nodes, each with its children: CPU time, memory, threads, storage.
+
+        Args:
+            patience: seconds.
+        Returns:
+            A record for each worker, in the order of ranks; docs/operations.md has its keys.
+        Raises:
+            ControlError: the job has ended, or does not answer.
+        """
+        question = {"ask": "usage", "patience": patience}
+        processes: list[dict[str, Any]] = self.ask(question, patience + ANSWER_PATIENCE)[
+            "processes"
+        ]
+        return processes
+
     def ask(self, question: dict[str, Any], patience: float) -> dict[str, Any]:
         """Send a request, and wait for the answer.
 
         Args:
-            question: its ``ask`` says what for; ``status`` and ``stacks`` have methods of their own.
+            question: its ``ask`` says what for; ``status``, ``stacks`` and ``usage`` have methods of their own.
             patience: seconds.
         Returns:
             The answer.

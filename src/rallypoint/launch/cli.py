@@ -21,6 +21,7 @@ usage: rally COMMAND …
 
   rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
   rally ps                             list the jobs of this user on this host
+  rally top [JOB]                      show what each worker uses, live; the odd ones are marked
   rally stacks [JOB]                   show where each worker is, the odd ones out first
   rally checkpoints PLACE              list the checkpoints of sessions
   rally secret [FILE]                  make the secret that the nodes of a job share
@@ -29,7 +30,7 @@ usage: rally COMMAND …
 
 rally run --help lists the flags."""
 
-_COMMANDS = ("run", "ps", "stacks", "checkpoints", "secret", "env", "help")
+_COMMANDS = ("run", "ps", "top", "stacks", "checkpoints", "secret", "env", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +65,10 @@ def _dispatch(words: list[str]) -> int:
 
             _print(commands.ps(words[1:]) if command == "ps" else commands.stacks(words[1:]))
             return 0
+        case "top":
+            from rallypoint.control import top
+
+            return top.command(words[1:])
         case "checkpoints":
             from . import checkpoint_table
 

@@ -47,7 +47,7 @@ from .coordination import (
     ServeStore,
 )
 from .generation import Generation, Worker
-from .job_stacks import JobStacks
+from .job_questions import JobQuestions
 from .kept_workers import KeptWorkers
 from .output.console import Console
 from .output.failure import WorkerFailure, in_order_of_blame
@@ -191,7 +191,7 @@ class Supervisor:
         self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._control: ControlServer | None = None
         self._began = clock.MONOTONIC.now()
-        self._stacks = JobStacks(coordination)
+        self._questions = JobQuestions(coordination)
         self._poller = select.poll()
 
     # -- life ---------------------------------------------------------------------------------
@@ -424,14 +424,15 @@ class Supervisor:
                 return status.status(
                     self._config, self._state, self._round, self._workers, facts=facts
                 )
-            case "stacks":
-                return self._stacks.everywhere(question, self._workers, self._round)
+            case "stacks" | "usage":
+                return self._questions.everywhere(question, self._workers, self._round)
             case other:
-                raise ControlError(f"cannot be asked for {other!r} (known: status, stacks)")
+                raise ControlError(f"cannot be asked for {other!r} (known: status, stacks, usage)")
 
     def _show_stacks(self) -> None:
         """SIGQUIT, as Ctrl-\\ sends it: print where the workers are, and go on."""
-        look = self._stacks.everywhere({"patience": STACKS_PATIENCE}, self._workers, self._round)
+        question = {"ask": "stacks", "patience": STACKS_PATIENCE}
+        look = self._questions.everywhere(question, self._workers, self._round)
 
         def show() -> None:
             from rallypoint.control import stack_groups
@@ -767,7 +768,7 @@ class Supervisor:
                         self._lost = self._lost or f"node {node_rank} failed: {event.reason}"
                     self._decide(policy.PeerFailed(node_rank, generation, echo))
                 case NodeAsked():
-                    self._stacks.answer(event, self._workers)
+                    self._questions.answer(event, self._workers)
                 case NotNeeded():
                     self._say(f"{ENDED_WELL}: this node was not needed")
                     self._decide(policy.NotNeeded())

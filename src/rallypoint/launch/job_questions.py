@@ -1,4 +1,4 @@
-"""The stacks of a job's workers, on all its nodes: each supervisor reads those of its own."""
+"""Questions about a job's workers on all its nodes: each supervisor answers for its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from rallypoint._core import clock, progress
 from rallypoint._core.rank_words import in_words
-from rallypoint.control import stack_probe
+from rallypoint.control import stack_probe, usage
 from rallypoint.errors import ControlError, RallyError
 
 from .coordination import Coordination, NodeAsked, RoundReady
@@ -23,8 +24,8 @@ WAY = 2.0
 Look = Callable[[], Mapping[str, Any]]
 
 
-class JobStacks:
-    """Reads them. Methods are called in the supervisor's loop; what they return is called in another thread, and blocks.
+class JobQuestions:
+    """Answers ``stacks`` and ``usage``. Methods are called in the supervisor's loop; what they return is called in another thread, and blocks.
 
     Args:
         coordination: to the other nodes.
@@ -37,14 +38,15 @@ class JobStacks:
     def everywhere(
         self, question: Mapping[str, Any], workers: Iterable[Worker], ready: RoundReady | None
     ) -> Look:
-        """The stacks of this node's workers, and unless the question says ``here``, of those of all nodes.
+        """About this node's workers, and unless the question says ``here``, about those of all nodes.
 
         Args:
-            question: ``ranks`` (empty: all), ``native``, ``by_signal``, ``patience`` in seconds, ``here``.
+            question: ``ask`` (``stacks`` or ``usage``), ``ranks`` (empty: all), ``native``, ``by_signal``, ``patience`` in
+                seconds, ``here``.
             workers: of this node.
             ready: the round.
         Returns:
-            What reads them: ``processes``, and ``silent``: the nodes that did not answer.
+            What finds the answer: ``processes``, and ``silent``: the nodes that did not answer.
         Raises:
             ControlError: there is no such rank.
         """
@@ -65,8 +67,8 @@ class JobStacks:
             return lambda: {"processes": own(), "silent": []}
 
         def look() -> Mapping[str, Any]:
-            patience = float(question["patience"])
-            asked = {"ask": "stacks", **{key: question.get(key) for key in _PASSED_ON}}
+            patience = float(question.get("patience") or 0.0)
+            asked = {key: question.get(key) for key in _PASSED_ON}
             with ThreadPoolExecutor(1, thread_name_prefix="rally-nodes") as beside:
                 others = beside.submit(self._coordination.ask_nodes, asked, patience + WAY)
                 found = own()
@@ -80,7 +82,7 @@ class JobStacks:
         return look
 
     def answer(self, asked: NodeAsked, workers: Iterable[Worker]) -> None:
-        """Another node asks for the stacks of this node's workers."""
+        """Another node asks about this node's workers."""
         own = self._own(asked.question, list(workers))
 
         def look() -> None:
@@ -95,27 +97,56 @@ class JobStacks:
         self, question: Mapping[str, Any], workers: Sequence[Worker]
     ) -> Callable[[], list[dict[str, Any]]]:
         ranks = _ranks(question)
+        wanted = [
+            each
+            for each in workers
+            if each.status is None and each.pid and (not ranks or each.ranks.rank in ranks)
+        ]
+        is_for_usage = question.get("ask") == "usage"
+        find = _usage(wanted) if is_for_usage else self._stacks(question, wanted)
+        host = socket.gethostname()
+        return lambda: [{**each, "host": host} for each in find()]
+
+    def _stacks(
+        self, question: Mapping[str, Any], workers: Sequence[Worker]
+    ) -> Callable[[], list[dict[str, Any]]]:
         targets = [
             stack_probe.Target(rank=each.ranks.rank, pid=each.pid, fd=os.dup(each.stacks_fd))
             for each in workers
-            if each.status is None and each.pid and (not ranks or each.ranks.rank in ranks)
         ]
 
         def look() -> list[dict[str, Any]]:
             with self._lock:
-                found = stack_probe.look(
+                return stack_probe.look(
                     targets,
                     native=question.get("native") is True,
                     by_signal=question.get("by_signal") is True,
                     patience=float(question.get("patience") or 0.0),
                 )
-            host = socket.gethostname()
-            return [{**each, "host": host} for each in found]
 
         return look
 
 
-_PASSED_ON = ("ranks", "native", "by_signal", "patience")
+def _usage(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
+    known = [(each.ranks.rank, each.pid, _collectives(each)) for each in workers]
+    return lambda: [
+        {
+            "rank": rank,
+            "pid": pid,
+            "collectives": collectives,
+            **usage.usage(pid),
+            "at": clock.MONOTONIC.now(),
+        }
+        for rank, pid, collectives in known
+    ]
+
+
+def _collectives(worker: Worker) -> int | None:
+    """How many a worker in a session has begun, in all groups together."""
+    return None if worker.memory_fd is None else sum(progress.read(worker.memory_fd).values())
+
+
+_PASSED_ON = ("ask", "ranks", "native", "by_signal", "patience")
 
 
 def _ranks(question: Mapping[str, Any]) -> list[int]:

@@ -1,0 +1,53 @@
+"""What a process and its children use: CPU time, memory, threads, bytes read and written, from /proc."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from rallypoint._core import process
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def usage(pid: int) -> dict[str, Any]:
+    """Of a process with all its descendants.
+
+    Args:
+        pid: the process.
+    Returns:
+        ``cpu`` (seconds so far), ``memory`` (resident bytes), ``threads``, ``children``, ``read`` and ``written`` (bytes that
+        went to or came from storage), ``state`` (of the process itself: R, S, D, T, Z; empty if it is gone), ``core`` (the CPU
+        that it ran on last).
+    """
+    found = {"cpu": 0.0, "memory": 0, "threads": 0, "children": -1, "read": 0, "written": 0}
+    told: dict[str, Any] = {**found, "state": "", "core": -1}
+    for each in (pid, *process.descendants(pid)):
+        try:
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
+            moved = _moved(each)
+        except (OSError, IndexError, ValueError):
+            continue  # it has ended
+        if each == pid:
+            told["state"], told["core"] = fields[0], int(fields[36])
+        told["cpu"] += (int(fields[11]) + int(fields[12])) / _TICKS
+        told["threads"] += int(fields[17])
+        told["memory"] += pages * _PAGE
+        told["read"] += moved[0]
+        told["written"] += moved[1]
+        told["children"] += 1
+    told["children"] = max(0, told["children"])
+    return told
+
+
+def _moved(pid: int) -> tuple[int, int]:
+    try:
+        text = Path(f"/proc/{pid}/io").read_text()
+    except PermissionError:  # it runs as another user
+        return 0, 0
+    values = dict(line.split(": ") for line in text.splitlines())
+    return int(values["read_bytes"]), int(values["write_bytes"])

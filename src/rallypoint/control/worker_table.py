@@ -1,0 +1,162 @@
+"""What the workers of a job use, as a table for people (``rally top``): the odd ones are marked. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+
+# A rank whose share of the CPU differs from the median by more than this is marked, in percent of one core.
+ODD_CPU = 40.0
+# The same for memory, as a factor.
+ODD_MEMORY = 1.5
+_HEAD = ("RANK", "HOST", "PID", "CPU%", "MEM", "THR", "CHILD", "READ/s", "WRITE/s", "COLL/s", "")
+_LEFT = {1, 10}
+SORTS = {"rank": "RANK", "cpu": "CPU%", "memory": "MEM"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A worker between two looks.
+
+    Args:
+        rank, host, pid: of the worker.
+        cpu: percent of one core, with its children; None at the first look.
+        memory: resident bytes, with its children.
+        threads, children: how many.
+        read, written: bytes per second from and to storage; None at the first look.
+        collectives: per second, in a session; None otherwise.
+        behind: how many collectives others have begun that it has not, in a session.
+        state: of the process, as in /proc.
+        remark: what is odd about it; empty if nothing is.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    cpu: float | None
+    memory: int
+    threads: int
+    children: int
+    read: float | None
+    written: float | None
+    collectives: float | None
+    behind: int
+    state: str
+    remark: str = ""
+
+
+def rows(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
+    """Rows from the answers to ``usage``, now and at the look before.
+
+    Times are only compared with those of the same host.
+    """
+    last = {(each["rank"], each["pid"]): each for each in before}
+    most = max((each["collectives"] or 0 for each in now), default=0)
+    found = [_row(each, last.get((each["rank"], each["pid"])), most) for each in now]
+    cpus = [each.cpu for each in found if each.cpu is not None]
+    usual_cpu = median(cpus) if len(cpus) > 2 else None
+    usual_memory = median(each.memory for each in found) if len(found) > 2 else None
+    return [_marked(each, usual_cpu, usual_memory) for each in found]
+
+
+def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) -> Row:
+    def rate(key: str) -> float | None:
+        if before is None or now[key] is None or before[key] is None:
+            return None
+        passed = now["at"] - before["at"]
+        # A child that has ended takes its numbers with it.
+        return max(0.0, (now[key] - before[key]) / passed) if passed > 0 else None
+
+    cpu = rate("cpu")
+    return Row(
+        rank=now["rank"],
+        host=str(now["host"]),
+        pid=now["pid"],
+        cpu=None if cpu is None else cpu * 100,
+        memory=now["memory"],
+        threads=now["threads"],
+        children=now["children"],
+        read=rate("read"),
+        written=rate("written"),
+        collectives=rate("collectives"),
+        behind=0 if now["collectives"] is None else most - now["collectives"],
+        state=str(now["state"]),
+    )
+
+
+def _marked(row: Row, usual_cpu: float | None, usual_memory: float | None) -> Row:
+    remarks = []
+    if row.state in {"T", "t"}:
+        remarks.append("stopped")
+    if row.state == "D":
+        remarks.append("stuck in the kernel")
+    if row.state in {"Z", ""}:
+        remarks.append("ended")
+    if row.behind > 1:
+        remarks.append(f"{row.behind} collectives behind")
+    if usual_cpu is not None and row.cpu is not None and abs(row.cpu - usual_cpu) > ODD_CPU:
+        remarks.append("busier than the others" if row.cpu > usual_cpu else "idler than the others")
+    if usual_memory and row.memory > ODD_MEMORY * usual_memory:
+        remarks.append(f"{row.memory / usual_memory:.1f} times the others' memory")
+    return replace(row, remark=", ".join(remarks))
+
+
+def ordered(found: Sequence[Row], by: str) -> list[Row]:
+    """In the order of ``by``, a key of :data:`SORTS`; the largest first, but ranks from 0."""
+    match by:
+        case "cpu":
+            return sorted(found, key=lambda row: -(row.cpu or 0.0))
+        case "memory":
+            return sorted(found, key=lambda row: -row.memory)
+        case _:
+            return sorted(found, key=lambda row: row.rank)
+
+
+def lines(found: Sequence[Row], width: int) -> list[str]:
+    """The table: a head, and a line per row, none longer than ``width``."""
+    cells = [_HEAD, *(_cells(each) for each in found)]
+    # What no row has is left out, which makes room on narrow terminals.
+    shown = [
+        column
+        for column in range(len(_HEAD))
+        if column < 5 or any(row[column] not in {"", "-", "0"} for row in cells[1:])
+    ]
+    widths = {column: max(len(row[column]) for row in cells) for column in shown}
+    made = []
+    for row in cells:
+        parts = [
+            row[column].ljust(widths[column])
+            if column in _LEFT
+            else row[column].rjust(widths[column])
+            for column in shown
+        ]
+        made.append("  ".join(parts).rstrip()[:width])
+    return made
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.rank),
+        row.host,
+        str(row.pid),
+        "-" if row.cpu is None else f"{row.cpu:.0f}",
+        size(row.memory),
+        str(row.threads),
+        str(row.children),
+        "-" if not row.read else size(row.read),
+        "-" if not row.written else size(row.written),
+        "-" if row.collectives is None else f"{row.collectives:.1f}",
+        row.remark,
+    )
+
+
+def size(number: float) -> str:
+    """``512B``, ``3.4M``, ``12G``."""
+    for unit in ("B", "K", "M", "G", "T"):
+        if number < 1024 or unit == "T":
+            return f"{number:.1f}{unit}" if number < 10 and unit != "B" else f"{number:.0f}{unit}"
+        number /= 1024
+    raise AssertionError(number)

@@ -1,0 +1,89 @@
+"""What workers use, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, strategies as st
+
+from rallypoint.control import worker_table
+
+
+def told(rank: int, **more: Any) -> dict[str, Any]:
+    usual = {
+        "rank": rank,
+        "pid": 100 + rank,
+        "host": "h",
+        "cpu": 1.0,
+        "memory": 1 << 20,
+        "threads": 2,
+        "children": 0,
+        "read": 0,
+        "written": 0,
+        "collectives": None,
+        "state": "S",
+        "at": 10.0,
+    }
+    return usual | more
+
+
+def test_rates_are_between_two_looks_at_the_same_process() -> None:
+    before = [told(0), told(1), told(2, pid=7)]
+    now = [
+        told(0, at=12.0, cpu=2.0, read=2048, collectives=None),
+        told(1, at=14.0, cpu=1.0),
+        told(2, at=12.0, cpu=9.0),  # another process has taken its place
+    ]
+    found = worker_table.rows(now, before)
+    assert [each.cpu for each in found] == [50.0, 0.0, None]
+    assert found[0].read == 1024.0
+
+
+def test_a_child_that_has_ended_makes_no_negative_rate() -> None:
+    (row,) = worker_table.rows([told(0, at=11.0, cpu=0.5)], [told(0)])
+    assert row.cpu == 0.0
+
+
+def test_the_odd_ones_say_why() -> None:
+    before = [told(rank) for rank in range(5)]
+    now = [told(rank, at=11.0, cpu=1.9, collectives=9) for rank in range(5)]
+    now[1] |= {"cpu": 1.0, "collectives": 4}
+    now[2] |= {"state": "T"}
+    now[3] |= {"memory": 2 << 20}
+    now[4] |= {"state": "D", "collectives": 8}  # one behind is who has not come to it yet
+    assert [each.remark for each in worker_table.rows(now, before)] == [
+        "",
+        "5 collectives behind, idler than the others",
+        "stopped",
+        "2.0 times the others' memory",
+        "stuck in the kernel",
+    ]
+
+
+def test_columns_that_nobody_has_are_left_out() -> None:
+    head, line = worker_table.lines(worker_table.rows([told(3)]), 80)
+    assert head.split() == ["RANK", "HOST", "PID", "CPU%", "MEM", "THR"]
+    assert line.split() == ["3", "h", "103", "-", "1.0M", "2"]
+    now, before = [told(3, at=11.0, collectives=7)], [told(3, collectives=5)]
+    head, line = worker_table.lines(worker_table.rows(now, before), 80)
+    assert head.split()[-1] == "COLL/s" and line.split()[-1] == "2.0"
+
+
+def test_order() -> None:
+    now = [told(2, memory=5), told(0, memory=3), told(1, memory=9)]
+    found = worker_table.rows(now)
+    assert [each.rank for each in worker_table.ordered(found, "rank")] == [0, 1, 2]
+    assert [each.rank for each in worker_table.ordered(found, "memory")] == [1, 2, 0]
+
+
+@given(st.integers(1, 200), st.integers(0, 20), st.integers(0, 1 << 50))
+def test_no_line_is_longer_than_the_terminal(width: int, count: int, memory: int) -> None:
+    now = [told(rank, memory=memory * rank, state="T") for rank in range(count)]
+    made = worker_table.lines(worker_table.rows(now), width)
+    assert len(made) == count + 1
+    assert all(len(line) <= width for line in made)
+
+
+@given(st.integers(0, 1 << 60))
+def test_sizes_are_short(number: int) -> None:
+    assert len(worker_table.size(number)) <= 8
