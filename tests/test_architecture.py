@@ -71,6 +71,8 @@ SANS_IO = {
     "control/stack_groups.py",
     "control/job_table.py",
     "control/worker_table.py",
+    "control/hang_report.py",
+    "launch/stillness.py",
     "launch/status.py",
     "launch/node_answers.py",
     "launch/placement/clusters/cluster.py",

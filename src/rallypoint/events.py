@@ -29,6 +29,7 @@ __all__ = [
     "GenerationEnded",
     "GenerationStarted",
     "JobEnded",
+    "JobHangs",
     "JobStarted",
     "JoinEnded",
     "JsonLines",
@@ -152,6 +153,23 @@ class WorkerReplaced(Event):
     rank: int
     node_rank: int
     error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobHangs(Event):
+    """No worker has done anything for a while, and some wait in a collective. Told by node 0, once until something moves.
+
+    Args:
+        generation: of the job.
+        missing: the ranks that do not wait in a collective; empty if all do.
+        waiting: the others.
+        seconds: for how long nothing has moved.
+    """
+
+    generation: int
+    missing: tuple[int, ...]
+    waiting: tuple[int, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -496,3 +496,63 @@ def test_top_on_a_terminal_of_80_columns(job: Job) -> None:
         assert termios.tcgetattr(fd) == before
     finally:
         os.close(fd)
+
+
+# -- a job that hangs -----------------------------------------------------------------------------
+
+WAITS = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+def reads_a_pipe():
+    read, write = os.pipe()
+    os.read(read, 1)
+
+def computes():
+    while True:
+        pass
+
+how = sys.argv[1]
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    {"read": reads_a_pipe, "compute": computes, "serve": reads_a_pipe}[how]()
+if how == "serve":
+    reads_a_pipe()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("read", "rank 1 does not come to a collective in which ranks 0, 2 wait"),
+        ("compute", "ranks 0, 2 have waited in a collective for 2 s; rank 1 is still at work"),
+        ("serve", ""),
+    ],
+)
+def test_a_job_that_hangs_says_who_does_not_come(tmp_path: Path, how: str, says: str) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    events = tmp_path / "events.jsonl"
+    after = "1" if how != "compute" else "0.4"
+    words = [RALLY, "run", "--nproc-per-node", "3", "--hang-after", after, str(script), how]
+    env = {**os.environ, "RALLY_EVENTS": os.fspath(events)}
+    job = Popen(words, stderr=subprocess.PIPE, env=env)
+    shown = b""
+    try:
+        if says:
+            while b"\nranks 0, 2, in" not in shown:
+                line = job.stderr.readline()
+                assert line, shown
+                shown += line
+            assert says in shown.decode()
+            wait_until(lambda: '"job_hangs"' in events.read_text(), "the event")
+        else:
+            wait_until(lambda: events.exists() and "worker_started" in events.read_text(), "starts")
+            time.sleep(4)  # nothing is said
+            assert "job_hangs" not in events.read_text()
+        assert job.poll() is None, "the job goes on"
+    finally:
+        job.terminate()
+        job.wait(PATIENCE)
+        job.stderr.close()

@@ -117,6 +117,16 @@ FLAGS: tuple[Flag, ...] = (
         " while the others wait for it (0: never)",
     ),
     Flag(
+        name="--hang-after",
+        own=True,
+        metavar="S",
+        default="60",
+        env=False,
+        group=_RESTART,
+        help="if no worker has done anything for S seconds and some wait in a collective, print where each of them is;"
+        " the job goes on (0: never)",
+    ),
+    Flag(
         name="--shutdown-timeout",
         metavar="S",
         group=_RESTART,

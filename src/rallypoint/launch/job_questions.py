@@ -25,14 +25,19 @@ Look = Callable[[], Mapping[str, Any]]
 
 
 class JobQuestions:
-    """Answers ``stacks`` and ``usage``. Methods are called in the supervisor's loop; what they return is called in another thread, and blocks.
+    """Answers ``stacks`` and ``usage``. Methods are called in the supervisor's loop; what they return is called in another
+    thread, and blocks.
 
     Args:
         coordination: to the other nodes.
+        still: by rank of this node, for how many seconds a worker has done nothing.
     """
 
-    def __init__(self, coordination: Coordination) -> None:
+    def __init__(
+        self, coordination: Coordination, still: Callable[[], Mapping[int, float]]
+    ) -> None:
         self._coordination = coordination
+        self._still = still
         self._lock = threading.Lock()  # two who ask must not read each other's answers
 
     def everywhere(
@@ -42,11 +47,12 @@ class JobQuestions:
 
         Args:
             question: ``ask`` (``stacks`` or ``usage``), ``ranks`` (empty: all), ``native``, ``by_signal``, ``patience`` in
-                seconds, ``here``.
+                seconds, ``here``, ``if_still``: other nodes answer only if their workers have done nothing for so long.
             workers: of this node.
             ready: the round.
         Returns:
-            What finds the answer: ``processes``, and ``silent``: the nodes that did not answer.
+            What finds the answer: ``processes``; ``silent``: the nodes that did not answer; ``moving``: on another node,
+            some worker has done something.
         Raises:
             ControlError: there is no such rank.
         """
@@ -64,7 +70,7 @@ class JobQuestions:
             raise ControlError(f"no {in_words(unknown)} {where} ({has})")
         own = self._own(question, workers)
         if not is_for_all:
-            return lambda: {"processes": own(), "silent": []}
+            return lambda: {"processes": own(), "silent": [], "moving": False}
 
         def look() -> Mapping[str, Any]:
             patience = float(question.get("patience") or 0.0)
@@ -77,17 +83,24 @@ class JobQuestions:
                 processes = (answer or {}).get("processes")
                 found += processes if isinstance(processes, list) else []
             found.sort(key=lambda each: int(each["rank"]))
-            return {"processes": found, "silent": [node for node in told if told[node] is None]}
+            return {
+                "processes": found,
+                "silent": [node for node in told if told[node] is None],
+                "moving": any((answer or {}).get("moving") is True for answer in told.values()),
+            }
 
         return look
 
     def answer(self, asked: NodeAsked, workers: Iterable[Worker]) -> None:
         """Another node asks about this node's workers."""
-        own = self._own(asked.question, list(workers))
+        wanted = asked.question.get("if_still")
+        still = self._still().values()
+        moves = isinstance(wanted, float) and min(still, default=0.0) < wanted
+        own = self._own(asked.question, [] if moves else list(workers))
 
         def look() -> None:
             try:
-                self._coordination.answer(asked, {"processes": own()})
+                self._coordination.answer(asked, {"processes": own(), "moving": moves})
             except (RallyError, OSError, ValueError):
                 pass  # the store is gone; who asked is told that this node is silent
 
@@ -146,7 +159,7 @@ def _collectives(worker: Worker) -> int | None:
     return None if worker.memory_fd is None else sum(progress.read(worker.memory_fd).values())
 
 
-_PASSED_ON = ("ask", "ranks", "native", "by_signal", "patience")
+_PASSED_ON = ("ask", "ranks", "native", "by_signal", "patience", "if_still")
 
 
 def _ranks(question: Mapping[str, Any]) -> list[int]:

@@ -47,6 +47,7 @@ from .coordination import (
     ServeStore,
 )
 from .generation import Generation, Worker
+from .hang_watch import HangWatch
 from .job_questions import JobQuestions
 from .kept_workers import KeptWorkers
 from .output.console import Console
@@ -191,7 +192,8 @@ class Supervisor:
         self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._control: ControlServer | None = None
         self._began = clock.MONOTONIC.now()
-        self._questions = JobQuestions(coordination)
+        self._hang_watch = HangWatch(config.hang_after, say) if config.hang_after else None
+        self._questions = JobQuestions(coordination, self._still)
         self._poller = select.poll()
 
     # -- life ---------------------------------------------------------------------------------
@@ -292,6 +294,8 @@ class Supervisor:
         self._poller.register(server.pidfd, select.POLLIN)
         self._poller.register(coordination.fileno(), select.POLLIN)
         self._control = self._open_control()
+        if self._hang_watch is not None:
+            self._look_for_hang()
         self._do(policy.start(self._state))
         while self._finished is None:
             if not server.channel.closed_by_peer:
@@ -428,6 +432,20 @@ class Supervisor:
                 return self._questions.everywhere(question, self._workers, self._round)
             case other:
                 raise ControlError(f"cannot be asked for {other!r} (known: status, stacks, usage)")
+
+    def _still(self) -> dict[int, float]:
+        return {} if self._hang_watch is None else self._hang_watch.still()
+
+    def _look_for_hang(self) -> None:
+        """See whether any worker moves; and again in a while."""
+        watch = self._hang_watch
+        assert watch is not None
+        self._in(watch.interval, self._look_for_hang)
+        if self._state.phase is Phase.RUNNING and self._round is not None:
+            workers, ready = self._workers, self._round
+            watch.look(
+                workers, ready, lambda what: self._questions.everywhere(what, workers, ready)
+            )
 
     def _show_stacks(self) -> None:
         """SIGQUIT, as Ctrl-\\ sends it: print where the workers are, and go on."""

@@ -1,0 +1,90 @@
+"""Whether workers that do nothing hang, by their stacks: who waits in a collective, and who does not come to it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rallypoint._core.rank_words import in_words
+
+from . import stack_groups
+
+
+# Python code below which a rank waits for others. The engine's: DDP and FSDP wait in backward.
+_WAITS = re.compile(r"/torch/distributed/(?!rpc/|run|launch|elastic/)|/torch/autograd/graph\.py$")
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A job in which nobody moves.
+
+    Args:
+        missing: the ranks that do not wait in a collective; empty if all do.
+        waiting: the others.
+        text: for people.
+    """
+
+    missing: tuple[int, ...]
+    waiting: tuple[int, ...]
+    text: str
+
+
+def explain(
+    processes: Sequence[Mapping[str, Any]],
+    seconds: float,
+    world_size: int,
+    *,
+    working: bool = False,
+) -> Hang | None:
+    """Why nothing moves, or hardly anything does.
+
+    Args:
+        processes: stacks of the workers, with or without children.
+        seconds: for how long nobody has moved.
+        world_size: how many workers there are.
+        working: some workers are at work, the others have done nothing for that long.
+    Returns:
+        None if no rank waits in a collective: servers wait for requests for as long as they like. With ``working``, also if
+        all ranks wait.
+    """
+    workers = [each for each in processes if not each["name"]]
+    waiting = sorted(each["rank"] for each in workers if _waits(each))
+    if not waiting:
+        return None
+    missing = sorted({each["rank"] for each in workers} - set(waiting))
+    others = in_words(waiting)
+    one = len(waiting) == 1
+    if working:
+        if not missing:
+            return None
+        head = (
+            f"{others} {'has' if one else 'have'} waited in a collective for {seconds:.0f} s;"
+            f" {in_words(missing)} {'is' if len(missing) == 1 else 'are'} still at work elsewhere"
+        )
+    elif missing:
+        who = in_words(missing)
+        comes = "does not come" if len(missing) == 1 else "do not come"
+        head = (
+            f"{who} {comes} to a collective in which {others} {'waits' if one else 'wait'}: nothing has"
+            f" moved for {seconds:.0f} s"
+        )
+    elif len(workers) < world_size:
+        head = f"{others} {'waits' if one else 'wait'} in a collective, and nothing has moved for {seconds:.0f} s"
+    elif len(stack_groups.groups(workers)) > 1:
+        head = (
+            f"all ranks wait in collectives, but not at the same place: nothing has moved for {seconds:.0f} s."
+            " Do they call the same collectives in the same order?"
+        )
+    else:
+        head = (
+            f"all ranks wait in the same collective: nothing has moved for {seconds:.0f} s."
+            " Do their sizes and groups match? Is the network between the nodes up?"
+        )
+    return Hang(tuple(missing), tuple(waiting), f"{head}\n{stack_groups.text(processes)}")
+
+
+def _waits(process: Mapping[str, Any]) -> bool:
+    threads = process["threads"]
+    return bool(threads) and any(_WAITS.search(each["file"]) for each in threads[0]["frames"])

@@ -1,0 +1,116 @@
+"""Tells a job that hangs: nothing moves anywhere, and some ranks wait in a collective.
+
+Every supervisor notes what its workers use; that costs them nothing. If those of node 0 have done nothing for a while, its supervisor
+asks the others. If all stand still, it reads the stacks, once, and says what it found.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from rallypoint import events
+from rallypoint._core import clock
+from rallypoint.control import hang_report, usage
+from rallypoint.errors import RallyError
+
+from .coordination import RoundReady
+from .generation import Worker
+from .stillness import Stillness
+
+
+# Looks in the time after which a job hangs.
+LOOKS = 4
+# If some workers work, the others may wait for so many times longer: an evaluation on one rank takes its time.
+LONGER = 5
+# How long the answers of other nodes, and stacks, may take.
+PATIENCE = 10.0
+
+_log = logging.getLogger(__name__)
+
+# Asks all nodes; see :class:`.job_questions.JobQuestions`.
+Ask = Callable[[Mapping[str, Any]], Callable[[], Mapping[str, Any]]]
+
+
+class HangWatch:
+    """Watches the workers of one node. Called in the supervisor's loop.
+
+    Args:
+        after: seconds.
+        say: prints for people.
+    """
+
+    def __init__(self, after: float, say: Callable[[str], None]) -> None:
+        self.interval = after / LOOKS
+        self._after = after
+        self._say = say
+        self._stillness = Stillness()
+        self._is_told = False
+
+    def still(self) -> dict[int, float]:
+        """By rank: for how many seconds a worker of this node has done nothing."""
+        return self._stillness.still(clock.MONOTONIC.now())
+
+    def look(self, workers: Iterable[Worker], ready: RoundReady, ask: Ask) -> None:
+        """Take note of what the workers use, and tell if the job hangs.
+
+        Args:
+            workers: of this node.
+            ready: the round.
+            ask: asks all nodes.
+        """
+        alive = [each for each in workers if each.status is None and each.pid]
+        found = {each.ranks.rank: {"pid": each.pid, **usage.usage(each.pid)} for each in alive}
+        still = self._stillness.look(clock.MONOTONIC.now(), found)
+        everybody = bool(still) and min(still.values()) >= self._after
+        many = bool(still) and median(still.values()) >= LONGER * self._after
+        if not everybody and not many:
+            self._is_told = False
+            return
+        world_size = alive[0].ranks.world_size
+        if self._is_told or ready.node_rank != 0 or world_size < 2:
+            return
+        self._is_told = True
+        question: dict[str, Any] = {"ask": "stacks", "patience": PATIENCE}
+        if not many:
+            # The other nodes look at other moments.
+            question["if_still"] = self._after - self.interval
+        seconds = LONGER * self._after if many else self._after
+        threading.Thread(
+            target=self._find_out,
+            args=(ready.generation, world_size, seconds, many, ask(question)),
+            name="rally-hang",
+            daemon=True,
+        ).start()
+
+    def _find_out(
+        self,
+        generation: int,
+        world_size: int,
+        seconds: float,
+        working: bool,
+        stacks: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        try:
+            found = stacks()
+        except (RallyError, OSError, ValueError) as error:
+            _log.info("cannot find out whether the job hangs: %s", error)
+            return
+        if found["moving"]:
+            self._is_told = False  # look again
+            return
+        hang = hang_report.explain(found["processes"], seconds, world_size, working=working)
+        if hang is None:
+            return
+        self._say(hang.text)
+        events.emit(
+            events.JobHangs(
+                generation=generation,
+                missing=hang.missing,
+                waiting=hang.waiting,
+                seconds=seconds,
+            )
+        )

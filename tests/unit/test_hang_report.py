@@ -1,0 +1,104 @@
+"""Whether workers that do nothing hang: how long they stand still, and what their stacks say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from rallypoint.control import hang_report
+from rallypoint.launch.stillness import Stillness
+
+
+def process(rank: int, *files: str, line: int = 1, name: str = "") -> dict[str, Any]:
+    frames = [{"file": file, "line": line, "function": "f"} for file in files]
+    thread = {"name": "", "frames": frames}
+    return {
+        "rank": rank,
+        "pid": rank,
+        "name": name,
+        "threads": [thread] if files else [],
+        "why": "x",
+    }
+
+
+COLLECTIVE = ("/train.py", "/lib/torch/distributed/distributed_c10d.py")
+BACKWARD = ("/train.py", "/lib/torch/_tensor.py", "/lib/torch/autograd/graph.py")
+RPC = ("/train.py", "/lib/torch/distributed/rpc/api.py")
+
+
+def test_who_does_not_come_is_named() -> None:
+    processes = [process(0, *COLLECTIVE), process(1, "/train.py"), process(2, *BACKWARD)]
+    hang = hang_report.explain(processes, 60.0, 3)
+    assert hang is not None and (hang.missing, hang.waiting) == ((1,), (0, 2))
+    assert hang.text.startswith(
+        "rank 1 does not come to a collective in which ranks 0, 2 wait: nothing has moved for 60 s\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("second", "count", "says"),
+    [
+        (process(1, *COLLECTIVE), 2, "all ranks wait in the same collective"),
+        (process(1, *COLLECTIVE, line=2), 2, "not at the same place"),
+        (process(1, *COLLECTIVE), 3, "ranks 0, 1 wait in a collective, and nothing has moved"),
+        (process(1), 2, "rank 1 does not come"),  # no stack: stopped, or stuck in the kernel
+        (process(1, *RPC), 2, "rank 1 does not come"),
+    ],
+)
+def test_what_is_said(second: dict[str, Any], count: int, says: str) -> None:
+    hang = hang_report.explain([process(0, *COLLECTIVE), second], 60.0, count)
+    assert hang is not None and says in hang.text.splitlines()[0]
+
+
+@pytest.mark.parametrize("files", [("/serve.py",), RPC, ("/lib/torch/nn/module.py",)])
+def test_nobody_in_a_collective_is_no_hang(files: tuple[str, ...]) -> None:
+    assert hang_report.explain([process(0, *files), process(1, *files)], 60.0, 2) is None
+
+
+def test_children_do_not_count_as_ranks() -> None:
+    processes = [process(0, *COLLECTIVE), process(1, "/a.py"), process(1, "/b.py", name="child")]
+    hang = hang_report.explain(processes, 60.0, 2)
+    assert hang is not None and hang.missing == (1,)
+
+
+def test_some_still_work() -> None:
+    processes = [process(0, *COLLECTIVE), process(1, "/train.py"), process(2, *COLLECTIVE)]
+    hang = hang_report.explain(processes, 300.0, 3, working=True)
+    assert hang is not None
+    assert hang.text.splitlines()[0] == (
+        "ranks 0, 2 have waited in a collective for 300 s; rank 1 is still at work elsewhere"
+    )
+    assert hang_report.explain([process(0, *COLLECTIVE)], 300.0, 1, working=True) is None
+
+
+# -- standing still -------------------------------------------------------------------------------
+
+
+def used(cpu: float, moved: int = 0, pid: int = 1) -> dict[str, Any]:
+    return {"pid": pid, "cpu": cpu, "read": moved, "written": 0}
+
+
+def test_it_is_still_since_it_last_did_something() -> None:
+    watch = Stillness()
+    watch.look(0.0, {0: used(5.0), 1: used(5.0), 2: used(5.0), 3: used(5.0)})
+    watch.look(10.0, {0: used(5.1), 1: used(6.0), 2: used(5.0, 1), 3: used(5.0, pid=2)})
+    still = watch.look(20.0, {0: used(5.2), 1: used(6.0), 2: used(5.0, 1), 3: used(5.0, pid=2)})
+    assert still == {0: 20.0, 1: 10.0, 2: 10.0, 3: 10.0}
+    assert watch.still(25.0)[0] == 25.0
+    assert watch.look(30.0, {1: used(9.0)}) == {1: 0.0}, "who is gone is forgotten"
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.booleans()), min_size=1, max_size=30))
+def test_any_movement_ends_stillness(steps: list[tuple[float, bool]]) -> None:
+    watch = Stillness()
+    now, cpu = 0.0, 0.0
+    watch.look(now, {0: used(cpu)})
+    since = now
+    for passed, moves in steps:
+        now += passed
+        if moves:
+            cpu += passed
+            since = now
+        assert watch.look(now, {0: used(cpu)})[0] == pytest.approx(now - since)
