@@ -526,7 +526,7 @@ dist.all_reduce(torch.ones(1))
     ("how", "says"),
     [
         ("read", "rank 1 does not come to a collective in which ranks 0, 2 wait"),
-        ("compute", "ranks 0, 2 have waited in a collective for 2 s; rank 1 is still at work"),
+        ("compute", "ranks 0, 2 have waited in a collective for 1 s; rank 1 is still at work"),
         ("serve", ""),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 
@@ -57,9 +56,14 @@ def rows(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]] =
     most = max((each["collectives"] or 0 for each in now), default=0)
     found = [_row(each, last.get((each["rank"], each["pid"])), most) for each in now]
     cpus = [each.cpu for each in found if each.cpu is not None]
-    usual_cpu = median(cpus) if len(cpus) > 2 else None
-    usual_memory = median(each.memory for each in found) if len(found) > 2 else None
+    usual_cpu = _median(cpus) if len(cpus) > 2 else None
+    usual_memory = _median([each.memory for each in found]) if len(found) > 2 else None
     return [_marked(each, usual_cpu, usual_memory) for each in found]
+
+
+def _median(values: Sequence[float]) -> float:
+    """The upper one of two. (:mod:`statistics` takes longer to import than this command to run.)"""
+    return sorted(values)[len(values) // 2]
 
 
 def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) -> Row:

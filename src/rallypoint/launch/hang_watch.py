@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from statistics import median
 from typing import Any
 
 from rallypoint import events
 from rallypoint._core import clock
-from rallypoint.control import hang_report, usage
+from rallypoint.control import usage
 from rallypoint.errors import RallyError
 
 from .coordination import RoundReady
@@ -25,7 +24,7 @@ from .stillness import Stillness
 # Looks in the time after which a job hangs.
 LOOKS = 4
 # If some workers work, the others may wait for so many times longer: an evaluation on one rank takes its time.
-LONGER = 5
+LONGER = 3
 # How long the answers of other nodes, and stacks, may take.
 PATIENCE = 10.0
 
@@ -66,7 +65,7 @@ class HangWatch:
         found = {each.ranks.rank: {"pid": each.pid, **usage.usage(each.pid)} for each in alive}
         still = self._stillness.look(clock.MONOTONIC.now(), found)
         everybody = bool(still) and min(still.values()) >= self._after
-        many = bool(still) and median(still.values()) >= LONGER * self._after
+        many = bool(still) and sorted(still.values())[len(still) // 2] >= LONGER * self._after
         if not everybody and not many:
             self._is_told = False
             return
@@ -94,6 +93,8 @@ class HangWatch:
         working: bool,
         stacks: Callable[[], Mapping[str, Any]],
     ) -> None:
+        from rallypoint.control import hang_report  # a launch need not wait for its import
+
         try:
             found = stacks()
         except (RallyError, OSError, ValueError) as error:

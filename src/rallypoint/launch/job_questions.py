@@ -6,12 +6,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rallypoint._core import clock, progress
 from rallypoint._core.rank_words import in_words
-from rallypoint.control import stack_probe, usage
+from rallypoint.control import usage
 from rallypoint.errors import ControlError, RallyError
 
 from .coordination import Coordination, NodeAsked, RoundReady
@@ -73,6 +72,10 @@ class JobQuestions:
             return lambda: {"processes": own(), "silent": [], "moving": False}
 
         def look() -> Mapping[str, Any]:
+            from concurrent.futures import (
+                ThreadPoolExecutor,  # a launch need not wait for its import
+            )
+
             patience = float(question.get("patience") or 0.0)
             asked = {key: question.get(key) for key in _PASSED_ON}
             with ThreadPoolExecutor(1, thread_name_prefix="rally-nodes") as beside:
@@ -123,6 +126,8 @@ class JobQuestions:
     def _stacks(
         self, question: Mapping[str, Any], workers: Sequence[Worker]
     ) -> Callable[[], list[dict[str, Any]]]:
+        from rallypoint.control import stack_probe  # as above
+
         targets = [
             stack_probe.Target(rank=each.ranks.rank, pid=each.pid, fd=os.dup(each.stacks_fd))
             for each in workers
