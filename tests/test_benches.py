@@ -21,6 +21,7 @@ LITTLE = {
     "elastic.py": QUICK,
     "fuzz_records.py": ["--records", "1000"],
     "fuzz_rpc.py": ["--frames", "2000"],
+    "hang_drill.py": ["--seeds", "1", "--only", "stuck read"],
     "join.py": QUICK,
     "launch.py": QUICK,
     "memory_rpc.py": QUICK,

@@ -41,3 +41,44 @@ def test_anything_else_is_none(record: dict[str, object]) -> None:
 def test_an_answer_that_unpacks_to_gigabytes_is_not_unpacked() -> None:
     bomb = zlib.compress(b'{"a": "' + bytes(node_answers.MAX_ANSWER) + b'"}')
     assert node_answers.unpack({"zlib": base64.b64encode(bomb).decode()}) is None
+
+
+STACK = {
+    "rank": 1,
+    "pid": 7,
+    "name": "",
+    "why": "",
+    "host": "h",
+    "threads": [{"name": "", "frames": [{"file": "a.py", "line": 3, "function": "f"}]}],
+}
+USED = {
+    "rank": 1,
+    "pid": 7,
+    "host": "h",
+    "state": "S",
+    "collectives": None,
+    **dict.fromkeys(("cpu", "memory", "threads", "children", "read", "written", "at"), 1.0),
+}
+
+
+def test_records_of_workers_are_taken() -> None:
+    assert node_answers.processes({"processes": [STACK, USED]}) == [STACK, USED]
+
+
+@given(st.data())
+def test_a_record_with_anything_else_in_it_is_left_out(data: st.DataObject) -> None:
+    """Another node may run another version."""
+    whole = data.draw(st.sampled_from([STACK, USED]))
+    key = data.draw(st.sampled_from(sorted(whole)))
+    if data.draw(st.booleans()):
+        broken = {name: value for name, value in whole.items() if name != key}
+        if key == "collectives":
+            return
+    else:
+        broken = {**whole, key: {"nothing": 1}}
+    assert node_answers.processes({"processes": [broken, 3, None]}) == []
+
+
+@pytest.mark.parametrize("body", [None, {}, {"processes": 3}, {"processes": {"a": 1}}])
+def test_an_answer_without_records_has_none(body: dict[str, object] | None) -> None:
+    assert node_answers.processes(body) == []

@@ -34,6 +34,8 @@ _SILENCE = 0.05
 # How long a process may take to begin. A handler waits for nothing but a core.
 _BEGIN = 1.0
 _READERS = 8
+# What py-spy may take for a process that seems stuck in the kernel.
+_STUCK = 1.0
 _STATES = {
     "T": "it is stopped (SIGSTOP); kill -CONT continues it",
     "t": "a debugger has stopped it",
@@ -159,6 +161,8 @@ def find_py_spy() -> str | None:
 def _by_py_spy(
     program: str, pid: int, native: bool, deadline: Deadline
 ) -> tuple[list[Thread], str]:
+    # It would wait for a process that is stuck in the kernel.
+    longest = _STUCK if process.state(pid) == "D" else (deadline.remaining() or 0.0)
     words = [program, "dump", "--json", "--pid", str(pid), *(["--native"] if native else [])]
     try:
         ran = subprocess.run(
@@ -166,7 +170,7 @@ def _by_py_spy(
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=max(0.1, deadline.remaining() or 0.0),
+            timeout=max(0.1, min(longest, deadline.remaining() or 0.0)),
             check=False,
         )
         if ran.returncode == 0:

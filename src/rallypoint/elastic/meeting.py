@@ -226,7 +226,7 @@ class Meeting:
             objects=self._objects.describe(),
             fingerprint=fingerprint,
             groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
-            layouts=self._objects.layouts(),
+            layouts=self._objects.layouts(settle=True),
             snapshots=self._keeping.held(),
             node=self._kept.node,
             lacks_own=self._lacks_own,

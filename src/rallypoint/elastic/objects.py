@@ -6,6 +6,7 @@ by torch's restricted unpickler, which executes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import io
@@ -20,7 +21,7 @@ from rallypoint.errors import ElasticError
 
 from . import torch_private
 from .groups import KeptGroup
-from .setup_record import Scripted
+from .setup_record import Scripted, Unchanged
 
 
 # Buffers of modules up to this many bytes are kept in each step.
@@ -63,6 +64,7 @@ class Objects:
         self._buffers = [each for each in buffers if each.numel()]
         size = sum(each.numel() * each.element_size() for each in self._buffers)
         self._keeps_buffers = 0 < size <= MAX_BUFFERS
+        self._new_at = {net: _versions(net) for net in self.ddp}
 
     @property
     def ddp(self) -> list[DistributedDataParallel]:
@@ -175,10 +177,37 @@ class Objects:
 
     # -- DDP ------------------------------------------------------------------------------------------
 
-    def layouts(self) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
-        """Of each DDP module: which gradients it reduces together."""
-        found = (torch_private.layout_of_buckets(each) for each in self.ddp)
-        return tuple(None if each is None else tuple(map(tuple, each)) for each in found)
+    def layouts(self, *, settle: bool = False) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+        """Of each DDP module: which gradients it reduces together.
+
+        Args:
+            settle: DDP settles that at the beginning of its second pass. Do it now for those whose first pass was in a complete
+                step: without the loss, their next pass would have had this layout, and with another one sums are rounded in
+                another order. Only after a loss: the reducer cannot be used until :meth:`restore_layouts`.
+        """
+        found = []
+        for net in self.ddp:
+            layout = torch_private.layout_of_buckets(net)
+            if layout is None and settle and self._has_stepped(net):
+                with self._answered(net, Unchanged()), contextlib.suppress(RuntimeError):
+                    torch_private.rebuild_buckets(net)
+                layout = torch_private.layout_of_buckets(net)
+            found.append(None if layout is None else tuple(map(tuple, layout)))
+        return tuple(found)
+
+    def _has_stepped(self, net: DistributedDataParallel) -> bool:
+        """Whether an optimizer has changed it since its reducer was new."""
+        return _versions(net) != self._new_at.get(net)
+
+    @contextlib.contextmanager
+    def _answered(self, net: DistributedDataParallel, answerer: Any) -> Iterator[None]:
+        """The module's collectives are answered here, by nobody else."""
+        group = torch_private.group_of_ddp(net)
+        inner, group.inner, group.answerer = group.inner, None, answerer
+        try:
+            yield
+        finally:
+            group.inner, group.answerer = inner, None
 
     def restore_layouts(
         self, layouts: Sequence[tuple[tuple[int, ...], ...] | None], groups: Sequence[KeptGroup]
@@ -189,16 +218,13 @@ class Objects:
         """
         for net, layout in zip(self.ddp, layouts, strict=True):
             torch_private.reset_reducer(net)
+            self._new_at[net] = _versions(net)
             if layout is None:
                 continue
             indices = [index for bucket in layout for index in bucket]
             script = Scripted([[*indices, len(layout)], [len(bucket) for bucket in layout]])
-            group = torch_private.group_of_ddp(net)
-            inner, group.inner, group.answerer = group.inner, None, script
-            try:
+            with self._answered(net, script):
                 torch_private.settle_buckets(net)
-            finally:
-                group.inner, group.answerer = inner, None
 
     # -- from one rank to another -----------------------------------------------------------------
 
@@ -271,6 +297,11 @@ def _check_ddp(given: Any) -> None:
                 "elastic.session: DistributedDataParallel(static_graph=True) cannot be kept: a process that takes a lost rank"
                 " over would reduce its first gradients in another order than the others"
             )
+
+
+def _versions(net: nn.Module) -> int:
+    """How often its parameters were changed in place."""
+    return sum(_version(each) for each in net.parameters())
 
 
 def _version(tensor: torch.Tensor) -> int:

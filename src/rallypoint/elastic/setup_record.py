@@ -138,6 +138,13 @@ class Scripted:
         return done(args[0])
 
 
+class Unchanged:
+    """Answers broadcasts with what this rank has."""
+
+    def run(self, group: KeptGroup, operation: str, args: tuple[Any, ...]) -> dist.Work:
+        return done(args[0])
+
+
 def alone(operation: str, args: tuple[Any, ...]) -> dist.Work:
     """Work of a collective in which nobody else takes part: what is gathered or scattered is this rank's, or zero."""
     if operation in torch_private.IN_PLACE or len(args) < 2:

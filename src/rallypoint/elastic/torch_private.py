@@ -172,6 +172,15 @@ def reset_reducer(net: Any) -> None:
 def settle_buckets(net: Any) -> None:
     """Have DDP settle its layout now. It broadcasts rank 0's, in two tensors: see :class:`.Scripted`."""
     net.reducer._push_all_rebuilt_params()
+    rebuild_buckets(net)
+
+
+def rebuild_buckets(net: Any) -> None:
+    """Have DDP settle its layout now, from the order in which gradients have arrived. It broadcasts rank 0's.
+
+    Raises:
+        RuntimeError: not all have arrived.
+    """
     if net.reducer._rebuild_buckets():
         net._has_rebuilt_buckets = True
 

@@ -13,12 +13,15 @@ from rallypoint._core.rank_words import in_words
 from rallypoint.control import usage
 from rallypoint.errors import ControlError, RallyError
 
+from . import node_answers
 from .coordination import Coordination, NodeAsked, RoundReady
 from .generation import Worker
 
 
 # What another node may take longer, for the way there and back.
 WAY = 2.0
+# Nobody may ask for more seconds.
+MAX_PATIENCE = 120.0
 
 Look = Callable[[], Mapping[str, Any]]
 
@@ -76,16 +79,15 @@ class JobQuestions:
                 ThreadPoolExecutor,  # a launch need not wait for its import
             )
 
-            patience = float(question.get("patience") or 0.0)
+            patience = _patience(question)
             asked = {key: question.get(key) for key in _PASSED_ON}
             with ThreadPoolExecutor(1, thread_name_prefix="rally-nodes") as beside:
                 others = beside.submit(self._coordination.ask_nodes, asked, patience + WAY)
                 found = own()
                 told = others.result()
             for answer in told.values():
-                processes = (answer or {}).get("processes")
-                found += processes if isinstance(processes, list) else []
-            found.sort(key=lambda each: int(each["rank"]))
+                found += node_answers.processes(answer)
+            found.sort(key=lambda each: each["rank"])
             return {
                 "processes": found,
                 "silent": [node for node in told if told[node] is None],
@@ -139,7 +141,7 @@ class JobQuestions:
                     targets,
                     native=question.get("native") is True,
                     by_signal=question.get("by_signal") is True,
-                    patience=float(question.get("patience") or 0.0),
+                    patience=_patience(question),
                 )
 
         return look
@@ -165,6 +167,11 @@ def _collectives(worker: Worker) -> int | None:
 
 
 _PASSED_ON = ("ask", "ranks", "native", "by_signal", "patience", "if_still")
+
+
+def _patience(question: Mapping[str, Any]) -> float:
+    wanted = question.get("patience")
+    return min(float(wanted), MAX_PATIENCE) if isinstance(wanted, int | float) else 0.0
 
 
 def _ranks(question: Mapping[str, Any]) -> list[int]:

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 # Bytes of an answer, unpacked.
 MAX_ANSWER: Final = 64 * 1024 * 1024
+# The numbers in a record of what a worker uses.
+_USED: Final = ("cpu", "memory", "threads", "children", "read", "written", "at")
 
 
 def key(generation: int, name: str, node_rank: int) -> str:
@@ -27,6 +29,47 @@ def key(generation: int, name: str, node_rank: int) -> str:
 def pack(body: Mapping[str, Any]) -> dict[str, Any]:
     """As a record. Compressed: the stacks of a hundred workers are more than a record may hold."""
     return {"zlib": base64.b64encode(zlib.compress(json.dumps(body).encode())).decode()}
+
+
+def processes(body: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The records of workers in an answer; those that are none are left out."""
+    found = (body or {}).get("processes")
+    records = found if isinstance(found, list) else []
+    return [each for each in records if isinstance(each, dict) and _is_record(each)]
+
+
+def _is_record(each: Mapping[str, Any]) -> bool:
+    if type(each.get("rank")) is not int or type(each.get("pid")) is not int:
+        return False
+    threads = each.get("threads")
+    if isinstance(threads, list):  # its stacks
+        texts = (each.get("name"), each.get("why"), each.get("host"))
+        return all(isinstance(text, str) for text in texts) and all(map(_is_thread, threads))
+    numbers = [each.get(name) for name in _USED]  # what it uses
+    return (
+        all(isinstance(number, int | float) for number in numbers)
+        and isinstance(each.get("collectives"), int | None)
+        and isinstance(each.get("state"), str)
+        and isinstance(each.get("host"), str)
+    )
+
+
+def _is_thread(thread: object) -> bool:
+    return (
+        isinstance(thread, dict)
+        and isinstance(thread.get("name"), str)
+        and isinstance(thread.get("frames"), list)
+        and all(_is_frame(frame) for frame in thread["frames"])
+    )
+
+
+def _is_frame(frame: object) -> bool:
+    return (
+        isinstance(frame, dict)
+        and isinstance(frame.get("file"), str)
+        and isinstance(frame.get("function"), str)
+        and isinstance(frame.get("line"), int)
+    )
 
 
 def unpack(record: Mapping[str, Any]) -> dict[str, Any] | None:
