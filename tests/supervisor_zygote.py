@@ -194,7 +194,11 @@ def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> N
             del sys.modules[name]
         sys.modules.update(_servers_modules)
         subprocess.Popen = _Popen.__base__  # type: ignore[misc]
+        before = dict(os.environ)
         _take_environment(env)
+        if hasattr(sys.modules.get("torch"), "set_num_threads"):  # tests/stub has none
+            # As if it were imported now. Workers find one thread each, if that is what the supervisor says.
+            preloaded._catch_up(sys.modules["torch"], before, env)
         # A notebook has objects of its own there.
         sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
         sys.argv = ["-c"]

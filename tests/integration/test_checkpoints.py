@@ -29,6 +29,7 @@ from rallypoint._core.checkpoint_folder import entries
 from rallypoint._core.checkpoint_records import RECORD, name_of
 from rallypoint._core.storage import storage_at
 from rallypoint.elastic.checkpoints import Checkpoints
+from supervisors import run
 
 
 pytestmark = pytest.mark.integration
@@ -480,7 +481,7 @@ def job(
     folder.mkdir(exist_ok=True)
     script = folder / "train.py"
     script.write_text(JOB)
-    return subprocess.run(
+    return run(
         [
             *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", str(workers), *flags),
             *(str(script), str(folder), str(folder / "checkpoints"), json.dumps(faults)),
@@ -489,7 +490,6 @@ def job(
         capture_output=True,
         text=True,
         timeout=200,
-        check=False,
     )
 
 

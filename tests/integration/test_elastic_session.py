@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from elastic import free_port, wait_until
+from supervisors import Popen, run
 
 
 pytestmark = pytest.mark.integration
@@ -30,7 +31,7 @@ FAULTS = json.loads(sys.argv[2])  # [step, rank, where]: each happens once
 
 def supervisor():
     pid = os.getpid()
-    while b"run" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(bytes(1)):
+    while b"rallypoint run" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(bytes(1), b" "):
         pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid
 
@@ -57,6 +58,7 @@ def left_behind():
     return sum(each.name == "rally-elastic-disposal" for each in threading.enumerate())
 
 torch.manual_seed(0)
+torch.set_num_threads(1)  # as many on every number of nodes, or sums come out differently
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 # What a set-up does: the newcomer gets the same answers.
@@ -144,7 +146,7 @@ def trained(
     folder.mkdir()
     path = folder / "train.py"
     path.write_text(script)
-    done = subprocess.run(
+    done = run(
         [
             *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "3"),
             *("--preload", "torch._dynamo", *flags, str(path), str(folder), json.dumps(faults)),
@@ -154,7 +156,6 @@ def trained(
         capture_output=True,
         text=True,
         timeout=150,
-        check=False,
     )
     ends = [folder / f"end {rank}" for rank in range(3)]
     return done, [json.loads(end.read_text()) for end in ends if end.exists()]
@@ -218,7 +219,7 @@ def test_a_worker_is_replaced_on_each_of_two_nodes(
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     nodes = [
-        subprocess.Popen(
+        Popen(
             [
                 *(sys.executable, "-m", "rallypoint", "run", "--nnodes", "2", "--insecure"),
                 *("--node-rank", str(node), "--nproc-per-node", str(2 - node)),
@@ -227,8 +228,6 @@ def test_a_worker_is_replaced_on_each_of_two_nodes(
                 *(str(tmp_path / "train.py"), str(tmp_path), json.dumps(faults)),
             ],
             cwd=tmp_path,
-            # As in the undisturbed run, or sums come out differently.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -274,7 +273,7 @@ def trained_on_nodes(
     port = free_port()
 
     def node() -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return Popen(
             [
                 *(sys.executable, "-m", "rallypoint", "run", "--nnodes", size, "--insecure"),
                 *("--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"),
@@ -282,8 +281,6 @@ def trained_on_nodes(
                 *(str(folder / "train.py"), str(folder), json.dumps(faults)),
             ],
             cwd=folder,
-            # As in the undisturbed run, or sums come out differently.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -393,13 +390,12 @@ def test_losses_are_limited(tmp_path: Path) -> None:
 def alone(tmp_path: Path, source: str, *command: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(source)
-    return subprocess.run(
+    return run(
         [sys.executable, *command, str(script)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=100,
-        check=False,
     )
 
 
@@ -614,7 +610,7 @@ dist.destroy_process_group()
 def test_a_rank_that_dies_amid_a_large_message_stops_nobody(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(MID_MESSAGE)
-    done = subprocess.run(
+    done = run(
         [
             *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2"),
             *(str(path), str(tmp_path)),
@@ -622,7 +618,6 @@ def test_a_rank_that_dies_amid_a_large_message_stops_nobody(tmp_path: Path) -> N
         capture_output=True,
         text=True,
         timeout=150,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("fault *"))) == 3

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from supervisors import run
 
 
 pytestmark = pytest.mark.integration
@@ -23,7 +24,7 @@ def trained(
     folder: Path, workers: int, kind: str, faults: list[Fault], every: int = 4
 ) -> tuple[str, list[dict[str, Any]]]:
     folder.mkdir()
-    done = subprocess.run(
+    done = run(
         [
             *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", str(workers)),
             *("--preload", "torch._dynamo", str(SCRIPT), str(folder), kind),
@@ -34,7 +35,6 @@ def trained(
         capture_output=True,
         text=True,
         timeout=150,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     ends = [json.loads((folder / f"end {rank}").read_text()) for rank in range(workers)]
@@ -125,7 +125,7 @@ dist.destroy_process_group()
 
 def test_a_loop_of_ones_own_goes_back_by_its_position(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN_LOOP)
-    done = subprocess.run(
+    done = run(
         [
             *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2"),
             *("--preload", "torch._dynamo", "train.py"),
@@ -134,7 +134,6 @@ def test_a_loop_of_ones_own_goes_back_by_its_position(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=150,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "refused: session.batches: a list_iterator can be iterated only once" in done.stdout
