@@ -87,6 +87,8 @@ def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
     sys.orig_argv = order["command"]
     if order["fork_server"] == "forked":
         subprocess.Popen = _Popen  # type: ignore[misc]
+        if "torch.distributed.run" in sys.modules:
+            _have_servers_modules()  # torch has loaded its plug-ins from these
     known_modules = frozenset(sys.modules)
     code, interrupted = 0, False
     try:
@@ -180,19 +182,8 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> NoReturn:
     try:  # an error must not lead back into the code of the supervisor that forked
-        # As executing another program would leave it.
-        signal.set_wakeup_fd(-1)
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                default = number == signal.SIGINT
-                signal.signal(number, signal.default_int_handler if default else signal.SIG_DFL)
-        os.setsid()
-        kept = sorted({0, 1, 2, *fds})
-        for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-            os.closerange(before + 1, after)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
-            del sys.modules[name]
-        sys.modules.update(_servers_modules)
+        _forget_parent(fds)
+        _have_servers_modules()
         subprocess.Popen = _Popen.__base__  # type: ignore[misc]
         before = dict(os.environ)
         _take_environment(env)
@@ -208,6 +199,25 @@ def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> N
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _forget_parent(fds: Sequence[int] = ()) -> None:
+    """Have what executing another program would leave, and these descriptors."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            default = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if default else signal.SIG_DFL)
+    os.setsid()
+    kept = sorted({0, 1, 2, *fds})
+    for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(before + 1, after)
+
+
+def _have_servers_modules() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
+        del sys.modules[name]
+    sys.modules.update(_servers_modules)
 
 
 if __name__ == "__main__":

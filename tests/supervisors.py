@@ -6,13 +6,16 @@ of the one that it would be a child of.
     done = run([sys.executable, "-m", "rallypoint", "run", *words], cwd=folder, env=env)
     node = Popen([RALLY, "run", *words], cwd=folder, env=env)
 
+    agent = Popen([TORCHRUN, *words], cwd=folder, env=env, imports=(*TORCH[:2], "torch.distributed.run"))
+
 Both are as those of :mod:`subprocess`, and start what cannot be forked: another program, this one with flags, one on a
 terminal, one with variables that Python or torch reads when it is loaded and that nobody has asked for before.
 
 [Note: Fork servers]
 A supervisor starts its fork server with :class:`subprocess.Popen`. In a forked supervisor that forks instead, and the
 fork runs the same code, with modules of rallypoint that were loaded for it alone. torch is there already when it
-imports it. Its environment and that of the supervisor are shown in /proc as if programs had been started with them,
+imports it. (A forked torchrun starts its workers as ever: it has threads of C++, which a fork would not.) Its environment
+and that of the supervisor are shown in /proc as if programs had been started with them,
 since tests look for processes by marks in it.
 """
 
@@ -35,6 +38,7 @@ from rallypoint._core import process
 
 _BIN = Path(sys.executable).parent
 RALLY = str(_BIN / "rally")
+TORCHRUN = str(_BIN / "torchrun")
 _MODULES = {RALLY: "rallypoint"}
 _ZYGOTE = Path(__file__).with_name("supervisor_zygote.py")
 # Bytes that a forked process can show as its environment and as its command line.
@@ -233,6 +237,9 @@ def _task(command: Sequence[str]) -> dict[str, Any] | None:
     match command:
         case [program, *words] if program in _MODULES:
             return {"run": "module", "name": _MODULES[program], "words": words}
+        case [program, *words] if program == TORCHRUN:
+            code = "from torch.distributed.run import main; main()"
+            return {"run": "code", "name": code, "words": words}
         case [program, *_] if program != sys.executable:
             return None
         case [_, "-m", name, *words]:

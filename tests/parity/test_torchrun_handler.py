@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import _register_out_of_tree_handlers
 
+import supervisors
 from rallypoint import errors
 from rallypoint.rendezvous import torchrun
 from rallypoint.rendezvous.torchrun import create_handler
@@ -38,7 +38,6 @@ from servers.etcd_server import EtcdCluster, require_etcd
 
 pytestmark = pytest.mark.integration
 
-TORCHRUN = Path(sys.executable).parent / "torchrun"
 # The longest wait for one thing; most come within 3 s on an idle machine.
 PATIENCE = 180.0
 # Seconds a silent node is believed alive; killed processes are noticed sooner, by their sockets.
@@ -129,18 +128,25 @@ class Job:
     ) -> Agent:
         script = self.folder / "worker.py"
         script.write_text(WORKER)
-        command = [str(TORCHRUN), "--rdzv-backend", "rallypoint", "--rdzv-endpoint", self.endpoint]
+        command = [
+            supervisors.TORCHRUN,
+            "--rdzv-backend",
+            "rallypoint",
+            "--rdzv-endpoint",
+            self.endpoint,
+        ]
         command += ["--rdzv-id", "job", "--rdzv-conf", conf, "--nnodes", nnodes, *flags]
         log = self.folder / f"{node}.log"
         env = {**os.environ, "TEST_NODE": node, "TEST_FAIL": fail, "OMP_NUM_THREADS": "1"}
         with log.open("wb") as out:
-            popen = subprocess.Popen(
+            popen = supervisors.Popen(
                 [*command, str(script), str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 env=env,
                 start_new_session=True,
+                imports=(*supervisors.TORCH[:2], "torch.distributed.run"),
             )
         agent = Agent(popen, log)
         self.agents.append(agent)
