@@ -7,6 +7,7 @@ import multiprocessing.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what is loaded now out of collections: tests that look for leaks ask for many."""
+    # Several threads of torch wait for one another by spinning: slow where other tests want the CPU, too.
+    if hasattr(sys.modules.get("torch"), "set_num_threads"):
+        sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
     gc.enable()
