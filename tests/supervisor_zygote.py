@@ -80,6 +80,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
     if order["new_session"]:
         os.setsid()
     os.chdir(order["cwd"])
+    sys.path[1:1] = order["path"]
     if order["run"] == "fork server":
         _become_fork_server(order["name"], order["env"], order["pass_fds"])
     _take_environment(order["env"])

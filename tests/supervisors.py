@@ -169,6 +169,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             "cwd": os.fspath(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
             "new_session": rest[5],
+            "path": _added_path(dict(os.environ if env is None else env)),
             "fork_server": "forked" if self._imports else "started",
         }
         try:
@@ -226,7 +227,13 @@ class ForkServers:
         assert options.keys() == {"env", "pass_fds", "start_new_session"}
         passed = list(options["pass_fds"])
         order = {"run": "fork server", "name": words[code + 1], "words": [], "command": [*words]}
-        order |= {"net": "", "host": "", "cwd": os.getcwd(), "env": dict(options["env"])}
+        order |= {
+            "path": [],
+            "net": "",
+            "host": "",
+            "cwd": os.getcwd(),
+            "env": dict(options["env"]),
+        }
         order |= {"new_session": False, "pass_fds": passed}
         pid = self._zygote.fork(order, [0, 1, 2, *passed])
         return types.SimpleNamespace(pid=pid, returncode=None)
@@ -263,6 +270,9 @@ def _zygote(env: dict[str, str], imports: tuple[str, ...], *, first: bool) -> Zy
     """One that has read the same variables, if it pays: who asks first for these is not served unless ``first``."""
     read = {k: v for k, v in env.items() if k.startswith(_READ_WHEN_LOADED)}
     read.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    if _added_path(env):  # a fork does this itself
+        read.pop("PYTHONPATH")
+        read |= {k: v for k, v in os.environ.items() if k == "PYTHONPATH"}
     if "PYTHONSAFEPATH" in read:
         return None
     key = (imports, *sorted(read.items()))
@@ -275,6 +285,17 @@ def _zygote(env: dict[str, str], imports: tuple[str, ...], *, first: bool) -> Zy
         oldest = next(key for key, each in _zygotes.items() if each is not None)
         _zygotes.pop(oldest).close()  # type: ignore[union-attr]
     return zygote
+
+
+def _added_path(env: Mapping[str, str]) -> list[str]:
+    """What PYTHONPATH has before the tests' own; nothing if a directory has what is loaded before a fork."""
+    own, given = os.environ.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")
+    added = given.removesuffix(own).split(os.pathsep)
+    added = [each for each in added if each]
+    loaded = ("torch", "rallypoint", "sitecustomize.py", "usercustomize.py")
+    if not given.endswith(own) or any(Path(a, b).exists() for a in added for b in loaded):
+        return []
+    return added
 
 
 def _plain(env: Mapping[str, str]) -> dict[str, str]:

@@ -41,8 +41,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def start(cluster: Cluster, name: str, *words: str, **more: object) -> Node:
-    # No fork server has to import torch, which the script does without.
-    words = ("--start-method", "exec", *words)
+    if (
+        more
+    ):  # not a fork, so its fork server would have to import torch, which the script does without
+        words = ("--start-method", "exec", *words)
     return cluster.start(name, *words, script=("script.py",), **more)
 
 

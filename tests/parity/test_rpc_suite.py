@@ -97,6 +97,7 @@ def test_torchs_own_test_passes(key: str, sampled: Mapping[str, Any]) -> None:
 # --- the runner ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_test_that_hangs_is_ended_with_its_ranks_and_fails_the_run(tmp_path: Path) -> None:
     long, short = "RpcTest.test_rpc_timeouts", "RpcTest.test_use_rpc_pickler"  # over 6 s; no call
