@@ -744,6 +744,9 @@ def test_the_innermost_launcher_is_asked_first() -> None:
         "MVAPICH2",
         "Open MPI",
         "Slurm",
+        "SkyPilot",
+        "SageMaker",
+        "AWS Batch",
         "MASTER_ADDR/RANK/WORLD_SIZE",
     ]
 

@@ -12,6 +12,9 @@ of that level:
                 MV2_COMM_WORLD_RANK                     MVAPICH2                        MASTER_ADDR, Slurm
                 PMI_RANK                                MPICH, Intel MPI                MASTER_ADDR, Slurm
     SCHEDULER   SLURM_PROCID and a step of srun         Slurm                           the step's node list
+    PLATFORM    AWS_BATCH_JOB_NODE_INDEX                AWS Batch, several nodes        the main node's address
+                SM_HOSTS and SM_CURRENT_HOST            SageMaker                       SM_HOSTS
+                SKYPILOT_NODE_RANK                      SkyPilot                        SKYPILOT_NODE_IPS
     VARIABLES   MASTER_ADDR, RANK and WORLD_SIZE        Kubeflow's PyTorchJob and kin   MASTER_ADDR
 
 [Note: the innermost launcher wins]
@@ -31,17 +34,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from rallypoint._core.plug_ins import declared, where
 from rallypoint.errors import LaunchError
 
+from .aws_batch import AWS_BATCH
 from .cluster import Cluster, ClusterLevel, Placement
 from .mpich import MPICH
 from .mvapich2 import MVAPICH2
 from .open_mpi import OPEN_MPI
 from .plain import PLAIN
+from .sagemaker import SAGEMAKER
+from .skypilot import SKYPILOT
 from .slurm import SLURM
 from .variables import ClusterVariables
 
 
 CLUSTERS = "rallypoint.clusters"
-BUILT_IN = (OPEN_MPI, MVAPICH2, MPICH, SLURM, PLAIN)
+BUILT_IN = (OPEN_MPI, MVAPICH2, MPICH, SLURM, AWS_BATCH, SAGEMAKER, SKYPILOT, PLAIN)
 
 # A rally (or torchrun) worker that itself calls `rally run` starts a job of its own: its cluster
 # variables describe the job it is already part of.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -163,3 +164,27 @@ def port_from(run_id: str) -> int:
     if not numbers:
         return MASTER_PORT
     return FIRST_DERIVED_PORT + int(numbers[-1 if at else 0][-4:])
+
+
+def port_from_name(name: str) -> int:
+    """A port all tasks agree on, from a job's name that contains no number of its own."""
+    return FIRST_DERIVED_PORT + zlib.crc32(name.encode("utf-8", "surrogateescape")) % 10000
+
+
+def hosts_in(found: Text, words: Sequence[str], size: Number) -> list[str]:
+    """The hosts that a variable lists, one for each node.
+
+    Args:
+        found: the variable.
+        words: its text, split.
+        size: how many there must be.
+    Raises:
+        ConfigError: there are more or fewer, or one is no host name.
+    """
+    hosts = [word.strip() for word in words]
+    if any(not host or re.search(r"\s", host) for host in hosts):
+        raise ConfigError(found.name, found.text, "expected a list of hosts")
+    if len(hosts) != size.value:
+        problem = f"names {len(hosts)} hosts, but {size.name} is {size.value}"
+        raise ConfigError(found.name, found.text, problem, FLAGS_HINT)
+    return hosts
