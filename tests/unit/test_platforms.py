@@ -44,6 +44,48 @@ SKYPILOT = {
 }
 SKYPILOT_PORT = port_from_name(SKYPILOT["SKYPILOT_TASK_ID"])
 
+# The second pod of a job with the single task `worker`, as the plug-ins env and svc make it.
+VOLCANO = {
+    "VK_TASK_INDEX": "1",
+    "VC_TASK_INDEX": "1",
+    "VC_WORKER_NUM": "2",
+    "VC_WORKER_HOSTS": "train-worker-0.train,train-worker-1.train",
+}
+# A pod of a job with a master and two workers; the plug-in pytorch adds the last line.
+VOLCANO_TASKS = VOLCANO | {"VC_MASTER_NUM": "1", "VC_MASTER_HOSTS": "train-master-0.train"}
+PYTORCH = {"MASTER_PORT": "23456", "RANK": "2", "WORLD_SIZE": "3"}
+VOLCANO_PYTORCH = VOLCANO_TASKS | PYTORCH | {"MASTER_ADDR": "train-master-0.train"}
+
+# Pod 3 of an indexed Job with MASTER_ADDR and WORLD_SIZE in its template.
+INDEXED_JOB = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "HOSTNAME": "train-3",
+    "JOB_COMPLETION_INDEX": "3",
+    "MASTER_ADDR": "train-0.train-svc",
+    "WORLD_SIZE": "4",
+}
+# Kubeflow's TrainJob runs a JobSet, so its pods have an index as well.
+TRAINJOB = {
+    "JOB_COMPLETION_INDEX": "1",
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+# Kubeflow's PyTorchJob with an elasticPolicy and a master: both sets of variables.
+PYTORCHJOB = {
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-master-0",
+    "PET_MASTER_PORT": "23456",
+}
+
 # Rank 1 of `mpirun -np 2` (Open MPI 5), one task on each of two machines.
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -51,6 +93,26 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
     "MASTER_ADDR": "node-a",
+}
+
+
+PLATFORMS = [AWS_BATCH, SAGEMAKER, SKYPILOT, VOLCANO, INDEXED_JOB]
+
+# Inside a batch job, where only what mpirun sets is about a task.
+PBS = {
+    "PBS_JOBID": "4217.pbs01",
+    "PBS_ENVIRONMENT": "PBS_BATCH",
+    "PBS_NODEFILE": "/var/spool/pbs/aux/4217.pbs01",
+    "PBS_NODENUM": "0",
+    "PBS_TASKNUM": "1",
+    "PBS_O_WORKDIR": "/home/u",
+}
+LSF = {
+    "LSB_JOBID": "8812",
+    "LSB_JOBINDEX": "0",
+    "LSB_HOSTS": "node-a node-b",
+    "LSB_MCPU_HOSTS": "node-a 1 node-b 1",
+    "LSB_QUEUE": "gpu",
 }
 
 
@@ -113,6 +175,29 @@ def found(env: Env) -> Placement:
             SKYPILOT | {"MASTER_ADDR": "head", "MASTER_PORT": "8008"},
             ("SkyPilot", 2, 1, "head", 8008, "sky-2026-03-06-21-18-31-563597_mycluster_1"),
             id="skypilot, the user's own master wins",
+        ),
+        pytest.param(
+            VOLCANO, ("Volcano", 2, 1, "train-worker-0.train", 29500, None), id="volcano, one task"
+        ),
+        pytest.param(
+            without(VOLCANO, "VC_TASK_INDEX"),
+            ("Volcano", 2, 1, "train-worker-0.train", 29500, None),
+            id="volcano, the older name of the index",
+        ),
+        pytest.param(
+            VOLCANO_PYTORCH,
+            ("MASTER_ADDR/RANK/WORLD_SIZE", 3, 2, "train-master-0.train", 23456, None),
+            id="volcano, plug-in pytorch",
+        ),
+        pytest.param(
+            INDEXED_JOB,
+            ("Kubernetes Job", 4, 3, "train-0.train-svc", 29500, None),
+            id="kubernetes, an index beside what the template says",
+        ),
+        pytest.param(
+            INDEXED_JOB | {"RANK": "1", "MASTER_PORT": "3389"},
+            ("MASTER_ADDR/RANK/WORLD_SIZE", 4, 1, "train-0.train-svc", 3389, None),
+            id="kubernetes, RANK of the template wins over the index",
         ),
     ],
 )
@@ -196,12 +281,40 @@ def test_two_tasks_on_one_skypilot_cluster_have_ports_of_their_own() -> None:
             },
             id="skypilot's setup",
         ),
+        pytest.param(VOLCANO_TASKS, id="a volcano job with several tasks"),
+        pytest.param(
+            without(VOLCANO, "VC_WORKER_HOSTS", "VC_WORKER_NUM"), id="volcano without plug-in svc"
+        ),
+        pytest.param(
+            without(VOLCANO, "VC_TASK_INDEX", "VK_TASK_INDEX"), id="volcano without plug-in env"
+        ),
+        pytest.param(
+            VOLCANO
+            | {
+                "VC_TASK_INDEX": "0",
+                "VK_TASK_INDEX": "0",
+                "VC_WORKER_NUM": "1",
+                "VC_WORKER_HOSTS": "train-worker-0.train",
+            },
+            id="one volcano pod",
+        ),
+        pytest.param(without(INDEXED_JOB, "MASTER_ADDR", "WORLD_SIZE"), id="pods that work alone"),
+        pytest.param(without(INDEXED_JOB, "WORLD_SIZE"), id="an index and a master only"),
+        pytest.param(
+            INDEXED_JOB | {"WORLD_SIZE": "1", "JOB_COMPLETION_INDEX": "0"}, id="one indexed pod"
+        ),
+        pytest.param(INDEXED_JOB | {"LOCAL_RANK": "0"}, id="a worker in an indexed pod"),
+        pytest.param(TRAINJOB, id="PET_* of a TrainJob, beside the index"),
+        pytest.param(PYTORCHJOB, id="PET_* of a PyTorchJob, beside RANK"),
+        pytest.param(INDEXED_JOB | {"PET_NNODES": "4"}, id="PET_NNODES in an indexed pod"),
         *(
             pytest.param(env | {name: "7"}, id=f"{name} beside {kind}")
             for kind, env in {
                 "aws batch": AWS_BATCH,
                 "sagemaker": SAGEMAKER,
                 "skypilot": SKYPILOT,
+                "volcano": VOLCANO,
+                "an index": INDEXED_JOB,
             }.items()
             for name in ("RALLY_GENERATION", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR")
         ),
@@ -214,16 +327,27 @@ def test_a_run_of_its_own_is_left_alone(env: Env) -> None:
 # ---- nesting -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("platform", [AWS_BATCH, SAGEMAKER, SKYPILOT])
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_an_mpirun_on_a_platform_decides(platform: Env) -> None:
     it = found(platform | OPEN_MPI)
     assert (it.source, it.num_nodes, it.node_rank, it.master_addr) == ("Open MPI", 2, 1, "node-a")
 
 
-@pytest.mark.parametrize("platform", [AWS_BATCH, SAGEMAKER, SKYPILOT])
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_a_single_task_of_mpirun_on_a_platform_is_a_job_of_its_own(platform: Env) -> None:
     alone = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     assert detect(platform | OPEN_MPI | alone) is None
+
+
+@pytest.mark.parametrize("batch", [PBS, LSF])
+def test_in_a_batch_job_mpirun_makes_tasks_and_a_script_is_none(batch: Env) -> None:
+    it = found(batch | OPEN_MPI)
+    assert (it.source, it.num_nodes, it.node_rank, it.master_addr) == ("Open MPI", 2, 1, "node-a")
+    assert detect(batch) is None
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    it = found(batch | hydra | {"MASTER_ADDR": "node-a"})
+    assert (it.source, it.node_rank) == ("MPICH", 1)
+    assert it.run_id in {"4217.pbs01", "8812"}
 
 
 # ---- what cannot be right ----------------------------------------------------------------------
@@ -259,6 +383,15 @@ def test_a_single_task_of_mpirun_on_a_platform_is_a_job_of_its_own(platform: Env
         (SKYPILOT | {"SKYPILOT_NODE_IPS": "a b\nc"}, "SKYPILOT_NODE_IPS", "a b\nc"),
         (SKYPILOT | {"SKYPILOT_NUM_NODES": "x"}, "SKYPILOT_NUM_NODES", "x"),
         (SKYPILOT | {"MASTER_PORT": "0"}, "MASTER_PORT", "0"),
+        (VOLCANO | {"VC_TASK_INDEX": "2"}, "VC_TASK_INDEX", "2"),
+        (VOLCANO | {"VC_TASK_INDEX": "0"}, "VK_TASK_INDEX", "1"),
+        (VOLCANO | {"VC_WORKER_NUM": ""}, "VC_WORKER_NUM", None),
+        (VOLCANO | {"VC_WORKER_NUM": "3"}, "VC_WORKER_HOSTS", VOLCANO["VC_WORKER_HOSTS"]),
+        (VOLCANO | {"VC_WORKER_HOSTS": "a,"}, "VC_WORKER_HOSTS", "a,"),
+        (INDEXED_JOB | {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX", "4"),
+        (INDEXED_JOB | {"JOB_COMPLETION_INDEX": "x"}, "JOB_COMPLETION_INDEX", "x"),
+        (INDEXED_JOB | {"WORLD_SIZE": "four"}, "WORLD_SIZE", "four"),
+        (INDEXED_JOB | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR", "localhost"),
     ],
 )
 def test_values_that_contradict_are_named(env: Env, field: str, value: str | None) -> None:
@@ -268,7 +401,7 @@ def test_values_that_contradict_are_named(env: Env, field: str, value: str | Non
     assert field in str(caught.value)
 
 
-EVERY = [AWS_BATCH, AWS_BATCH_MAIN, SAGEMAKER, SKYPILOT]
+EVERY = [*PLATFORMS, AWS_BATCH_MAIN, VOLCANO_PYTORCH]
 
 
 @given(
@@ -317,6 +450,16 @@ def test_a_damaged_environment_gives_a_sound_placement_or_a_config_error(
             SKYPILOT,
             f"SkyPilot: node 1 of 2, master 10.1.0.7:{SKYPILOT_PORT} (from SKYPILOT_NODE_RANK,"
             " SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS, SKYPILOT_TASK_ID)",
+        ),
+        (
+            VOLCANO,
+            "Volcano: node 1 of 2, master train-worker-0.train:29500 (from VC_TASK_INDEX,"
+            " VC_WORKER_NUM, VC_WORKER_HOSTS)",
+        ),
+        (
+            INDEXED_JOB,
+            "Kubernetes Job: node 3 of 4, master train-0.train-svc:29500 (from"
+            " JOB_COMPLETION_INDEX, WORLD_SIZE, MASTER_ADDR)",
         ),
     ],
 )

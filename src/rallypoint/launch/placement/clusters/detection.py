@@ -12,9 +12,13 @@ of that level:
                 MV2_COMM_WORLD_RANK                     MVAPICH2                        MASTER_ADDR, Slurm
                 PMI_RANK                                MPICH, Intel MPI                MASTER_ADDR, Slurm
     SCHEDULER   SLURM_PROCID and a step of srun         Slurm                           the step's node list
+                FLUX_TASK_RANK                          Flux                            MASTER_ADDR
     PLATFORM    AWS_BATCH_JOB_NODE_INDEX                AWS Batch, several nodes        the main node's address
                 SM_HOSTS and SM_CURRENT_HOST            SageMaker                       SM_HOSTS
                 SKYPILOT_NODE_RANK                      SkyPilot                        SKYPILOT_NODE_IPS
+                VC_TASK_INDEX and one VC_<TASK>_HOSTS   Volcano, one task               VC_<TASK>_HOSTS
+                JOB_COMPLETION_INDEX, MASTER_ADDR and   Kubernetes, indexed Job         MASTER_ADDR
+                WORLD_SIZE without RANK
     VARIABLES   MASTER_ADDR, RANK and WORLD_SIZE        Kubeflow's PyTorchJob and kin   MASTER_ADDR
 
 [Note: the innermost launcher wins]
@@ -25,6 +29,8 @@ MPI variables are about the task, so OMPI_* and MV2_*, which nothing but mpirun 
 PMI_RANK and PMI_SIZE are different: `srun --mpi=pmi2` sets them too. If they say what the Slurm
 step says, then srun set them and Slurm is taken, as it also knows the hosts; if they differ, a
 Hydra `mpiexec` below srun did, and they are about the task while SLURM_PROCID is about its proxy.
+Flux sets PMI_* too, and is told from a Hydra below it in the same way. Flux is often started by srun: then
+FLUX_TASK_RANK is about the task and SLURM_PROCID, should it be left, about Flux's own broker, so Flux is asked first.
 """
 
 from __future__ import annotations
@@ -36,6 +42,8 @@ from rallypoint.errors import LaunchError
 
 from .aws_batch import AWS_BATCH
 from .cluster import Cluster, ClusterLevel, Placement
+from .flux import FLUX
+from .kubernetes import KUBERNETES
 from .mpich import MPICH
 from .mvapich2 import MVAPICH2
 from .open_mpi import OPEN_MPI
@@ -44,10 +52,23 @@ from .sagemaker import SAGEMAKER
 from .skypilot import SKYPILOT
 from .slurm import SLURM
 from .variables import ClusterVariables
+from .volcano import VOLCANO
 
 
 CLUSTERS = "rallypoint.clusters"
-BUILT_IN = (OPEN_MPI, MVAPICH2, MPICH, SLURM, AWS_BATCH, SAGEMAKER, SKYPILOT, PLAIN)
+BUILT_IN = (
+    OPEN_MPI,
+    MVAPICH2,
+    MPICH,
+    FLUX,
+    SLURM,
+    AWS_BATCH,
+    SAGEMAKER,
+    SKYPILOT,
+    VOLCANO,
+    KUBERNETES,
+    PLAIN,
+)
 
 # A rally (or torchrun) worker that itself calls `rally run` starts a job of its own: its cluster
 # variables describe the job it is already part of.

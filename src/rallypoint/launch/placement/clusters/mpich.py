@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import flux
 from .cluster import Cluster, ClusterLevel, Placement
 from .mpi import hydra, place_in_mpi
 from .slurm import in_step, set_pmi
@@ -15,8 +16,12 @@ _JOB_IDS = ("PALS_APID", "SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID"
 
 
 def _detect(variables: ClusterVariables) -> bool:
-    # If they repeat a Slurm step, Slurm is asked: it also knows the hosts.
-    return bool(variables.env.get("PMI_RANK")) and not (in_step(variables) and set_pmi(variables))
+    if not variables.env.get("PMI_RANK"):
+        return False
+    # If they repeat a Slurm step or a Flux task, that launcher is asked: it knows more.
+    if flux.is_task(variables) and flux.gave_pmi(variables):
+        return False
+    return not (in_step(variables) and set_pmi(variables))
 
 
 def _place(variables: ClusterVariables) -> Placement | None:
