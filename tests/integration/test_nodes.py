@@ -344,6 +344,26 @@ def test_a_master_pod_that_calls_itself_localhost_is_reached_by_its_name_elsewhe
     assert [node.records()[0]["MASTER_ADDR"] for node in nodes] == list(addrs)
 
 
+@pytest.mark.long
+def test_the_main_node_of_a_batch_job_is_reached_though_it_is_not_told_its_address(start) -> None:
+    address = socket.gethostbyname(socket.gethostname())
+    env = {
+        "AWS_BATCH_JOB_NUM_NODES": "2",
+        "AWS_BATCH_JOB_MAIN_NODE_INDEX": "1",
+        "MASTER_PORT": str(free_port()),
+    }
+    given = {"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": address}
+    nodes = [
+        start(f"n{index}", "probe.py", env={**env, **more, "AWS_BATCH_JOB_NODE_INDEX": str(index)})
+        for index, more in enumerate([given, {}])
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    assert [node.records()[0]["RANK"] for node in nodes] == ["1", "0"]
+    for rank, node in zip((1, 0), nodes, strict=True):
+        found = [line for line in node.says().splitlines() if "AWS Batch" in line]
+        assert len(found) == 1 and f"node {rank} of 2" in found[0]
+
+
 # -- hosts of their own ---------------------------------------------------------------------------
 
 
