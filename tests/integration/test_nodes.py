@@ -344,26 +344,6 @@ def test_a_master_pod_that_calls_itself_localhost_is_reached_by_its_name_elsewhe
     assert [node.records()[0]["MASTER_ADDR"] for node in nodes] == list(addrs)
 
 
-@pytest.mark.long
-def test_the_main_node_of_a_batch_job_is_reached_though_it_is_not_told_its_address(start) -> None:
-    address = socket.gethostbyname(socket.gethostname())
-    env = {
-        "AWS_BATCH_JOB_NUM_NODES": "2",
-        "AWS_BATCH_JOB_MAIN_NODE_INDEX": "1",
-        "MASTER_PORT": str(free_port()),
-    }
-    given = {"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": address}
-    nodes = [
-        start(f"n{index}", "probe.py", env={**env, **more, "AWS_BATCH_JOB_NODE_INDEX": str(index)})
-        for index, more in enumerate([given, {}])
-    ]
-    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
-    assert [node.records()[0]["RANK"] for node in nodes] == ["1", "0"]
-    for rank, node in zip((1, 0), nodes, strict=True):
-        found = [line for line in node.says().splitlines() if "AWS Batch" in line]
-        assert len(found) == 1 and f"node {rank} of 2" in found[0]
-
-
 # -- hosts of their own ---------------------------------------------------------------------------
 
 
@@ -418,6 +398,33 @@ def test_two_hosts_train_together_over_their_own_network(start, two_hosts) -> No
     records = [r for node in nodes for r in node.records()]
     assert {r["sum"] for r in records} == {6.0}
     assert {r["MASTER_ADDR"] for r in records} == {"10.77.0.1"}
+
+
+@pytest.mark.netns
+def test_the_main_node_of_a_batch_job_is_reached_though_it_is_not_told_its_address(
+    start, two_hosts
+) -> None:
+    env = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "1"}
+    address = {"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.77.0.1"}
+    nodes = [
+        start(
+            f"n{rank}",
+            "probe.py",
+            prefix=("ip", "netns", "exec", name),
+            env={
+                **env,
+                **more,
+                "AWS_BATCH_JOB_NODE_INDEX": str(1 - rank),
+                "GLOO_SOCKET_IFNAME": f"r{'ab'[rank]}{os.getpid()}"[:15],
+            },
+        )
+        for rank, (name, more) in enumerate(zip(two_hosts, ({}, address), strict=True))
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    assert [node.records()[0]["RANK"] for node in nodes] == ["0", "1"]
+    for rank, node in enumerate(nodes):
+        found = [line for line in node.says().splitlines() if "AWS Batch" in line]
+        assert len(found) == 1 and f"node {rank} of 2" in found[0]
 
 
 @pytest.mark.netns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.placement.clusters import Placement, detect
@@ -166,6 +167,31 @@ def test_values_that_contradict_are_named(damage: Env, field: str, value: str | 
         detect(FLUX | damage)
     assert (caught.value.field, caught.value.value) == (field, value)
     assert field in str(caught.value)
+
+
+small = st.integers(0, 9)
+
+
+@given(small, small, small, small)
+def test_any_numbers_give_a_sound_placement_or_a_config_error(
+    size: int, machines: int, rank: int, local_rank: int
+) -> None:
+    numbers = {
+        "FLUX_JOB_SIZE": size,
+        "FLUX_JOB_NNODES": machines,
+        "FLUX_TASK_RANK": rank,
+        "FLUX_TASK_LOCAL_ID": local_rank,
+    }
+    env = {"MASTER_ADDR": "a", **{name: str(value) for name, value in numbers.items()}}
+    try:
+        it = detect(env)
+    except ConfigError:
+        return
+    if it is None:
+        return
+    assert 0 <= it.node_rank < it.num_nodes
+    assert 0 <= it.local_rank < it.tasks_per_machine <= it.num_nodes
+    assert 0 <= it.machine_rank < it.num_machines <= it.num_nodes
 
 
 def test_without_a_master_the_error_says_how_to_get_one() -> None:
