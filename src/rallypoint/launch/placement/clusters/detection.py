@@ -11,8 +11,8 @@ of that level:
     LAUNCHER    OMPI_COMM_WORLD_RANK                    Open MPI                        MASTER_ADDR, mpirun's address, Slurm
                 MV2_COMM_WORLD_RANK                     MVAPICH2                        MASTER_ADDR, Slurm
                 PMI_RANK                                MPICH, Intel MPI                MASTER_ADDR, Slurm
-    SCHEDULER   SLURM_PROCID and a step of srun         Slurm                           the step's node list
-                FLUX_TASK_RANK                          Flux                            MASTER_ADDR
+    SCHEDULER   FLUX_TASK_RANK                          Flux                            MASTER_ADDR
+                SLURM_PROCID and a step of srun         Slurm                           the step's node list
     PLATFORM    AWS_BATCH_JOB_NODE_INDEX                AWS Batch, several nodes        the main node's address
                 SM_HOSTS and SM_CURRENT_HOST            SageMaker                       SM_HOSTS
                 SKYPILOT_NODE_RANK                      SkyPilot                        SKYPILOT_NODE_IPS
