@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import subprocess
@@ -10,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from rallypoint.errors import ConfigError, PeerLost, RemoteError
 from rallypoint.wire.remote_error import LIMIT, Description, RemoteTraceback, describe, rebuild
@@ -434,6 +435,8 @@ values = st.recursive(
 )
 
 
+@example([{"": math.nan}], ValueError)
+@example([frozenset([math.nan])], KeyError)
 @given(st.lists(values, max_size=4), st.sampled_from([ValueError, KeyError, OSError, TwoArguments]))
 def test_arguments_arrive_as_they_were(args: list[object], kind: type[BaseException]) -> None:
     error = TwoArguments("a", args) if kind is TwoArguments else kind(*args)

@@ -150,7 +150,8 @@ def _alike(made: object, original: object) -> bool:
     if type(original).__eq__ is object.__eq__:
         return True  # a copy is never equal to what it is a copy of
     try:
-        return bool(made == original or original != original)  # NaN is not
+        # A NaN is not equal to itself, nor is what holds a copy of it.
+        return bool(made == original) or _same_text(repr(made), repr(original))
     except Exception:  # noqa: BLE001  arrays have no truth value; a user's __eq__ may raise anything
         return True
 
