@@ -251,9 +251,8 @@ class OurNode:
         """As if the process had ended: nothing is said, sockets are closed."""
         handler = self._handler
         assert handler is not None
-        handler._disconnect(leaving=False)  # noqa: SLF001
-        if handler._post is not None:  # noqa: SLF001
-            handler._post.close()  # noqa: SLF001
+        handler._connection.close(leaving=False)  # noqa: SLF001
+        handler._watch.close()  # noqa: SLF001
 
 
 class TorchNode:

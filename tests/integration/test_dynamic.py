@@ -213,7 +213,7 @@ def test_a_spare_waits_and_steps_in_for_a_member_that_is_gone(job: Job, how: str
     if how == "left":
         leaving.shutdown()
     else:
-        leaving._pulse.stop(leaving=False, timeout=5)
+        leaving._watch.stop(leaving=False)
     if how == "told":
         staying.note_gone(rank, certain=True)
     again = job.meet(staying)[0]
@@ -344,7 +344,7 @@ def test_junk_written_all_the_while_holds_up_nobody(job: Job, seed: int) -> None
             store.set(codec.prefix + key, chance.randbytes(chance.randrange(30)))
 
     nodes = [job.node(3, 3, secret=secret) for _ in range(3)]
-    beats += [f"beat/{node._node.node_id}" for node in nodes]
+    beats += [f"beat/{node._standing.node.node_id}" for node in nodes]
     thread = threading.Thread(target=spoil)
     thread.start()
     try:

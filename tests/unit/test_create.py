@@ -152,9 +152,12 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     one = made("memory", "all", secret_file=str(file), split_brain_guard="false", **given)
     assert one._timing.join == 7
     assert (one._settings.last_call, one._settings.by_label) == (0, True)
-    assert one._node.label == "rack1"
+    assert one._standing.node.label == "rack1"
     assert not one._guard
-    assert one._codec.prefix == made("memory", "all", secret="a word of some length")._codec.prefix
+    assert (
+        one._connection._codec.prefix
+        == made("memory", "all", secret="a word of some length")._connection._codec.prefix
+    )
 
 
 def test_one_node_needs_no_endpoint_several_do() -> None:

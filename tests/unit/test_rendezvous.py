@@ -144,7 +144,7 @@ def test_a_node_that_goes_on_waiting_is_told_of_again_in_case_the_news_was_overw
         listener=Listener(on_waiting=told.append),
     )
     records = RecordStore(MemoryStore(), Codec("job"))
-    look = handler._look_for_waiting(1)
+    look = handler._watch.look_for_waiting(1)
     look(records)
     assert told == []
     records.increment("1/waiting")

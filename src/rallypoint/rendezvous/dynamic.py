@@ -1,16 +1,14 @@
 """Dynamic membership: the shell around :mod:`.protocol`.
 
-It executes the protocol's operations on a store (:mod:`.record_store`), starts this node's pulse (:mod:`.liveness`), and
-finds the store again when it is lost (:mod:`.home`). It makes no decisions.
+It executes the protocol's operations on the job's store (:mod:`.connection`) and watches the members of a round
+(:mod:`.round_watch`). It makes no decisions.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, assert_never
 
@@ -25,37 +23,26 @@ from rallypoint.errors import (
     RendezvousTimeout,
 )
 
-from . import fields, notes, operations, plan as plans, protocol, versions
+from . import operations, plan as plans, protocol, versions
 from .api import RendezvousHandler, RendezvousInfo
+from .connection import Connection, Standing, new_name
 from .departures import Departures
 from .guestbook import LOOK_EVERY, Guestbook
-from .home import Home, LastRound, Recovery
+from .home import Home
 from .introduction import Introduction
-from .liveness import Loss, Neighbour, Pulse, WatchPost
+from .liveness import Loss
 from .notes import Moved
 from .protocol import Closed, Joined, Node, RankTaken, TimedOut, Timing
 from .quorum import Settings, survivors_needed
 from .record_store import RecordStore
 from .records import Codec
-from .round_members import Members, neighbour, standbys_in
+from .round_members import Members
+from .round_watch import RoundWatch
 
 
 _log = logging.getLogger(__name__)
 
-# How many nodes before its own a node looks up, so that it still has one to watch if several are lost together.
-NUM_NEIGHBOURS = 4
-# Seconds between the first beats of the nodes: each opens a connection for it.
-BETWEEN_FIRST_BEATS = 0.0005
-# Seconds before a store that did not answer is tried again.
-VISIT_PAUSE = 1.0
-# Seconds that leaving may take.
-LEAVE_PATIENCE = 2.0
-
 Say = Callable[[str], None]
-
-
-def _new_name() -> str:
-    return uuid.uuid4().hex[:16]
 
 
 def _ignore(_: object) -> None:
@@ -144,13 +131,17 @@ class DynamicRendezvous(RendezvousHandler):
         self._say = say
         self._listener = listener or Listener()
         self._store_for = store_for
-        self._codec = Codec(run_id, secret)
-        self._node = Node(node_id=_new_name(), host=host, label=label, given_rank=given_rank)
+        self._facts: Mapping[str, Any] = {}
+        self._stop = threading.Event()
+        self._departures = Departures()
+        self._standing = standing = Standing(
+            node=Node(node_id=new_name(), host=host, label=label, given_rank=given_rank)
+        )
         serving = None if home.host is None else home.towards()
         least, most = settings.min_nodes, settings.max_nodes
         self._guestbook = Guestbook(
             Introduction(
-                node_id=self._node.node_id,
+                node_id=standing.node.node_id,
                 host=host,
                 run_id=run_id,
                 nodes=f"{least}" if least == most else f"{least}:{most}",
@@ -163,21 +154,24 @@ class DynamicRendezvous(RendezvousHandler):
             say,
             "" if serving is None else f"{serving[0]}:{serving[1]}",
         )
-        self._facts: Mapping[str, Any] = {}
-        self._records: RecordStore | None = None
-        self._pulse: Pulse | None = None
-        self._post: WatchPost | None = None
-        self._beats = itertools.count(1)
-        self._plan: Mapping[str, Any] = {}
-        self._latest: Mapping[str, Any] = {}  # also of rounds this node was no member of
-        self._stop = threading.Event()
-        self._departures = Departures()
-        self._store_lost = False  # to the pulse, which has ended then
-        self._proving = False  # the round is over, and the pulse finds out which members have ended
-        self._moved = False
-        self._moves = 0  # of the store, before it came to where it is now
-        self._unsettled = False  # has come to the store, and was in no round yet
-        self._elsewhere = False  # led to another store, which need not know our last round
+        self._watch = RoundWatch(
+            standing.node.node_id,
+            timing.lease,
+            self._departures,
+            on_loss=self._heed_loss,
+            on_store_lost=self._heed_store,
+            on_waiting=self._listener.on_waiting,
+        )
+        self._connection = Connection(
+            home,
+            Codec(run_id, secret),
+            standing=standing,
+            guestbook=self._guestbook,
+            departures=self._departures,
+            watch=self._watch,
+            stop=self._stop,
+            say=say,
+        )
 
     # -- torchelastic's interface ---------------------------------------------------------------
 
@@ -193,7 +187,7 @@ class DynamicRendezvous(RendezvousHandler):
         while True:
             try:
                 records = self._connected(deadline)
-                self._check_membership(records)
+                self._connection.check_membership(records)
                 outcome: protocol.Outcome = self._play(records)
                 if isinstance(outcome, Joined):
                     info = self._joined(records, outcome)
@@ -208,12 +202,12 @@ class DynamicRendezvous(RendezvousHandler):
                     )
                     return info
                 if isinstance(outcome, Moved) and not deadline.expired():
-                    self._follow(records, outcome)
+                    self._connection.follow(records, outcome)
                     continue
             except RendezvousConnectionError as error:
-                if self._stop.is_set() or self._records is None:
+                if self._stop.is_set() or self.records is None:
                     raise
-                self._recover(error, deadline)
+                self._connection.recover(error, deadline)
                 continue
             match outcome:
                 case TimedOut(_, arrived, reason, given):
@@ -247,9 +241,9 @@ class DynamicRendezvous(RendezvousHandler):
                     assert_never(outcome)
 
     def is_closed(self) -> bool:
-        if self._records is None:
+        if self.records is None:
             return False
-        (closed,) = self._records.look(["closed"])
+        (closed,) = self.records.look(["closed"])
         return closed is not None
 
     def set_closed(self) -> None:
@@ -259,51 +253,47 @@ class DynamicRendezvous(RendezvousHandler):
         """Form no further round; nodes that wait for one are told ``reason``."""
         records = self._connected(Deadline(self._timing.join))
         records.claim("closed", {"closed": reason})
-        if self._node.generation is not None:
+        generation = self._standing.node.generation
+        if generation is not None:
             # Nodes that wait for the next round wait for its call.
-            records.claim(f"{self._node.generation + 1}/call", {"closed": reason})
+            records.claim(f"{generation + 1}/call", {"closed": reason})
 
     def clear(self, *, well: bool) -> None:
         """The job has ended (``well`` or not), and this is its last node: remove its records from the store."""
-        if self._records is not None:
-            self._home.clear(self._records.store, well=well)
+        if self.records is not None:
+            self._home.clear(self.records.store, well=well)
 
     def settle(self) -> bool:
         """This node no longer waits for a round. Returns whether none of the others at this store does, either."""
-        records = self._records
-        if records is None or not self._unsettled:
-            return False
-        self._unsettled = False
-        return records.increment("settled") >= records.count("came")
+        return self._connection.settle()
 
     def num_nodes_waiting(self) -> int:
-        if self._node.generation is None or self._records is None:
+        node = self._standing.node
+        if node.generation is None or self.records is None:
             return 0
-        following = self._node.generation + 1
+        following = node.generation + 1
         lost = self._departures.lost()
         try:
-            call, *beats = self._records.look([f"{following}/call", *(f"beat/{i}" for i in lost)])
-            waiting = self._records.count(f"{following}/waiting")
+            call, *beats = self.records.look([f"{following}/call", *(f"beat/{i}" for i in lost)])
+            waiting = self.records.count(f"{following}/waiting")
         except RendezvousConnectionError:
             return 1  # the store's host is gone: the next round will show
         # A member that left in good order has finished, which is no reason for a new round. (Its process may be seen to
         # end before its last beat is read, so the loss alone does not decide.)
         missed = any(beat is None or beat.get("left") is not True for beat in beats)
         called = call is not None and "closed" not in call
-        changed = missed or called or self._store_lost
+        changed = missed or called or self._watch.store_lost
         if changed:
             return max(1, waiting)
-        return waiting if self._node.num_nodes < self._settings.max_nodes else 0
+        return waiting if node.num_nodes < self._settings.max_nodes else 0
 
     def shutdown(self) -> bool:
         self._stop.set()
-        self._disconnect(leaving=True)
+        self._connection.close(leaving=True)
         if self._store_for is not None:
             self._store_for.close()
         self._home.close()
-        if self._post is not None:
-            self._post.close()
-            self._post = None
+        self._watch.close()
         return True
 
     # -- for the launcher ----------------------------------------------------------------------
@@ -331,12 +321,12 @@ class DynamicRendezvous(RendezvousHandler):
     @property
     def plan(self) -> Mapping[str, Any]:
         """The plan of the round this node is a member of."""
-        return self._plan
+        return self._standing.plan
 
     @property
     def records(self) -> RecordStore | None:
         """The connection of :meth:`next_rendezvous`; clone it for a thread of your own."""
-        return self._records
+        return self._connection.records
 
     def bring(self, facts: Mapping[str, Any]) -> None:
         """Set the facts that this node gives the others in its next round (JSON values)."""
@@ -348,9 +338,7 @@ class DynamicRendezvous(RendezvousHandler):
         Args:
             finished: tell the others that this node left in good order; otherwise it counts as lost.
         """
-        pulse, self._pulse = self._pulse, None
-        if pulse is not None:
-            pulse.stop(leaving=finished, timeout=LEAVE_PATIENCE)
+        self._watch.stop(leaving=finished)
 
     def find_store(self) -> None:
         """Find the lost store again, at once: others may wait for this node to serve it.
@@ -358,13 +346,13 @@ class DynamicRendezvous(RendezvousHandler):
         Raises:
             RendezvousConnectionError: it was not served again within the time to join.
         """
-        if self._records is None:
+        if self.records is None:
             return
         try:
-            self._records.look(["head"])
+            self.records.look(["head"])
         except RendezvousConnectionError as error:
             deadline = Deadline(self._timing.join)
-            self._recover(error, deadline)
+            self._connection.recover(error, deadline)
             self._connected(deadline)
 
     def abandon_store(self) -> None:
@@ -373,11 +361,11 @@ class DynamicRendezvous(RendezvousHandler):
         Raises:
             RendezvousConnectionError: it was not served again within the time to join.
         """
-        if self._records is None or self._home.serves or not self._plan.get("store"):
+        if self.records is None or self._home.serves or not self.plan.get("store"):
             return
-        self._departures.note_ended([str(self._plan["store"])], gone=False)
+        self._departures.note_ended([str(self.plan["store"])], gone=False)
         deadline = Deadline(self._timing.join)
-        self._recover(
+        self._connection.recover(
             RendezvousConnectionError("the node that serves the store is leaving"), deadline
         )
         self._connected(deadline)
@@ -386,172 +374,19 @@ class DynamicRendezvous(RendezvousHandler):
         """A member of the round is known to be gone: the next round need not wait for it."""
         self._departures.note_rank(rank, certain=certain)
 
-    # -- connections ----------------------------------------------------------------------------
-
     def _connected(self, deadline: Deadline) -> RecordStore:
-        if self._records is None:
-            self._records = RecordStore(self._home.connect(deadline, self._stop), self._codec)
-            self._guestbook.visit(
-                self._records.store,
-                serves=self._home.serves,
-                newcomer=self._node.generation is None,
-                should_serve=self._node.given_rank == 0,
-            )
-            self._note_coming(self._records)
-            if self._home.serves:
-                self._records.claim("store", {"name": _new_name(), "moves": 0})
-        if self._post is None:
-            self._post = WatchPost(self.listens_on)
-        if self._pulse is not None and self._store_lost:
-            # The pulse has ended, since its connection broke while this one did not. The others miss our beat.
-            self._pulse.stop(leaving=False, timeout=LEAVE_PATIENCE)
-            self._pulse = None
-        if self._node.generation is not None:
-            self._start_pulse(self._records)  # members of the last round watch us
-        return self._records
-
-    def _start_pulse(self, records: RecordStore, delay: float = 0.0) -> Pulse:
-        """Start to beat, unless this node does already."""
-        if self._pulse is None:
-            self._store_lost = False
-            self._pulse = Pulse(
-                records.clone,
-                self._node.node_id,
-                self._timing.lease,
-                self._heed_loss,
-                self._heed_store,
-                delay,
-                self._beats,
-            )
-            self._pulse.start()
-            if self._node.generation is not None:
-                # The store was lost. The next round need not wait for members that have ended.
-                self._proving = True
-                self._pulse.prove(self._departures.doubtful())
-        return self._pulse
-
-    def _follow(self, records: RecordStore, moved: Moved) -> None:
-        """Connect to the store that a note redirects to, if it still exists."""
-        found = None
-        try:
-            store = self._home.visit(moved.addr, moved.port)
-            if store is not None:
-                found = RecordStore(store, self._codec)
-                age = notes.age(*found.look(["head", "store"]))
-        except RendezvousConnectionError:
-            # The network may be broken. The note remains for later.
-            if found is not None:
-                found.close()
-            self._stop.wait(VISIT_PAUSE)
-            return
-        if found is None or age.store != moved.age.store:
-            if found is not None:
-                found.close()
-            ended = self._node.ended_stores | {moved.age.store}
-            self._node = replace(self._node, ended_stores=ended)
-            # Remove the note: it must not prevent another one, to an older store that still exists.
-            note = notes.written(moved)
-            records.improve("moved", lambda held: {} if held == note else None)
-            return
-        self._say(f"the job's store has moved to {moved.addr}:{moved.port}; connecting there")
-        self._home.follow(moved.addr, moved.port)
-        self._disconnect(leaving=False)
-        self._records = found
-        self._moves = age.moves
-        self._elsewhere = True
-        newcomer = self._node.generation is None
-        self._guestbook.visit(found.store, serves=False, newcomer=newcomer)
-        self._home.redirect(found.store)
-
-    def _disconnect(self, *, leaving: bool) -> None:
-        pulse, self._pulse = self._pulse, None
-        if pulse is not None:
-            pulse.stop(leaving=leaving, timeout=LEAVE_PATIENCE)
-        if self._records is not None:
-            self._records.close()
-            self._records = None
-
-    def _recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
-        """Connect again, to this store or its successor, or raise."""
-        while True:
-            try:
-                self._try_recover(error, deadline)
-                return
-            except RendezvousConnectionError as again:
-                if self._stop.is_set() or self._records is None or deadline.expired():
-                    raise
-                error = again  # found, but lost again at once
-
-    def _try_recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
-        _log.info("%s; looking for it", error)
-        self._disconnect(leaving=False)
-        generation = self._node.generation
-        last = None
-        plan = self._latest if generation is None else self._plan
-        if plan:
-            ended = self._departures.ended()
-            last = LastRound(plan=plan, node_id=self._node.node_id, dead=ended)
-        recovery = self._home.recover(error, last, deadline, self._stop)
-        if recovery.moved and last is not None:
-            # It was silent for too long. If it is alive, it comes by itself.
-            self._departures.note_gone(str(last.plan.get("store", "")))
-        self._settle(recovery)
-
-    def _settle(self, recovery: Recovery) -> None:
-        """Continue with a store that may be a new one. An empty one gets the records of the last round."""
-        generation = self._node.generation
-        self._records = records = RecordStore(recovery.store, self._codec)
-        self._departures.note_ended(recovery.dead)
-        self._moved = self._moved or recovery.moved
-        if recovery.moved:
-            self._guestbook.visit(recovery.store, serves=self._home.serves, newcomer=False)
-        if generation is None and recovery.moved:
-            self._note_coming(records)
-        (head, store) = records.look(["head", "store"])
-        if generation is None:
-            empty = recovery.moved and self._home.serves
-        else:
-            empty = recovery.moved or head is None
-        if empty:
-            self._furnish(records, generation)
-        else:
-            self._moves = notes.age(head, store).moves
-        self._home.redirect(records.store)
-
-    def _furnish(self, records: RecordStore, generation: int | None) -> None:
-        """Write the records of the last round that the next one needs into an empty store."""
-        if generation is None:
-            following = 1 + fields.number(self._latest.get("generation")) if self._latest else 0
-        else:
-            following = generation + 1
-            plan = plans.seeded(self._plan)
-            if self._departures.ids:
-                records.write(plans.ids_key(generation, plan), {"ids": list(self._departures.ids)})
-            records.claim(f"{generation}/plan", plan)
-        moves = self._moves + 1
-
-        def head(held: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-            return {"generation": following} if fields.generation(held) < following else None
-
-        def store(held: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-            age = notes.age(None, held)
-            return {"name": age.store or _new_name(), "moves": moves} if age.moves < moves else None
-
-        records.improve("head", head)
-        records.improve("store", store)
-        self._moves = notes.age(*records.look(["head", "store"])).moves
-
-    def _note_coming(self, records: RecordStore) -> None:
-        """Count this newcomer, so that a node that closes the rendezvous gives it time to notice."""
-        if self._node.generation is None:
-            records.increment("came")
-            self._unsettled = True
+        records = self._connection.open(deadline)
+        self._watch.listen(self.listens_on)
+        self._watch.stop_ended()
+        if self._standing.node.generation is not None:
+            self._watch.start(records, member=True)  # members of the last round watch us
+        return records
 
     # -- one round ------------------------------------------------------------------------------
 
     def _play(self, records: RecordStore) -> protocol.Outcome:
         """Drive the protocol to its outcome."""
-        node = replace(self._node, facts=self._all_facts())
+        node = replace(self._standing.node, facts=self._all_facts())
         steps = protocol.next_round(node, self._settings, self._timing)
         answer: tuple[float, Any] | None = None
         while True:
@@ -582,7 +417,7 @@ class DynamicRendezvous(RendezvousHandler):
                 for name, found in zip(keys, bodies, strict=True):
                     self._note_plan(name, found)
                     if name == "store":
-                        self._moves = notes.age(None, found).moves
+                        self._connection.note_store(found)
                 return bodies
             case operations.Count(key):
                 return records.count(key)
@@ -593,10 +428,10 @@ class DynamicRendezvous(RendezvousHandler):
             case operations.Needed():
                 return self._survivors_needed()
             case operations.Beat():
-                self._start_pulse(records)
+                self._watch.start(records, member=self._standing.node.generation is not None)
                 return None
             case operations.IsNew():
-                return self._moved
+                return self._connection.moved
             case operations.LeftOut():
                 return self._listener.on_left_out()
             case operations.Tell(text):
@@ -617,32 +452,19 @@ class DynamicRendezvous(RendezvousHandler):
                 return None
 
     def _note_plan(self, key: str, body: Mapping[str, Any] | None) -> None:
-        """Remember the latest plan: a spare, too, must know where the store may move."""
+        """Remember the latest plan."""
         if body is not None and key.endswith("/plan") and "standbys" in body:
-            self._latest = body
-
-    def _check_membership(self, records: RecordStore) -> None:
-        """After a redirect, this node is a member only if that store has the same last round."""
-        generation = self._node.generation
-        if not self._elsewhere or generation is None:
-            return
-        self._elsewhere = False
-        (plan,) = records.look([f"{generation}/plan"])
-        # A plan that was copied into an empty store has a mark after its author's name.
-        theirs, ours = (str(each.get("by")).rstrip("+") for each in (plan or {}, self._plan))
-        if theirs != ours:
-            self._node = replace(self._node, generation=None)
+            self._standing.latest = body
 
     def _all_facts(self) -> Mapping[str, Any]:
-        assert self._post is not None
         addr = self._told_address()
         standby = dict(self._home.standby(addr))
         return {
             **self._facts,
             "addr": self._facts.get("addr") or addr,
-            "watch": [addr, self._post.port],
+            "watch": [addr, self._watch.port],
             "serves": self._home.serves,
-            "standby": {**standby, "watch": self._post.port} if standby else {},
+            "standby": {**standby, "watch": self._watch.port} if standby else {},
         }
 
     def _told_address(self) -> str:
@@ -662,21 +484,21 @@ class DynamicRendezvous(RendezvousHandler):
         return towards[0] if addresses.is_loopback(addr) else addr
 
     def _survivors_needed(self) -> int:
-        if not self._guard or self._node.generation is None:
+        node = self._standing.node
+        if not self._guard or node.generation is None:
             return 0
         ended = self._departures.num_ended()
-        return survivors_needed(self._node.num_nodes, ended, moved=self._moved)
+        return survivors_needed(node.num_nodes, ended, moved=self._connection.moved)
 
     def _joined(self, records: RecordStore, joined: Joined) -> RendezvousInfo:
         plan, generation = joined.plan, joined.generation
         order = plan.get("order")
         if not isinstance(order, list):
             raise RendezvousStateError(f"the plan of round {generation} has no order of nodes")
-        self._plan = plan
-        self._moved = False
-        self.settle()
-        self._node = replace(
-            self._node,
+        self._standing.plan = plan
+        self._connection.begin_round()
+        self._standing.node = replace(
+            self._standing.node,
             generation=generation,
             rank=joined.rank,
             slot=joined.slot,
@@ -687,90 +509,27 @@ class DynamicRendezvous(RendezvousHandler):
             # Nodes that may have to serve the store, or to lead, need the ids of all members.
             (record,) = records.look([plans.ids_key(generation, plan)])
             self._departures.identify(plans.ids_in(record))
-        self._watch(records, generation, joined.rank, order)
+        room = len(order) < self._settings.max_nodes
+        self._watch.watch(records, generation, joined.rank, plan, room=room)
         members = Members(records, generation, order)
         store = records.store
         made = store if self._store_for is None else self._store_for(records, generation)
         return RendezvousInfo(made, joined.rank, len(order), members=members, generation=generation)
 
-    def _watch(
-        self, records: RecordStore, generation: int, rank: int, order: Sequence[int]
-    ) -> None:
-        count = len(order)
-        pulse = self._start_pulse(records, min(rank * BETWEEN_FIRST_BEATS, self._timing.lease / 2))
-        ranks = [(rank - back) % count for back in range(1, min(NUM_NEIGHBOURS, count - 1) + 1)]
-        found = records.look([f"{generation}/node/{order[each]}" for each in ranks])
-        nearest = [
-            neighbour(each, record)
-            for each, record in zip(ranks, found, strict=True)
-            if record is not None
-        ]
-        known = {each.node_id: each for each in (*standbys_in(self._plan), *nearest)}
-        known.pop(self._node.node_id, None)
-        self._departures.know(list(known.values()))
-        everybody = []
-        if rank == 0:
-            everybody = [
-                Neighbour(node_id=node_id, rank=each, host="")
-                for each, node_id in enumerate(self._departures.ids)
-                if each != rank
-            ]
-        room = count < self._settings.max_nodes
-        self._proving = False
-        pulse.watch(
-            nearest,
-            everybody,
-            self._look_after(generation, room=room) if rank == 0 else None,
-        )
-
-    def _look_after(self, generation: int, *, room: bool) -> Callable[[RecordStore], None]:
-        """What rank 0 does at each beat: restore overwritten records, so that newcomers find the round, and notice newcomers."""
-        look_for_waiting = self._look_for_waiting(generation + 1) if room else None
-        plan = self._plan
-
-        def look(records: RecordStore) -> None:
-            if fields.generation(records.peek("head")) <= generation:
-                # Without the plan, a newcomer would begin at round 0.
-                if records.look([f"{generation}/plan"]) == [None]:
-                    records.claim(f"{generation}/plan", plan)
-                records.write("head", {"generation": generation + 1})
-            if look_for_waiting is not None:
-                look_for_waiting(records)
-
-        return look
-
-    def _look_for_waiting(self, generation: int) -> Callable[[RecordStore], None]:
-        known = 0
-        again = Deadline(None)
-
-        def look(records: RecordStore) -> None:
-            nonlocal known, again
-            waiting = records.count(f"{generation}/waiting")
-            # Once more after a lease: the round still runs, so a stranger has overwritten what was made of it.
-            if waiting > known or (waiting and again.expired()):
-                known = waiting
-                again = Deadline(self._timing.lease)
-                self._listener.on_waiting(waiting)
-
-        return look
-
     def _heed_loss(self, loss: Loss) -> None:
-        self._departures.note_loss(loss)
-        if not self._proving:
-            events.emit(
-                events.NodeLost(
-                    run_id=self._run_id,
-                    generation=-1 if self._node.generation is None else self._node.generation,
-                    rank=loss.neighbour.rank,
-                    certain=loss.certain,
-                    reason=loss.reason,
-                )
+        generation = self._standing.node.generation
+        events.emit(
+            events.NodeLost(
+                run_id=self._run_id,
+                generation=-1 if generation is None else generation,
+                rank=loss.neighbour.rank,
+                certain=loss.certain,
+                reason=loss.reason,
             )
-            self._listener.on_loss(loss)
+        )
+        self._listener.on_loss(loss)
 
     def _heed_store(self, error: RendezvousConnectionError) -> None:
-        self._store_lost = True
-        if (records := self._records) is not None:
-            records.close()  # ends pending waits
+        self._connection.interrupt()
         events.emit(events.StoreLost(run_id=self._run_id, reason=str(error)))
         self._listener.on_store_lost(error)

@@ -82,7 +82,7 @@ class PluggedRendezvous(DynamicRendezvous):
         info = self._ask(self._handler.next_rendezvous)
         store, rank, count = info
         self._settings = replace(self._settings, min_nodes=count, max_nodes=count)
-        self._node = replace(self._node, given_rank=rank)
+        self._standing.node = replace(self._standing.node, given_rank=rank)
         if store is not self._last_store:
             self._last_store = store
             self._rounds_home.store = _as_ours(store)
@@ -97,7 +97,7 @@ class PluggedRendezvous(DynamicRendezvous):
         return formed
 
     def find_store(self) -> None:
-        self._disconnect(leaving=False)  # the plug-in's next round has one
+        self._connection.close(leaving=False)  # the plug-in's next round has one
 
     def abandon_store(self) -> None:
         pass  # no node of the job is known to serve it
@@ -105,7 +105,7 @@ class PluggedRendezvous(DynamicRendezvous):
     def close_rendezvous(self, reason: str) -> None:
         if self._handler is not None:
             self._ask(self._handler.set_closed)
-        if self._records is not None:
+        if self.records is not None:
             super().close_rendezvous(reason)
 
     def shutdown(self) -> bool:
@@ -118,14 +118,14 @@ class PluggedRendezvous(DynamicRendezvous):
 
     def _go_to_new_store(self) -> None:
         """As if the job's store had moved: put the last plan there, for nodes that have not been in a round."""
-        if self._node.generation is None:
-            self._disconnect(leaving=False)
+        if self._standing.node.generation is None:
+            self._connection.close(leaving=False)
             return
         home, deadline = self._rounds_home, Deadline(self._timing.join)
         moved = Recovery(home.connect(deadline, self._stop), moved=True)
-        self._disconnect(leaving=False)
-        self._settle(moved)
-        self._moved = False
+        self._connection.close(leaving=False)
+        self._connection.adopt(moved)
+        self._connection.moved = False
 
     def _ask_for_waiting(self) -> None:
         known = 0

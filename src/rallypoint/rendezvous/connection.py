@@ -1,0 +1,264 @@
+"""A node's connection to the job's store, wherever that is now: found again when lost, followed when it has moved."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import RendezvousConnectionError
+
+from . import fields, notes, plan as plans
+from .departures import Departures
+from .guestbook import Guestbook
+from .home import Home, LastRound, Recovery
+from .notes import Moved
+from .protocol import Node
+from .record_store import RecordStore
+from .records import Codec
+from .round_watch import RoundWatch
+
+
+_log = logging.getLogger(__name__)
+
+# Seconds before a store that did not answer is tried again.
+VISIT_PAUSE = 1.0
+
+
+def new_name() -> str:
+    """A name that no other node or store has."""
+    return uuid.uuid4().hex[:16]
+
+
+@dataclass(kw_only=True, slots=True)
+class Standing:
+    """What a node knows of itself and of the rounds so far.
+
+    Attributes:
+        node: between two rounds.
+        plan: of the last round that it was a member of; empty before.
+        latest: the latest plan it has seen: a spare, too, must know where the store may move.
+    """
+
+    node: Node
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    latest: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Connection:
+    """The connection. Calls block as the store's do.
+
+    Args:
+        home: where the store is.
+        codec: of the job's records.
+        standing: shared with the rendezvous. The stores that have ended are noted here.
+        guestbook: in which this node introduces itself.
+        departures: the members of the last round that are gone.
+        watch: stopped before the connection is closed; it has clones of it.
+        stop: ends all waits.
+        say: prints a line to the user.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        codec: Codec,
+        *,
+        standing: Standing,
+        guestbook: Guestbook,
+        departures: Departures,
+        watch: RoundWatch,
+        stop: threading.Event,
+        say: Callable[[str], None],
+    ) -> None:
+        self._home = home
+        self._codec = codec
+        self._standing = standing
+        self._guestbook = guestbook
+        self._departures = departures
+        self._watch = watch
+        self._stop = stop
+        self._say = say
+        self._moves = 0  # of the store, before it came to where it is now
+        self._unsettled = False  # has come to the store, and was in no round yet
+        self._elsewhere = False  # led to another store, which need not know our last round
+        self.records: RecordStore | None = None  # None: not connected
+        self.moved = False  # since the last round
+
+    def open(self, deadline: Deadline) -> RecordStore:
+        """The records in the store; connects first if necessary."""
+        if self.records is None:
+            self.records = RecordStore(self._home.connect(deadline, self._stop), self._codec)
+            node = self._standing.node
+            self._guestbook.visit(
+                self.records.store,
+                serves=self._home.serves,
+                newcomer=node.generation is None,
+                should_serve=node.given_rank == 0,
+            )
+            self._note_coming(self.records)
+            if self._home.serves:
+                self.records.claim("store", {"name": new_name(), "moves": 0})
+        return self.records
+
+    def close(self, *, leaving: bool) -> None:
+        """Stop watching and disconnect. ``leaving``: in good order."""
+        self._watch.stop(leaving=leaving)
+        if self.records is not None:
+            self.records.close()
+            self.records = None
+
+    def interrupt(self) -> None:
+        """End pending waits, from another thread: the store is lost."""
+        if (records := self.records) is not None:
+            records.close()
+
+    def begin_round(self) -> None:
+        """This node is a member of a round that has formed."""
+        self.moved = False
+        self.settle()
+
+    def settle(self) -> bool:
+        """This node no longer waits for a round. Returns whether none of the others at this store does, either."""
+        records = self.records
+        if records is None or not self._unsettled:
+            return False
+        self._unsettled = False
+        return records.increment("settled") >= records.count("came")
+
+    def note_store(self, body: Mapping[str, Any] | None) -> None:
+        """The record ``store`` was read."""
+        self._moves = notes.age(None, body).moves
+
+    def check_membership(self, records: RecordStore) -> None:
+        """After a redirect, this node is a member only if that store has the same last round."""
+        standing = self._standing
+        generation = standing.node.generation
+        if not self._elsewhere or generation is None:
+            return
+        self._elsewhere = False
+        (plan,) = records.look([f"{generation}/plan"])
+        # A plan that was copied into an empty store has a mark after its author's name.
+        theirs, ours = (str(each.get("by")).rstrip("+") for each in (plan or {}, standing.plan))
+        if theirs != ours:
+            standing.node = replace(standing.node, generation=None)
+
+    # -- a store that has moved -----------------------------------------------------------------
+
+    def follow(self, records: RecordStore, moved: Moved) -> None:
+        """Connect to the store that a note redirects to, if it still exists."""
+        found = None
+        try:
+            store = self._home.visit(moved.addr, moved.port)
+            if store is not None:
+                found = RecordStore(store, self._codec)
+                age = notes.age(*found.look(["head", "store"]))
+        except RendezvousConnectionError:
+            # The network may be broken. The note remains for later.
+            if found is not None:
+                found.close()
+            self._stop.wait(VISIT_PAUSE)
+            return
+        standing = self._standing
+        if found is None or age.store != moved.age.store:
+            if found is not None:
+                found.close()
+            ended = standing.node.ended_stores | {moved.age.store}
+            standing.node = replace(standing.node, ended_stores=ended)
+            # Remove the note: it must not prevent another one, to an older store that still exists.
+            note = notes.written(moved)
+            records.improve("moved", lambda held: {} if held == note else None)
+            return
+        self._say(f"the job's store has moved to {moved.addr}:{moved.port}; connecting there")
+        self._home.follow(moved.addr, moved.port)
+        self.close(leaving=False)
+        self.records = found
+        self._moves = age.moves
+        self._elsewhere = True
+        newcomer = standing.node.generation is None
+        self._guestbook.visit(found.store, serves=False, newcomer=newcomer)
+        self._home.redirect(found.store)
+
+    # -- a store that is lost -------------------------------------------------------------------
+
+    def recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
+        """Connect again, to this store or its successor, or raise."""
+        while True:
+            try:
+                self._try_recover(error, deadline)
+                return
+            except RendezvousConnectionError as again:
+                if self._stop.is_set() or self.records is None or deadline.expired():
+                    raise
+                error = again  # found, but lost again at once
+
+    def _try_recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
+        _log.info("%s; looking for it", error)
+        self.close(leaving=False)
+        standing = self._standing
+        last = None
+        plan = standing.latest if standing.node.generation is None else standing.plan
+        if plan:
+            ended = self._departures.ended()
+            last = LastRound(plan=plan, node_id=standing.node.node_id, dead=ended)
+        recovery = self._home.recover(error, last, deadline, self._stop)
+        if recovery.moved and last is not None:
+            # It was silent for too long. If it is alive, it comes by itself.
+            self._departures.note_gone(str(last.plan.get("store", "")))
+        self.adopt(recovery)
+
+    def adopt(self, recovery: Recovery) -> None:
+        """Continue with a store that may be a new one. An empty one gets the records of the last round."""
+        generation = self._standing.node.generation
+        self.records = records = RecordStore(recovery.store, self._codec)
+        self._departures.note_ended(recovery.dead)
+        self.moved = self.moved or recovery.moved
+        if recovery.moved:
+            self._guestbook.visit(recovery.store, serves=self._home.serves, newcomer=False)
+        if generation is None and recovery.moved:
+            self._note_coming(records)
+        (head, store) = records.look(["head", "store"])
+        if generation is None:
+            empty = recovery.moved and self._home.serves
+        else:
+            empty = recovery.moved or head is None
+        if empty:
+            self._furnish(records, generation)
+        else:
+            self._moves = notes.age(head, store).moves
+        self._home.redirect(records.store)
+
+    def _furnish(self, records: RecordStore, generation: int | None) -> None:
+        """Write the records of the last round that the next one needs into an empty store."""
+        standing = self._standing
+        if generation is None:
+            latest = standing.latest
+            following = 1 + fields.number(latest.get("generation")) if latest else 0
+        else:
+            following = generation + 1
+            plan = plans.seeded(standing.plan)
+            if self._departures.ids:
+                records.write(plans.ids_key(generation, plan), {"ids": list(self._departures.ids)})
+            records.claim(f"{generation}/plan", plan)
+        moves = self._moves + 1
+
+        def head(held: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+            return {"generation": following} if fields.generation(held) < following else None
+
+        def store(held: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+            age = notes.age(None, held)
+            return {"name": age.store or new_name(), "moves": moves} if age.moves < moves else None
+
+        records.improve("head", head)
+        records.improve("store", store)
+        self._moves = notes.age(*records.look(["head", "store"])).moves
+
+    def _note_coming(self, records: RecordStore) -> None:
+        """Count this newcomer, so that a node that closes the rendezvous gives it time to notice."""
+        if self._standing.node.generation is None:
+            records.increment("came")
+            self._unsettled = True
