@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -96,6 +97,27 @@ def test_an_error_of_the_block_is_not_replaced_by_a_leak(tmp_path: Path) -> None
         left = os.open(tmp_path, os.O_RDONLY)
         _ = 1 / 0
     os.close(left)
+
+
+def test_the_pipe_that_torch_keeps_is_no_leak_of_the_block_that_imports_torch() -> None:
+    pytest.importorskip("torch")
+    block = """
+import os, sys
+from rallypoint.testing import no_leaks
+with no_leaks():
+    import torch.distributed as dist
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if sys.argv[1:]:
+        os.pipe()
+"""
+    assert subprocess.run([sys.executable, "-c", block], check=False).returncode == 0
+    more = subprocess.run(
+        [sys.executable, "-c", block, "a pipe of its own"],
+        check=False,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert more.stderr.count(" of pipe:") == 2
 
 
 def test_a_clock_goes_on_when_told_and_not_back() -> None:

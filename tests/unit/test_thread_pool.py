@@ -193,19 +193,18 @@ def test_no_more_work_at_once_than_the_limit_and_those_that_wait_do_not_count(ma
 
     def waits() -> None:
         with place.pool.waiting():
+            place.done.append("waits")
             waits_over.wait(10)
         place.done.append("waited")
 
     for _ in range(10):
         place.inbox.put(waits)
-    eventually(lambda: place.pool._working == 0)
+    eventually(lambda: place.done.count("waits") == 10)
+    assert place.pool._working == 0
     for _ in range(6):
         place.inbox.put(works)
-    eventually(lambda: working[0] == 2)
-    time.sleep(10 * TICK)
+    eventually(lambda: working[0] == 2 and place.pool.counts()[1] == 4)
     assert working == [2, 2]
-    _, in_line = place.pool.counts()
-    assert in_line == 4
     gate.set()
     eventually(lambda: place.done.count("worked") == 6)
     waits_over.set()
