@@ -234,7 +234,9 @@ def name(rank: int) -> str:
     return f"worker{rank}"
 
 
-def rank_main(pipe: Connection, rival: str, transport: str, rank: int) -> None:
+def rank_main(
+    pipe: Connection, rival: str, transport: str, rank: int, kind: type[Rank] = Rank
+) -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     warnings.simplefilter("ignore")  # torch's own word on its older interfaces
@@ -247,7 +249,7 @@ def rank_main(pipe: Connection, rival: str, transport: str, rank: int) -> None:
             os._exit(0)
         try:
             if worker is None:
-                worker = Rank(rival, transport, rank)
+                worker = kind(rival, transport, rank)
             answer = (True, getattr(worker, what)(*args) if what else None)
         except Exception as error:
             answer = (False, f"{type(error).__name__}: {str(error).strip()[:300]}")
@@ -264,7 +266,9 @@ class Failed(Exception):
 class Group:
     """Some processes of one rival. :meth:`close` ends them whatever they are doing."""
 
-    def __init__(self, context: Any, rival: str, transport: str, size: int) -> None:
+    def __init__(
+        self, context: Any, rival: str, transport: str, size: int, kind: type[Rank] = Rank
+    ) -> None:
         self.rival, self.size = rival, size
         self.pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -273,7 +277,7 @@ class Group:
                 ours, theirs = context.Pipe()
                 self.pipes.append(ours)
                 process = context.Process(
-                    target=rank_main, args=(theirs, rival, transport, rank), daemon=True
+                    target=rank_main, args=(theirs, rival, transport, rank, kind), daemon=True
                 )
                 process.start()
                 theirs.close()
@@ -371,8 +375,8 @@ Found = dict[str, "list[Any] | Failed"]
 class Duel:
     """A group of each rival, of one size and transport, that take turns."""
 
-    def __init__(self, context: Any, transport: str, size: int) -> None:
-        self._context, self._transport, self._size = context, transport, size
+    def __init__(self, context: Any, transport: str, size: int, kind: type[Rank] = Rank) -> None:
+        self._context, self._transport, self._size, self._kind = context, transport, size, kind
         self._groups: dict[str, Group] = {}
         self._starts = dict.fromkeys(RIVALS, 0)
         self._never: dict[str, Failed] = {}
@@ -422,7 +426,7 @@ class Duel:
         try:
             if self._starts[rival] > STARTS:
                 raise Failed(f"started {STARTS} times already, last: {self._last[rival]}")
-            group = Group(self._context, rival, self._transport, self._size)
+            group = Group(self._context, rival, self._transport, self._size, self._kind)
             try:
                 group.init(new_meeting())
             except BaseException:

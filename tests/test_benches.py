@@ -17,6 +17,7 @@ BENCH = Path(__file__).parents[1] / "bench"
 QUICK = ["--quick"]
 LITTLE = {
     "attack_store.py": ["--operations", "200"],
+    "autograd.py": QUICK,
     "collectives.py": QUICK,
     "elastic.py": QUICK,
     "fuzz_records.py": ["--records", "1000"],

@@ -565,14 +565,20 @@ def use_what_is_exported() -> None:
         autograd.backward(context_id, [rpc.rpc_sync("w1", exported_scale, (value,))])
         optimizer.step(context_id)
         assert value.item() == 0.0
-        own = served.call(1, served.explore, (context_id, (1, 7), [1], False))
+        own = served.call(1, served.explore, (context_id, 1, 7, 7, False, [1]))
         with pytest.raises(RpcError, match="directed by the worker that began it"):
             own.wait()
         with pytest.raises(RpcError, match="ended by the worker that began it"):
-            served.call(1, served.release, ((1 << 48) + 1,)).wait()
-        part = served.call(1, served.receive_gradient, (context_id, (0, 99), 1, None))
-        with pytest.raises(RpcError, match="takes no part"):
-            part.wait()
+            served.call(1, served.release, ([(1 << 48) + 1],)).wait()
+        for numbers, wrong in (
+            ((99, None), "has no sent tensor number 99"),
+            ((1, 2.0), "is a float"),
+        ):
+            part = served.call(
+                1, served.receive_gradients, (context_id, 0, 99, 99, False, *numbers)
+            )
+            with pytest.raises(RpcError, match=wrong):
+                part.wait()
 
 
 def test_allow_lists_hold_in_a_context() -> None:

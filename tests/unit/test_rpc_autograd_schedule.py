@@ -14,19 +14,23 @@ needs_of_inputs = st.dictionaries(
 )
 
 
-@given(needs_of_inputs, st.permutations(range(6)), st.data())
+@given(needs_of_inputs, st.permutations(range(6)), st.integers(0, 6), st.data())
 def test_each_input_is_computed_once_with_all_that_it_needs(
-    needs: dict[int, list[int]], order: list[int], data: st.DataObject
+    needs: dict[int, list[int]], order: list[int], count: int, data: st.DataObject
 ) -> None:
+    """The first ``count`` outputs take part, which becomes known at some time."""
+    needs = {each: list(dict.fromkeys(needed)) for each, needed in needs.items()}
     schedule = Schedule(range(6), needs)
+    taking_part = set(order[:count])
     arrived: set[Any] = set()
     computed: set[Any] = set()
     freed: set[Any] = set()
+    is_settled = False
 
     def run() -> None:
         while (step := schedule.next_step()) is not None:
             assert step.inputs and not computed & set(step.inputs)
-            wanted = {each for one in step.inputs for each in needs[one]}  # type: ignore[index]
+            wanted = {each for one in step.inputs for each in needs[one]} & taking_part  # type: ignore[index]
             assert set(step.outputs) == wanted <= arrived
             # What an earlier step has freed is not used again.
             assert not freed & set(step.outputs)
@@ -38,15 +42,26 @@ def test_each_input_is_computed_once_with_all_that_it_needs(
             for each in arrived:
                 left = any(each in needs[one] for one in needs.keys() - computed)
                 assert schedule.is_needed(each) == left
+        begun = {one for one, needed in needs.items() if arrived & set(needed)}
+        assert schedule.has_waiting == bool(begun - computed)
 
-    for each in order:
-        assert not schedule.is_done
+    settled_at = data.draw(st.integers(0, count))
+    for at, each in enumerate(order[:count]):
+        if at == settled_at:
+            schedule.settle(taking_part)
+            is_settled = True
+            run()
+        assert schedule.expects(each)
         schedule.arrive(each)
         arrived.add(each)
         if data.draw(st.booleans()):
             run()
     run()
-    assert schedule.is_done and computed == set(needs)
+    if not is_settled:
+        schedule.settle(taking_part)
+        run()
+    assert not schedule.has_waiting
+    assert computed == {one for one, needed in needs.items() if taking_part & set(needed)}
 
 
 def test_what_is_not_expected_is_refused() -> None:
@@ -94,11 +109,11 @@ def test_a_pass_over_workers_ends_and_gives_each_tensor_one_gradient(
     assert found == expected
     assert sum(map(len, search.found.values())) == len(expected)
 
-    # Each worker's schedule, by what the search found; messages in any order.
-    outputs = dict.fromkeys([root, *expected])
+    # Each worker's schedule: at first whatever was sent may take part. Messages come in any order.
+    taking_part = {root, *expected}
     schedules = {}
-    for worker in {each[0] for each in outputs}:
-        own = [each for each in outputs if each[0] == worker]
+    for worker in {each[0] for each in below}:
+        own = [each for each in below if each[0] == worker and (each == root or each[1] < root[1])]
         needs: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for each in own:
             for one in below[each]:
@@ -108,17 +123,29 @@ def test_a_pass_over_workers_ends_and_gives_each_tensor_one_gradient(
     delivered: list[tuple[int, int]] = []
     # A tensor's dependents may be on several workers, each of which received it in a message of its own.
     shares: dict[tuple[int, int], set[int]] = {}
-    for other in outputs:
+    for other in taking_part:
         for one in below[other]:
             shares.setdefault(one, set()).add(other[0])
-    while on_their_way:
-        one = on_their_way.pop(data.draw(st.integers(0, len(on_their_way) - 1)))
-        delivered.append(one)
-        schedules[one[0]].arrive(one)
-        while (step := schedules[one[0]].next_step()) is not None:
+
+    def run(worker: int) -> None:
+        while (step := schedules[worker].next_step()) is not None:
             for computed in step.inputs:
-                shares[computed].discard(one[0])  # type: ignore[index]
+                shares[computed].discard(worker)  # type: ignore[index]
                 if not shares[computed]:  # type: ignore[index]
                     on_their_way.append(computed)  # type: ignore[arg-type]
-    assert sorted(delivered) == sorted(outputs)
-    assert all(each.is_done for each in schedules.values())
+
+    def deliver() -> None:
+        while on_their_way:
+            one = on_their_way.pop(data.draw(st.integers(0, len(on_their_way) - 1)))
+            delivered.append(one)
+            schedules[one[0]].arrive(one)
+            run(one[0])
+
+    deliver()
+    if any(each.has_waiting for each in schedules.values()):
+        for worker, each in schedules.items():
+            each.settle(taking_part)
+            run(worker)
+        deliver()
+    assert sorted(delivered) == sorted(taking_part)
+    assert not any(each.has_waiting for each in schedules.values())

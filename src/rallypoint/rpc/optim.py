@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from rallypoint.errors import RpcError
+
 from . import constants
-from .autograd import get_gradients
 from .autograd.context import within
 from .calling import rpc_async
 from .current_agent import required_agent
@@ -23,6 +26,8 @@ __all__ = ["DistributedOptimizer"]
 
 # A worker's own steps follow one another: parameters may be shared by several optimizers.
 _lock = threading.Lock()
+# The optimizers on this worker. References keep them alive; a step names one by its number, which takes less time.
+_local: WeakValueDictionary[int, _LocalOptimizer] = WeakValueDictionary()
 
 
 class _LocalOptimizer:
@@ -37,9 +42,15 @@ class _LocalOptimizer:
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer_class(parameters, *args, **kwargs)
+        self.number = secrets.randbits(62)
+        _local[self.number] = self
 
     def step(self, context_id: int) -> None:
-        gradients = get_gradients(context_id)
+        try:
+            gradients = required_agent().contexts.get(context_id).gradients
+        except RpcError:
+            # The caller knows the context, so it has only not come here.
+            gradients = {}
         with _lock:
             before = [each.grad for each in self._parameters]
             try:
@@ -67,11 +78,11 @@ def make_local(
     )
 
 
-def step_local(optimizer: RRef[_LocalOptimizer], context_id: int) -> None:
+def step_local(number: int, context_id: int) -> None:
     """Runs on the owner of the parameters."""
-    found = optimizer.local_value()
-    if type(found) is not _LocalOptimizer:
-        raise TypeError(f"the reference is to a {type(found).__name__}, not to an optimizer")
+    found = _local.get(number)
+    if found is None:
+        raise RpcError("this worker has no such optimizer")
     found.step(context_id)
 
 
@@ -106,14 +117,16 @@ class DistributedOptimizer:
             by_owner[each.owner()].append(each)
         if not by_owner:
             raise ValueError("params_rref is empty: expected references to parameters")
-        self._optimizers = [
+        made = [
             (owner, remote(owner, make_local, (optimizer_class, owned, args, kwargs)))
             for owner, owned in by_owner.items()
         ]
         # References are made without waiting: an error shows when the value is used.
-        _gather(
-            [(owner, rpc_async(owner, check_made, (each,))) for owner, each in self._optimizers]
-        )
+        numbers = _gather([(owner, rpc_async(owner, number_of, (each,))) for owner, each in made])
+        self._optimizers = [
+            (owner, reference, number)
+            for (owner, reference), number in zip(made, numbers, strict=True)
+        ]
 
     def step(self, context_id: int, *, timeout: float = constants.UNSET_RPC_TIMEOUT) -> None:
         """Update all parameters that have a gradient in a context. Blocks until all workers have done it.
@@ -128,26 +141,52 @@ class DistributedOptimizer:
             Exception: what a step raised. All workers have answered by then; errors of further workers are notes of the
                 first one.
         """
-        # The calls are part of the context, so that workers which it has not reached yet know it.
-        with within(required_agent().contexts.get(context_id)):
-            steps = [
-                (owner, rpc_async(owner, step_local, (each, context_id), timeout=timeout))
-                for owner, each in self._optimizers
-            ]
+        agent = required_agent()
+        agent.contexts.get(context_id)
+        own = None
+        steps: list[tuple[WorkerInfo, Any]] = []
+        with within(None):
+            for owner, _, number in self._optimizers:
+                if owner.id == agent.me.id:
+                    own = owner, number
+                else:
+                    call = rpc_async(owner, step_local, (number, context_id), timeout=timeout)
+                    steps.append((owner, call))
+            if own is not None:
+                # While the others do theirs.
+                steps.append((own[0], _Done(step_local, own[1], context_id)))
         _gather(steps)
 
 
-def check_made(optimizer: RRef[_LocalOptimizer]) -> None:
+class _Done:
+    """What a function returned or raised, as a future."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._value: Any = None
+        self._error: Exception | None = None
+        try:
+            self._value = function(*args)
+        except Exception as error:  # noqa: BLE001  # raised by wait()
+            self._error = error
+
+    def wait(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def number_of(optimizer: RRef[_LocalOptimizer]) -> int:
     """Runs on the owner of the parameters: raises what creating the optimizer raised."""
-    optimizer.local_value()
+    return optimizer.local_value().number
 
 
-def _gather(calls: Sequence[tuple[WorkerInfo, Any]]) -> None:
+def _gather(calls: Sequence[tuple[WorkerInfo, Any]]) -> list[Any]:
     """Wait for all; raise the first error, with the others as notes."""
     first: Exception | None = None
+    values = []
     for owner, each in calls:
         try:
-            each.wait()
+            values.append(each.wait())
         except Exception as error:  # noqa: BLE001  # raised below
             if first is None:
                 first = error
@@ -156,3 +195,4 @@ def _gather(calls: Sequence[tuple[WorkerInfo, Any]]) -> None:
                 first.add_note(f"Worker {owner.name!r} raised {type(error).__name__}: {error}")
     if first is not None:
         raise first
+    return values

@@ -273,6 +273,10 @@ class Caller:
         recording = None if context is None else recorder(context, outgoing.info.id)
         if recording is not None:
             assert context is not None
+            if len(content) == 3 and not flags and not options.pickle_by_value:
+                packed = payloads.packed_call(content, recording, context.id)
+                if packed is not None:
+                    return *packed, FLAG_TRACKED | FLAG_PACKED
             content = (context.id, content)
             flags |= FLAG_TRACKED
         if len(content) == 3 and not flags:

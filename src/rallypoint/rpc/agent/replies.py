@@ -47,7 +47,7 @@ class Replies:
         allowed = self.allowed
         content = payloads.loads(frame.payload, buffers, sender=outgoing.info.id, allowed=allowed)
         if frame.flags & FLAG_PACKED:
-            return payloads.unpacked(content, buffers)
+            return payloads.unpacked(content, buffers, outgoing.info.id)
         if frame.kind == FAILURE:
             load = None if allowed is None else payloads.checked(allowed)
             raise _harmless(rebuild(content, outgoing.peer, load), outgoing.peer)

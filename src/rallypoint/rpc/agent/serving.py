@@ -256,7 +256,7 @@ class Request:
             context_id, content = content
             self.context = self._worker.contexts.arriving(context_id, self._incoming.peer.id)
         if frame.flags & FLAG_PACKED:
-            content = unpacked(content, buffers)
+            content = unpacked(content, buffers, self._incoming.peer.id)
         elif frame.flags & FLAG_FOREIGN:
             if allowed is not None:
                 raise NotAllowed(
@@ -389,7 +389,7 @@ class Request:
             return
         try:
             recording = self._recorder()
-            packed = None if result is None or recording is not None else packed_result(result)
+            packed = None if result is None else packed_result(result, recording)
             if result is None:
                 self._incoming.reply(NOTHING, number, later=later)
             elif packed is not None:

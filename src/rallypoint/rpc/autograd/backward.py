@@ -1,16 +1,17 @@
 """A backward pass over all workers, as the worker that begins it directs it.
 
-First the pass finds out which sent tensors take part: each worker says what its own depend on. Then all workers run
-their parts as gradients arrive. Tensors that were sent and do not take part cost nothing, and nobody waits for them.
+Gradients travel from worker to worker, and each computes what it can as they arrive: all inputs whose gradient cannot
+change any more, whichever of the tensors that it sent take part. In most programs this is everything. A message is
+answered when all that it led to is done. If something still waits by then, the pass finds out which sent tensors take
+part: each worker says what its own depend on. Then the rest is computed. So tensors that were sent and do not take part
+are never waited for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
-import time
 from collections.abc import Hashable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from torch.autograd.graph import GradientEdge
 
 from rallypoint.errors import RpcError
 from rallypoint.rpc import constants
-from rallypoint.rpc.current_agent import required_agent
+from rallypoint.rpc.current_agent import current_agent, required_agent
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.torch_private import NativeFuture
 
 from .context import Context, PassId
-from .local_pass import LocalPass
+from .local_pass import Computed, LocalPass
 from .search import Search, Sent
-from .served import call, explore, finish_pass, run_pass, sender
+from .served import Post, call, explore, left_until, settle, tell_given_up
 from .transfer import edge_of
 
 
@@ -62,7 +63,7 @@ def backward(
     outputs, gradients = _roots(roots)
     deadline, _ = agent.deadline(timeout)
     pass_id = agent.me.id, _count()
-    _Direction(context, pass_id, agent.me.id, deadline, retain_graph).go(outputs, gradients)
+    _Direction(context, pass_id, deadline, retain_graph).go(outputs, gradients)
 
 
 def _roots(roots: Any) -> tuple[dict[Hashable, GradientEdge], dict[Hashable, Tensor]]:
@@ -101,96 +102,108 @@ class _Direction:
         self,
         context: Context,
         pass_id: PassId,
-        me: int,
         deadline: float | None,
         retain_graph: bool,
     ) -> None:
         self._context = context
         self._pass_id = pass_id
-        self._me = me
+        self._me, self._count = pass_id
         self._deadline = deadline
         self._retain_graph = retain_graph
-        self._local = LocalPass(
-            context, retain_graph=retain_graph, send=sender(context, pass_id, deadline)
-        )
         self._asked: set[int] = set()
 
     def go(self, outputs: dict[Hashable, GradientEdge], gradients: dict[Hashable, Tensor]) -> None:
-        self._context.begin(self._pass_id, self._local)
+        context, pass_id = self._context, self._pass_id
+        local = LocalPass(context, retain_graph=self._retain_graph, roots=outputs)
+        context.begin(pass_id, local)
         try:
-            self._find(self._local.extend(outputs))
-            ran = [
-                call(worker, run_pass, (self._context.id, self._pass_id), self._left())
-                for worker in self._asked
-            ]
-            self._local.start(gradients)
-            _all([self._local.done, *ran])
+            self._first = context.first_pass(self._me)
+            self._post = Post(context, pass_id, self._first, self._retain_graph, self._deadline)
+            computed = local.arrive(list(gradients.items()), is_own=False)
+            incomplete = self._drive(local, computed, [])
+            if incomplete:
+                incomplete += self._search_and_settle(local, list(outputs))
+            local.check(incomplete)
         except BaseException as error:
-            self._local.fail(error)
+            local.fail(error)
+            tell_given_up(context.id, pass_id, (local.told | self._asked) - {self._me})
             raise
         finally:
-            self._context.passes.pop(self._pass_id, None)
-            for worker in self._asked:
-                # Not waited for: what is left of the pass ends with the context at the latest.
-                with contextlib.suppress(RpcError):
-                    call(worker, finish_pass, (self._context.id, self._pass_id), 0.0)
+            context.passes.pop(pass_id, None)
 
-    def _find(self, reached: list[Sent]) -> None:
+    def _drive(
+        self, local: LocalPass, computed: Computed, sent: list[tuple[int, RpcFuture[Any]]]
+    ) -> int:
+        """Send on what was computed, and wait until nothing is on its way.
+
+        Args:
+            sent: messages that were sent already, and to whom.
+
+        Returns:
+            The change in the number of workers where something waits.
+        """
+        done: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+
+        def expect(worker: int, future: RpcFuture[Any]) -> None:
+            # Only a note: this thread reads the answer.
+            NativeFuture.add_done_callback(future, lambda each: done.put((worker, each)))
+
+        change = 0
+        left = len(sent)
+        for each in sent:
+            expect(*each)
+        while True:
+            change += computed.change
+            if not left and len(computed.back) == 1:
+                ((worker, gradients),) = computed.back.items()
+                answer = self._post.send_and_wait(worker, gradients)
+            else:
+                for worker, gradients in computed.back.items():
+                    left += 1
+                    expect(worker, self._post.send(worker, gradients))
+                if not left:
+                    return change
+                with current_agent().waiting():
+                    worker, future = done.get()
+                left -= 1
+                answer = future.value()
+            computed = self._post.read(local, worker, answer)
+
+    def _search_and_settle(self, local: LocalPass, roots: list[Hashable]) -> int:
+        """No gradient is on its way, but some wait for others: find out which of these will never come.
+
+        Returns:
+            The change in the number of workers where something waits.
+        """
+        search = self._find(local, roots)
+        sent = [
+            (worker, self._call(worker, settle, numbers))
+            for worker, numbers in search.found.items()
+            if worker != self._me
+        ]
+        return self._drive(local, local.settle({*roots, *search.found.get(self._me, ())}), sent)
+
+    def _find(self, local: LocalPass, roots: list[Hashable]) -> Search:
         """Ask the workers until it is known which sent tensors take part."""
         search = Search()
-        ask = search.reached(reached)
+        ask = search.reached(local.sources(roots))
         while ask:
-            reached = []
+            reached: list[Sent] = []
             own = ask.pop(self._me, None)
-            self._asked.update(ask)
-            answers = [
-                call(
-                    worker,
-                    explore,
-                    (self._context.id, self._pass_id, numbers, self._retain_graph),
-                    self._left(),
-                )
-                for worker, numbers in ask.items()
-            ]
+            answers = [self._call(worker, explore, numbers) for worker, numbers in ask.items()]
             if own is not None:
-                reached += self._local.extend({each: self._context.edge(each) for each in own})
-            _all(answers)
+                reached += local.sources(own)
+            done: SimpleQueue[Any] = SimpleQueue()
             for each in answers:
-                reached += each.wait()
+                NativeFuture.add_done_callback(each, done.put)
+            for _ in answers:
+                with current_agent().waiting():
+                    future = done.get()
+                reached += future.value()
             ask = search.reached(reached)
+        return search
 
-    def _left(self) -> float:
-        if self._deadline is None:
-            return 0.0
-        return max(0.001, self._deadline - time.monotonic())
-
-
-def _all(futures: Sequence[RpcFuture[Any]]) -> None:
-    """Wait for all, or for the first error."""
-    outcome: RpcFuture[None] = RpcFuture()
-    lock = threading.Lock()
-    left = len(futures)
-    if not left:
-        return
-
-    def finish(done: Any) -> None:
-        nonlocal left
-        failed: BaseException | None = None
-        try:
-            done.value()
-        except BaseException as error:  # noqa: BLE001  # raised below
-            failed = error
-        with lock:
-            if left <= 0:
-                return
-            left = 0 if failed is not None else left - 1
-            if left:
-                return
-        if failed is not None:
-            outcome.fail(failed)
-        else:
-            outcome.set_result(None)
-
-    for each in futures:
-        NativeFuture.add_done_callback(each, finish)
-    outcome.wait()
+    def _call(self, worker: int, what: Any, numbers: list[int]) -> RpcFuture[Any]:
+        self._asked.add(worker)
+        args = (self._context.id, *self._pass_id, self._first, self._retain_graph, numbers)
+        return call(worker, what, args, left_until(self._deadline))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -31,10 +31,13 @@ def owner_of(context_id: int) -> int:
     return context_id >> _COUNT_BITS
 
 
-class Ends(Protocol):
-    """Something that ends with its context."""
+class Part(Protocol):
+    """A worker's part in a backward pass, which ends with its context."""
 
-    def fail(self, error: BaseException) -> None: ...
+    @property
+    def is_active(self) -> bool: ...
+
+    def fail(self, error: BaseException) -> bool: ...
 
 
 class Context:
@@ -76,22 +79,20 @@ class Context:
 
     # -- backward -----------------------------------------------------------------------------------
 
-    def edge(self, number: int) -> GradientEdge:
-        """A tensor that was sent."""
-        return self._found(number)[0]
+    def edges(self) -> dict[Hashable, GradientEdge]:
+        """The tensors that were sent so far, by number."""
+        with self._lock:
+            return {number: edge for number, (edge, _) in self._sent.items()}
 
     def receiver(self, number: int) -> int:
         """To whom it was sent."""
-        return self._found(number)[1]
-
-    def _found(self, number: int) -> tuple[GradientEdge, int]:
         found = self._sent.get(number)
         if found is None:
             raise RpcError(f"context {self.id} has no sent tensor number {number!r}")
-        return found
+        return found[1]
 
-    def begin(self, pass_id: PassId, part: Ends) -> None:
-        """Take part in a backward pass.
+    def begin(self, pass_id: PassId, part: Part) -> Any:
+        """Take part in a backward pass. Returns the part in it: this one, or one that began before.
 
         Raises:
             RpcError: the context is over.
@@ -99,7 +100,22 @@ class Context:
         with self._lock:
             if self.is_over:
                 raise unknown(self.id)
-            self.passes[pass_id] = part
+            return self.passes.setdefault(pass_id, part)
+
+    def end_passes(self, worker: int, first: int) -> None:
+        """The passes that a worker began before this number are over."""
+        with self._lock:
+            for each in [one for one in self.passes if one[0] == worker and one[1] < first]:
+                del self.passes[each]
+
+    def first_pass(self, worker: int) -> int:
+        """The number of the first pass in progress that a worker began."""
+        with self._lock:
+            return min((count for began, count in self.passes if began == worker), default=0)
+
+    def num_active_passes(self) -> int:
+        with self._lock:
+            return sum(each.is_active for each in self.passes.values())
 
     def accumulate(self, leaf: Tensor, gradient: Tensor) -> None:
         """Add to the gradient of a leaf."""
@@ -137,8 +153,8 @@ CURRENT: ContextVar[Context | None] = ContextVar("rallypoint_rpc_autograd", defa
 
 
 @contextmanager
-def within(context: Context) -> Iterator[None]:
-    """Make calls in this context."""
+def within(context: Context | None) -> Iterator[None]:
+    """Make calls in this context; None: in none."""
     token = CURRENT.set(context)
     try:
         yield

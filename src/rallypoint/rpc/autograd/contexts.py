@@ -19,6 +19,8 @@ from .context import CURRENT, Context, context_id_of, owner_of, unknown
 
 # How many ended contexts of others are remembered, so that a late message does not bring one back.
 _MOST_ENDED = 8192
+# Seconds in which ended contexts are gathered, so that not every one takes a message and wakes a thread.
+_GATHER_SECONDS = 0.01
 # Seconds before a message is repeated; each later pause is twice as long.
 _RETRY_SECONDS = 0.05
 _MOST_RETRIES = 10
@@ -44,7 +46,7 @@ class Contexts:
 
     Args:
         me: this worker's id.
-        enrol, release: the served functions, of a context's id.
+        enrol, release: the served functions, of a context's id and of several.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Contexts:
         peers: Gone,
         tasks: Tasks,
         enrol: Callable[[int], bool],
-        release: Callable[[int], None],
+        release: Callable[[list[int]], None],
     ) -> None:
         self._me = me
         self._calls = calls
@@ -66,6 +68,8 @@ class Contexts:
         self._lock = threading.Lock()
         self._live: dict[int, Context] = {}
         self._ended: dict[int, None] = {}
+        # By worker, contexts of this worker that have ended.
+        self._to_tell: dict[int, list[int]] = {}
         self._count = itertools.count(1).__next__
         self._is_closed = False
 
@@ -96,7 +100,11 @@ class Contexts:
                 return None
             made = self._live[context_id] = Context(context_id)
         if sender != owner:
-            self._tasks.soon(lambda: self._tell(owner, self._enrol, context_id, self._enrolled))
+            self._tasks.soon(
+                lambda: self._tell(
+                    owner, self._enrol, context_id, lambda lives: self._enrolled(context_id, lives)
+                )
+            )
         return made
 
     def enrol(self, context_id: int, worker: int) -> bool:
@@ -108,7 +116,7 @@ class Contexts:
         """The numbers of contexts, and of backward passes in progress."""
         with self._lock:
             live = list(self._live.values())
-        return len(live), sum(len(each.passes) for each in live)
+        return len(live), sum(each.num_active_passes() for each in live)
 
     # -- ending ---------------------------------------------------------------------------------------
 
@@ -116,12 +124,22 @@ class Contexts:
         """End a context of this worker, here and everywhere. Does not block."""
         with self._lock:
             self._live.pop(context.id, None)
-        for worker in context.end():
-            if worker != self._me and not self._peers.is_gone(worker):
-                self._tell_soon(worker, context.id)
+        peers = [each for each in context.end() if each != self._me]
+        if not peers:
+            return
+        with self._lock:
+            is_first = not self._to_tell
+            for worker in peers:
+                self._to_tell.setdefault(worker, []).append(context.id)
+        if is_first:
+            self._tasks.later(_GATHER_SECONDS, self._tell_ended)
 
-    def _tell_soon(self, worker: int, context_id: int) -> None:
-        self._tasks.soon(lambda: self._tell(worker, self._release, context_id, lambda _: None))
+    def _tell_ended(self) -> None:
+        with self._lock:
+            to_tell, self._to_tell = self._to_tell, {}
+        for worker, ended in to_tell.items():
+            if not self._peers.is_gone(worker):
+                self._tell(worker, self._release, ended, lambda _: None)
 
     def forget(self, context_id: int) -> None:
         """Another worker's context is over."""
@@ -150,17 +168,16 @@ class Contexts:
 
     # -- telling others -------------------------------------------------------------------------------
 
-    def _enrolled(self, answer: tuple[int, bool]) -> None:
-        context_id, lives = answer
+    def _enrolled(self, context_id: int, lives: bool) -> None:
         if not lives:
             self.forget(context_id)
 
     def _tell(
         self,
         worker: int,
-        what: Callable[[int], Any],
-        context_id: int,
-        answered: Callable[[tuple[int, Any]], None],
+        what: Callable[[Any], Any],
+        content: Any,
+        answered: Callable[[Any], None],
         attempt: int = 0,
     ) -> None:
         """Send until it is acknowledged, or the worker is gone."""
@@ -173,20 +190,20 @@ class Contexts:
             except Exception:  # noqa: BLE001  # the worker has refused it: nothing to repeat
                 return
             else:
-                answered((context_id, answer))
+                answered(answer)
 
         def again() -> None:
             if attempt < _MOST_RETRIES and not self._is_closed and not self._peers.is_gone(worker):
                 self._tasks.later(
                     _RETRY_SECONDS * 2**attempt,
-                    lambda: self._tell(worker, what, context_id, answered, attempt + 1),
+                    lambda: self._tell(worker, what, content, answered, attempt + 1),
                 )
 
         # Not with the deadline or in the context of a call that this thread may be serving.
         serving, current = SERVING.set(None), CURRENT.set(None)
         try:
             future = self._calls.call_async(
-                worker, Kind.CALL, what, (what, (context_id,), None), _PATIENCE
+                worker, Kind.CALL, what, (what, (content,), None), _PATIENCE
             )
             future.is_watched = True
             NativeFuture.add_done_callback(future, finish)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from rallypoint.errors import RpcError
-from rallypoint.rpc.future import RpcFuture
-from rallypoint.rpc.torch_private import NativeFuture
 
 from .context import Context
 from .reach import Reached, reach
@@ -20,122 +18,147 @@ from .schedule import Schedule, Step
 from .search import Sent
 
 
-# Sends the gradient of a received tensor back: worker, number there, gradient. The future is done when it has arrived.
-Send = Callable[[int, int, Tensor | None], Any]
+Gradients = Sequence[tuple[Hashable, Tensor | None]]
+
+
+class Computed(NamedTuple):
+    """What a part of a pass has computed.
+
+    Args:
+        back: by worker, gradients of tensors that it sent: its numbers, and for each the gradient.
+        change: in the number of workers where something waits.
+    """
+
+    back: dict[int, list[tuple[int, Tensor | None]]]
+    change: int
 
 
 class LocalPass:
     """One worker's part in one backward pass. Thread-safe.
 
-    First :meth:`extend` says what the outputs depend on. Then :meth:`start` runs what can run, and so does each
-    gradient that arrives. Autograd runs on the thread that brings the gradient, one run at a time.
+    Autograd runs on the thread that brings a gradient, one run at a time.
 
     Args:
         retain_graph: whether the graph can be used again.
-        send: sends gradients to other workers.
+        roots: where the roots' gradients enter, on the worker that has them.
 
     Attributes:
-        done: completed when all gradients have been computed and have arrived where they belong.
+        told: the workers that gradients are sent to.
     """
 
-    def __init__(self, context: Context, *, retain_graph: bool, send: Send) -> None:
+    def __init__(
+        self,
+        context: Context,
+        *,
+        retain_graph: bool,
+        roots: Mapping[Hashable, GradientEdge] | None = None,
+    ) -> None:
         self._context = context
         self._retain_graph = retain_graph
-        self._send = send
         self._lock = threading.Lock()
-        self._edges: dict[Hashable, GradientEdge] = {}
-        self._inputs: dict[Hashable, Reached] = {}
+        # What is sent from now on does not depend on anything in this pass.
+        edges = context.edges()
+        edges.update(roots or {})
+        self._edges = edges
+        self._inputs = reach(edges)
+        self._schedule = Schedule(edges, {key: each.needs for key, each in self._inputs.items()})
         self._gradients: dict[Hashable, Tensor | None] = {}
-        # Gradients that came before start().
-        self._early: list[Hashable] = []
-        self._schedule: Schedule | None = None
+        # Arrived from other workers, and so in memory that nothing else uses.
+        self._received: set[int] = set()
         self._is_running = False
-        self._in_flight = 0
-        self._is_over = False
-        self.done: RpcFuture[None] = RpcFuture()
-        self.done.is_watched = True
+        self._was_waiting = False
+        self._error: BaseException | None = None
+        self.told: set[int] = set()
 
-    # -- before the first gradient --------------------------------------------------------------------
+    @property
+    def is_active(self) -> bool:
+        return self._error is None and (self._is_running or self._was_waiting)
 
-    def extend(self, outputs: Mapping[Hashable, GradientEdge]) -> list[Sent]:
-        """These outputs take part. Returns the received tensors that they depend on.
+    # -- the search -----------------------------------------------------------------------------------
+
+    def sources(self, outputs: Collection[Hashable]) -> list[Sent]:
+        """The received tensors that outputs depend on.
 
         Raises:
             RpcError: they depend on a tensor of another context.
         """
-        found = reach(outputs, self._context.id)
-        with self._lock:
-            self._edges.update(outputs)
-            for key, each in found.items():
-                known = self._inputs.setdefault(key, each)
-                if known is not each:
-                    known.needs.extend(each.needs)
-        return [each.source for each in found.values() if each.source is not None]
+        found = []
+        for each in self._inputs.values():
+            if each.source is not None and not set(outputs).isdisjoint(each.needs):
+                self._check(each)
+                found.append(each.source)
+        return found
 
-    def start(self, gradients: Mapping[Hashable, Tensor] | None = None) -> None:
-        """All outputs are known: run as far as possible.
-
-        Args:
-            gradients: of the roots.
-        """
+    def settle(self, outputs: Collection[Hashable]) -> Computed:
+        """Only these outputs take part. Returns as :meth:`arrive`."""
         with self._lock:
-            if self._is_over or self._schedule is not None:
-                return
-            self._gradients.update(gradients or {})
-            needs = {key: each.needs for key, each in self._inputs.items()}
-            self._schedule = Schedule(self._edges, needs)
-            for each in [*(gradients or {}), *self._early]:
-                self._schedule.arrive(each)
-            self._early = []
-        self._advance()
+            self._raise_error()
+            self._schedule.settle(outputs)
+        return self._advance()
 
     # -- gradients --------------------------------------------------------------------------------------
 
-    def arrive(self, number: int, gradient: Tensor | None) -> None:
-        """The gradient of a sent tensor; None: nothing depends on it.
+    def arrive(self, gradients: Gradients, *, is_own: bool = True) -> Computed:
+        """Some outputs' gradients; None: nothing depends on it. Computes all that is now possible.
+
+        Args:
+            is_own: whether nothing else uses the gradients' memory.
 
         Raises:
-            RpcError: no such gradient is expected.
+            RpcError: no such gradient is expected, or the pass was given up.
+            Exception: what a node raised.
         """
         with self._lock:
-            if self._is_over:
-                return
-            if number not in self._edges or number in self._gradients:
-                raise RpcError(f"no gradient is expected for sent tensor number {number!r}")
-            self._gradients[number] = gradient
-            if self._schedule is None:
-                self._early.append(number)
-                return
-            self._schedule.arrive(number)
-        self._advance()
+            self._raise_error()
+            for key, _ in gradients:
+                if not self._schedule.expects(key):
+                    raise RpcError(f"no gradient is expected for sent tensor number {key!r}")
+            for key, gradient in gradients:
+                self._gradients[key] = gradient
+                self._schedule.arrive(key)
+                if is_own and gradient is not None:
+                    self._received.add(id(gradient))
+        return self._advance()
 
-    def _advance(self) -> None:
+    def _advance(self) -> Computed:
+        back: dict[int, list[tuple[int, Tensor | None]]] = {}
+        is_mine = False
         while True:
             with self._lock:
-                schedule = self._schedule
-                if self._is_over or self._is_running or schedule is None:
-                    return
-                step = schedule.next_step()
+                self._raise_error()
+                if self._is_running and not is_mine:
+                    # The thread that runs also does what has just become possible, and answers for it.
+                    return Computed(back, 0)
+                step = self._schedule.next_step()
                 if step is None:
-                    break
-                self._is_running = True
+                    self._is_running = False
+                    before, self._was_waiting = self._was_waiting, self._schedule.has_waiting
+                    return Computed(back, self._was_waiting - before)
+                self._is_running = is_mine = True
                 given = {each: self._gradients[each] for each in step.outputs}
                 for each in step.outputs:
-                    if not schedule.is_needed(each):
-                        # Still known, but no longer kept.
+                    if self._schedule.is_needed(each):
+                        # A later step uses it.
+                        self._received.discard(id(given[each]))
+                    else:
                         self._gradients[each] = None
             try:
-                self._run(step, given)
-            except BaseException as error:  # noqa: BLE001  # raised by backward()
+                self._run(step, given, back)
+            except BaseException as error:
+                self._is_running = False
                 self.fail(error)
-            finally:
-                with self._lock:
-                    self._is_running = False
-        self._look_whether_done()
+                raise
 
-    def _run(self, step: Step, given: dict[Hashable, Tensor | None]) -> None:
+    def _run(
+        self,
+        step: Step,
+        given: dict[Hashable, Tensor | None],
+        back: dict[int, list[tuple[int, Tensor | None]]],
+    ) -> None:
         known = {key: each for key, each in given.items() if each is not None}
         inputs = [self._inputs[each] for each in step.inputs]
+        for each in inputs:
+            self._check(each)
         results: Iterable[Tensor | None] = [None] * len(inputs)
         if known:
             results = torch.autograd.grad(
@@ -145,58 +168,48 @@ class LocalPass:
                 retain_graph=self._retain_graph or not step.frees,
                 allow_unused=True,
             )
-        taken = {_memory(each) for each in known.values()}
+        taken = {_memory(each) for each in known.values() if id(each) not in self._received}
         for each, gradient in zip(inputs, results, strict=True):
-            if each.leaf is not None:
-                if gradient is not None:
-                    self._context.accumulate(each.leaf, _own(gradient, each.leaf, taken))
-            else:
-                assert each.source is not None
-                self._send_back(each.source, gradient)
+            if each.source is not None:
+                worker, number = each.source
+                back.setdefault(worker, []).append((number, gradient))
+            elif gradient is not None:
+                assert each.leaf is not None
+                self._context.accumulate(each.leaf, _own(gradient, each.leaf, taken))
+        self.told.update(back)
 
-    def _send_back(self, source: Sent, gradient: Tensor | None) -> None:
-        with self._lock:
-            self._in_flight += 1
-
-        def finish(sent: Any) -> None:
-            try:
-                sent.value()
-            except BaseException as error:  # noqa: BLE001  # raised by backward()
-                self.fail(error)
-            with self._lock:
-                self._in_flight -= 1
-            self._look_whether_done()
-
-        future = self._send(*source, gradient)
-        NativeFuture.add_done_callback(future, finish)
+    def _check(self, reached: Reached) -> None:
+        if reached.context_id is not None and reached.context_id != self._context.id:
+            raise RpcError(
+                f"a gradient of context {self._context.id} would have to pass through a tensor that was received in context"
+                f" {reached.context_id}: send the tensor again in this context, or use tensor.detach()"
+            )
 
     # -- the end ----------------------------------------------------------------------------------------
 
-    def _look_whether_done(self) -> None:
+    def fail(self, error: BaseException) -> bool:
+        """Stop: what arrives later gets this error. False if it has failed before."""
         with self._lock:
-            if (
-                self._is_over
-                or self._is_running
-                or self._in_flight
-                or self._schedule is None
-                or not self._schedule.is_done
-            ):
-                return
-            self._release()
-        self.done.set_result(None)
+            if self._error is not None:
+                return False
+            self._error = error
+            self._gradients = {}
+            return True
 
-    def fail(self, error: BaseException) -> None:
-        """Stop, and have ``done`` raise this."""
-        with self._lock:
-            if self._is_over:
-                return
-            self._release()
-        self.done.fail(error)
+    def check(self, waiting: int) -> None:
+        """After a pass: raise the error with which it has failed.
 
-    def _release(self) -> None:
-        self._is_over = True
-        self._gradients = {}
-        self._schedule = None
+        Args:
+            waiting: the number of workers where something still waits.
+        """
+        if self._error is not None:
+            raise self._error
+        if waiting:
+            raise RpcError("some gradients of the backward pass have not arrived")
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise RpcError(f"the backward pass was given up: {self._error}")
 
 
 def _memory(tensor: Tensor) -> int:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from rallypoint.errors import RpcError
-
-from .transfer import source_of
+from .transfer import RECEIVED
 
 
 _leaf = torch.empty(0, requires_grad=True)
@@ -24,22 +22,20 @@ class Reached(NamedTuple):
     Args:
         target: where its gradient is collected.
         leaf: the leaf; None for a received tensor.
+        context_id: of a received tensor, the context.
         source: of a received tensor, the worker that sent it and its number there.
         needs: the outputs that depend on it.
     """
 
     target: GradientEdge
     leaf: Tensor | None
+    context_id: int | None
     source: tuple[int, int] | None
     needs: list[Hashable]
 
 
-def reach(outputs: Mapping[Hashable, GradientEdge], context_id: int) -> dict[Hashable, Reached]:
-    """The leaves and received tensors that outputs depend on.
-
-    Raises:
-        RpcError: an output depends on a tensor that was received in another context.
-    """
+def reach(outputs: Mapping[Hashable, GradientEdge]) -> dict[Hashable, Reached]:
+    """The leaves and received tensors that outputs depend on."""
     # Bit k of a node's mask: output k depends on it.
     keys = list(outputs)
     masks: dict[Any, int] = {}
@@ -47,52 +43,58 @@ def reach(outputs: Mapping[Hashable, GradientEdge], context_id: int) -> dict[Has
         node = outputs[key].node
         masks[node] = masks.get(node, 0) | 1 << bit
     found: dict[Hashable, Reached] = {}
-    for node in _downwards(list(masks)):
+    order, following = _downwards(list(masks))
+    for node in reversed(order):
         mask = masks[node]
-        source = source_of(node)
-        if source is None and type(node) is not _ACCUMULATE:
-            for following, _ in node.next_functions:
-                if following is not None:
-                    masks[following] = masks.get(following, 0) | mask
-            continue
-        needs = [key for bit, key in enumerate(keys) if mask >> bit & 1]
-        target = GradientEdge(node, 0)
-        if source is None:
-            found[id(node.variable)] = Reached(target, node.variable, None, needs)
-        elif source[0] != context_id:
-            raise RpcError(
-                f"a gradient of context {context_id} would have to pass through a tensor that was received in context"
-                f" {source[0]}: send the tensor again in this context, or use tensor.detach()"
-            )
+        below = following[node]
+        kind = type(node)
+        if kind is RECEIVED:
+            context_id, *source = node.source
+            one = Reached(GradientEdge(node, 0), None, context_id, tuple(source), _of(keys, mask))
+            found[node.source] = one
+        elif kind is _ACCUMULATE:
+            one = Reached(GradientEdge(node, 0), node.variable, None, None, _of(keys, mask))
+            found[id(node.variable)] = one
         else:
-            found[source[1:]] = Reached(target, None, source[1:], needs)
+            for each in below:
+                masks[each] = masks.get(each, 0) | mask
     return found
 
 
-def _downwards(starts: list[Any]) -> list[Any]:
-    """All nodes below some, each before those that follow it."""
+def _of(keys: list[Hashable], mask: int) -> list[Hashable]:
+    if len(keys) == 1:
+        return keys
+    needs = []
+    while mask:
+        bit = mask & -mask
+        needs.append(keys[bit.bit_length() - 1])
+        mask ^= bit
+    return needs
+
+
+def _downwards(starts: list[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
+    """All nodes below some, each after those that follow it; and for each node, those that follow it."""
     order: list[Any] = []
-    seen: set[Any] = set()
+    following: dict[Any, list[Any]] = {}
     for start in starts:
-        if start in seen:
+        if start in following:
             continue
-        seen.add(start)
-        stack = [(start, iter(_following(start)))]
+        below = following[start] = _following(start)
+        stack = [(start, iter(below))]
         while stack:
             node, left = stack[-1]
             for each in left:
-                if each not in seen:
-                    seen.add(each)
-                    stack.append((each, iter(_following(each))))
+                if each not in following:
+                    below = following[each] = _following(each)
+                    stack.append((each, iter(below)))
                     break
             else:
                 stack.pop()
                 order.append(node)
-    order.reverse()
-    return order
+    return order, following
 
 
 def _following(node: Any) -> list[Any]:
-    if source_of(node) is not None:
+    if type(node) is RECEIVED:
         return []
     return [each for each, _ in node.next_functions if each is not None]

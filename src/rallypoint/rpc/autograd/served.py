@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +21,7 @@ from rallypoint.rpc.rref_proxy import AnswerLater
 
 from .context import CURRENT, Context, PassId, owner_of, unknown
 from .contexts import Contexts
-from .local_pass import LocalPass, Send
+from .local_pass import Computed, LocalPass
 from .search import Sent
 
 
@@ -37,64 +40,209 @@ def call(
     return future
 
 
-def sender(context: Context, pass_id: PassId, deadline: float | None) -> Send:
-    """Sends gradients for a backward pass, until the deadline in monotonic seconds."""
+def left_until(deadline: float | None) -> float:
+    """A timeout that ends at a deadline in monotonic seconds."""
+    return 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
 
-    def send(worker: int, number: int, gradient: Tensor | None) -> RpcFuture[Any]:
-        left = 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
-        return call(worker, receive_gradient, (context.id, pass_id, number, gradient), left)
 
-    return send
+class Post:
+    """Sends gradients for a backward pass.
+
+    Args:
+        first: passes that the same worker began before this number are over.
+        deadline: in monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        pass_id: PassId,
+        first: int,
+        retain_graph: bool,
+        deadline: float | None,
+    ) -> None:
+        self._context = context
+        self._head = (context.id, *pass_id, first, retain_graph)
+        self._deadline = deadline
+
+    def send(self, worker: int, gradients: list[tuple[int, Tensor | None]]) -> RpcFuture[Any]:
+        """The future's value is for :meth:`read`."""
+        args = (*self._head, *flat(gradients))
+        return call(worker, receive_gradients, args, left_until(self._deadline))
+
+    def send_and_wait(self, worker: int, gradients: list[tuple[int, Tensor | None]]) -> Any:
+        """The same. The calling thread reads the answer, so no other one has to wake up."""
+        content = (receive_gradients, (*self._head, *flat(gradients)), None)
+        token = CURRENT.set(None)
+        try:
+            return current_agent().call_sync(
+                worker, Kind.CALL, receive_gradients, content, left_until(self._deadline)
+            )
+        finally:
+            CURRENT.reset(token)
+
+    def read(self, part: LocalPass, worker: int, answer: Any) -> Computed:
+        """A worker has done all that a message led to. Its answer may contain gradients for this worker."""
+        if type(answer) is not tuple:
+            return Computed({}, answer or 0)
+        change, *gradients = answer
+        computed = part.arrive(checked(self._context, worker, gradients))
+        return Computed(computed.back, computed.change + change)
+
+
+def flat(gradients: list[tuple[int, Tensor | None]]) -> list[Any]:
+    """Not nested: a message of plain values and tensors is pickled faster."""
+    return [part for each in gradients for part in each]
+
+
+def checked(
+    context: Context, sender: int, gradients: Sequence[Any]
+) -> list[tuple[int, Tensor | None]]:
+    """The inverse of :func:`flat`, for gradients from a worker.
+
+    Raises:
+        RpcError: the worker did not receive a tensor of this number, or something is not a gradient.
+    """
+    pairs = list(zip(gradients[::2], gradients[1::2], strict=True))
+    for number, gradient in pairs:
+        if gradient is not None and not isinstance(gradient, Tensor):
+            raise RpcError(f"a gradient is a {type(gradient).__name__}: expected a tensor")
+        if context.receiver(number) != sender:
+            raise RpcError(f"sent tensor number {number} was sent to another worker")
+    return pairs
+
+
+class _Errand:
+    """All that one message leads to.
+
+    Args:
+        caller: the sender of the message.
+    """
+
+    def __init__(self, part: LocalPass, post: Post, caller: int) -> None:
+        self._part = part
+        self._post = post
+        self._caller = caller
+        self._lock = threading.Lock()
+        self._left = 0
+        self._has_failed = False
+        self._change = 0
+        self._outcome: RpcFuture[Any] | None = None
+
+    def begin(self, computed: Computed) -> Any:
+        """What to answer: the change in the number of workers where something waits, and gradients for the caller."""
+        is_over, answer = self._proceed(computed, 0)
+        if is_over:
+            return answer
+        assert self._outcome is not None
+        return AnswerLater(self._outcome)
+
+    def _proceed(self, computed: Computed, answered: int) -> tuple[bool, Any]:
+        """Send on what was computed. Returns whether nothing is left to wait for, and then the answer."""
+        back = computed.back
+        with self._lock:
+            self._change += computed.change
+            self._left -= answered
+            held: list[tuple[int, Tensor | None]] = []
+            if not self._left and len(back) == 1 and self._caller in back:
+                # The caller waits for nothing else: the answer takes them along.
+                held = back.pop(self._caller)
+            self._left += len(back)
+            is_over = not self._left and not self._has_failed
+            if back and self._outcome is None:
+                self._outcome = RpcFuture()
+                self._outcome.is_watched = True
+        for worker, gradients in back.items():
+            future = self._post.send(worker, gradients)
+            # The callback runs autograd, and so needs a thread of its own.
+            future.add_done_callback(functools.partial(self._answered, worker))
+        if held:
+            return True, (self._change, *flat(held))
+        return is_over, self._change or None
+
+    def _answered(self, worker: int, done: Any) -> None:
+        outcome = self._outcome
+        assert outcome is not None
+        try:
+            computed = self._post.read(self._part, worker, done.value())
+            is_over, answer = self._proceed(computed, 1)
+        except BaseException as error:  # noqa: BLE001  # raised by backward()
+            with self._lock:
+                is_first, self._has_failed = not self._has_failed, True
+            if is_first:
+                outcome.fail(error)
+            return
+        if is_over:
+            outcome.set_result(answer)
+
+
+def receive_gradients(
+    context_id: int, began: int, count: int, first: int, retain_graph: bool, *gradients: Any
+) -> Any:
+    """Gradients of tensors that this worker sent to the caller. Computes what is now possible, and sends it on.
+
+    Args:
+        began, count: the pass.
+        first: passes that the same worker began before this number are over.
+        gradients: numbers of sent tensors, each followed by the gradient or None.
+
+    Returns:
+        When all is done that this led to: the change in the number of workers where something waits (None: 0). If there
+        are gradients for the caller, they follow it in a tuple.
+    """
+    serving = _serving()
+    context = _contexts().get(context_id)
+    pairs = checked(context, serving.caller.id, gradients)
+    part = _part(context, (began, count), first, retain_graph)
+    post = Post(context, (began, count), first, bool(retain_graph), serving.deadline)
+    return _Errand(part, post, serving.caller.id).begin(part.arrive(pairs))
 
 
 def explore(
-    context_id: int, pass_id: PassId, numbers: Sequence[int], retain_graph: bool
+    context_id: int,
+    began: int,
+    count: int,
+    first: int,
+    retain_graph: bool,
+    numbers: Sequence[int],
 ) -> list[Sent]:
     """Some tensors that this worker sent take part in a backward pass. Returns what they depend on."""
     context = _contexts().get(context_id)
-    _check_began(pass_id)
-    part = context.passes.get(pass_id)
-    if part is None:
-        send = sender(context, pass_id, _serving().deadline)
-        part = LocalPass(context, retain_graph=bool(retain_graph), send=send)
-        context.begin(pass_id, part)
-    found: list[Sent] = part.extend({each: context.edge(each) for each in numbers})
+    _check_began(began)
+    found: list[Sent] = _part(context, (began, count), first, retain_graph).sources(numbers)
     return found
 
 
-def run_pass(context_id: int, pass_id: PassId) -> AnswerLater:
-    """Compute gradients as they arrive. Answered when all have been passed on."""
+def settle(
+    context_id: int,
+    began: int,
+    count: int,
+    first: int,
+    retain_graph: bool,
+    numbers: Sequence[int],
+) -> Any:
+    """Only these of the tensors that this worker sent take part. Returns as :func:`receive_gradients`."""
     context = _contexts().get(context_id)
-    _check_began(pass_id)
-    part = _part(context, pass_id)
-    done: RpcFuture[None] = part.done
-    part.start()
-    return AnswerLater(done)
+    _check_began(began)
+    serving = _serving()
+    part = _part(context, (began, count), first, retain_graph)
+    post = Post(context, (began, count), first, bool(retain_graph), serving.deadline)
+    return _Errand(part, post, serving.caller.id).begin(part.settle(frozenset(numbers)))
 
 
-def receive_gradient(
-    context_id: int, pass_id: PassId, number: int, gradient: Tensor | None
-) -> None:
-    """The gradient of a tensor that this worker sent to the caller."""
-    if gradient is not None and not isinstance(gradient, Tensor):
-        raise RpcError(f"a gradient is a {type(gradient).__name__}: expected a tensor")
-    context = _contexts().get(context_id)
-    part = _part(context, pass_id)
-    if context.receiver(number) != _serving().caller.id:
-        raise RpcError(f"sent tensor number {number} was sent to another worker")
-    part.arrive(number, gradient)
+def give_up(context_id: int, began: int, count: int) -> None:
+    """A backward pass has failed."""
+    with contextlib.suppress(RpcError):
+        part = _contexts().get(context_id).passes.get((began, count))
+        if part is not None and part.fail(RpcError("it failed elsewhere")):
+            tell_given_up(context_id, (began, count), part.told)
 
 
-def finish_pass(context_id: int, pass_id: PassId) -> None:
-    """The backward pass is over, or has failed."""
-    _check_began(pass_id)
-    try:
-        context = _contexts().get(context_id)
-    except RpcError:
-        return
-    part = context.passes.pop(pass_id, None)
-    if part is not None:
-        part.fail(RpcError("the backward pass was given up"))
+def tell_given_up(context_id: int, pass_id: PassId, workers: Iterable[int]) -> None:
+    """Does not wait: what is left of the pass ends with the context at the latest."""
+    for worker in workers:
+        with contextlib.suppress(RpcError):
+            call(worker, give_up, (context_id, *pass_id), 0.0)
 
 
 def enrol(context_id: int) -> bool:
@@ -104,13 +252,13 @@ def enrol(context_id: int) -> bool:
     return _contexts().enrol(context_id, _serving().caller.id)
 
 
-def release(context_id: int) -> None:
-    """A context of the caller has ended."""
-    if owner_of(context_id) != _serving().caller.id:
-        raise RpcError(
-            f"autograd context {context_id} can only be ended by the worker that began it"
-        )
-    _contexts().forget(context_id)
+def release(context_ids: list[int]) -> None:
+    """Some contexts of the caller have ended."""
+    caller, contexts = _serving().caller.id, _contexts()
+    for each in context_ids:
+        if owner_of(each) != caller:
+            raise RpcError(f"autograd context {each} can only be ended by the worker that began it")
+        contexts.forget(each)
 
 
 def _contexts() -> Contexts:
@@ -127,13 +275,14 @@ def _serving() -> Any:
     return serving
 
 
-def _check_began(pass_id: PassId) -> None:
-    if type(pass_id) is not tuple or pass_id[0] != _serving().caller.id:
+def _check_began(worker: int) -> None:
+    if worker != _serving().caller.id:
         raise RpcError("a backward pass can only be directed by the worker that began it")
 
 
-def _part(context: Context, pass_id: PassId) -> LocalPass:
+def _part(context: Context, pass_id: PassId, first: int, retain_graph: bool) -> LocalPass:
     part: LocalPass | None = context.passes.get(pass_id)
     if part is None:
-        raise RpcError("the backward pass is over, or this worker takes no part in it")
+        context.end_passes(pass_id[0], first)
+        part = context.begin(pass_id, LocalPass(context, retain_graph=bool(retain_graph)))
     return part

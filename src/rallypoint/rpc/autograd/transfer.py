@@ -10,13 +10,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rallypoint.errors import RpcError
 from rallypoint.rpc.current_agent import current_agent
-from rallypoint.rpc.serialization.payload import current_sender
+from rallypoint.rpc.serialization.payload import current_sender, receive_with
 
 from .context import Context
 
 
 class _Sent(torch.autograd.Function):
-    """Stands for a leaf that is sent: it gives the leaf a node of its own."""
+    """Stands for a leaf that is sent and has no views: it gives the leaf a node of its own."""
 
     @staticmethod
     def forward(_: Any, leaf: Tensor) -> Tensor:
@@ -48,20 +48,18 @@ class _Received(torch.autograd.Function):
 
 # Makes the outputs of _Received require a gradient.
 _ANCHOR = torch.empty(0, requires_grad=True)
-_NODE: Any = type(_Received.apply(_ANCHOR, torch.empty(0), (0, 0, 0)).grad_fn)  # type: ignore[no-untyped-call]
-
-
-def source_of(node: Any) -> tuple[int, int, int] | None:
-    """If a node stands for a received tensor: its context, the worker that sent it, and its number there."""
-    return node.source if type(node) is _NODE else None
+# The type of the node of a received tensor. Its ``source``: the context, the worker that sent it, and its number there.
+RECEIVED: Any = type(_Received.apply(_ANCHOR, torch.empty(0), (0, 0, 0)).grad_fn)  # type: ignore[no-untyped-call]
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Where a tensor's gradient enters the graph. In-place changes of the tensor after this call do not matter."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
     if tensor.grad_fn is None:
+        # A leaf that is sent gets a node of its own.
         with torch.enable_grad():
-            tensor = _Sent.apply(tensor)  # type: ignore[no-untyped-call]
-    if tensor.layout is torch.strided and not tensor.is_nested:
+            tensor = tensor.view_as(tensor) if is_plain else _Sent.apply(tensor)  # type: ignore[no-untyped-call]
+    if is_plain:
         return get_gradient_edge(tensor)
     # get_gradient_edge makes a view, which such a tensor does not have. The tensor keeps the node alive.
     token: Any = tensor
@@ -82,10 +80,13 @@ class Recorder:
         self._context = context
         self._to = to
 
+    def record(self, tensor: Tensor) -> tuple[int, int]:
+        """The context of a tensor that is sent, and its number there."""
+        return self._context.id, self._context.record(edge_of(tensor), self._to)
+
     def reduce(self, tensor: Tensor) -> Any:
         """As ``__reduce__``."""
-        number = self._context.record(edge_of(tensor), self._to)
-        return rebuild_received, (self._context.id, number, tensor.detach())
+        return rebuild_received, (*self.record(tensor), tensor.detach())
 
 
 def recorder(context: Context | None, to: int) -> Recorder | None:
@@ -96,11 +97,14 @@ def recorder(context: Context | None, to: int) -> Recorder | None:
 
 
 def rebuild_received(context_id: int, number: int, plain: Tensor) -> Tensor:
-    """A tensor that has arrived, with a graph if its context lives."""
+    """A tensor that has arrived, with a graph if its context lives. Named in pickles."""
+    return _received(context_id, number, plain, current_sender())
+
+
+def _received(context_id: int, number: int, plain: Tensor, sender: int | None) -> Tensor:
     if type(context_id) is not int or type(number) is not int or not isinstance(plain, Tensor):
         raise TypeError("a received tensor does not consist of two numbers and a tensor")
     contexts = getattr(current_agent(), "contexts", None)
-    sender = current_sender()
     context = None
     if contexts is not None and sender is not None:
         context = contexts.arriving(context_id, sender)
@@ -109,3 +113,6 @@ def rebuild_received(context_id: int, number: int, plain: Tensor) -> Tensor:
     with torch.enable_grad():
         made: Tensor = _Received.apply(_ANCHOR, plain, (context_id, sender, number))  # type: ignore[no-untyped-call]
     return made
+
+
+receive_with(_received)

@@ -52,6 +52,9 @@ def register_reducer(kind: type, reducer: Reducer) -> None:
 
 
 class Records(Protocol):
+    def record(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The context of a tensor that is sent, and its number there."""
+
     def reduce(self, tensor: torch.Tensor) -> Any:
         """As ``__reduce__``."""
 
@@ -259,8 +262,14 @@ def known_call(content: tuple[Any, ...]) -> bytes | None:
         return None
 
 
-def packed_call(content: tuple[Any, ...]) -> tuple[bytes, TensorWriter | None] | None:
+def packed_call(
+    content: tuple[Any, ...], recorder: Records | None = None, context_id: int | None = None
+) -> tuple[bytes, TensorWriter | None] | None:
     """Payload and buffers of a call whose arguments are plain values or ordinary tensors (``FLAG_PACKED``); else None.
+
+    Args:
+        recorder: notes the tensors that require a gradient.
+        context_id: of the call, with a recorder.
 
     Raises:
         MessageTooLarge: it is larger than a peer accepts.
@@ -268,16 +277,61 @@ def packed_call(content: tuple[Any, ...]) -> tuple[bytes, TensorWriter | None] |
     func, args, kwargs = content
     if kwargs or not args or type(func) is not _FUNCTION:
         return None  # calls without arguments are cached
-    packed: list[Any] = []
     large: list[torch.UntypedStorage] = []
-    tensors = 0
-    for each in args:
+    packed = _pack_all(args, large)
+    if packed is None:
+        return None
+    if recorder is not None:
+        # Only now, when it is certain that they are sent.
+        for at, each in enumerate(args):
+            if type(each) is _TENSOR and each.requires_grad:
+                packed[at] = packed[at][:3] + recorder.record(each)
+        payload = _dump_plain((context_id, (func, packed, None)))
+    else:
+        payload = _dump_plain((func, packed, None))
+    return payload, _buffers_of(payload, large) if large else None
+
+
+def packed_result(
+    result: Any, recorder: Records | None = None
+) -> tuple[bytes, TensorWriter | None] | None:
+    """The same for a function's result: a tensor, or a tuple of tensors and plain values."""
+    if type(result) is tuple and recorder is None:
+        return _packed_tuple(result)
+    if type(result) is not _TENSOR:
+        return None
+    large: list[torch.UntypedStorage] = []
+    data: tuple[Any, ...] | None = pack(result, large)
+    if data is None:
+        return None
+    if recorder is not None and result.requires_grad:
+        data = data[:3] + recorder.record(result)
+    payload = pickle.dumps(data, 5)
+    return payload, _buffers_of(payload, large) if large else None
+
+
+def _packed_tuple(result: tuple[Any, ...]) -> tuple[bytes, TensorWriter | None] | None:
+    if not any(type(each) is _TENSOR for each in result):
+        return None
+    large: list[torch.UntypedStorage] = []
+    packed = _pack_all(result, large)
+    if packed is None:
+        return None
+    payload = _dump_plain(packed)
+    return payload, _buffers_of(payload, large) if large else None
+
+
+def _pack_all(values: Sequence[Any], large: list[torch.UntypedStorage]) -> list[Any] | None:
+    """Plain values and ordinary tensors as plain data; None if there is anything else."""
+    packed: list[Any] = []
+    places: list[int] = []
+    for each in values:
         kind = type(each)
         if kind is _TENSOR:
             data = pack(each, large)
             if data is None:
                 return None
-            tensors += 1
+            places.append(each.data_ptr())
             packed.append(data)
         elif kind in _PLAIN:
             if kind in _TEXTS and len(each) >= LEAST_CUT:
@@ -285,23 +339,8 @@ def packed_call(content: tuple[Any, ...]) -> tuple[bytes, TensorWriter | None] |
             packed.append(each)
         else:
             return None
-    if tensors > 1 and len({each.data_ptr() for each in args if type(each) is _TENSOR}) < tensors:
-        # They share memory, and must do so at the receiver.
-        return None
-    payload = _dump_plain((func, packed, None))
-    return payload, _buffers_of(payload, large) if large else None
-
-
-def packed_result(result: Any) -> tuple[bytes, TensorWriter | None] | None:
-    """The same for a function's result."""
-    if type(result) is not _TENSOR:
-        return None
-    large: list[torch.UntypedStorage] = []
-    data = pack(result, large)
-    if data is None:
-        return None
-    payload = pickle.dumps(data, 5)
-    return payload, _buffers_of(payload, large) if large else None
+    # Those that share memory must do so at the receiver.
+    return packed if len(places) < 2 or len(set(places)) == len(places) else None
 
 
 def _buffers_of(payload: bytes, storages: list[torch.UntypedStorage]) -> TensorWriter:
@@ -310,16 +349,34 @@ def _buffers_of(payload: bytes, storages: list[torch.UntypedStorage]) -> TensorW
     return tensors
 
 
-def unpacked(content: Any, buffers: Sequence[Any] = ()) -> Any:
+def unpacked(content: Any, buffers: Sequence[Any], sender: int) -> Any:
     """The inverse of :func:`packed_call` and :func:`packed_result`."""
+    if type(content) is list:
+        return tuple(_unpacked_all(content, buffers, sender))
     if len(content) == 3:
         func, packed, kwargs = content
-        return (
-            func,
-            tuple([unpack(each, buffers) if type(each) is tuple else each for each in packed]),
-            kwargs,
-        )
-    return unpack(content, buffers)
+        return func, tuple(_unpacked_all(packed, buffers, sender)), kwargs
+    return _unpacked(content, buffers, sender)
+
+
+def _unpacked_all(packed: Any, buffers: Sequence[Any], sender: int) -> list[Any]:
+    return [_unpacked(each, buffers, sender) if type(each) is tuple else each for each in packed]
+
+
+def _unpacked(packed: Any, buffers: Sequence[Any], sender: int) -> torch.Tensor:
+    if len(packed) == 4:
+        return unpack(packed, buffers)
+    *plain, context_id, number = packed
+    return _receive(context_id, number, unpack((*plain, False), buffers), sender)
+
+
+_receive: Callable[[int, int, torch.Tensor, int], torch.Tensor]
+
+
+def receive_with(act: Callable[[int, int, torch.Tensor, int], torch.Tensor]) -> None:
+    """Set the function that connects a recorded tensor that has arrived: context, number, tensor, sender."""
+    global _receive  # noqa: PLW0603  # set once, by the module that knows contexts
+    _receive = act
 
 
 _TENSOR = torch.Tensor
