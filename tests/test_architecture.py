@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"_core", "control", "rendezvous", "parallel"},
     "parallel": {"_core"},
     "join": {"_core"},
-    "elastic": {"_core", "rendezvous"},
+    "elastic": {"_core", "rendezvous", "wire"},
     "wire": {"_core"},
     "rpc": {"_core", "rendezvous", "wire"},
     "compat": {"rpc"},

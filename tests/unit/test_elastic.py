@@ -18,6 +18,7 @@ from rallypoint.elastic.memory import Memory
 from rallypoint.elastic.objects import Objects
 from rallypoint.elastic.own_state import OwnState, Place
 from rallypoint.elastic.rng import RandomState
+from rallypoint.elastic.schedule import Held
 from rallypoint.elastic.session import Session
 from rallypoint.errors import ElasticError
 
@@ -259,3 +260,20 @@ def test_what_an_epoll_instance_watches() -> None:
         "tfd: cut off"
     )
     assert watched(text) == {6: 0x998A8, 13: 15}
+
+
+def test_a_snapshot_of_a_lost_node_comes_from_its_partners() -> None:
+    first, second = Held(1, 4), Held(2, 8)
+    lost = standing(0, 0, snapshots=(), node=0)
+    survivors = [
+        standing(1, 9, snapshots=(first, second), guests=((0, (first,)),)),
+        standing(2, 9, snapshots=(first, second), guests=((0, (first, second)), (1, (first,)))),
+    ]
+    found = judge([lost, *survivors])
+    assert (found.snapshot, found.steps, found.fetches) == (second, 8, ((2, 0),))
+    found = judge(
+        [Standing.from_json(json.loads(json.dumps(e.to_json()))) for e in (lost, *survivors)]
+    )
+    assert found.fetches == ((2, 0),)
+    with pytest.raises(ElasticError, match=r"whole on all ranks .*rank 0: none; rank 1: 4, 8"):
+        judge([lost, standing(1, 9, snapshots=(first, second))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from rallypoint.elastic.partners import guests, partners
+from rallypoint.elastic.partners import guests, hosts, partners
 
 
 def test_partners_are_on_the_next_node():
@@ -27,3 +27,11 @@ def test_every_rank_has_one_partner_and_it_is_elsewhere(nodes):
         assert nodes[partner] != nodes[rank]
         assert rank in guests(nodes, partner)
     assert sum(len(guests(nodes, rank)) for rank in range(len(nodes))) == len(nodes)
+
+
+def test_copies_are_on_the_next_nodes_one_on_each():
+    nodes = [0, 0, 1, 1, 2]
+    assert [hosts(nodes, rank, 2) for rank in range(5)] == [(2,), (3,), (4,), (4,), (0,)]
+    assert hosts(nodes, 1, 3) == (3, 4)
+    assert hosts(nodes, 1, 9) == (3, 4)
+    assert hosts(nodes, 1, 1) == hosts([0, 0], 1, 2) == ()

@@ -54,6 +54,11 @@ class Deadline:
         return self._at is not None and self._clock.now() >= self._at
 
 
+def thread_time() -> float:
+    """Seconds of CPU time of the calling thread."""
+    return time.thread_time()
+
+
 def wall() -> float:
     """Seconds since 1970, for display and files; never compare them."""
     return time.time()

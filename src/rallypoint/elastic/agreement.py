@@ -31,6 +31,8 @@ class Standing:
         snapshots: number and steps of those that it has whole; None if the state is replicated.
         node: the number of its node.
         lacks_own: it takes a lost rank's place, and what that one kept was lost with its node.
+        door: where it takes copies of other ranks' state: host, port and token; None if it takes none.
+        guests: whose snapshots it has whole, and which.
     """
 
     rank: int
@@ -43,6 +45,8 @@ class Standing:
     snapshots: tuple[Held, ...] | None = None
     node: int = 0
     lacks_own: bool = False
+    door: tuple[str, int, str] | None = None
+    guests: tuple[tuple[int, tuple[Held, ...]], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,7 +60,20 @@ class Standing:
         groups = tuple((name, tuple(ranks)) for name, ranks in record["groups"])
         held = record["snapshots"]
         snapshots = None if held is None else tuple(Held(**each) for each in held)
-        return cls(**{**record, "layouts": layouts, "groups": groups, "snapshots": snapshots})
+        door = record["door"]
+        guests = tuple(
+            (rank, tuple(Held(**each) for each in copies)) for rank, copies in record["guests"]
+        )
+        return cls(
+            **{
+                **record,
+                "layouts": layouts,
+                "groups": groups,
+                "snapshots": snapshots,
+                "door": None if door is None else tuple(door),
+                "guests": guests,
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,7 @@ class Verdict:
         steps: how many steps are complete.
         layouts: of DDP's gradients, for all ranks.
         snapshot: to which all go back.
+        fetches: who has a rank's copy of it, and the rank, which lacks it. All do them in this order.
     """
 
     source: int | None
@@ -76,6 +94,7 @@ class Verdict:
     steps: int
     layouts: tuple[tuple[tuple[int, ...], ...] | None, ...]
     snapshot: Held | None = None
+    fetches: tuple[tuple[int, int], ...] = ()
 
 
 def judge(standings: Sequence[Standing]) -> Verdict:
@@ -89,9 +108,8 @@ def judge(standings: Sequence[Standing]) -> Verdict:
         told = "; ".join(f"rank {rank}: {text}" for text, rank in sorted(by_objects.items()))
         raise ElasticError(f"the ranks' sessions hold different objects: {told}")
     _compare_groups(standings)
-    held = [each.snapshots for each in standings if each.snapshots is not None]
-    if held:
-        return _go_back(standings, held)
+    if any(each.snapshots is not None for each in standings):
+        return _go_back(standings)
     first = standings[0]
     for each in standings:
         if each.whole and first.whole and each.fingerprint != first.fingerprint:
@@ -111,17 +129,29 @@ def judge(standings: Sequence[Standing]) -> Verdict:
     return Verdict(source.rank, receivers, furthest, _layouts(whole))
 
 
-def _go_back(standings: Sequence[Standing], held: Sequence[Sequence[Held]]) -> Verdict:
-    snapshot = common(held)
+def _go_back(standings: Sequence[Standing]) -> Verdict:
+    held = {each.rank: set(each.snapshots or ()) for each in standings}
+    copies = [(rank, each.rank, some) for each in standings for rank, some in each.guests]
+    for rank, _, copied in copies:
+        held[rank] |= set(copied)
+    snapshot = common([sorted(held[each.rank]) for each in standings])
     if snapshot is None:
         told = "; ".join(
-            f"rank {each.rank}: {', '.join(str(one.steps) for one in each.snapshots or ()) or 'none'}"
-            for each in standings
+            f"rank {rank}: {', '.join(str(one.steps) for one in sorted(found)) or 'none'}"
+            for rank, found in held.items()
         )
         raise ElasticError(
             f"no snapshot of the sharded state is whole on all ranks (of these steps they have one: {told})"
         )
-    return Verdict(None, (), snapshot.steps, _layouts(standings), snapshot)
+    fetches = tuple(
+        (
+            min(holder for rank, holder, some in copies if rank == each.rank and snapshot in some),
+            each.rank,
+        )
+        for each in standings
+        if snapshot not in (each.snapshots or ())
+    )
+    return Verdict(None, (), snapshot.steps, _layouts(standings), snapshot, fetches)
 
 
 def _layouts(

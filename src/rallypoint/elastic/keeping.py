@@ -5,6 +5,7 @@ There are two ways: :mod:`.replicated` and :mod:`.sharded`. A session has one of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,6 +97,17 @@ class Keeping(Protocol):
 
     def own_at(self, steps: int) -> bytes:
         """This rank's own state after so many steps, packed; empty if it is not known or nobody else can use it."""
+
+    def take_own(self, record: bytes, steps: int) -> bool:
+        """In a process whose memory was lost with its node: take what a partner has kept of it. Returns whether it holds what
+        is needed after so many steps."""
+
+    def copy(self, copied: Sequence[Held]) -> None:
+        """All have met, and new partners are connected: send them what they lack.
+
+        Args:
+            copied: the snapshots that all partners have.
+        """
 
     def take_place(self, data: bytes) -> None:
         """In a process whose memory was lost with its node: take another rank's own state (:meth:`own_at`) for what it tells of the

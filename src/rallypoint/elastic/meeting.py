@@ -14,6 +14,8 @@ from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
 
 from .agreement import Standing, Verdict, judge
 from .connections import Wiring
+from .copies import Copies
+from .copy_line import Door
 from .course import Course
 from .keeping import Begun, Keeping
 from .link import Notice
@@ -72,6 +74,7 @@ class Meeting:
         course: the script's.
         keeping: of this rank.
         memory: of this rank.
+        copies: on other nodes, if there are any.
 
     Attributes:
         whole: this rank's state is that after its last complete step.
@@ -86,6 +89,7 @@ class Meeting:
         course: Course,
         keeping: Keeping,
         memory: Memory,
+        copies: Copies | None = None,
     ) -> None:
         self._kept = kept
         self._rank = dist.get_rank()
@@ -93,6 +97,7 @@ class Meeting:
         self._course = course
         self._keeping = keeping
         self._memory = memory
+        self._copies = copies
         self._is_new = kept.takes_over
         self._lacks_own = kept.takes_over and memory.held is None
         self.whole = not kept.takes_over
@@ -122,7 +127,9 @@ class Meeting:
         wiring = self._kept.groups.wiring
         assert wiring is not None
         try:
-            judge(self._introduce(wiring, self._keeping.fingerprint()))
+            standings = self._introduce(wiring, self._keeping.fingerprint())
+            judge(standings)
+            self._connect_copies(standings, self._kept.generation)
         except ElasticError:
             raise
         except LOST as error:
@@ -181,6 +188,8 @@ class Meeting:
         kept, course = self._kept, self._course
         wiring = kept.form(notice)
         self.count_anew()
+        if self._copies is not None:
+            self._copies.drain()
         standings = self._introduce(wiring)
         kept.groups.connect(wiring)
         formed = clock.MONOTONIC.now()
@@ -189,6 +198,7 @@ class Meeting:
         self._share_place(wiring, verdict, standings)
         moved = self._exchange(verdict)
         self._settle(verdict)
+        self._connect_copies(standings, notice.generation)
         group = kept.groups.default
         assert group is not None
         group.barrier_now()
@@ -219,6 +229,8 @@ class Meeting:
 
     def _introduce(self, wiring: Wiring, fingerprint: int = 0) -> list[Standing]:
         """Tell all others where this rank stands, and wait for what they say."""
+        copies, (host, port) = self._copies, self._kept.address
+        door = None if copies is None else copies.open(host, port)
         mine = Standing(
             rank=self._rank,
             steps=self._course.steps,
@@ -230,6 +242,8 @@ class Meeting:
             snapshots=self._keeping.held(),
             node=self._kept.node,
             lacks_own=self._lacks_own,
+            door=None if door is None else (door.host, door.port, door.token),
+            guests=() if copies is None else copies.guests.held(),
         )
         wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
         ranks = range(dist.get_world_size())
@@ -242,13 +256,36 @@ class Meeting:
         return standings
 
     def _share_place(self, wiring: Wiring, verdict: Verdict, standings: Sequence[Standing]) -> None:
-        """Tell those whose memory was lost with their node where in the data the others are."""
+        """Tell those whose memory was lost with their node what was kept of them here, and where in the data the others are."""
         if verdict.source is None or not any(each.lacks_own for each in standings):
             return
+        copies, nodes = self._copies, [each.node for each in standings]
+        for each in standings:
+            if copies is not None and each.lacks_own and self._rank in copies.of(nodes, each.rank):
+                wiring.set(f"own/{each.rank}/{self._rank}", copies.guests.own_of(each.rank))
         if self._rank == verdict.source:
             wiring.set("place", self._keeping.own_at(verdict.steps))
-        elif self._lacks_own and (place := wiring.wait("place", MEETING)):
+        if not self._lacks_own:
+            return
+        for partner in () if copies is None else copies.of(nodes, self._rank):
+            record = wiring.wait(f"own/{self._rank}/{partner}", MEETING)
+            if self._keeping.take_own(record, verdict.steps):
+                return
+        if self._rank != verdict.source and (place := wiring.wait("place", MEETING)):
             self._keeping.take_place(place)
+
+    def _connect_copies(self, standings: Sequence[Standing], generation: int) -> None:
+        """All have the state: from here on it is copied to other nodes."""
+        if self._copies is None:
+            return
+        doors = [None if each.door is None else Door(*each.door) for each in standings]
+        nodes = [each.node for each in standings]
+        self._copies.connect(generation, nodes, doors)
+        guests = [dict(each.guests) for each in standings]
+        held = [
+            set(guests[each].get(self._rank, ())) for each in self._copies.of(nodes, self._rank)
+        ]
+        self._keeping.copy(sorted(set.intersection(*held)) if held else ())
 
     def _exchange(self, verdict: Verdict) -> int:
         group = self._kept.groups.default

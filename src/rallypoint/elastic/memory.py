@@ -19,6 +19,7 @@ from rallypoint.errors import ElasticError
 SLOT = 256 * 1024
 # Sequence number, length, then the checksum of both and the data.
 _HEAD = struct.Struct("!QII")
+_SIZE = progress.SIZE + 2 * SLOT
 
 
 def newest(slots: list[bytes]) -> tuple[int, bytes] | None:
@@ -39,6 +40,15 @@ def newest(slots: list[bytes]) -> tuple[int, bytes] | None:
     return found
 
 
+def newest_in(fd: int, base: int) -> bytes | None:
+    """The newest data in a memory; None if there is none."""
+    data = os.pread(fd, 2 * SLOT, base + progress.SIZE)
+    if len(data) < 2 * SLOT:
+        return None
+    found = newest([data[:SLOT], data[SLOT:]])
+    return None if found is None else found[1]
+
+
 def packed(number: int, data: bytes) -> bytes:
     """A slot: number (from 1 on), data."""
     return _HEAD.pack(number, len(data), _checksum(number, data)) + data
@@ -53,13 +63,15 @@ class Memory:
 
     Args:
         fd: of the file, from the supervisor; None makes one.
+        base: where it begins. Behind 0 are copies of other ranks' memory (:mod:`.guests`).
     """
 
-    def __init__(self, fd: int | None = None) -> None:
+    def __init__(self, fd: int | None = None, base: int = 0) -> None:
         self.fd = os.memfd_create("rally-session", os.MFD_CLOEXEC) if fd is None else fd
-        if fd is None:
-            os.ftruncate(self.fd, progress.SIZE + 2 * SLOT)
-        self._map = mmap.mmap(self.fd, progress.SIZE + 2 * SLOT)
+        self._owns = base == 0
+        if os.fstat(self.fd).st_size < base + _SIZE:
+            os.ftruncate(self.fd, base + _SIZE)
+        self._map = mmap.mmap(self.fd, _SIZE, offset=base)
         self.progress = progress.Progress(self._map)
         start = progress.SIZE
         held = newest([self._map[start : start + SLOT], self._map[start + SLOT :]])
@@ -85,4 +97,5 @@ class Memory:
     def close(self) -> None:
         """Give it back; the supervisor's descriptor stays."""
         self._map.close()
-        os.close(self.fd)
+        if self._owns:
+            os.close(self.fd)

@@ -26,11 +26,15 @@ def joined(newest: bytes, before: bytes) -> bytes:
     return b"".join([_HEAD.pack(len(newest)), newest, before])
 
 
+def halves(record: bytes) -> tuple[bytes, bytes]:
+    """The two packed states of a record, the newest first; the other may be empty."""
+    (size,) = _HEAD.unpack_from(record)
+    return record[_HEAD.size : _HEAD.size + size], record[_HEAD.size + size :]
+
+
 def parted(record: bytes) -> list[OwnState]:
     """The states in a record, the newest first."""
-    (size,) = _HEAD.unpack_from(record)
-    parts = record[_HEAD.size : _HEAD.size + size], record[_HEAD.size + size :]
-    return [OwnState.unpack(each) for each in parts if each]
+    return [OwnState.unpack(each) for each in halves(record) if each]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def partners(nodes: Sequence[int]) -> tuple[int | None, ...]:
+def partners(nodes: Sequence[int], distance: int = 1) -> tuple[int | None, ...]:
     """The partner of each rank: a rank of the next node that has workers; None for all if there is one node only.
 
     Args:
         nodes: the node of each rank.
+        distance: 1: the next node, 2: the one behind it, and so on. None for all if that is their own.
     """
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
-    if len(ranks_of) < 2:
-        return (None,) * len(nodes)
     order = sorted(ranks_of)
-    following = dict(zip(order, order[1:] + order[:1], strict=True))
+    if distance % len(order) == 0:
+        return (None,) * len(nodes)
+    shift = distance % len(order)
+    following = dict(zip(order, order[shift:] + order[:shift], strict=True))
     found = []
     for rank, node in enumerate(nodes):
         there = ranks_of[following[node]]
         found.append(there[ranks_of[node].index(rank) % len(there)])
     return tuple(found)
+
+
+def hosts(nodes: Sequence[int], rank: int, copies: int) -> tuple[int, ...]:
+    """The partners that keep a rank's copies: on the next nodes, one on each.
+
+    Args:
+        nodes: the node of each rank.
+        rank: whose.
+        copies: how many nodes keep its state, its own among them.
+    """
+    found = (partners(nodes, distance)[rank] for distance in range(1, min(copies, len(set(nodes)))))
+    return tuple(each for each in found if each is not None)
 
 
 def guests(nodes: Sequence[int], rank: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from rallypoint.errors import ElasticError, RendezvousConnectionError
 
 from . import setup_record
 from .connections import Wiring
+from .copies import Copies
 from .groups import Groups
 from .link import Link, Notice
 from .partners import guests
@@ -33,14 +34,24 @@ class KeptProcess:
         generation: of this process's start.
         rank: global.
         node: the number of its node.
+        nodes: how many there are.
         takes_over: whether it takes the place of a lost one.
     """
 
     def __init__(
-        self, host: str, port: int, generation: int, rank: int, node: int, *, takes_over: bool
+        self,
+        host: str,
+        port: int,
+        generation: int,
+        rank: int,
+        node: int,
+        nodes: int = 1,
+        *,
+        takes_over: bool,
     ) -> None:
         self.generation = generation
         self.node = node
+        self.nodes = nodes
         self._rank = rank
         self.takes_over = takes_over
         self.recorder = Recorder()
@@ -51,6 +62,7 @@ class KeptProcess:
         self._holds: tuple[int, ...] = ()
         self._is_whole = not takes_over
         self._forming: Wiring | None = None
+        self.copies: Copies | None = None  # on other nodes
         if takes_over:
             self.groups = Groups(None, Replay(self._read))
         else:
@@ -58,6 +70,11 @@ class KeptProcess:
             self.groups.observer = self.recorder.observe
         self.groups.install()
         self.link = Link(self._cut)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the workers' store."""
+        return self._address
 
     def wiring_of(self, generation: int, host: str, port: int) -> Wiring:
         """New connections for a generation."""
@@ -125,6 +142,8 @@ class KeptProcess:
         for wiring in {self.groups.wiring, self._forming}:
             if wiring is not None and wiring.generation < notice.generation:
                 wiring.cut()
+        if self.copies is not None:
+            self.copies.cut(notice.generation)
 
     def _read(self, key: str) -> bytes | None:
         try:
@@ -154,10 +173,11 @@ def begin() -> None:
         host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
         generation = int(variables["RALLY_GENERATION"])
         rank, node = int(variables["RANK"]), int(variables["GROUP_RANK"])
+        nodes = int(variables["GROUP_WORLD_SIZE"])
     except (KeyError, ValueError):
         return
     takes_over = TAKES_OVER in variables
-    _process = KeptProcess(host, port, generation, rank, node, takes_over=takes_over)
+    _process = KeptProcess(host, port, generation, rank, node, nodes, takes_over=takes_over)
 
 
 def is_worker() -> bool:

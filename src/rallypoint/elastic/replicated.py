@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
 
 from .agreement import Verdict
+from .copies import Copies
 from .course import Course
 from .keeping import Begun
 from .memory import Memory
@@ -29,6 +30,7 @@ class Replicated:
         course: the script's.
         memory: None where nothing can be kept.
         catch_up: recovers from a loss, if there is one.
+        copies: on other nodes, if there are any.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class Replicated:
         course: Course,
         memory: Memory | None,
         catch_up: Callable[[], None],
+        copies: Copies | None = None,
     ) -> None:
+        self._copies = copies
         self._objects = objects
         self._course = course
         self._memory = memory
@@ -104,6 +108,8 @@ class Replicated:
             return
         self.own = replace(self.own, later=state, later_buffers=buffers)
         self._write(self._memory)
+        # A node may be lost behind it, too. What this record does not tell, the one of the next step does.
+        self._copy()
 
     def settle(
         self, verdict: Verdict, begun: Begun | None, *, receives: bool, is_new: bool
@@ -125,6 +131,22 @@ class Replicated:
         """This rank's own state after so many steps, packed; empty if it is not known."""
         own = None if self.own is None else self.own.at(steps)
         return b"" if own is None else own.pack()
+
+    def take_own(self, record: bytes, steps: int) -> bool:
+        held = parted(record) if record else []
+        if not any(each.at(steps) for each in held):
+            return False
+        self.own, self._before = held[0], held[1] if len(held) > 1 else None
+        return True
+
+    def copy(self, copied: Sequence[Held]) -> None:
+        if self.own is not None:
+            self._packed = self.own.pack()
+            self._copy()
+
+    def _copy(self) -> None:
+        if self._copies is not None and self.own is not None:
+            self._copies.keep(self.own.steps, self._packed)
 
     def take_place(self, data: bytes) -> None:
         other, now = OwnState.unpack(data), RandomState.now()

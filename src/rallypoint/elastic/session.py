@@ -17,6 +17,7 @@ from rallypoint.errors import ElasticError
 from . import loader_state, process, torch_private
 from .board import boards
 from .checkpoints import Checkpoints
+from .copies import Copies
 from .course import Course, Doing
 from .groups import KeptGroup
 from .keeping import Keeping
@@ -50,9 +51,10 @@ class Session:
         kept: this worker; None where nothing can be kept.
         checkpoints: None if there are none.
         snapshot_every: steps from one snapshot of sharded state to the next, or None.
+        copies: how many nodes keep what only one rank has.
 
     Raises:
-        ValueError: ``snapshot_every`` is below 1.
+        ValueError: ``snapshot_every`` or ``copies`` is below 1.
         ElasticError: there are checkpoints, and sharded state.
     """
 
@@ -62,8 +64,12 @@ class Session:
         kept: KeptProcess | None,
         checkpoints: Checkpoints | None = None,
         snapshot_every: int | None = None,
+        copies: int = 2,
     ) -> None:
         Schedule(snapshot_every)
+        if copies < 1:
+            raise ValueError(f"elastic.session: copies is {copies}, expected at least 1")
+        self._num_copies = copies
         if checkpoints is not None and objects.is_sharded:
             raise ElasticError(
                 "elastic.session: checkpoint= keeps replicated state only, and these objects are sharded; save them with"
@@ -275,6 +281,9 @@ class Session:
             each.before = None
         for hook in self._hooks:
             hook.remove()
+        if kept.copies is not None:
+            kept.copies.close()
+            kept.copies = None
         self._keeping.close()
         if self._memory is not None:
             self._memory.close()
@@ -282,13 +291,17 @@ class Session:
 
     def _prepare(self, kept: KeptProcess, memory: Memory) -> Meeting:
         objects, course = self._objects, self._course
+        copies = None
+        if kept.nodes > 1 and self._num_copies > 1:
+            rank, size = dist.get_rank(), dist.get_world_size()
+            copies = kept.copies = Copies(memory.fd, rank, size, self._num_copies)
         if objects.is_sharded:
             snapshots = Snapshots(objects, memory.fd, self._every)
             self._keeping = Sharded(objects, course, snapshots, self._catch_up)
         else:
-            self._keeping = Replicated(objects, course, memory, self._catch_up)
+            self._keeping = Replicated(objects, course, memory, self._catch_up, copies)
         self._memory = memory
-        self._meeting = Meeting(kept, objects, course, self._keeping, memory)
+        self._meeting = Meeting(kept, objects, course, self._keeping, memory, copies)
         return self._meeting
 
     def _catch_up(self, error: BaseException | None = None) -> None:
@@ -517,6 +530,7 @@ def session(
     checkpoint_every: int = 1000,
     checkpoint_keep: int = 3,
     snapshot_every: int | None = None,
+    copies: int = 2,
 ) -> Session:
     """Train so that the loss of a process costs the others nothing.
 
@@ -546,6 +560,8 @@ def session(
         snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``), steps from one
             snapshot to the next: a loss leads all ranks back to the last one. None: as often as 2 % of the time
             allows. Replicated state needs none.
+        copies: how many nodes keep what only one rank has (random generators, the place in the data, small buffers), its own
+            node among them: so many nodes less one may be lost at once.
     Returns:
         A context manager. Outside of ``rally run`` it only counts steps and writes checkpoints, and says so once.
     Raises:
@@ -560,7 +576,7 @@ def session(
         if checkpoint is None
         else Checkpoints(checkpoint, every=checkpoint_every, keep=checkpoint_keep)
     )
-    return Session(Objects(objects), process.current(), checkpoints, snapshot_every)
+    return Session(Objects(objects), process.current(), checkpoints, snapshot_every, copies)
 
 
 _said: set[int] = set()

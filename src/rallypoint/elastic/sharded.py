@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rallypoint.errors import ElasticError
 
@@ -147,6 +147,12 @@ class Sharded:
         return b""
 
     def take_place(self, data: bytes) -> None:
+        pass
+
+    def take_own(self, record: bytes, steps: int) -> bool:
+        return False
+
+    def copy(self, copied: Sequence[Held]) -> None:
         pass
 
     def _own(self, random: RandomState | None = None) -> OwnState:

@@ -9,6 +9,7 @@ other slot, and a checksum tells whether the contents are still those that were 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -66,12 +67,21 @@ class Slots:
 
     Args:
         fd: of the rank's memory. Stays open, and its owner's.
+        base: where it begins there.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, base: int = 0) -> None:
         self._fd = fd
+        self._first = base + FIRST
         self._areas: list[mmap.mmap | None] = [None, None]
         self._held: list[Held | None] = [self._read(slot) for slot in (0, 1)]
+        self._prepared = 0
+
+    @staticmethod
+    def is_written(fd: int, base: int) -> bool:
+        """Whether anything seems to be there."""
+        begins = (base + FIRST + slot * STRIDE for slot in (0, 1))
+        return any(read_header(os.pread(fd, CONTENTS, begin)) is not None for begin in begins)
 
     def check(self) -> tuple[Held, ...]:
         """The snapshots that are whole; reads all of them."""
@@ -88,8 +98,7 @@ class Slots:
         Raises:
             OSError: no more memory.
         """
-        numbers = [0 if each is None else each.number for each in self._held]
-        slot = numbers.index(min(numbers))
+        slot = self._older()
         size += -size % 8
         area = self._area(slot, CONTENTS + size)
         self._clear(slot)
@@ -99,6 +108,45 @@ class Slots:
         head = header(held, size, checksum(contents.view(torch.int64)))
         area[: len(head)] = head
         self._held[slot] = held
+
+    def prepare(self, size: int) -> memoryview:
+        """Memory for contents from elsewhere, in the place of the older snapshot, which is dropped.
+
+        Args:
+            size: in bytes, a multiple of 8.
+        Raises:
+            OSError: no more memory.
+        """
+        slot = self._older()
+        area = self._area(slot, CONTENTS + size)
+        self._clear(slot)
+        self._prepared = slot
+        return memoryview(area)[CONTENTS : CONTENTS + size]
+
+    def complete(self, held: Held, size: int, expected: int) -> bool:
+        """The memory is filled. Returns whether its checksum is this one; then it counts as a snapshot."""
+        area = self._area(self._prepared, CONTENTS + size)
+        contents = torch.frombuffer(area, dtype=torch.int64, offset=CONTENTS, count=size // 8)
+        if checksum(contents) != expected:
+            return False
+        head = header(held, size, expected)
+        area[: len(head)] = head
+        self._held[self._prepared] = held
+        return True
+
+    def place(self, held: Held) -> tuple[int, int, int]:
+        """Where the contents of a whole snapshot begin in the file, their bytes, and their checksum."""
+        begin = self._begin(self._held.index(held))
+        read = read_header(os.pread(self._fd, CONTENTS, begin))
+        assert read is not None
+        return begin + CONTENTS, read[1], read[2]
+
+    def _older(self) -> int:
+        numbers = [0 if each is None else each.number for each in self._held]
+        return numbers.index(min(numbers))
+
+    def _begin(self, slot: int) -> int:
+        return self._first + slot * STRIDE
 
     def read(self, held: Held) -> torch.Tensor:
         """The contents of a whole snapshot, as they lie in the memory: ``[n]``, uint8. Not to be kept."""
@@ -126,11 +174,11 @@ class Slots:
         area[:CONTENTS] = bytes(CONTENTS)
 
     def _size(self, slot: int) -> int:
-        found = read_header(os.pread(self._fd, CONTENTS, FIRST + slot * STRIDE))
+        found = read_header(os.pread(self._fd, CONTENTS, self._begin(slot)))
         return 0 if found is None else found[1]
 
     def _read(self, slot: int) -> Held | None:
-        found = read_header(os.pread(self._fd, CONTENTS, FIRST + slot * STRIDE))
+        found = read_header(os.pread(self._fd, CONTENTS, self._begin(slot)))
         if found is None:
             return None
         held, size, expected = found
@@ -143,7 +191,7 @@ class Slots:
         if area is None or len(area) < size:
             self._unmap(slot)
             size += -size % FIRST
-            begin = FIRST + slot * STRIDE
+            begin = self._begin(slot)
             if os.fstat(self._fd).st_size < begin + size:
                 os.ftruncate(self._fd, begin + size)
             area = self._areas[slot] = mmap.mmap(self._fd, size, offset=begin)
@@ -152,4 +200,6 @@ class Slots:
     def _unmap(self, slot: int) -> None:
         area, self._areas[slot] = self._areas[slot], None
         if area is not None:
-            area.close()
+            # A connection that broke while it filled it may hold it for a while.
+            with contextlib.suppress(BufferError):
+                area.close()
