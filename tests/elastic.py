@@ -54,6 +54,11 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 # -- hosts ----------------------------------------------------------------------------------------
 
 

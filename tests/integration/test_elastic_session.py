@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic import free_port, wait_until
+from elastic import free_port, listens, wait_until
 from supervisors import Popen, run
 
 
@@ -241,11 +241,6 @@ def test_a_worker_is_replaced_on_each_of_two_nodes(
     assert "rank 2 on node 1 was killed by SIGKILL; another process takes its place" in said[0]
     for each in said:
         assert each.count("another process takes its place") == len(faults)
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def trained_on_nodes(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from supervisors import run
+from elastic import free_port, listens, wait_until
+from supervisors import Popen, run
 
 
 pytestmark = pytest.mark.integration
@@ -77,6 +80,50 @@ def test_with_sharded_state_a_body_may_have_several_steps_and_functions(tmp_path
         *((16, 1, "between"), (19, 1, "backward"), (30, 0, "validation"), (33, 1, "after")),
     ]
     assert_survived(tmp_path, 2, "fsdp2 bodies", faults, redone=6)
+
+
+def test_a_killed_node_costs_the_steps_since_the_last_snapshot_too(tmp_path: Path) -> None:
+    _, calm = trained(tmp_path / "calm", 4, "fsdp2", [])
+    # Also behind the first step, with a worker of the partner's node lost at once, and of the node that serves the store.
+    faults = [
+        *((1, 2, "node forward"), (5, 1, "forward"), (6, 3, "node optimizer"), (12, 0, "forward")),
+        *((13, 3, "node backward"), (16, 0, "node between")),
+    ]
+    folder = tmp_path / "hurt"
+    folder.mkdir()
+    port = free_port()
+
+    def node(number: int) -> subprocess.Popen[str]:
+        with (folder / f"said {number}").open("w") as said:
+            return Popen(
+                [
+                    *(sys.executable, "-m", "rallypoint", "run", "--nnodes", "2:2", "--insecure"),
+                    *("--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+                    *("--rdzv-id", "nodes", "--preload", "torch._dynamo", str(SCRIPT)),
+                    *(str(folder), "fsdp2", json.dumps(faults), "4"),
+                ],
+                cwd=folder,
+                stderr=said,
+                text=True,
+            )
+
+    started = [node(0)]
+    try:
+        wait_until(lambda: listens(port), "a store")
+        started += [node(number) for number in range(1, 6)]
+        codes = [each.wait(150) for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    said = "".join((folder / f"said {number}").read_text() for number in range(6))
+    assert sorted(codes) == [-signal.SIGKILL] * 4 + [0, 0], said
+    assert "restarting" not in said, said
+    ends = [json.loads((folder / f"end {rank}").read_text()) for rank in range(4)]
+    for rank, (end, wanted) in enumerate(zip(ends, calm, strict=True)):
+        for what in ("steps", "bits", "random", "rate", "score"):
+            assert end[what] == wanted[what], f"rank {rank}: {what}"
+        assert max(end["redone"], default=0) <= 4, ends
 
 
 FEW = [(2, 1, "forward"), (5, 0, "backward"), (9, 1, "after"), (13, 0, "between")]

@@ -85,7 +85,7 @@ def test_snapshots_are_kept_and_one_that_was_not_finished_is_not(ends: list[End]
         assert ends[0].snapshot(slots, Held(number, 10 * number), 1 << 20)
     there = ends[1].copies.guests
     assert there.held() == ((0, (Held(2, 20), Held(3, 30))),)
-    assert there.contents(0, Held(3, 30)).eq(3).all()
+    assert there.contents(0, Held(3, 30))[0].eq(3).all()
     # The next one breaks off: the older slot is given up for it, the newer one stays.
     line = copy_line.dial(ends[1].door, "127.0.0.1", 0)
     line.send(copy_line.offer(Held(4, 40), 1 << 20, 1))

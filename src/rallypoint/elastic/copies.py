@@ -79,6 +79,11 @@ class Copies:
         for rank in self._doors:
             self._dial(rank)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there are partners to send to."""
+        return bool(self._doors)
+
     def of(self, nodes: Sequence[int], rank: int) -> tuple[int, ...]:
         """The ranks that keep a rank's copies, by the node of each rank."""
         return partners.hosts(nodes, rank, self._count)

@@ -111,10 +111,11 @@ class Guests:
             )
             return tuple((rank, held) for rank, held in found if held)
 
-    def contents(self, rank: int, held: Held) -> torch.Tensor:
-        """A guest's snapshot: ``[n]``, uint8. Not to be kept."""
+    def contents(self, rank: int, held: Held) -> tuple[torch.Tensor, int]:
+        """A guest's snapshot, which is not to be kept: ``[n]``, uint8; and its checksum."""
         with self._lock:
-            return self._slots_of(rank).read(held)
+            slots = self._slots_of(rank)
+            return slots.read(held), slots.place(held)[2]
 
     def drop_after(self, number: int) -> None:
         """Drop all snapshots that are newer."""

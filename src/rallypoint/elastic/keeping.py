@@ -5,7 +5,7 @@ There are two ways: :mod:`.replicated` and :mod:`.sharded`. A session has one of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,10 +103,25 @@ class Keeping(Protocol):
         is needed after so many steps."""
 
     def copy(self, copied: Sequence[Held]) -> None:
-        """All have met, and new partners are connected: send them what they lack.
+        """All have met, and new partners are connected: begin to send them what they lack.
 
         Args:
             copied: the snapshots that all partners have.
+        """
+
+    def await_copies(self) -> None:
+        """Wait until they have it, or a loss prevents it."""
+
+    def take_copy(
+        self, held: Held, size: int, checksum: int, receive: Callable[[torch.Tensor], None]
+    ) -> None:
+        """In a process whose memory was lost with its node: take its part of a snapshot from a partner.
+
+        Args:
+            held: which.
+            size: in bytes.
+            checksum: of the contents.
+            receive: fills a tensor of so many bytes.
         """
 
     def take_place(self, data: bytes) -> None:

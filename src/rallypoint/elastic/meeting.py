@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from rallypoint._core import clock
@@ -17,11 +18,13 @@ from .connections import Wiring
 from .copies import Copies
 from .copy_line import Door
 from .course import Course
+from .groups import KeptGroup
 from .keeping import Begun, Keeping
 from .link import Notice
 from .memory import Memory
 from .objects import Objects
 from .process import KeptProcess
+from .schedule import Held
 
 
 _log = logging.getLogger(__name__)
@@ -34,6 +37,10 @@ _SIGNS = (
     *("connection closed by peer", "connection reset", "broken pipe", "connection refused"),
     *("socket closed", "timed out waiting", "no longer", "gloo", "nccl", "connection was closed"),
 )
+# Bytes of a message, when snapshots are brought.
+PIECE = 64 << 20
+# A checksum has 64 bits, and integers of tensors have a sign.
+_HALF = 1 << 32
 # Outside of training, there is nothing to tell apart.
 LOST: tuple[type[BaseException], ...] = (RuntimeError, RendezvousError, OSError)
 
@@ -63,6 +70,11 @@ class Recovery:
     transferred: float
     bytes_moved: int
     redone: int = 0
+
+
+def _pieces(contents: torch.Tensor) -> Iterator[torch.Tensor]:
+    for begin in range(0, contents.numel(), PIECE):
+        yield contents[begin : begin + PIECE]
 
 
 class Meeting:
@@ -130,6 +142,9 @@ class Meeting:
             standings = self._introduce(wiring, self._keeping.fingerprint())
             judge(standings)
             self._connect_copies(standings, self._kept.generation)
+            if self._copies is not None:
+                self._keeping.await_copies()
+                self._barrier()
         except ElasticError:
             raise
         except LOST as error:
@@ -139,9 +154,7 @@ class Meeting:
         """Wait for all ranks. A loss meanwhile is recovered from."""
         while True:
             try:
-                group = self._kept.groups.default
-                assert group is not None
-                group.barrier_now()
+                self._barrier()
                 return
             except LOST as error:
                 self.recover(error)
@@ -199,9 +212,7 @@ class Meeting:
         moved = self._exchange(verdict)
         self._settle(verdict)
         self._connect_copies(standings, notice.generation)
-        group = kept.groups.default
-        assert group is not None
-        group.barrier_now()
+        self._barrier()
         self.count_anew()
         kept.generation = notice.generation
         recovery = Recovery(
@@ -226,6 +237,11 @@ class Meeting:
             "received": 0 if self._rank == verdict.source else moved,
         }
         kept.link.tell({"kind": "kept recovered", "rank": self._rank, **record})
+
+    def _barrier(self) -> None:
+        group = self._kept.groups.default
+        assert group is not None
+        group.barrier_now()
 
     def _introduce(self, wiring: Wiring, fingerprint: int = 0) -> list[Standing]:
         """Tell all others where this rank stands, and wait for what they say."""
@@ -298,11 +314,40 @@ class Meeting:
             self.whole = False
             source = verdict.source
             return group.transfer(lambda: self._objects.receive(group, source))
+        if verdict.snapshot is not None and any(self._rank in pair for pair in verdict.fetches):
+            held, fetches = verdict.snapshot, verdict.fetches
+            return group.transfer(lambda: self._fetch(group, held, fetches))
         return 0
+
+    def _fetch(self, group: KeptGroup, held: Held, fetches: Sequence[tuple[int, int]]) -> int:
+        """Bring those who lack their part of a snapshot the copies of it. Returns how many bytes this rank sent or received."""
+        moved = 0
+        for holder, rank in fetches:
+            if self._rank == holder:
+                assert self._copies is not None
+                contents, checksum = self._copies.guests.contents(rank, held)
+                group.send_now(torch.tensor([contents.numel(), *divmod(checksum, _HALF)]), rank)
+                for piece in _pieces(contents):
+                    group.send_now(piece, rank)
+                moved += contents.numel()
+            elif self._rank == rank:
+                head = torch.zeros(3, dtype=torch.int64)
+                group.receive_now(head, holder)
+                size, high, low = head.tolist()
+
+                def receive(contents: torch.Tensor, holder: int = holder) -> None:
+                    for piece in _pieces(contents):
+                        group.receive_now(piece, holder)
+
+                self._keeping.take_copy(held, size, high * _HALF + low, receive)
+                moved += size
+        return moved
 
     def _settle(self, verdict: Verdict) -> None:
         """Make everything as it was at the beginning of the step to come."""
         begun, course = self.begun, self._course
+        if self._copies is not None and verdict.snapshot is not None:
+            self._copies.guests.drop_after(verdict.snapshot.number)
         if begun is not None:
             self._objects.drop_gradients(begun.gradients)
         receives = self._rank in verdict.receivers

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from .agreement import Verdict
@@ -143,6 +144,14 @@ class Replicated:
         if self.own is not None:
             self._packed = self.own.pack()
             self._copy()
+
+    def await_copies(self) -> None:
+        pass
+
+    def take_copy(
+        self, held: Held, size: int, checksum: int, receive: Callable[[torch.Tensor], None]
+    ) -> None:
+        raise AssertionError("replicated state has no snapshots")
 
     def _copy(self) -> None:
         if self._copies is not None and self.own is not None:

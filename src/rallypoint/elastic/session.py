@@ -232,7 +232,8 @@ class Session:
                 "elastic.session: this process has no Gloo group that can be kept; call"
                 ' torch.distributed.init_process_group("gloo") after `import rallypoint.elastic`, before the session'
             )
-        rank, sharded = dist.get_rank(), self._objects.is_sharded
+        # Whether a lost node takes with it what nobody else has.
+        rank, sharded = dist.get_rank(), self._objects.is_sharded and self._num_copies < 2
         for optimizer in self._objects.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._note_applied))
         if kept.takes_over:
@@ -296,7 +297,7 @@ class Session:
             rank, size = dist.get_rank(), dist.get_world_size()
             copies = kept.copies = Copies(memory.fd, rank, size, self._num_copies)
         if objects.is_sharded:
-            snapshots = Snapshots(objects, memory.fd, self._every)
+            snapshots = Snapshots(objects, memory.fd, self._every, copies)
             self._keeping = Sharded(objects, course, snapshots, self._catch_up)
         else:
             self._keeping = Replicated(objects, course, memory, self._catch_up, copies)
@@ -557,11 +558,11 @@ def session(
             ``torch.distributed.checkpoint``. All nodes need access to it. None: there are none.
         checkpoint_every: steps from one checkpoint to the next. A last one is written when the session ends well.
         checkpoint_keep: how many complete ones stay.
-        snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``), steps from one
-            snapshot to the next: a loss leads all ranks back to the last one. None: as often as 2 % of the time
+        snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``), how many steps a
+            loss may cost: all ranks take snapshots, and a loss leads them back to the last one. None: as often as 2 % of the time
             allows. Replicated state needs none.
-        copies: how many nodes keep what only one rank has (random generators, the place in the data, small buffers), its own
-            node among them: so many nodes less one may be lost at once.
+        copies: how many nodes keep what only one rank has (snapshots, random generators, the place in the data, small
+            buffers), its own node among them: so many nodes less one may be lost at once.
     Returns:
         A context manager. Outside of ``rally run`` it only counts steps and writes checkpoints, and says so once.
     Raises:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from rallypoint.errors import ElasticError
 
 from .agreement import Verdict
@@ -153,7 +155,16 @@ class Sharded:
         return False
 
     def copy(self, copied: Sequence[Held]) -> None:
-        pass
+        self._snapshots.copy(copied)
+
+    def await_copies(self) -> None:
+        self._snapshots.await_copies()
+
+    def take_copy(
+        self, held: Held, size: int, checksum: int, receive: Callable[[torch.Tensor], None]
+    ) -> None:
+        receive(self._snapshots.contents(size))
+        self._snapshots.complete(held, size, checksum)
 
     def _own(self, random: RandomState | None = None) -> OwnState:
         return OwnState(self._course.steps, self._course.place, random or RandomState.now())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from rallypoint._core import clock
+from rallypoint.errors import ElasticError
 
 from . import local_state
+from .copies import Copies
 from .local_state import LocalState
 from .objects import Objects
 from .own_state import OwnState
@@ -21,13 +25,19 @@ class Snapshots:
     Args:
         objects: what the session was given.
         fd: of this rank's memory.
-        every: steps from one snapshot to the next, or None.
+        every: how many steps a loss may cost, or None.
+        copies: on other nodes, if there are any.
     """
 
-    def __init__(self, objects: Objects, fd: int, every: int | None) -> None:
+    def __init__(
+        self, objects: Objects, fd: int, every: int | None, copies: Copies | None = None
+    ) -> None:
         self._state = LocalState(objects)
         self._slots = Slots(fd)
-        self._schedule = Schedule(every)
+        self._copies = copies
+        # While the last snapshot is being copied, the loss of a node leads back to the one before.
+        self._schedule = Schedule(every if every is None or copies is None else max(1, every // 2))
+        self._is_copied_at_once = copies is not None and every == 1
         self._last = Held(0, 0)
         self._scope = 0  # of the last snapshot
         self._scopes: dict[int, int] = {}  # number -> where in the program this process took it
@@ -59,6 +69,9 @@ class Snapshots:
             OSError: no more memory.
         """
         begun = clock.MONOTONIC.now()
+        if self._copies is not None:
+            # The one before is overwritten: from here on, a lost node's part of the last one must be elsewhere.
+            self._copies.wait()
         structure, tensors = self._state.pack()
         record = {
             "own": torch.frombuffer(bytearray(own.pack()), dtype=torch.uint8),
@@ -70,6 +83,8 @@ class Snapshots:
         self._slots.write(held, size, pieces)
         now = clock.MONOTONIC.now()
         self._cost = now - begun
+        if self._copies is not None:
+            self._cost += self._copies.spent
         steps = own.steps - self._last.steps
         self._step = (begun - self._steps_since) / steps if steps > 0 else 0.0
         self._steps_since = now
@@ -78,6 +93,18 @@ class Snapshots:
             number: at for number, at in self._scopes.items() if number >= held.number - 1
         }
         self._scopes[held.number] = self._scope = scope
+        self.copy(())
+
+    def copy(self, copied: Sequence[Held]) -> None:
+        """Send the last snapshot to other nodes, in the background, unless it is one of these."""
+        if self._copies is not None and self._copies.is_connected and self._last not in copied:
+            self._copies.wait()
+            self._copies.begin(self._last, *self._slots.place(self._last))
+
+    def await_copies(self) -> None:
+        """Wait until the last snapshot is on other nodes, too, or a loss prevents it."""
+        if self._copies is not None:
+            self._copies.wait()
 
     def agree(self) -> None:
         """Wait until all ranks have the last one, and learn from them when the next is due.
@@ -86,6 +113,8 @@ class Snapshots:
         Raises:
             RuntimeError: a rank is lost.
         """
+        if self._is_copied_at_once:
+            self.await_copies()
         # The slowest copy, and the fastest step.
         figures = torch.tensor([self._cost, -self._step], dtype=torch.float64)
         dist.all_reduce(figures, op=dist.ReduceOp.MAX)
@@ -103,6 +132,21 @@ class Snapshots:
     def scope_of(self, held: Held) -> int | None:
         """Where this process took one; None if it did not."""
         return self._scopes.get(held.number)
+
+    def contents(self, size: int) -> torch.Tensor:
+        """Memory for this rank's part of a snapshot, which comes from another node: ``[size]``, uint8. Not to be kept."""
+        return torch.frombuffer(self._slots.prepare(size), dtype=torch.uint8)
+
+    def complete(self, held: Held, size: int, checksum: int) -> None:
+        """It has come.
+
+        Raises:
+            ElasticError: it is damaged.
+        """
+        if not self._slots.complete(held, size, checksum):
+            raise ElasticError(
+                f"this rank's part of the snapshot of step {held.steps} has come damaged from another node"
+            )
 
     def restore(self, held: Held) -> OwnState:
         """Make the state of a snapshot the present one, and drop newer ones.
