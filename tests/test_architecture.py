@@ -70,6 +70,8 @@ SANS_IO = {
     "control/stacks.py",
     "control/stack_groups.py",
     "control/job_table.py",
+    "control/quantities.py",
+    "control/step_words.py",
     "control/worker_table.py",
     "control/hang_report.py",
     "launch/stillness.py",

@@ -3,9 +3,10 @@
 Importing this package is cheap, has no side effects, and does not import torch.
 Its parts: :mod:`rallypoint.launch` (``rally run`` and function launches) and :mod:`rallypoint.rendezvous`; and on top of
 torch :mod:`rallypoint.rpc`, :mod:`rallypoint.parallel`, :mod:`rallypoint.join` and :mod:`rallypoint.compat`. What they report
-as they run is in :mod:`rallypoint.events`.
+as they run is in :mod:`rallypoint.events`. :func:`progress` reports how far a script is.
 """
 
+from rallypoint._core.step_reports import progress
 from rallypoint.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -32,4 +33,5 @@ __all__ = [
     "RendezvousTimeout",
     "WorkersFailed",
     "__version__",
+    "progress",
 ]

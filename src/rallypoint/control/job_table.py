@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import step_words
+from .quantities import duration
+
 
 _HEAD = ("JOB", "PID", "SINCE", "NODE", "RANKS", "GEN", "RESTARTS", "STATE", "COMMAND")
 # Columns that end where the terminal does.
@@ -44,18 +47,13 @@ def _row(pid: int, told: Mapping[str, Any] | str) -> tuple[str, ...]:
         ranks,
         "-" if told["generation"] is None else str(told["generation"]),
         f"{told['restarts']} of {told['max_restarts']}",
-        str(told["state"]),
+        _state(told),
         words if len(words) <= _COMMAND else words[: _COMMAND - 1] + "…",
     )
 
 
-def duration(seconds: float) -> str:
-    """``42s``, ``12m03s``, ``3h07m``, ``2d04h``."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+def _state(told: Mapping[str, Any]) -> str:
+    progress = told.get("progress")
+    if progress is None or told["state"] != "running":
+        return str(told["state"])
+    return f"running, {step_words.short(progress)}"

@@ -17,7 +17,8 @@ from rallypoint._core import env as environment
 from rallypoint._core.clock import MONOTONIC
 from rallypoint.errors import ConfigError, ControlError
 
-from . import client, job_table, stack_groups, worker_table
+from . import client, stack_groups, worker_table
+from .quantities import duration
 
 
 HELP = """\
@@ -27,6 +28,7 @@ Show what each worker of a job uses, with its children, on all nodes of the job,
 
   CPU%      of one core          THR, CHILD       threads, child processes
   MEM       resident memory      READ/s, WRITE/s  from and to storage
+  STEP      as the script reports it (rallypoint.progress); it/s: steps per second
   COLL/s    collectives per second (workers in a session of rallypoint.elastic)
 
 Columns that nobody has are left out. The last one says what is odd about a rank: stopped, stuck in the kernel, behind,
@@ -133,7 +135,7 @@ class _View:
         head = (
             f"{told['id']}: {told['state']}, {told['world_size']} ranks{nodes}, generation"
             f" {told['generation']}, {told['restarts']} of {told['max_restarts']} restarts,"
-            f" {job_table.duration(told['seconds'])}"
+            f" {duration(told['seconds'])}"
         )
         table = worker_table.lines(worker_table.ordered(self._rows, self.sort), width)
         return [head[:width], *table]

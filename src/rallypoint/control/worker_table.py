@@ -6,13 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .quantities import digits, duration
+
 
 # A rank whose share of the CPU differs from the median by more than this is marked, in percent of one core.
 ODD_CPU = 40.0
 # The same for memory, as a factor.
 ODD_MEMORY = 1.5
-_HEAD = ("RANK", "HOST", "PID", "CPU%", "MEM", "THR", "CHILD", "READ/s", "WRITE/s", "COLL/s", "")
-_LEFT = {1, 10}
+_HEAD = (
+    "RANK",
+    "HOST",
+    "PID",
+    "CPU%",
+    "MEM",
+    "STEP",
+    "it/s",
+    "THR",
+    "CHILD",
+    "READ/s",
+    "WRITE/s",
+    "COLL/s",
+    "",
+)
+_LEFT = {1, len(_HEAD) - 1}
 SORTS = {"rank": "RANK", "cpu": "CPU%", "memory": "MEM"}
 
 
@@ -27,6 +43,9 @@ class Row:
         threads, children: how many.
         read, written: bytes per second from and to storage; None at the first look.
         collectives: per second, in a session; None otherwise.
+        step: as it reports it; None if it does not.
+        steps: per second, of late; None if it is not known.
+        late: seconds since its last step, if that is unusual; None otherwise.
         behind: how many collectives others have begun that it has not, in a session.
         state: of the process, as in /proc.
         remark: what is odd about it; empty if nothing is.
@@ -42,6 +61,9 @@ class Row:
     read: float | None
     written: float | None
     collectives: float | None
+    step: int | None
+    steps: float | None
+    late: float | None
     behind: int
     state: str
     remark: str = ""
@@ -75,6 +97,7 @@ def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) ->
         return max(0.0, (now[key] - before[key]) / passed) if passed > 0 else None
 
     cpu = rate("cpu")
+    progress = now.get("progress") or {}
     return Row(
         rank=now["rank"],
         host=str(now["host"]),
@@ -86,6 +109,9 @@ def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) ->
         read=rate("read"),
         written=rate("written"),
         collectives=rate("collectives"),
+        step=progress.get("step"),
+        steps=progress.get("rate"),
+        late=progress["seconds_ago"] if progress.get("late") else None,
         behind=0 if now["collectives"] is None else most - now["collectives"],
         state=str(now["state"]),
     )
@@ -101,6 +127,8 @@ def _marked(row: Row, usual_cpu: float | None, usual_memory: float | None) -> Ro
         remarks.append("ended")
     if row.behind > 1:
         remarks.append(f"{row.behind} collectives behind")
+    if row.late is not None:
+        remarks.append(f"no step for {duration(row.late)}")
     if usual_cpu is not None and row.cpu is not None and abs(row.cpu - usual_cpu) > ODD_CPU:
         remarks.append("busier than the others" if row.cpu > usual_cpu else "idler than the others")
     if usual_memory and row.memory > ODD_MEMORY * usual_memory:
@@ -148,6 +176,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         str(row.pid),
         "-" if row.cpu is None else f"{row.cpu:.0f}",
         size(row.memory),
+        "-" if row.step is None else str(row.step),
+        "-" if row.steps is None else digits(row.steps),
         str(row.threads),
         str(row.children),
         "-" if not row.read else size(row.read),

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import torch.distributed as dist
 
+from rallypoint._core import step_reports
 from rallypoint.errors import ElasticError
 
 from . import loader_state, process, torch_private
@@ -339,6 +340,7 @@ class Session:
         if error is None:
             self._check_accumulation()
             course.note_complete(is_task=self._is_task)
+            step_reports.report(step_reports.BY_SESSION, course.steps)
             if meeting is not None:
                 meeting.begun = None
             if not course.in_body and self._checkpoint_is_due():

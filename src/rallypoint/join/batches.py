@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rallypoint._core import step_reports
 from rallypoint.errors import JoinError
 
 from . import exchange
@@ -143,10 +144,20 @@ class Batches:
                 self._last = self._next(batches, schedule, index)
                 run.own += 1
             run.step += 1
+            self._report(run.step)
             if active or self._shadow is None:
                 yield self._last
             else:
                 self._shadow()
+        self._report(run.step + 1)
+
+    def _report(self, done: int) -> None:
+        """Show how many steps of this loop are complete."""
+        run = self._run
+        total = None
+        if run.ends and run.schedule is not None:
+            total = run.base + run.schedule.total - run.first
+        step_reports.report(step_reports.BY_LOOP, done - run.first, total)
 
     def _next(self, batches: Iterator[Any], schedule: Schedule, index: int) -> Any:
         rank, steps = self._run.rank, schedule.steps[self._run.rank]

@@ -203,6 +203,7 @@ class LaunchConfig:
         max_losses: how many workers in a session are replaced within ``loss_window`` seconds.
         loss_window: see there.
         hang_after: seconds without any movement after which a job is told to hang; 0: never.
+        progress: how the progress of the script is shown: ``auto``, ``lines`` or ``off``.
         step_timeout: seconds after which a worker of a session that the others wait for is ended and replaced; 0: never.
         master_addr: the host workers find their store at; None: ``localhost`` (one node) or this host.
         master_port: the port of the workers' store; None or 0: any free one.
@@ -244,6 +245,7 @@ class LaunchConfig:
     loss_window: float = 600.0
     step_timeout: float = 0.0
     hang_after: float = 0.0
+    progress: str = "off"
     master_addr: str | None = None
     master_port: int | None = None
     local_addr: str | None = None

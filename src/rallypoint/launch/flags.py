@@ -205,6 +205,17 @@ FLAGS: tuple[Flag, ...] = (
         help="the same for stderr",
     ),
     Flag(
+        name="--progress",
+        own=True,
+        metavar="HOW",
+        default="auto",
+        env=False,
+        group=_LOGS,
+        choices=("auto", "lines", "off"),
+        help="how to show what scripts report with rallypoint.progress: auto is a bar on a terminal, otherwise a line now"
+        " and then; or lines; or off",
+    ),
+    Flag(
         name="--node-rank",
         metavar="R",
         default="0",

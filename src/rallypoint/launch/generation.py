@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint import events
-from rallypoint._core import addresses, clock
+from rallypoint._core import addresses, clock, step_reports
 
 from .output import oom
 from .output.failure import Raised, WorkerFailure, parse_line_from_worker
@@ -48,6 +48,7 @@ class Worker:
         hung: in words, if it was ended because it hung.
         failed_at: the step in which its session failed; -1 if it did not.
         memory_fd: what it keeps for the one that takes its place.
+        steps_fd: the step that it is in, once it has reported one.
         status: as ``waitpid`` returned it; None while it runs.
         ended_at: when it was reaped, on this host's monotonic clock.
     """
@@ -65,6 +66,7 @@ class Worker:
     hung: str = ""
     failed_at: int = -1
     memory_fd: int | None = None
+    steps_fd: int | None = None
     status: int | None = None
     ended_at: float = 0.0
 
@@ -85,7 +87,10 @@ class Worker:
                 self.said += data
 
     def _hold_memory(self, fd: int) -> None:
-        held, self.memory_fd = self.memory_fd, fd
+        if step_reports.is_memory(fd):
+            held, self.steps_fd = self.steps_fd, fd
+        else:
+            held, self.memory_fd = self.memory_fd, fd
         if held is not None:
             os.close(held)
 
@@ -122,6 +127,11 @@ class Worker:
         except OSError:
             pass  # it has ended, which is reported on its own
 
+    def progress(self) -> dict[str, Any] | None:
+        """How far it is, if it has said so."""
+        found = None if self.steps_fd is None else step_reports.read(self.steps_fd)
+        return None if found is None else found.facts(clock.MONOTONIC.now())
+
     def result(self) -> bytes:
         """The result of a function launch, from the worker's memory file."""
         if self.result_fd is None:
@@ -147,6 +157,9 @@ class Worker:
         if self.memory_fd is not None:
             os.close(self.memory_fd)
             self.memory_fd = None
+        if self.steps_fd is not None:
+            os.close(self.steps_fd)
+            self.steps_fd = None
         if self.result_fd is not None:
             os.close(self.result_fd)
             self.result_fd = None

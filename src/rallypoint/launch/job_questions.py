@@ -148,16 +148,17 @@ class JobQuestions:
 
 
 def _usage(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
-    known = [(each.ranks.rank, each.pid, _collectives(each)) for each in workers]
+    known = [(each.ranks.rank, each.pid, _collectives(each), each.progress()) for each in workers]
     return lambda: [
         {
             "rank": rank,
             "pid": pid,
             "collectives": collectives,
+            "progress": steps,
             **usage.usage(pid),
             "at": clock.MONOTONIC.now(),
         }
-        for rank, pid, collectives in known
+        for rank, pid, collectives, steps in known
     ]
 
 

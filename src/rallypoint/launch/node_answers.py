@@ -49,8 +49,22 @@ def _is_record(each: Mapping[str, Any]) -> bool:
     return (
         all(isinstance(number, int | float) for number in numbers)
         and isinstance(each.get("collectives"), int | None)
+        and _is_progress(each.get("progress"))
         and isinstance(each.get("state"), str)
         and isinstance(each.get("host"), str)
+    )
+
+
+def _is_progress(progress: object) -> bool:
+    if not isinstance(progress, dict):
+        return progress is None
+    numbers = [progress.get(name) for name in ("total", "rate", "seconds_left")]
+    return (
+        type(progress.get("step")) is int
+        and isinstance(progress.get("seconds_ago"), int | float)
+        and isinstance(progress.get("late"), bool)
+        and isinstance(progress.get("metrics"), dict)
+        and all(isinstance(number, int | float | None) for number in numbers)
     )
 
 

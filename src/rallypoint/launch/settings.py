@@ -89,6 +89,7 @@ def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, lis
         loss_window=values.seconds("loss_window"),
         step_timeout=values.seconds("step_timeout"),
         hang_after=values.seconds("hang_after"),
+        progress=values.text("progress"),
         master_addr=nodes.master_addr,
         master_port=nodes.master_port,
         local_addr=values["local_addr"],

@@ -30,6 +30,7 @@ def status(
     """
     nodes = len(ready.workers_of_nodes) if ready is not None else 0
     own = [_worker(each) for each in workers]
+    reported = (each["progress"] for each in own if each["progress"] is not None)
     return {
         **facts,
         "id": config.rendezvous.run_id,
@@ -45,6 +46,7 @@ def status(
         "restarts": state.restarts,
         "max_restarts": config.max_restarts,
         "replaced": state.replaced,
+        "progress": next(reported, None),
         "workers": own,
     }
 
@@ -88,4 +90,5 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "pid": worker.pid,
         "state": how,
         "in_session": worker.in_session,
+        "progress": worker.progress(),
     }

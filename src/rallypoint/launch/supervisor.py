@@ -50,6 +50,7 @@ from .generation import Generation, Worker
 from .hang_watch import HangWatch
 from .job_questions import JobQuestions
 from .kept_workers import KeptWorkers
+from .output import progress_display
 from .output.console import Console
 from .output.failure import WorkerFailure, in_order_of_blame
 from .output.relay import Relay
@@ -194,6 +195,7 @@ class Supervisor:
         self._began = clock.MONOTONIC.now()
         self._hang_watch = HangWatch(config.hang_after, say) if config.hang_after else None
         self._questions = JobQuestions(coordination, self._still)
+        self._display: progress_display.Display | None = None
         self._poller = select.poll()
 
     # -- life ---------------------------------------------------------------------------------
@@ -312,6 +314,8 @@ class Supervisor:
                     server.channel.send({"do": "learn", **told})
                 for record in worker.take_records():
                     self._hear_worker(worker, record)
+                if worker.steps_fd is not None and self._display is None:
+                    self._show_progress()
                 if not open_still:
                     self._poller.unregister(worker.line)
                     if worker.status is None and not self._server_is_deaf:
@@ -362,6 +366,8 @@ class Supervisor:
         return self._gather_until is None or clock.MONOTONIC.now() >= self._gather_until
 
     def _close(self, received: SignalEvents) -> None:
+        if self._display is not None:
+            self._display.close()
         for fd in self._reserve:
             os.close(fd)
         if self._control is not None:
@@ -446,6 +452,21 @@ class Supervisor:
             watch.look(
                 workers, ready, lambda what: self._questions.everywhere(what, workers, ready)
             )
+
+    def _show_progress(self) -> None:
+        """Show how far the workers are; and again in a while."""
+        wanted = self._config.progress
+        if wanted == "off":
+            return
+        if self._display is None:
+            term = self._env.get("TERM", "")
+            self._display = progress_display.choose(wanted, self._console, self._say, term)
+        display = self._display
+        self._in(display.interval, self._show_progress)
+        if self._round is not None and self._round.node_rank == 0:
+            found = next(filter(None, (each.progress() for each in self._workers)), None)
+            if found is not None:
+                display.show(found)
 
     def _show_stacks(self) -> None:
         """SIGQUIT, as Ctrl-\\ sends it: print where the workers are, and go on."""

@@ -1,0 +1,261 @@
+"""The step that a worker is in, as it says itself: numbers in memory that its supervisor reads without asking.
+
+The memory is an anonymous file of one page. The worker makes it when it reports its first step, and sends its supervisor the
+descriptor. From then on a report is a write to that memory: no system call, no lock, nobody to wait for.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any, SupportsFloat, SupportsInt
+
+from . import clock, supervisor_line
+
+
+# How descriptors of such memory are told from others that come over the same socket.
+NAME = "rally-steps"
+SIZE = 4096
+# A name is cut after so many bytes; metrics beyond the limit are left out: everything fits in the page.
+MAX_METRICS, MAX_NAME = 16, 40
+# Seconds after which a step counts for 1/e in the rate.
+MEMORY = 20.0
+# Steps are late when the last one took so many times longer than usual, and so many seconds at least.
+LATE, LATE_SECONDS = 3.0, 10.0
+# Who reports: whoever knows more about the script than the one before. join.batches, a session, the script itself.
+BY_LOOP, BY_SESSION, BY_SCRIPT = 1, 2, 3
+# Length of the rest and its checksum: the reader may come in the middle of a write.
+_HEAD = struct.Struct("=II")
+# Step, total (-1: unknown), when on this host's monotonic clock, steps and seconds of the rate, number of metrics.
+_BODY = struct.Struct("=qqdddI")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """What a worker has reported.
+
+    Args:
+        step, total: as it counts them; None: it does not know the total.
+        at: when it came to this step, on the host's monotonic clock.
+        rate: steps per second of late; None before the second one.
+        metrics: its numbers, in its order.
+    """
+
+    step: int
+    total: int | None
+    at: float
+    rate: float | None
+    metrics: dict[str, float]
+
+    def facts(self, now: float) -> dict[str, Any]:
+        """For those who ask: JSON.
+
+        Args:
+            now: on the host's monotonic clock.
+        """
+        ago = max(0.0, now - self.at)
+        is_late = self.rate is not None and ago > max(LATE_SECONDS, LATE / self.rate)
+        left = None
+        if self.rate and self.total is not None and not is_late:
+            left = round(max(0.0, (self.total - self.step) / self.rate - ago), 1)
+        return {
+            "step": self.step,
+            "total": self.total,
+            "rate": None if self.rate is None else round(self.rate, 6),
+            "seconds_ago": round(ago, 3),
+            "late": is_late,
+            "seconds_left": left,
+            # JSON has no NaN.
+            "metrics": {
+                name: value if math.isfinite(value) else str(value)
+                for name, value in self.metrics.items()
+            },
+        }
+
+
+def is_memory(fd: int) -> bool:
+    """Whether a descriptor that a worker has sent is of this kind."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{NAME} ")
+    except OSError:
+        return False
+
+
+def read(fd: int) -> Steps | None:
+    """What a worker has reported; None if that is nothing, or not readable just now."""
+    for _ in range(3):  # it may be writing
+        try:
+            data = os.pread(fd, SIZE, 0)
+        except OSError:
+            return None
+        if len(data) < _HEAD.size:
+            return None
+        length, checksum = _HEAD.unpack_from(data)
+        body = data[_HEAD.size : _HEAD.size + length]
+        if len(body) == length >= _BODY.size and zlib.crc32(body) == checksum:
+            return _parsed(body)
+    return None
+
+
+def _parsed(body: bytes) -> Steps | None:
+    step, total, at, steps, seconds, count = _BODY.unpack_from(body)
+    end = _BODY.size + 8 * count
+    names = body[end:].decode(errors="replace").split("\n")
+    if count > MAX_METRICS or len(body) < end or (count and len(names) != count):
+        return None  # written by somebody else
+    values = struct.unpack_from(f"={count}d", body, _BODY.size)
+    return Steps(
+        step=step,
+        total=None if total < 0 else total,
+        at=at,
+        rate=steps / seconds if seconds > 0 else None,
+        metrics=dict(zip(names, values, strict=False)),
+    )
+
+
+class Reporter:
+    """The worker's side.
+
+    Args:
+        memory: :data:`SIZE` bytes.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.pid = os.getpid()
+        self._by = BY_LOOP
+        self._memory = memory
+        self._step: int | None = None
+        self._at = 0.0
+        self._steps = self._seconds = 0.0
+        self._metrics: tuple[str, ...] = ()
+        self._names = b""
+
+    def note(
+        self, by: int, step: int, total: int | None, metrics: dict[str, float], now: float
+    ) -> None:
+        """Write that this process has come to a step."""
+        if by < self._by:
+            return
+        last = self._step
+        if last is None or step < last or by > self._by:  # the first one, or another loop begins
+            self._steps = self._seconds = 0.0
+            self._step, self._at, self._by = step, now, by
+        elif step > last:
+            passed = now - self._at
+            decay = math.exp(-passed / MEMORY)
+            self._steps = self._steps * decay + (step - last)
+            self._seconds = self._seconds * decay + passed
+            self._step, self._at = step, now
+        names = tuple(metrics)
+        if names != self._metrics:
+            self._metrics = names
+            self._names = b"\n".join(_name(each) for each in names)
+        body = _BODY.pack(
+            step, -1 if total is None else total, self._at, self._steps, self._seconds, len(names)
+        )
+        if names:
+            body += struct.pack(f"={len(names)}d", *metrics.values()) + self._names
+        self._memory[: _HEAD.size + len(body)] = _HEAD.pack(len(body), zlib.crc32(body)) + body
+
+
+def _name(text: str) -> bytes:
+    return text.replace("\n", " ").encode()[:MAX_NAME].decode(errors="ignore").encode()
+
+
+_reporter: Reporter | None = None
+
+
+def progress(step: SupportsInt, total: SupportsInt | None = None, **metrics: SupportsFloat) -> None:
+    """Report how far this worker is: for the progress bar of ``rally run``, ``rally ps``, ``rally top`` and metrics.
+
+    Costs about a microsecond. Without ``rally run``, and in children of a worker, it does nothing. Every rank may call it; the bar
+    shows that of rank 0. Not collective, never blocks.
+
+    Args:
+        step: the number of steps that are complete; of any unit that the script counts in. A smaller one than before
+            begins a new loop.
+        total: how many there will be, if that is known.
+        metrics: numbers to be shown with it, such as ``loss=0.31``; at most 16. A tensor on a GPU is waited for, as ``float``
+            does.
+
+    What is no number is left out: a message for people must not end a training run.
+    """
+    reporter = _current()
+    if reporter is None:
+        return
+    whole = _whole(step)
+    if whole is not None:
+        found = _numbers(metrics) if metrics else {}
+        whole_total = None if total is None else _whole(total)
+        reporter.note(BY_SCRIPT, whole, whole_total, found, clock.MONOTONIC.now())
+
+
+def report(by: int, step: int, total: int | None = None) -> None:
+    """The same from parts of this package, which count for scripts that do not call :func:`progress`.
+
+    Args:
+        by: :data:`BY_LOOP` or :data:`BY_SESSION`.
+        step, total: see there.
+    """
+    reporter = _current()
+    if reporter is not None:
+        reporter.note(by, step, total, {}, clock.MONOTONIC.now())
+
+
+def _whole(value: SupportsInt) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if 0 <= number < 1 << 63 else None
+
+
+def _numbers(metrics: dict[str, SupportsFloat]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+        if len(found) == MAX_METRICS:
+            break
+    return found
+
+
+def _current() -> Reporter | None:
+    """This process's reporter; the first call makes it. None in a process that is no worker."""
+    global _reporter  # noqa: PLW0603  one process is one worker
+    reporter = _reporter
+    if reporter is not None and reporter.pid == os.getpid():
+        return reporter
+    line = supervisor_line.held()
+    if line is None:
+        return None
+    try:
+        memory = _shared(line)
+    except OSError:  # no descriptor is left, or the supervisor is gone
+        return None
+    _reporter = Reporter(memory)
+    return _reporter
+
+
+def _shared(line: int) -> mmap.mmap:
+    """Memory that the supervisor has the descriptor of."""
+    import socket  # not needed to import this package
+
+    # With a default time-out, a socket object makes the descriptor non-blocking for all.
+    blocks = os.get_blocking(line)
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, SIZE)
+        memory = mmap.mmap(fd, SIZE)
+        with socket.socket(fileno=os.dup(line)) as end:
+            socket.send_fds(end, [b'{"kind": "kept steps"}\n'], [fd], socket.MSG_DONTWAIT)
+    finally:
+        os.close(fd)
+        os.set_blocking(line, blocks)
+    return memory

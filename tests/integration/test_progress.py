@@ -1,0 +1,128 @@
+"""How far a job is: reported by its workers, shown by its supervisor."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pace import pace
+from rallypoint.control.client import connect
+from rallypoint.errors import ControlError
+from rallypoint.launch.cli import main
+from supervisors import RALLY, Popen
+
+
+PATIENCE = 30.0 * pace()
+
+# Rank 0 reports a step, a child of it another one, which does not count. Then all wait.
+SCRIPT = """
+import os, sys, time
+import rallypoint
+
+rank = int(os.environ["RANK"])
+rallypoint.progress(41, 100)
+time.sleep(0.05)
+rallypoint.progress(42 + rank, 100, loss=0.25, note="no number")
+if rank == 0 and os.fork() == 0:
+    rallypoint.progress(99, 100)
+    os._exit(0)
+print("rank", rank, "stands", flush=True)
+if sys.argv[1] == "stay":
+    time.sleep(1000)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def wait_until(look: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(0.02)
+    pytest.fail(f"not within {PATIENCE} s: {what}")
+
+
+@pytest.mark.integration
+def test_ps_top_and_status_have_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    name = f"steps-{os.getpid()}"
+    words = [RALLY, "run", "--nproc-per-node", "2", "--rdzv-id", name, str(script), "stay"]
+    job = Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+
+        def reported() -> Any:
+            try:
+                status = connect(name).status()
+            except ControlError:
+                return None
+            steps = [(each["progress"] or {}).get("step") for each in status["workers"]]
+            return status if steps == [42, 43] else None
+
+        status = wait_until(reported, "both ranks have reported")
+        found = status["progress"]
+        assert (found["step"], found["total"], found["metrics"]) == (42, 100, {"loss": 0.25})
+        assert 0 < found["rate"] <= 20 and not found["late"]
+        assert main(["ps"]) == 0
+        (row,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith(name)]
+        assert "running, step 42 of 100" in row
+        assert main(["top", name, "--once", "--interval", "0.1"]) == 0
+        _, head, first, second = capsys.readouterr().out.splitlines()
+        place = head.split().index("STEP")
+        assert (first.split()[place], second.split()[place]) == ("42", "43")
+    finally:
+        job.terminate()
+        out, err = job.communicate(timeout=PATIENCE)
+    assert "step" not in err and "stands" in out  # the first line comes after half a minute
+
+
+def on_terminal(words: list[str], rows: int) -> tuple[int, bytes]:
+    """Run a program on a terminal of so many rows. Returns its exit code, and what it has written."""
+    pid, fd = pty.fork()
+    if pid == 0:
+        try:
+            fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("4H", rows, 80, 0, 0))
+            os.execve(words[0], words, {**os.environ, "TERM": "xterm"})
+        finally:
+            os._exit(99)
+    written = b""
+    while True:
+        try:
+            data = os.read(fd, 65536)
+        except OSError:
+            break
+        written += data
+    os.close(fd)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("rows", "flags"), [(24, ()), (4, ()), (24, ("--progress", "off"))])
+def test_the_bar_has_a_row_of_its_own(tmp_path: Path, rows: int, flags: tuple[str, ...]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    code, written = on_terminal([RALLY, "run", *flags, str(script), "1"], rows)
+    assert code == 0 and b"rank 0 stands" in written
+    if rows == 4 or flags:
+        assert b"step 4" not in written and b"\x1b7" not in written
+        return
+    reserves = b"\x1b[1;23r"
+    begin, shows, end = (
+        written.find(reserves),
+        written.rfind(b"\x1b[24;1H 42 %"),
+        written.rfind(b"\x1b[r"),
+    )
+    assert 0 <= begin < shows < end  # and the row is given back
+    assert b"step 42 of 100" in written[shows:end]
