@@ -98,6 +98,7 @@ SANS_IO = {
     "launch/policy.py",
     "launch/step_watch.py",
     "launch/server/learning.py",
+    "launch/server/warm_key.py",
     "launch/placement/ranks.py",
     "launch/output/report.py",
     "launch/placement/worker_env.py",

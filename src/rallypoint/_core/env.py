@@ -120,3 +120,9 @@ def watched() -> Iterator[Reads]:
 def apply(changes: Mapping[str, str | None]) -> None:
     """Set variables; None: unset."""
     _apply(changes)
+
+
+def replace(values: Mapping[str, str]) -> None:
+    """Make this the whole environment of the process."""
+    os.environ.clear()
+    os.environ.update(values)

@@ -222,6 +222,29 @@ def bears_mark(pid: int, marker: bytes) -> bool:
         return False
 
 
+def started(pid: int) -> int:
+    """When a process started, in clock ticks since the host did; 0 if it is gone."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else 0
+
+
+def marked_in_memory(marker: bytes, since: int) -> list[int]:
+    """Running processes that bear a mark of :func:`leave_mark`, wherever in the tree they are.
+
+    Args:
+        marker: the mark.
+        since: when the first of them started (:func:`started`); older ones are not looked at.
+    """
+    return [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if started(pid) >= since
+        and pid != os.getpid()
+        and bears_mark(pid, marker)
+        and is_running(pid)
+    ]
+
+
 def reap(pids: Iterable[int], patience: float = 0.0) -> None:
     """Reap the children among ``pids`` that end within ``patience`` seconds."""
     deadline = clock.Deadline(patience)

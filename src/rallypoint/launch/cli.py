@@ -23,6 +23,7 @@ usage: rally COMMAND …
   rally ps                             list the jobs of this user on this host
   rally top [JOB]                      show what each worker uses, live; the odd ones are marked
   rally stacks [JOB]                   show where each worker is, the odd ones out first
+  rally warm [--stop]                  list or end the processes that rally run --warm keeps
   rally checkpoints PLACE              list the checkpoints of sessions
   rally secret [FILE]                  make the secret that the nodes of a job share
   rally env                            list the environment variables that rally reads
@@ -30,7 +31,7 @@ usage: rally COMMAND …
 
 rally run --help lists the flags."""
 
-_COMMANDS = ("run", "ps", "top", "stacks", "checkpoints", "secret", "env", "help")
+_COMMANDS = ("run", "ps", "top", "stacks", "warm", "checkpoints", "secret", "env", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +65,16 @@ def _dispatch(words: list[str]) -> int:
             from rallypoint.control import commands
 
             _print(commands.ps(words[1:]) if command == "ps" else commands.stacks(words[1:]))
+            if words == ["ps"]:
+                from . import warm_command
+
+                if kept := warm_command.lines():
+                    _print(f"\n{kept}")
+            return 0
+        case "warm":
+            from . import warm_command
+
+            _print(warm_command.command(words[1:]))
             return 0
         case "top":
             from rallypoint.control import top

@@ -217,6 +217,7 @@ class LaunchConfig:
         start_method: fork server or plain interpreters.
         preload: modules the fork server imports after torch.
         learned_preload: whether parts of torch that workers import are preloaded for the next ones.
+        warm: the fork server is a fork of a warm server, which is kept for so many seconds after a job; None: it is not.
         templates: ``{rank}``, ``{local_rank}``, ``{node_rank}`` and ``{generation}`` in the target's arguments are
             replaced by each worker's own.
         virtual_local_rank: every worker sees LOCAL_RANK=0 and one device.
@@ -263,6 +264,7 @@ class LaunchConfig:
     start_method: StartMethod = StartMethod.FORKSERVER
     preload: tuple[str, ...] = ()
     learned_preload: bool = True
+    warm: float | None = None
     templates: bool = False
     virtual_local_rank: bool = False
     numa_binding: NumaBinding | None = None

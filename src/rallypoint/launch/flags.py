@@ -334,6 +334,23 @@ FLAGS: tuple[Flag, ...] = (
         help="do not preload, for restarted workers, the parts of torch that the workers before them imported",
     ),
     Flag(
+        name="--warm",
+        own=True,
+        group=_START,
+        env=False,
+        help="keep a process that has imported torch after the job, and start from it if there is one: no waiting"
+        " for `import torch`; `rally warm` shows and ends it",
+    ),
+    Flag(
+        name="--warm-timeout",
+        own=True,
+        metavar="S",
+        default="600",
+        env=False,
+        group=_START,
+        help="with --warm, seconds without a job after which that process ends",
+    ),
+    Flag(
         name="--unbuffered",
         own=True,
         short="-u",

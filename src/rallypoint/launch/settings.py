@@ -102,6 +102,7 @@ def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, lis
         start_method=start_method,
         preload=tuple(name for name in values.text("preload").split(",") if name),
         learned_preload=not values.switch("no_learned_preload"),
+        warm=_warm(values, start_method, nodes.num_nodes),
         templates=values.switch("templates"),
         virtual_local_rank=values.switch("virtual_local_rank"),
         numa_binding=cast("NumaBinding | None", values["numa_binding"]),
@@ -135,6 +136,19 @@ def _start(values: Values, kind: TargetKind) -> tuple[StartMethod, str | None]:
     if method is StartMethod.EXEC and values.text("preload"):
         values.remarks.append("--preload has no effect without --start-method forkserver")
     return method, None
+
+
+def _warm(values: Values, start_method: StartMethod, num_nodes: int) -> float | None:
+    """For how long a warm server is kept; None: there is none."""
+    if not values.switch("warm"):
+        return None
+    if start_method is not StartMethod.FORKSERVER:
+        values.remarks.append("--warm has no effect without --start-method forkserver")
+        return None
+    if num_nodes > 1:
+        values.remarks.append("--warm has no effect with several nodes")
+        return None
+    return values.seconds("warm_timeout")
 
 
 def _block_buffered(values: Values) -> bool:

@@ -277,7 +277,7 @@ class Supervisor:
         threads = config.local_world_size or config.workers_per_node or 2
         defaults = worker_env.common_defaults(self._env, threads)
         preload = (*TORCH, *config.preload)
-        return ServerProcess.start(
+        server = ServerProcess.start(
             config.job,
             config.start_method,
             preload,
@@ -288,7 +288,11 @@ class Supervisor:
             alone=config.job.kind is not TargetKind.FUNCTION,
             open_files=self._open_files,
             learns=config.learned_preload,
+            warm=config.warm,
         )
+        if server.why_cold:
+            self._say(f"--warm has no effect: {server.why_cold}")
+        return server
 
     def _loop(self, received: SignalEvents) -> Outcome:
         server, coordination = self._server, self._coordination

@@ -91,6 +91,7 @@ class ForkServer:
         open_files: a worker's limit of open files, if lower than this process's.
         learns: whether the next workers have imported what earlier ones imported.
         secret_fd: a memory file with the job's secret, for all processes of the job; None: it has none.
+        supervisor: a pidfd of the supervisor, if that is not this process's parent (see ``warm_server``).
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class ForkServer:
         *,
         learns: bool = False,
         secret_fd: int | None = None,
+        supervisor: int = -1,
     ) -> None:
         self._channel = channel
         self._job = job
@@ -117,7 +119,7 @@ class ForkServer:
         self._sweep_kill_at: float | None = None  # set during the grace period of a sweep
         self._sweep_give_up_at: float | None = None
         self._wakeup_read, self._wakeup_write = -1, -1
-        self._supervisor = -1
+        self._supervisor = supervisor
         self._unserved: set[int] = set()  # descriptors of requests not yet handled
         self._secret_fd = secret_fd
         if secret_fd is not None:
@@ -147,8 +149,9 @@ class ForkServer:
             ctypes.CDLL(None).fflush(None)
         self._watch_children()
         # Watch the supervisor's pidfd, not only the channel: other forks of its program (function
-        # launches) may hold the channel open. It is still our parent, or we would be dead.
-        self._supervisor = os.pidfd_open(os.getppid())
+        # launches) may hold the channel open. A parent is still ours, or we would be dead.
+        if self._supervisor < 0:
+            self._supervisor = os.pidfd_open(os.getppid())
         process.live_without_parent()  # from here on the loop watches the supervisor and cleans up
         self._report({"is": "ready", "threads": self._threads})
         self._serve()

@@ -8,7 +8,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rallypoint._core import clock, process
@@ -19,7 +20,9 @@ from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap
 from rallypoint.launch.worker.job import WorkerFds
 
+from . import warm_client
 from .channel import Channel, Message, socket_pair
+from .warm_client import Warm
 
 
 # Each worker overwrites the fork server's command line with its own (process.set_title), which
@@ -45,6 +48,7 @@ class ServerProcess:
         strangers: with None, only marked processes are killed. Otherwise this process only runs the
             job, and all its descendants are the job's, marked or not, except these.
         forked: the server is a fork of this program: its forks have the mark in memory only.
+        warm: the server is a fork of a warm server, so it is no child of this process.
     """
 
     def __init__(
@@ -55,13 +59,17 @@ class ServerProcess:
         strangers: frozenset[int] | None = None,
         *,
         forked: bool = False,
+        warm: Warm | None = None,
     ) -> None:
         self.pid = pid
         self.channel = channel
-        self.pidfd = os.pidfd_open(pid)
+        self.pidfd = os.pidfd_open(pid) if warm is None else warm.pidfd
+        self.why_cold = ""  # why no warm server serves the job, though one was asked for
         self._marker = marker.encode()
         self._strangers = strangers
         self._forked = forked
+        self._warm = warm is not None
+        self._since = process.started(pid)
         self._lasting: set[int] = set()
         self._reaped: int | None = None
         self._numbers = itertools.count()
@@ -81,6 +89,7 @@ class ServerProcess:
         alone: bool,
         open_files: int | None = None,
         learns: bool = False,
+        warm: float | None = None,
     ) -> ServerProcess:
         """Start a server in a new interpreter. Returns while the server is still importing.
 
@@ -89,10 +98,26 @@ class ServerProcess:
             alone: this process only runs the job, so all orphans it adopts are the job's.
             open_files: a worker's limit of open files, if lower than ours.
             learns: whether the next workers have imported what earlier ones imported.
+            warm: take a fork of a warm server instead; a new one is kept for so many seconds after the job.
 
         Raises:
             LaunchError: the interpreter cannot be executed.
         """
+        hello: dict[str, Any] = {"supervisor": os.getpid(), "job": job.to_json()}
+        hello |= {"start_method": start_method.value, "preload": list(preload)}
+        hello["open_files"] = open_files
+        hello["learns"] = learns
+        hello["has_secret"] = secret is not None
+        hello["mark"] = f"{JOB_MARKER}={token}"
+        why_cold = ""
+        if warm is not None:
+            marked = {**env, JOB_MARKER: token}
+            with _in_file(secret) as fds:
+                found = warm_client.take(hello, job, marked, fds, warm)
+            if isinstance(found, warm_client.Warm):
+                strangers = frozenset(process.children(os.getpid())) if alone else None
+                return cls(found.pid, found.channel, hello["mark"], strangers=strangers, warm=found)
+            why_cold = found.why
         # With `helper & exec rally run …` in a shell, this process has a child already.
         strangers = frozenset(process.children(os.getpid())) if alone else None
         ours, theirs = socket_pair()
@@ -117,13 +142,11 @@ class ServerProcess:
             theirs.close()
         child.returncode = 0  # we reap it ourselves: Popen must not wait for it or warn
         channel = Channel(ours)
-        hello: dict[str, Any] = {"supervisor": os.getpid(), "job": job.to_json()}
-        hello |= {"start_method": start_method.value, "preload": list(preload)}
-        hello["open_files"] = open_files
-        hello["learns"] = learns
-        hello["has_secret"] = secret is not None
-        _send_with_secret(channel, hello, secret)
-        return cls._of(child.pid, channel, token, strangers=strangers)
+        with _in_file(secret) as fds:
+            channel.send(hello, fds)
+        started = cls._of(child.pid, channel, token, strangers=strangers)
+        started.why_cold = why_cold
+        return started
 
     @classmethod
     def _of(cls, pid: int, channel: Channel, token: str, **more: Any) -> ServerProcess:
@@ -227,7 +250,7 @@ class ServerProcess:
         """Continue the server if it is stopped. Returns whether it was."""
         stopped = process.state(self.pid) in {"T", "t"}
         if stopped:
-            os.kill(self.pid, signal.SIGCONT)
+            signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
         return stopped
 
     def why_silent(self) -> str:
@@ -254,7 +277,8 @@ class ServerProcess:
             Pids of processes that are still running.
         """
         if self._reaped is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a warm server has reaped it
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         return self.kill_orphans()
 
     def wait(self, timeout: float | None) -> bool:
@@ -273,6 +297,8 @@ class ServerProcess:
 
     def how_it_ended(self) -> str:
         """How the server ended, for the report; valid once :meth:`wait` has returned True."""
+        if self._warm:
+            return "has ended"  # its status went to the warm server
         status = self._reaped or 0
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
@@ -314,6 +340,8 @@ class ServerProcess:
         if self._forked:
             ours = process.descendants(os.getpid())
             found |= {pid for pid in ours if process.bears_mark(pid, self._marker)}
+        if self._warm:  # what it left is a child of the warm server, or of none
+            found |= set(process.marked_in_memory(self._marker, self._since))
         if self._strangers is not None:
             found |= set(process.descendants(os.getpid(), keep=self._strangers))
         if self._reaped is None and process.is_running(self.pid):
@@ -321,11 +349,12 @@ class ServerProcess:
         return sorted(found - self._lasting)
 
 
-def _send_with_secret(channel: Channel, hello: Message, secret: bytes | None) -> None:
-    """Send the secret in a memory file, not in the message, whose content may appear in an error."""
+@contextmanager
+def _in_file(secret: bytes | None) -> Iterator[list[int]]:
+    """The secret in a memory file, not in a message, whose content may appear in an error."""
     fds = [] if secret is None else [descriptor(secret)]
     try:
-        channel.send(hello, fds)
+        yield fds
     finally:
         for fd in fds:
             os.close(fd)

@@ -1,0 +1,351 @@
+"""Warm servers, as others see them: finding or starting the one for a job, listing them, stopping them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import rallypoint
+from rallypoint._core import clock, private, user_folder
+from rallypoint.launch import torch_private
+from rallypoint.launch.config import Job
+
+from . import warm_key
+from .channel import Channel, Message
+from .warm_lock import READY, STARTING, WarmLock, uid_of_peer
+
+
+# What a warm server imports. Modules of --preload are imported for each job: they may be the user's.
+MODULES = ("torch", "torch.distributed")
+# Servers of one user; each keeps about 200 MB.
+MOST = 4
+# Seconds until a running server answers, and a new one has imported torch.
+PATIENCE, START_PATIENCE = 5.0, 60.0
+_TITLE_ROOM = 2048
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """A fork server that a warm server has become.
+
+    Args:
+        channel: the connection to it.
+        pid: its pid.
+        pidfd: a descriptor of it.
+    """
+
+    channel: Channel
+    pid: int
+    pidfd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """No warm server serves this job.
+
+    Args:
+        why: in words.
+    """
+
+    why: str
+
+
+def take(
+    hello: Message, job: Job, env: Mapping[str, str], secret_fds: list[int], idle: float
+) -> Warm | Unfit:
+    """Have the warm server for this process become the fork server of a job; start it first if there is none.
+
+    Blocks while a new one imports torch.
+
+    Args:
+        hello: the request to a fork server.
+        job: the job.
+        env: the environment of its fork server.
+        secret_fds: a memory file with the job's secret, if it has one.
+        idle: seconds after which a new server that has no job ends.
+    """
+    try:
+        folder = _folder()
+        name = warm_key.name(facts(job, env))
+        request = {**hello, "do": "job", "env": dict(env), "umask": _umask()}
+        request["ignored"] = [
+            int(each) for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN
+        ]
+        why = ""
+        for _ in range(
+            2
+        ):  # the first may have ended a moment ago, or have found that torch has changed
+            connection, patience = _connected(folder, name, job, env, idle)
+            found = _asked(Channel(connection), request, secret_fds, patience)
+            if isinstance(found, Warm):
+                return found
+            why = found.why
+        return Unfit(why)
+    except OSError as error:
+        return Unfit(f"no warm server: {error}")
+
+
+def _asked(
+    channel: Channel, request: Message, secret_fds: list[int], patience: float
+) -> Warm | Unfit:
+    own = [os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), os.pidfd_open(os.getpid())]
+    try:
+        channel.send(request, [0, 1, 2, *own, *secret_fds])
+    finally:
+        for fd in own:
+            os.close(fd)
+    answer = _answer(channel, patience)
+    if answer is None:
+        channel.close()
+        return Unfit("the warm server did not answer")
+    message, fds = answer
+    if message["is"] == "warm" and len(fds) == 1:
+        return Warm(channel, int(message["pid"]), fds[0])
+    for fd in fds:
+        os.close(fd)
+    channel.close()
+    return Unfit(str(message.get("why", message["is"])))
+
+
+def _connected(
+    folder: Path, name: str, job: Job, env: Mapping[str, str], idle: float
+) -> tuple[socket.socket, float]:
+    """A connection to the server of this name, and how long its answer may take."""
+    path = folder / f"{name}.sock"
+    with WarmLock(folder):
+        connection = _dial(path)
+        if connection is not None:
+            return connection, START_PATIENCE if _is_new(path) else PATIENCE
+        _make_room(folder, name)
+        with _listening(path) as listener:
+            _start(listener, path, job, env, idle)
+        connection = _dial(path)
+    if connection is None:
+        raise ConnectionRefusedError(0, "a new server has ended at once")
+    return connection, START_PATIENCE
+
+
+def _is_new(path: Path) -> bool:
+    """Whether the server may still be importing."""
+    return stat.S_IMODE(path.stat().st_mode) != READY
+
+
+def _dial(path: Path) -> socket.socket | None:
+    """Connect; None if no process listens. Removes what a dead one has left."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(os.fspath(path))
+        if uid_of_peer(connection) == os.geteuid():
+            return connection
+    except FileNotFoundError:
+        pass
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+    except OSError:
+        connection.close()
+        raise
+    connection.close()
+    return None
+
+
+@contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        path.chmod(STARTING)
+        listener.listen(64)
+        yield listener
+
+
+def _start(
+    listener: socket.socket, path: Path, job: Job, env: Mapping[str, str], idle: float
+) -> None:
+    """Start a server in a new interpreter. It outlives this process."""
+    fd = listener.fileno()
+    prologue = "" if sys.flags.safe_path else "import sys; del sys.path[0]; "
+    call = f"main({fd}, {os.fspath(path)!r}, {idle!r}, {MODULES!r})"
+    code = f"{prologue}from rallypoint.launch.server.warm_server import main; {call}"
+    child = subprocess.Popen(
+        [sys.executable, *_flags(job), "-c", code, " " * _TITLE_ROOM],
+        env=warm_key.variables(env),
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    child.returncode = 0  # nobody waits for it
+
+
+def _make_room(folder: Path, name: str) -> None:
+    """Stop servers of other versions of this installation; and the one idle longest, if there are too many."""
+    others = [each for each in folder.glob("*.sock") if each.stem != name]
+    for path in [each for each in others if warm_key.is_outdated(each.stem, name)]:
+        _ask(path, {"do": "stop"})
+        others.remove(path)
+    idle = []
+    for path in others if len(others) >= MOST else []:
+        told = _ask(path, {"do": "status"})
+        if told is not None and told["idle"] is not None:
+            idle.append((told["idle"], path))
+    if idle:
+        _ask(max(idle)[1], {"do": "stop"})
+
+
+def running() -> list[Message]:
+    """What each warm server of this user says of itself."""
+    found = (_ask(path, {"do": "status"}) for path in _sockets())
+    return [each for each in found if each is not None]
+
+
+def stop(pids: Sequence[int] = ()) -> list[int]:
+    """Stop the warm servers of this user, or those with these pids. Jobs that run go on. Returns the pids."""
+    stopped = []
+    for path in _sockets():
+        told = _ask(path, {"do": "status"})
+        if told is None or (pids and told["pid"] not in pids):
+            continue
+        if _ask(path, {"do": "stop"}) is not None:
+            stopped.append(int(told["pid"]))
+    return stopped
+
+
+def _sockets() -> list[Path]:
+    try:
+        return sorted(_folder().glob("*.sock"))
+    except OSError:
+        return []
+
+
+def _ask(path: Path, question: Message) -> Message | None:
+    """Ask a server; None if it is gone."""
+    try:
+        connection = _dial(path)
+    except OSError:
+        return None
+    if connection is None:
+        return None
+    channel = Channel(connection)
+    try:
+        channel.send(question)
+        answer = _answer(channel, START_PATIENCE if _is_new(path) else PATIENCE)
+    except OSError:
+        return None
+    finally:
+        channel.close()
+    return None if answer is None else answer[0]
+
+
+def _answer(channel: Channel, patience: float) -> tuple[Message, list[int]] | None:
+    deadline = clock.Deadline(patience)
+    while not channel.closed_by_peer and not deadline.expired():
+        poller = select.poll()
+        poller.register(
+            channel.fileno(), select.POLLIN | (select.POLLOUT if channel.wants_write() else 0)
+        )
+        poller.poll((deadline.remaining() or 0.0) * 1000)
+        channel.flush()
+        if received := channel.receive(1):
+            return received[0]
+    return None
+
+
+def _folder() -> Path:
+    problem: OSError | None = None
+    for parent in user_folder.candidates():
+        try:
+            user_folder.check(parent)
+            folder = parent / "warm"
+            private.make_folder(folder, exist_ok=True)
+            user_folder.check(folder)
+            return folder
+        except OSError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+# -- what a new interpreter would be like -------------------------------------------------------------
+
+
+def facts(job: Job, env: Mapping[str, str]) -> warm_key.Facts:
+    return warm_key.Facts(
+        install=[sys.executable, sys.prefix, sys.base_prefix],
+        versions=[sys.version, *_version_of("torch"), rallypoint.__version__, *_sources()],
+        flags=_flags(job),
+        env=env,
+        folder=os.getcwd(),
+        state=_state(),
+    )
+
+
+def _flags(job: Job) -> list[str]:
+    return [*torch_private.interpreter_flags(), *(["-u"] if job.unbuffered else [])]
+
+
+def _version_of(package: str) -> list[str]:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return []
+    return [spec.origin, _changed(spec.origin), _changed(Path(spec.origin).with_name("version.py"))]
+
+
+def _sources() -> list[str]:
+    """The times of this package's files, and of the folders of installed packages."""
+    import site
+
+    own = Path(rallypoint.__file__).parent
+    newest = max(os.stat(each).st_mtime_ns for each in own.rglob("*.py"))
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    return [os.fspath(own), str(newest), *(_changed(each) for each in folders)]
+
+
+def _changed(path: str | Path) -> str:
+    try:
+        return str(os.stat(path).st_mtime_ns)
+    except OSError:
+        return ""
+
+
+def _state() -> dict[str, str]:
+    """What a process inherits and a fork of another process cannot take over."""
+    state = warm_key.inherited(_text("/proc/self/status"))
+    for each in _NAMESPACES:
+        try:
+            state[each] = os.readlink(f"/proc/self/ns/{each}")
+        except OSError:
+            continue
+    for each in ("cgroup", "oom_score_adj", "attr/current"):
+        state[each] = _text(f"/proc/self/{each}")
+    for name in dir(resource):
+        if name.startswith("RLIMIT_"):
+            state[name] = str(resource.getrlimit(getattr(resource, name)))
+    state["nice"] = str(os.getpriority(os.PRIO_PROCESS, 0))
+    state["root"] = os.readlink("/proc/self/root")
+    return state
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
