@@ -427,6 +427,46 @@ def test_the_main_node_of_a_batch_job_is_reached_though_it_is_not_told_its_addre
         assert len(found) == 1 and f"node {rank} of 2" in found[0]
 
 
+@pytest.fixture
+def two_debian_hosts(two_hosts) -> Iterator[list[tuple[str, ...]]]:
+    """Words that run a command on each of two hosts whose names lead to 127.0.1.1, as Debian's installer has it."""
+    folders = [Path("/etc/netns", name) for name in two_hosts]
+    named = 'hostname "$0" && exec "$@"'
+    try:
+        for index, folder in enumerate(folders):
+            folder.mkdir(parents=True)
+            names = [f"10.77.0.{other + 1} host{other}" for other in (0, 1) if other != index]
+            lines = ["127.0.0.1 localhost", f"127.0.1.1 host{index}", *names]
+            (folder / "hosts").write_text("\n".join(lines) + "\n")
+        yield [
+            ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, f"host{index}")
+            for index, name in enumerate(two_hosts)
+        ]
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("endpoint", ["10.77.0.1", "host0"])
+def test_hosts_whose_names_lead_to_the_loopback_train_together(
+    start, two_debian_hosts, endpoint: str
+) -> None:
+    nodes = [
+        start(
+            f"n{r}",
+            *("--nnodes", "2", "--rdzv-endpoint", endpoint, "--nproc-per-node", "2", "probe.py"),
+            prefix=prefix,
+        )
+        for r, prefix in enumerate(two_debian_hosts)
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
+    assert {r["sum"] for node in nodes for r in node.records()} == {6.0}
+    for index, node in enumerate(nodes):
+        (line,) = [each for each in node.says().splitlines() if "SOCKET_IFNAME" in each]
+        assert f"the name host{index} leads to 127.0.1.1" in line
+
+
 @pytest.mark.netns
 @pytest.mark.faults
 def test_a_cut_cable_is_noticed_by_both_sides(start, two_hosts, tmp_path: Path) -> None:

@@ -427,3 +427,15 @@ def test_a_bad_variable_is_called_by_its_own_name(name, value):
     assert refusal("x.py", **{f"PET_{name}": value}).startswith(f"PET_{name} {value!r}: expected")
     flag = "--" + name.lower().replace("_", "-")
     assert refusal(f"{flag}={value} x.py").startswith(f"{flag} {value!r}: expected")
+
+
+def test_workers_that_the_cluster_has_bound_to_one_cpu(monkeypatch):
+    task = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    task |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3})
+    (remark,) = [each for each in configure("x.py", **task)[1] if "CPU" in each]
+    assert "one CPU, to which Open MPI has bound" in remark and "--bind-to none" in remark
+    assert not [each for each in configure("x.py")[1] if "CPU" in each]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 4})
+    assert not [each for each in configure("x.py", **task)[1] if "CPU" in each]

@@ -55,6 +55,7 @@ class RoundReady:
         replaced: how many workers of sessions were replaced since then.
         kept: which nodes keep their workers; None: all start anew.
         is_keeper: this node is one of them.
+        network: variables that tell workers the interface to the other nodes.
     """
 
     generation: int
@@ -67,6 +68,7 @@ class RoundReady:
     replaced: int = 0
     kept: Kept | None = None
     is_keeper: bool = False
+    network: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

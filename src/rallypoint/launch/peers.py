@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rallypoint._core import addresses
+from rallypoint._core import addresses, env as environment
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import (
     RallyError,
@@ -38,7 +38,7 @@ from rallypoint.rendezvous.kept_round import Kept
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.record_store import RecordStore
 
-from . import node_answers, step_watch
+from . import network, node_answers, step_watch
 from .config import LaunchConfig
 from .coordination import (
     Coordination,
@@ -100,6 +100,7 @@ class PeerNodes:
         self._reports: tuple[WorkerFailure, ...] = ()
         self._round = NO_ROUND
         self._broken = False
+        self._network_remark = ""
         self._ending = ""  # what waiting nodes are told; empty: the supervisor decides
         self._stop = threading.Event()
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -379,7 +380,16 @@ class PeerNodes:
             replaced=0 if kept is None else kept.replaced,
             kept=kept,
             is_keeper=kept is not None and formed.rank in kept.keepers,
+            network=self._network_for(addr),
         )
+
+    def _network_for(self, master_addr: str) -> Mapping[str, str]:
+        """What workers are told about the network; for the person at the terminal once."""
+        choice = network.choice_for(environment.snapshot(), self._config.local_addr, master_addr)
+        if choice.remark and choice.remark != self._network_remark:
+            self._network_remark = choice.remark
+            self._say(choice.remark)
+        return choice.variables
 
     def _append(self, what: str, generation: int, **more: Any) -> None:
         """Append to the journal, unless the entry is about an earlier generation, whose journal nobody reads."""

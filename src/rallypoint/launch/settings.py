@@ -68,6 +68,8 @@ def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, lis
     if placement is not None:
         values.remarks.append(placement.describe())
     workers, accelerator = _workers(values, placement)
+    if placement is not None:
+        _remark_on_one_cpu(values, placement, workers or 1)
     nodes = nodes_from(values, placement)
     several_here = placement is not None and placement.one_worker_per_task
     signals, passed = _signals(values)
@@ -192,6 +194,15 @@ def _workers(values: Values, placement: clusters.Placement | None) -> tuple[int 
     if (problem := limits.why_not(number)) is not None:
         raise ConfigError(shown, word, problem, "start fewer workers")
     return number, None
+
+
+def _remark_on_one_cpu(values: Values, placement: clusters.Placement, workers: int) -> None:
+    """Open MPI binds a task to a core unless told otherwise, and Slurm gives it one CPU where CPUs are allocated."""
+    if len(os.sched_getaffinity(0)) > 1 or os.cpu_count() == 1:
+        return
+    hint = "for more, ask for more CPUs per task (srun --cpus-per-task N, mpirun --bind-to none)"
+    who = "this worker and its threads have" if workers == 1 else f"these {workers} workers share"
+    values.remarks.append(f"{who} one CPU, to which {placement.source} has bound them; {hint}")
 
 
 def _secret(values: Values, *, alone: bool) -> bytes | None:

@@ -77,7 +77,9 @@ class Spawner:
         facts = self._facts(ready)
         ranks_of_workers = self._ranks(ready)
         # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
-        settings = [self._settings_of(ranks, facts, factory) for ranks in ranks_of_workers]
+        settings = [
+            self._settings_of(ranks, facts, factory, ready.network) for ranks in ranks_of_workers
+        ]
         for ranks, each in zip(ranks_of_workers, settings, strict=True):
             if takes_over:
                 each["env"][worker_env.TAKES_OVER] = "1"
@@ -102,7 +104,7 @@ class Spawner:
         factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
         facts = self._facts(ready)
         ranks = self._ranks(ready)[index]
-        settings = self._settings_of(ranks, facts, factory)
+        settings = self._settings_of(ranks, facts, factory, ready.network)
         settings["env"][worker_env.TAKES_OVER] = "1"
         name = f"worker {ready.generation}.{ranks.local_rank}, replaced {ready.replaced}"
         worker = self._spawn_one(ranks, facts, factory, settings, channel, name)
@@ -140,7 +142,11 @@ class Spawner:
         )
 
     def _settings_of(
-        self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
+        self,
+        ranks: WorkerRanks,
+        facts: worker_env.RoundFacts,
+        factory: StreamFactory,
+        network: Mapping[str, str],
     ) -> dict[str, Any]:
         """Of one worker: what is to be in its environment, and where it may run."""
         folder = factory.worker_folder(ranks.local_rank)
@@ -149,7 +155,7 @@ class Spawner:
         if self._config.templates:
             args = worker_env.fill_in(self._config.job.args, ranks, facts.generation)
         return {
-            "env": worker_env.worker_env(self._env, ranks, facts, error_file),
+            "env": {**network, **worker_env.worker_env(self._env, ranks, facts, error_file)},
             "cpus": self._cpus_of(ranks),
             "args": args,
         }
