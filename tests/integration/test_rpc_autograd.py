@@ -565,7 +565,7 @@ def use_what_is_exported() -> None:
         autograd.backward(context_id, [rpc.rpc_sync("w1", exported_scale, (value,))])
         optimizer.step(context_id)
         assert value.item() == 0.0
-        own = served.call(1, served.explore, (context_id, 1, 7, 7, False, [1]))
+        own = served.call(1, served.explore, (context_id, 1, 7, 7, False, [1 << 20]))
         with pytest.raises(RpcError, match="directed by the worker that began it"):
             own.wait()
         with pytest.raises(RpcError, match="ended by the worker that began it"):

@@ -175,8 +175,16 @@ def test_distributed_autograd_is_ours_and_torchs_again_afterwards(imported):
                 optimizer.step(context)
                 with pytest.raises(RuntimeError, match="Already have an autograd context id"):
                     autograd.context().__enter__()
-                with pytest.raises(rpc.RpcError, match="do not record"):
-                    autograd._new_context()
+                seen = autograd._retrieve_context(context)
+                assert seen._context_id() == context == autograd._current_context()._context_id()
+                assert seen._known_worker_ids() == {1}
+                (sent,), (received,) = (
+                    seen._send_functions().values(),
+                    seen._recv_functions().values(),
+                )
+                assert sent.name() == "torch::distributed::autograd::SendRpcBackward"
+                assert received.name() == "torch::distributed::autograd::RecvRpcBackward"
+                assert sent.next_functions[0][0].name() == "MulBackward0"
             assert rpc.rpc_sync("w1", weight_now) == 0.5
             with pytest.raises(RuntimeError, match="Could not find autograd context"):
                 autograd.get_gradients(context)

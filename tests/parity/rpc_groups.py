@@ -43,9 +43,6 @@ class Method:
         return "faulty" if self.group.endswith("faulty") else "tensorpipe"
 
 
-_AUTOGRAD = (
-    "not run yet: the tests look into torch's private contexts, which Rallypoint does not have"
-)
 _SCRIPT = (
     "not applicable: TorchScript code calls RPC from inside the interpreter,"
     " which only torch's C++ agents can serve"
@@ -61,18 +58,12 @@ GROUPS: Final[Mapping[str, Group]] = {
     "examples": Group(title="parameter server, reinforcement learning"),
     "script": Group(title="scripted functions called from Python"),
     "device-map": Group(title="a device map with the CPU alone"),
-    "autograd": Group(title="distributed autograd", left_out=_AUTOGRAD),
-    "autograd-sparse": Group(title="distributed autograd, sparse tensors", left_out=_AUTOGRAD),
-    "autograd-faulty": Group(title="distributed autograd, messages lost", left_out=_AUTOGRAD),
-    "optimizer": Group(title="DistributedOptimizer", left_out=_AUTOGRAD),
-    "remote-module": Group(
-        title="RemoteModule",
-        left_out="not run yet: rallypoint.rpc supports only forward passes of RemoteModule",
-    ),
-    "ddp": Group(
-        title="DDP below distributed autograd",
-        left_out="not applicable: DDP's C++ reducer writes into torch's own autograd context",
-    ),
+    "autograd": Group(title="distributed autograd"),
+    "autograd-sparse": Group(title="distributed autograd, sparse tensors"),
+    "autograd-faulty": Group(title="distributed autograd, messages lost"),
+    "optimizer": Group(title="DistributedOptimizer"),
+    "remote-module": Group(title="RemoteModule"),
+    "ddp": Group(title="DDP below distributed autograd"),
     "torchscript": Group(title="RPC from TorchScript", left_out=_SCRIPT),
     "torchscript-faulty": Group(title="RPC from TorchScript, messages lost", left_out=_SCRIPT),
     "profiler": Group(
@@ -99,7 +90,39 @@ FILES: Final = (
     "rpc/jit/rpc_test_faulty.py",
 )
 
+_INTERFACE = (
+    "makes a RemoteModule with a TorchScript interface, which only torch's C++ agents can serve"
+)
+_ONE_COPY = (
+    "expects that two leaves with the same gradient both get a copy; here one of them gets the gradient itself, and the"
+    " other one a copy"
+)
+
 NOT_APPLICABLE: Final[Mapping[str, str]] = {
+    "DistAutogradTest.test_trainer_ps_torchscript_functions": (
+        "a TorchScript function calls RRef.to_here, which only torch's C++ agents can serve"
+    ),
+    "DistAutogradTest.test_backward_unused_send_function": (
+        "expects that a backward pass hangs if a tensor that was sent takes no part in it; here it ends"
+    ),
+    "DistAutogradTest.test_no_grad_copy": _ONE_COPY,
+    "DistAutogradTest.test_post_hooks": (
+        "hooks on the nodes that accumulate leaves' gradients run only for parameters of DDP, since a gradient goes to the"
+        " context and not to .grad"
+    ),
+    **{
+        f"RemoteModuleTest.{name}": _INTERFACE
+        for name in (
+            "test_forward_async",
+            "test_forward_async_script",
+            "test_forward_sync",
+            "test_forward_sync_script",
+            "test_remote_module_py_pickle_not_supported_script",
+        )
+    },
+    "ThreeWorkersRemoteModuleTest.test_send_remote_module_over_the_wire_script_not_supported": (
+        _INTERFACE
+    ),
     "RpcTest.test_custom_exception_throw_during_reconstruction": (
         "expects an exception with additional constructor arguments to arrive as a RuntimeError; here it"
         " keeps its type and attributes"

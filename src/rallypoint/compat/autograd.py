@@ -7,6 +7,7 @@ wrong.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -16,12 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed.autograd
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from rallypoint.errors import RpcError
 from rallypoint.rpc import autograd
+from rallypoint.rpc.autograd.context import Context
+from rallypoint.rpc.current_agent import required_agent
 from rallypoint.rpc.optim import DistributedOptimizer
 
 from . import torch_private
+from .autograd_contexts import FUNCTIONS
 
 
 # Imported with the rest of torch.distributed.optim, by programs that use one of its optimizers.
@@ -44,10 +49,12 @@ class StandIn:
             # This torch was built without it.
             return
         module: Any = torch.distributed.autograd
+        ours = {"backward": _backward, "get_gradients": autograd.get_gradients, **FUNCTIONS}
         for owner in (module, native):
-            self._replace(owner, "backward", autograd.backward)
-            self._replace(owner, "get_gradients", autograd.get_gradients)
-            self._replace(owner, torch_private.NEW_CONTEXT, _refuse)
+            for name, replacement in ours.items():
+                self._replace(owner, name, replacement)
+        self._replace(Context, "keeps_received", True)
+        self._replace(DistributedDataParallel, "__init__", _averaging(DistributedDataParallel))
         self._replace(module.context, "__enter__", _enter)
         self._replace(module.context, "__exit__", _exit)
         if _OPTIMIZER in sys.modules:
@@ -92,11 +99,27 @@ def _step(self: Any, context_id: int) -> None:
     self.optimizer.step(context_id)
 
 
-def _refuse(*_: Any) -> Any:
-    raise RpcError(
-        "torch's own autograd contexts do not record Rallypoint's calls, so gradients would stop there: use"
-        " torch.distributed.autograd.context()"
-    )
+def _averaging(kind: Any) -> Callable[..., None]:
+    """DDP's ``__init__``, whose modules also average in contexts."""
+    initialize = kind.__init__
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        initialize(self, *args, **kwargs)
+        autograd.average(self)
+
+    return __init__
+
+
+def _backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+    try:
+        autograd.backward(context_id, roots, retain_graph)
+    except (RuntimeError, TypeError):
+        raise
+    except Exception as error:
+        # As torch's engine raises what a node has raised, on whichever worker.
+        rank = required_agent().info(getattr(error.__cause__, "worker", None)).id
+        raise RuntimeError(f"Error on Node {rank}: {error}") from error
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:

@@ -26,8 +26,14 @@ UNSET_TIMEOUT = "_UNSET_RPC_TIMEOUT"
 DEFAULT_TIMEOUT = "_DEFAULT_RPC_TIMEOUT_SEC"
 DEFAULT_INIT_METHOD = "_DEFAULT_INIT_METHOD"
 DEFAULT_THREADS = "_DEFAULT_NUM_WORKER_THREADS"
-# Called by torch.distributed.autograd.context.
+# Of torch.distributed.autograd. The first two are called by its context.
 NEW_CONTEXT = "_new_context"
+RELEASE_CONTEXT = "_release_context"
+CURRENT_CONTEXT = "_current_context"
+RETRIEVE_CONTEXT = "_retrieve_context"
+IS_VALID_CONTEXT = "_is_valid_context"
+MAX_ID = "_get_max_id"
+AUTOGRAD_DEBUG_INFO = "_get_debug_info"
 
 
 def native_rpc() -> Any:

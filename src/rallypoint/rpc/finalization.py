@@ -111,6 +111,7 @@ def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> 
     Args:
         first: the first wave, if it was made already.
     """
+    agent.contexts.tell_ended()
     _wait_idle(agent, deadline)
     if isinstance(agent.group, DynamicGroup):
         return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .api import context, get_gradients
+from .averaging import average
 from .backward import backward
 
 
-__all__ = ["backward", "context", "get_gradients"]
+__all__ = ["average", "backward", "context", "get_gradients"]

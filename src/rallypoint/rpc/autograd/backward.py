@@ -59,6 +59,11 @@ def backward(
         Exception: what a part of the graph raised, on whichever worker.
     """
     agent = required_agent()
+    if type(context_id) is not int:
+        raise TypeError(
+            "backward(): incompatible function arguments: context_id is"
+            f" {type(context_id).__name__}, expected a number"
+        )
     context: Context = agent.contexts.get(context_id)
     outputs, gradients = _roots(roots)
     deadline, _ = agent.deadline(timeout)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from rallypoint.errors import RpcError
 
 # Ids are unique without communication: the owner's id, then the owner's count.
 _COUNT_BITS = 48
+# A sent tensor's number: that of its message, then its place in it.
+_PLACE_BITS = 20
 
 # A backward pass: the id of the worker that began it, and its number there.
 PassId = tuple[int, int]
@@ -29,6 +31,25 @@ def context_id_of(owner: int, count: int) -> int:
 def owner_of(context_id: int) -> int:
     """The id of the worker that began the context."""
     return context_id >> _COUNT_BITS
+
+
+def message_of(number: int) -> int:
+    """The number of the message in which a tensor was sent."""
+    return number >> _PLACE_BITS
+
+
+class SentTensor(NamedTuple):
+    """A tensor that was sent.
+
+    Args:
+        edge: where its gradient enters the graph.
+        to: the worker that received it.
+        is_leaf: whether the edge leads to a node that only stands for the leaf that was sent.
+    """
+
+    edge: GradientEdge
+    to: int
+    is_leaf: bool
 
 
 class Part(Protocol):
@@ -48,7 +69,11 @@ class Context:
         gradients: of this worker's leaves, by leaf.
         passes: the backward passes that this worker takes part in.
         is_over: whether it has ended. Nothing is recorded any more.
+        received: the nodes of received tensors, if ``keeps_received``.
     """
+
+    # Set by the stand-in for torch's contexts, which shows them.
+    keeps_received = False
 
     def __init__(self, context_id: int) -> None:
         self.id = context_id
@@ -57,7 +82,8 @@ class Context:
         self.is_over = False
         self._lock = threading.Lock()
         self._peers: set[int] = set()
-        self._sent: dict[int, tuple[GradientEdge, int]] = {}
+        self._sent: dict[int, SentTensor] = {}
+        self.received: list[Any] = []
         self._count = 0
 
     # -- forward ------------------------------------------------------------------------------------
@@ -69,27 +95,41 @@ class Context:
                 self._peers.add(worker)
             return not self.is_over
 
-    def record(self, edge: GradientEdge, to: int) -> int:
-        """Note that a tensor was sent. Returns its number."""
+    def new_message(self) -> int:
+        """The number of the first tensor of a new message; the others follow it."""
         with self._lock:
             self._count += 1
+            return self._count << _PLACE_BITS
+
+    def record(self, number: int, sent: SentTensor) -> None:
+        """Note that a tensor was sent."""
+        with self._lock:
             if not self.is_over:
-                self._sent[self._count] = edge, to
-            return self._count
+                self._sent[number] = sent
+
+    @property
+    def peers(self) -> set[int]:
+        """The workers to which messages of this context go."""
+        return set(self._peers)
+
+    def sent(self) -> dict[int, SentTensor]:
+        """The tensors that were sent so far, by number."""
+        with self._lock:
+            return dict(self._sent)
 
     # -- backward -----------------------------------------------------------------------------------
 
     def edges(self) -> dict[Hashable, GradientEdge]:
         """The tensors that were sent so far, by number."""
         with self._lock:
-            return {number: edge for number, (edge, _) in self._sent.items()}
+            return {number: each.edge for number, each in self._sent.items()}
 
     def receiver(self, number: int) -> int:
         """To whom it was sent."""
         found = self._sent.get(number)
         if found is None:
             raise RpcError(f"context {self.id} has no sent tensor number {number!r}")
-        return found[1]
+        return found.to
 
     def begin(self, pass_id: PassId, part: Part) -> Any:
         """Take part in a backward pass. Returns the part in it: this one, or one that began before.
@@ -135,6 +175,7 @@ class Context:
             peers, self._peers = self._peers, set()
             passes, self.passes = self.passes, {}
             self._sent = {}
+            self.received = []
             self.gradients = {}
         for each in passes.values():
             each.fail(RpcError(f"autograd context {self.id} ended during a backward pass"))

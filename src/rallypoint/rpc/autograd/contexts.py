@@ -132,9 +132,10 @@ class Contexts:
             for worker in peers:
                 self._to_tell.setdefault(worker, []).append(context.id)
         if is_first:
-            self._tasks.later(_GATHER_SECONDS, self._tell_ended)
+            self._tasks.later(_GATHER_SECONDS, self.tell_ended)
 
-    def _tell_ended(self) -> None:
+    def tell_ended(self) -> None:
+        """Tell the workers of ended contexts, without waiting for more of these."""
         with self._lock:
             to_tell, self._to_tell = self._to_tell, {}
         for worker, ended in to_tell.items():

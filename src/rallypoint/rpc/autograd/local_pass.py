@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from rallypoint.errors import RpcError
+from rallypoint.rpc.torch_private import sparse_parts
 
+from .averaging import accumulate, computed_together, is_averaged
 from .context import Context
 from .reach import Reached, reach
 from .schedule import Schedule, Step
@@ -60,7 +62,7 @@ class LocalPass:
         edges = context.edges()
         edges.update(roots or {})
         self._edges = edges
-        self._inputs = reach(edges)
+        self._inputs = computed_together(reach(edges))
         self._schedule = Schedule(edges, {key: each.needs for key, each in self._inputs.items()})
         self._gradients: dict[Hashable, Tensor | None] = {}
         # Arrived from other workers, and so in memory that nothing else uses.
@@ -160,12 +162,16 @@ class LocalPass:
         for each in inputs:
             self._check(each)
         results: Iterable[Tensor | None] = [None] * len(inputs)
-        if known:
+        retain_graph = self._retain_graph or not step.frees
+        outputs = [self._edges[each] for each in known]
+        if known and any(is_averaged(each.leaf) for each in inputs):
+            results = accumulate(outputs, list(known.values()), inputs, retain_graph=retain_graph)
+        elif known:
             results = torch.autograd.grad(
-                [self._edges[each] for each in known],
+                outputs,
                 [each.target for each in inputs],
                 list(known.values()),
-                retain_graph=self._retain_graph or not step.frees,
+                retain_graph=retain_graph,
                 allow_unused=True,
             )
         taken = {_memory(each) for each in known.values() if id(each) not in self._received}
@@ -213,14 +219,19 @@ class LocalPass:
 
 
 def _memory(tensor: Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        tensor = sparse_parts(tensor)[1]
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _own(gradient: Tensor, leaf: Tensor, taken: set[int]) -> Tensor:
     """A leaf's gradient in memory of its own, which the program may change in place."""
-    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
-        return gradient
     at = _memory(gradient)
+    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
+        if at and at not in taken and sparse_parts(gradient)[1].is_contiguous():
+            taken.add(at)
+            return gradient
+        return gradient.clone()
     if at not in taken and gradient.stride() == leaf.stride():
         taken.add(at)
         return gradient

@@ -12,7 +12,7 @@ from rallypoint.errors import RpcError
 from rallypoint.rpc.current_agent import current_agent
 from rallypoint.rpc.serialization.payload import current_sender, receive_with
 
-from .context import Context
+from .context import Context, SentTensor
 
 
 class _Sent(torch.autograd.Function):
@@ -28,8 +28,8 @@ class _Sent(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """Begins the graph of a tensor that has arrived. Gradients leave here: a backward pass collects them, and does not run
-    this node.
+    """Begins the graph of a tensor that has arrived. Gradients leave here: a backward pass collects them, and usually does
+    not run this node.
     """
 
     @staticmethod
@@ -38,14 +38,18 @@ class _Received(torch.autograd.Function):
         return plain.data
 
     @staticmethod
-    def backward(_: Any, *gradients: Any) -> Any:
-        del gradients
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.source in CAPTURED:
+            CAPTURED[ctx.source] = gradients[0]
+            return None, None, None
         raise RpcError(
             "a gradient has reached a tensor that came from another worker, where backward() and torch.autograd.grad()"
             " end: call rpc.autograd.backward(context_id, roots)"
         )
 
 
+# By source, the gradients of received tensors in a pass that runs their nodes.
+CAPTURED: dict[tuple[int, int, int], Any] = {}
 # Makes the outputs of _Received require a gradient.
 _ANCHOR = torch.empty(0, requires_grad=True)
 # The type of the node of a received tensor. Its ``source``: the context, the worker that sent it, and its number there.
@@ -74,15 +78,20 @@ class Recorder:
         to: the id of the receiver.
     """
 
-    __slots__ = ("_context", "_to")
+    __slots__ = ("_context", "_next", "_to")
 
     def __init__(self, context: Context, to: int) -> None:
         self._context = context
         self._to = to
+        self._next = 0
 
     def record(self, tensor: Tensor) -> tuple[int, int]:
         """The context of a tensor that is sent, and its number there."""
-        return self._context.id, self._context.record(edge_of(tensor), self._to)
+        context = self._context
+        number = self._next or context.new_message()
+        self._next = number + 1
+        context.record(number, SentTensor(edge_of(tensor), self._to, tensor.grad_fn is None))
+        return context.id, number
 
     def reduce(self, tensor: Tensor) -> Any:
         """As ``__reduce__``."""
@@ -112,6 +121,8 @@ def _received(context_id: int, number: int, plain: Tensor, sender: int | None) -
         return plain.requires_grad_()
     with torch.enable_grad():
         made: Tensor = _Received.apply(_ANCHOR, plain, (context_id, sender, number))  # type: ignore[no-untyped-call]
+    if context.keeps_received:
+        context.received.append(made.grad_fn)
     return made
 
 

@@ -34,8 +34,10 @@ def backward(rref: Reference, context_id: int, retain_graph: bool) -> None:
         return
     if context_id == -1:
         raise RpcError(
-            f"RRef.backward() works only on the value's owner, {rref.owner_name()!r}: call it in a function on that worker,"
-            " or pass the id of a context (rpc.autograd.context)"
+            # The first words are torch's.
+            "User RRefs require 'dist_autograd_ctx_id' to be specified: without the id of a context"
+            " (rpc.autograd.context), RRef.backward() works only on the value's owner,"
+            f" {rref.owner_name()!r}"
         )
     with within(required_agent().contexts.get(context_id)):
         rpc_sync(rref.owner(), backward_here, (rref, context_id, retain_graph))
