@@ -38,6 +38,7 @@ LITTLE = {
     "soak_rpc.py": ["--faults", "60"],
     "soak_sessions.py": ["--faults", "3", "--workers", "2"],
     "strangers.py": QUICK,
+    "warm.py": QUICK,
 }
 
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd
 import torch.jit._builtins
+import torch.library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
@@ -118,6 +120,12 @@ def callees() -> Iterator[Callee]:
             "_exit_function",
             "info, debug, _run_finalizers, active_children, current_process",
             "end_multiprocessing",
+        ),
+        (
+            torch.library,
+            "_del_library",
+            "captured_impls, op_impls, captured_defs, op_defs, registration_handles, m, schema_to_signature_cache",
+            "keep_operators_at_exit",
         ),
         (concurrent.futures.process, "_RemoteTraceback", "tb", "REMOTE_TRACEBACKS"),
     ):
@@ -287,6 +295,7 @@ ATTRIBUTES = {
     "_fsdp_param_groups",
     "_get_fsdp_state",
     "_is_root",
+    "_registry",
     "_unsharded_param",
     "_StorageBase",
     "_devices",
@@ -569,6 +578,30 @@ def test_private_attributes_of_fsdp_that_sessions_use(ddp: Any) -> None:
     assert of_elastic.local_optimizer(zero) is zero.optim
     sgd = torch.optim.SGD(ddp.parameters())
     assert of_elastic.local_optimizer(sgd) is sgd
+
+
+def test_operators_that_are_registered_now_stay_at_exit() -> None:
+    def at_exit() -> int:
+        alive = [(each, each.peek()) for each in list(weakref.finalize._registry)]  # type: ignore[attr-defined]
+        return sum(
+            each.atexit and found is not None and found[1] is torch.library._del_library
+            for each, found in alive
+        )
+
+    before = at_exit()
+    changed = [
+        each
+        for each in list(weakref.finalize._registry)  # type: ignore[attr-defined]
+        if each.atexit
+    ]
+    try:
+        of_launch.keep_operators_at_exit()
+        assert before > 50
+        assert at_exit() == 0
+        assert len([each for each in changed if each.atexit]) == len(changed) - before
+    finally:
+        for each in changed:
+            each.atexit = True
 
 
 def test_the_message_of_a_traceback_can_be_cut() -> None:

@@ -139,8 +139,8 @@ def run(words: Sequence[str]) -> int:
 
 def launch(config: LaunchConfig) -> int:
     """Run a job from this terminal and print how it failed, if it did."""
+    from .coordinator import coordination_for
     from .output.console import Console
-    from .peers import coordination_for
     from .policy import Aim
     from .supervisor import Supervisor
 

@@ -41,10 +41,8 @@ from rallypoint.rendezvous.record_store import RecordStore
 from . import network, node_answers, step_watch
 from .config import LaunchConfig
 from .coordination import (
-    Coordination,
     CoordinationEvent,
     CoordinationFailed,
-    LoneNode,
     NodeAsked,
     NodeFacts,
     NotNeeded,
@@ -74,12 +72,6 @@ MAX_REASON = 300
 SPARES_PATIENCE = 2.0
 
 Say = Callable[[str], None]
-
-
-def coordination_for(config: LaunchConfig, say: Say) -> Coordination:
-    """The connection to the other nodes, or a stand-in for it if there is only one node."""
-    alone = config.num_nodes == 1 and config.rendezvous.plug_in is None
-    return LoneNode() if alone else PeerNodes(config, say)
 
 
 class PeerNodes:

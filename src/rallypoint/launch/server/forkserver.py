@@ -50,7 +50,7 @@ from types import FrameType
 
 from rallypoint._core import clock, env as environment, limits, process
 from rallypoint._core.secret import adopt, from_descriptor, offer
-from rallypoint.launch import signals
+from rallypoint.launch import signals, torch_private
 from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap, ending
 from rallypoint.launch.worker.job import ASK_SIGNAL, WorkerFds, WorkerStart
@@ -139,6 +139,7 @@ class ForkServer:
         process.set_subreaper(True)
         if self._start_method is StartMethod.FORKSERVER and not self._import(preload):
             self._drain_and_exit()
+        torch_private.keep_operators_at_exit()
         # The collector writes to the objects it visits, which would copy their pages in every worker.
         # Nothing that exists now needs to be visited again.
         gc.collect()

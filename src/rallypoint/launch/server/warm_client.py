@@ -124,11 +124,12 @@ def _connected(
 ) -> tuple[socket.socket, float]:
     """A connection to the server of this name, and how long its answer may take."""
     path = folder / f"{name}.sock"
+    if not path.exists():
+        _make_room(folder, name)  # before the lock, which those that end take as well
     with WarmLock(folder):
         connection = _dial(path)
         if connection is not None:
             return connection, START_PATIENCE if _is_new(path) else PATIENCE
-        _make_room(folder, name)
         with _listening(path) as listener:
             _start(listener, path, job, env, idle)
         connection = _dial(path)
