@@ -4,6 +4,7 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -543,12 +544,121 @@ def test_an_optimizer_steps_on_every_owner(four: Workers) -> None:
     four.run(held.clear)
 
 
+# -- modules on other workers --------------------------------------------------------------------------------
+
+
+def use_remote_module(module: rpc.RemoteModule, value: Tensor) -> Tensor:
+    """Sent to a third worker."""
+    result: Tensor = module(value)
+    return result
+
+
+def train_a_remote_module() -> None:
+    module = rpc.RemoteModule("w1/cpu", torch.nn.Linear, (2, 1), {"dtype": torch.float64})
+    value = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    weight, bias = module.remote_parameters()
+    assert weight.owner_name() == "w1" and weight.to_here().shape == (1, 2)
+    before = weight.to_here().detach()
+    optimizer = DistributedOptimizer(torch.optim.SGD, [weight, bias], lr=0.5)
+    with autograd.context() as context_id:
+        here = module.forward_async(value)
+        there = rpc.rpc_sync("w2", use_remote_module, (module, value))
+        assert torch.equal(here.wait(), there)
+        autograd.backward(context_id, [here.wait().sum() + there.sum()])
+        optimizer.step(context_id)
+    assert torch.equal(weight.to_here(), before - 0.5 * 2 * value)
+    dropout = rpc.RemoteModule("rank:2", torch.nn.Dropout, (1.0,))
+    assert dropout(torch.ones(3)).sum() == 0
+    assert dropout.eval()(torch.ones(3)).sum() == 3
+    again = rpc.RemoteModule.from_module_rref(dropout.get_module_rref())
+    assert again.on == "w2" and again(torch.ones(3)).sum() == 3
+    with pytest.raises(ValueError, match=r"``parameters`` not supported.*remote_parameters"):
+        module.parameters()
+    with pytest.raises(ValueError, match="returns an instance of <class nn.Module>"):
+        rpc.RemoteModule("w1", dict)
+    for text in ("", "rank:one", "w1/nowhere"):
+        with pytest.raises(ValueError, match="remote_device is"):
+            rpc.RemoteModule(text, torch.nn.Linear, (1, 1))
+    with pytest.raises(TypeError, match="reference is to a float"):
+        rpc.RemoteModule.from_module_rref(rpc.remote("w1", float))()  # type: ignore[arg-type]
+
+
+def test_a_module_on_another_worker_is_used_and_trained(four: Workers) -> None:
+    four.on(0, train_a_remote_module)
+
+
+# -- DDP within a context --------------------------------------------------------------------------------------
+
+
+def train_with_ddp(store: str, rank: int) -> list[float]:
+    """Two trainers; a table and a second layer are on w3."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
+    try:
+        torch.manual_seed(0)
+        first, second = (torch.nn.Linear(2, 2, dtype=torch.float64) for _ in range(2))
+        dense = torch.nn.ModuleList([first, second])
+        model = torch.nn.parallel.DistributedDataParallel(_Dense(dense))
+        autograd.average(model)
+        first.weight.grad = torch.full_like(first.weight, 7.0)  # not touched
+        found = []
+        for step in range(2):
+            value = double(1.0 + rank + step, 1, 2)
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [model(value).sum()])
+                gradients = autograd.get_gradients(context_id)
+                got = [gradients[each] for each in dense.parameters()]
+                expected = []
+                for other in range(2):
+                    again = torch.full((1, 2), 1.0 + other + step, dtype=torch.float64)
+                    loss = second(torch.sin(first(again)) * 3).sum() + first(again).sum()
+                    expected.append(torch.autograd.grad(loss, list(dense.parameters())))
+                for at, each in enumerate(got):
+                    torch.testing.assert_close(each, (expected[0][at] + expected[1][at]) / 2)
+                assert value in gradients
+            found += [float(each.sum()) for each in got]
+        assert first.weight.grad.eq(7.0).all() and second.weight.grad is None
+        return found
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class _Dense(torch.nn.Module):
+    def __init__(self, dense: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, value: Tensor) -> Tensor:
+        first, second = self.dense
+        hidden = first(value)
+        there = rpc.rpc_sync("w3", sine, (hidden,))
+        result: Tensor = second(there * 3) + hidden
+        return result
+
+
+def sine(value: Tensor) -> Tensor:
+    return torch.sin(value)
+
+
+def test_ddp_averages_the_gradients_of_a_context(four: Workers, tmp_path: Path) -> None:
+    both = [four.begin(rank, train_with_ddp, str(tmp_path / "store"), rank) for rank in range(2)]
+    one, other = (each.result() for each in both)
+    assert one == other
+
+
 # -- allow-lists -------------------------------------------------------------------------------------------
 
 
 @rpc.export
 def exported_scale(value: Tensor) -> Tensor:
     return value * 2
+
+
+@rpc.export
+def exported_module() -> rpc.RRef[torch.nn.Module]:
+    held["module"] = torch.nn.Identity()
+    return rpc.RRef(held["module"])
 
 
 def join_exported() -> None:
@@ -565,6 +675,13 @@ def use_what_is_exported() -> None:
         autograd.backward(context_id, [rpc.rpc_sync("w1", exported_scale, (value,))])
         optimizer.step(context_id)
         assert value.item() == 0.0
+        with pytest.raises(rpc.NotAllowed):
+            rpc.RemoteModule("w1", torch.nn.Linear, (1, 1))
+        with pytest.raises(ValueError, match="returns an instance of <class nn.Module>"):
+            rpc.RemoteModule("w1", torch.optim.SGD, ([value],))
+        held_there = rpc.RemoteModule.from_module_rref(rpc.rpc_sync("w1", exported_module))
+        with pytest.raises(rpc.NotAllowed, match="was not made by RemoteModule"):
+            held_there(value)
         own = served.call(1, served.explore, (context_id, 1, 7, 7, False, [1 << 20]))
         with pytest.raises(RpcError, match="directed by the worker that began it"):
             own.wait()

@@ -57,6 +57,7 @@ from .registry import (
     init_backend,
     register_backend,
 )
+from .remote_module import RemoteModule
 from .stream import RpcStream
 from .worker_info import WorkerInfo
 
@@ -80,6 +81,7 @@ __all__ = [
     "RRef",
     "Reach",
     "RemoteError",
+    "RemoteModule",
     "RpcBackendOptions",
     "RpcError",
     "RpcStream",

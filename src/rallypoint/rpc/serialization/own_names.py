@@ -19,6 +19,7 @@ REBUILDERS = (
             "serialization.cuda_ipc.arrive_staged",
             "autograd.transfer.rebuild_received",
             "references.rref.rebuild_rref",
+            "remote_module.rebuild_remote_module",
             # These two check the list themselves.
             "serialization.script.load_script_function",
             "serialization.script.load_torch_function",
@@ -58,6 +59,11 @@ SERVED = frozenset(
         "optim.number_of",
         "optim.step_local",
         "references.rref_backward.backward_here",
+        "remote_module.is_there",
+        "remote_module.make_module",
+        "remote_module.parameters_of",
+        "remote_module.run_module",
+        "remote_module.set_training",
         "rref_proxy.call_method",
         "rref_proxy.rref_type",
     )
