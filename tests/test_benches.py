@@ -34,6 +34,7 @@ LITTLE = {
     "rpc_protection.py": QUICK,
     "secret.py": QUICK,
     "soak.py": QUICK,
+    "soak_autograd.py": ["--faults", "10"],
     "soak_elastic.py": ["--faults", "2", "--patience", "120"],
     "soak_rpc.py": ["--faults", "60"],
     "soak_sessions.py": ["--faults", "3", "--workers", "2"],
