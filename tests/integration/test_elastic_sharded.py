@@ -126,6 +126,105 @@ def test_a_killed_node_costs_the_steps_since_the_last_snapshot_too(tmp_path: Pat
         assert max(end["redone"], default=0) <= 4, ends
 
 
+CHECKPOINTS = """
+import os, random, sys, hashlib, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from rallypoint import elastic
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+kind, where, until = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+# Unequal parts, and with four ranks an empty one.
+net = torch.nn.Sequential(torch.nn.Linear(6, 10 if "tp" in kind else 3), torch.nn.Dropout(0.3))
+net.append(torch.nn.Linear(10 if "tp" in kind else 3, 5))
+if kind == "fsdp2":
+    fully_shard(net)
+elif kind == "hsdp":
+    fully_shard(net, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("r", "s")))
+elif kind == "tp":
+    parallelize_module(net, init_device_mesh("cpu", (size,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+elif kind == "tp x dp":
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+torch.manual_seed(100 + (0 if kind == "tp" else rank))
+
+def bits():
+    found = hashlib.sha256()
+    for each in net.parameters():
+        state = optimizer.state[each]
+        for one in (each, state["exp_avg"], state["exp_avg_sq"]):
+            whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+            found.update(whole.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+with elastic.session(net, optimizer, checkpoint=where, checkpoint_every=4, snapshot_every=3) as session:
+    began = session.position
+    if began:
+        loaded = session.run(bits)
+        assert loaded is not None
+    while session.position < until:
+        with session.step():
+            x = torch.randn(4, 6)
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ended = session.run(bits)
+if rank == 0:
+    print("began", began, loaded if began else "-", "ended", session.position, ended)
+dist.destroy_process_group()
+"""
+
+
+def checkpointed(folder: Path, workers: int, kind: str, until: int) -> list[str]:
+    """Number and bits of the first step and of the last."""
+    (folder / "train.py").write_text(CHECKPOINTS)
+    done = run(
+        [
+            *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", str(workers)),
+            *("--preload", "torch._dynamo", "train.py", kind, "saved", str(until)),
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "was not written" not in done.stderr, done.stderr
+    _, began, loaded, _, ended, bits = done.stdout.split()
+    return [began, loaded, ended, bits]
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("fsdp2", (2, 3)),
+        pytest.param("hsdp", (4, 2), marks=pytest.mark.long),
+        pytest.param("tp", (2, 5), marks=pytest.mark.long),
+        pytest.param("tp x dp", (4, 2), marks=pytest.mark.long),
+    ],
+)
+def test_a_checkpoint_is_loaded_by_as_many_ranks_and_by_others(
+    tmp_path: Path, kind: str, workers: tuple[int, int]
+) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    *_, undisturbed = checkpointed(whole, workers[0], kind, 18)
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    # Each function counts as a step.
+    *_, ended, bits = checkpointed(parts, workers[0], kind, 9)
+    began, loaded, ended_again, end = checkpointed(parts, workers[0], kind, 20)
+    assert (began, loaded) == (ended, bits)
+    assert end == undisturbed
+    began, loaded, _, _ = checkpointed(parts, workers[1], kind, 25)
+    assert (began, loaded) == (ended_again, end)
+
+
 FEW = [(2, 1, "forward"), (5, 0, "backward"), (9, 1, "after"), (13, 0, "between")]
 
 

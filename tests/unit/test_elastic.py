@@ -84,11 +84,13 @@ def test_what_has_no_state_is_refused_and_sharded_state_is_seen(
         Objects([3])
     assert not Objects([torch.nn.Linear(2, 2)]).is_sharded
     monkeypatch.setattr(torch_private, "is_sharded", lambda _: True)
-    sharded = Objects([torch.nn.Linear(2, 2)])
-    assert sharded.is_sharded
+    net = torch.nn.Linear(2, 2)
+    assert Objects([net]).is_sharded
+    monkeypatch.setattr(torch_private, "local_optimizer", lambda _: None)
+    zero = Objects([torch.optim.SGD(net.parameters())])
     checkpoints = Checkpoints("somewhere", every=1, keep=1)
-    with pytest.raises(ElasticError, match="checkpoint= keeps replicated state only"):
-        Session(sharded, None, checkpoints)
+    with pytest.raises(ElasticError, match="cannot keep a ZeroRedundancyOptimizer"):
+        Session(zero, None, checkpoints)
 
 
 def test_gradients_that_a_step_leaves_are_seen() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, cast
 
 import torch
@@ -16,12 +18,27 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
 )
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from rallypoint._core.checkpoint_records import RECORD, File, Record
 from rallypoint._core.storage import Storage
 from rallypoint.errors import ElasticError
 
+from . import shards, torch_private
 from .checkpoint_state import filled, keys_in
+from .shards import Shard
 
 
 # What a session adds to the state of its objects.
@@ -29,52 +46,184 @@ SESSION = "session"
 STRUCTURE = f"{SESSION}.structure"
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has written of a checkpoint.
+
+    Args:
+        files: by name.
+        pieces: of each piece of a tensor: the tensor's key, its shape and type, where the piece begins and its shape; then its
+            file, and where in the file.
+    """
+
+    files: dict[str, File]
+    pieces: tuple[tuple[str, list[int], str, list[int], list[int], str, int, int], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "files": {name: [file.size, file.digest] for name, file in self.files.items()},
+            "pieces": self.pieces,
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Part:
+        files = {
+            name: File(size=size, digest=digest) for name, (size, digest) in record["files"].items()
+        }
+        return cls(files, tuple(tuple(each) for each in record["pieces"]))
+
+
 class Unreadable(ElasticError):
     """A checkpoint that cannot be read: what is wrong with it."""
 
 
-def write(storage: Storage, name: str, state: Mapping[str, Any]) -> dict[str, File]:
+def write(
+    storage: Storage,
+    name: str,
+    state: Mapping[str, Any],
+    parts: Callable[[], Sequence[Part]] | None = None,
+) -> dict[str, File]:
     """Write a checkpoint, but for its record.
 
     Args:
         storage: the folder of checkpoints.
         name: of this one.
         state: nested dicts and lists of tensors in host memory and other leaves.
+        parts: waits for those that the other ranks write; None if there are none.
     Returns:
         The files.
     Raises:
         OSError: a file could not be written. Drivers of URLs raise other exceptions, too.
     """
-    storage.remove(name)
+    if parts is None:
+        storage.remove(name)
     files = _Files(storage)
+    others: list[Part] = []
+    with _writer(files, name) as writer:
+        planner = _SavePlanner()
+        local, written = _save(dict(state), planner, writer, 0)
+        others += () if parts is None else parts()
+        _, metadata = planner.create_global_plan([local, *map(_plan_of, others)])
+        writer.finish(metadata, [written, *map(_results_of, others)])
+    found = {path.removeprefix(f"{name}/"): file for path, file in files.written.items()}
+    for each in others:
+        found |= each.files
+    return found
+
+
+def write_part(storage: Storage, name: str, state: Mapping[str, Shard], rank: int) -> Part:
+    """Write what only this rank has, beside rank 0.
+
+    Args:
+        storage: the folder of checkpoints.
+        name: of this one.
+        state: the parts of sharded tensors, by key.
+        rank: of this process, not 0.
+    Raises:
+        OSError: as :func:`write`.
+    """
+    files = _Files(storage)
+    with _writer(files, name) as writer:
+        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        plan, written = _save(dict(state), planner, writer, rank)
+    pieces = []
+    places = {(each.index.fqn, each.index.offset): each.storage_data for each in written}
+    for item in plan.items:
+        data, place = item.tensor_data, places[item.index.fqn, item.index.offset]
+        assert data is not None  # all items are parts of tensors
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        chunk = data.chunk
+        pieces.append(
+            (
+                *(item.index.fqn, list(data.size), dtype, list(chunk.offsets), list(chunk.sizes)),
+                *(place.relative_path, place.offset, place.length),
+            )
+        )
+    found = {path.removeprefix(f"{name}/"): file for path, file in files.written.items()}
+    return Part(found, tuple(pieces))
+
+
+@contextmanager
+def _writer(files: _Files, name: str) -> Iterator[FileSystemWriter]:
     writer = FileSystemWriter(name, sync_files=False)
     writer.fs = cast("Any", files)
     writer.path = cast("Any", name)
     try:
-        _save(dict(state), writer)
+        yield writer
+    except ElasticError:
+        raise
     except Exception as error:  # noqa: BLE001  DCP wraps all kinds
         # torch's writer of archives hides what the storage said.
         raise files.problem or _cause(error) from None
-    return {path.removeprefix(f"{name}/"): file for path, file in files.written.items()}
 
 
-def _save(state: dict[str, Any], writer: FileSystemWriter) -> None:
-    """What ``dcp.save`` does, without its collectives and without its warning that there are none."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
+def _save(
+    state: dict[str, Any], planner: DefaultSavePlanner, writer: FileSystemWriter, rank: int
+) -> tuple[SavePlan, list[WriteResult]]:
+    """A rank's part of what ``dcp.save`` does, without its collectives and without its warning that there are none."""
+    planner.set_up_planner(state, is_coordinator=rank == 0)
+    writer.set_up_storage_writer(is_coordinator=rank == 0)
     local = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([local])
-    (plan,) = writer.prepare_global_plan(plans)
+    # The names of files count the ranks.
+    plan = writer.prepare_global_plan([*[SavePlan([])] * rank, local])[rank]
     written = writer.write_data(planner.finish_plan(plan), planner)
     written.wait()
-    writer.finish(metadata, [written.value()])
+    return local, written.value()
+
+
+def _plan_of(part: Part) -> SavePlan:
+    items = [
+        WriteItem(
+            index=MetadataIndex(key, torch.Size(offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+                properties=TensorProperties(dtype=getattr(torch, dtype)),
+                size=torch.Size(shape),
+            ),
+        )
+        for key, shape, dtype, offsets, sizes, *_ in part.pieces
+    ]
+    return SavePlan(items, planner_data={})
+
+
+def _results_of(part: Part) -> list[WriteResult]:
+    return [
+        WriteResult(
+            MetadataIndex(key, torch.Size(offsets)),
+            length,
+            torch_private.storage_info(path, offset, length),
+        )
+        for key, _, _, offsets, _, path, offset, length in part.pieces
+    ]
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Finds the parts of sharded tensors, too."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.tensor if isinstance(found, Shard) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads into the parts of sharded tensors, too. Keys are those of the checkpoint."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = self.state_dict[index.fqn]
+        return found.tensor if isinstance(found, Shard) else super().lookup_tensor(index)
 
 
 def _load(state: dict[str, Any], reader: FileSystemReader) -> None:
     """What ``dcp.load`` does, without its collectives."""
     metadata = reader.read_metadata()
-    planner = DefaultLoadPlanner()
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(state, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     local = reader.prepare_local_plan(planner.create_local_plan())
@@ -104,21 +253,26 @@ def check(storage: Storage, name: str, record: Record) -> None:
             raise Unreadable(f"{path} has changed since it was written")
 
 
-def read(storage: Storage, name: str) -> dict[str, Any]:
+def read(
+    storage: Storage, name: str, owners: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """The state that was written, exactly.
 
+    Args:
+        storage, name: of the checkpoint.
+        owners: tensors of which this rank gets its part only, as :meth:`.State.owners` gives them.
     Raises:
         Unreadable: the checkpoint is damaged, or has not been written by a session.
     """
     try:
-        return _read(storage, name)
+        return _read(storage, name, owners)
     except Unreadable:
         raise
     except Exception as error:
         raise Unreadable(str(_cause(error))) from error
 
 
-def _read(storage: Storage, name: str) -> dict[str, Any]:
+def _read(storage: Storage, name: str, owners: Mapping[str, Any]) -> dict[str, Any]:
     reader = FileSystemReader(name)
     reader.fs = cast("Any", _Files(storage))
     reader.path = cast("Any", name)
@@ -127,15 +281,32 @@ def _read(storage: Storage, name: str) -> dict[str, Any]:
         raise Unreadable("it was not written by a session")
 
     def tensors(keys: list[str]) -> dict[str, torch.Tensor]:
-        made = {
-            key: torch.empty(known[key].size, dtype=known[key].properties.dtype) for key in keys
-        }
+        made: dict[str, torch.Tensor | Shard] = {}
+        owner_of = {key: _owner(key, known[key].size, owners) for key in keys}
+        for key, owner in owner_of.items():
+            dtype = known[key].properties.dtype
+            if owner is None:
+                made[key] = torch.empty(known[key].size, dtype=dtype)
+            else:
+                part = torch_private.local_part(owner)
+                made[key] = Shard.like(owner, torch.empty(part.shape, dtype=dtype))
         _load(made, reader)
-        return made
+        return {
+            key: shards.whole(owner_of[key], each.tensor) if isinstance(each, Shard) else each
+            for key, each in made.items()
+        }
 
     packed = tensors([STRUCTURE])[STRUCTURE]
     structure = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
     return dict(filled(structure, tensors(keys_in(structure))))
+
+
+def _owner(key: str, shape: torch.Size, owners: Mapping[str, Any]) -> Any:
+    """The sharded tensor that says which part of a tensor this rank needs; None if it needs all of it."""
+    found = owners.get(key)
+    if found is None:
+        found = owners.get(f"{key.rpartition('.')[0]}.")
+    return found if found is not None and found.shape == shape else None
 
 
 def packed(structure: Any) -> torch.Tensor:

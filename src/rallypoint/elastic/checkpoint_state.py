@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rallypoint.errors import ElasticError
 
 from . import torch_private
+from .shards import Shard
 
 
 # In a structure: stands for a tensor, before its key.
@@ -64,6 +65,23 @@ class State:
         return {
             role: self._state_of(each) for role, each in zip(self.roles, self._given, strict=True)
         }
+
+    def owners(self) -> dict[str, Any]:
+        """The sharded tensors, by their key in a checkpoint. What an optimizer keeps of a parameter is sharded as the parameter; its
+        key begins with the one here."""
+        found: dict[str, Any] = {}
+        for role, each in zip(self.roles, self._given, strict=True):
+            if isinstance(each, nn.Module):
+                for name, value in self._state_of(each).items():
+                    if torch_private.is_tensor_sharded(value):
+                        found[f"{role}.{name}"] = value
+            elif isinstance(each, torch.optim.Optimizer):
+                parameters = [one for group in each.param_groups for one in group["params"]]
+                names: Sequence[object] = self._names_of(each) or range(len(parameters))
+                for key, one in zip(names, parameters, strict=True):
+                    if torch_private.is_tensor_sharded(one):
+                        found[f"{role}.state.{key}."] = one
+        return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Make it the present one.
@@ -168,17 +186,19 @@ class HostCopy:
     Attributes:
         nested: for DCP: dicts, lists, tensors and other leaves.
         structure: the exact tree, with ``[TENSOR, key]`` for tensors; keys are DCP's.
+        shards: this rank's parts of sharded tensors, which ``nested`` holds as well, by key.
     """
 
     def __init__(self) -> None:
         self.nested: dict[str, Any] = {}
         self.structure: Any = None
+        self.shards: dict[str, Shard] = {}
         self._tensors: dict[str, torch.Tensor] = {}
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Copy all tensors and leaves. Blocks: until the copies are there."""
         before, self._tensors = self._tensors, {}
-        self.nested, self.structure = {}, {}
+        self.nested, self.structure, self.shards = {}, {}, {}
         devices: set[torch.device] = set()
         with torch.no_grad():
             for role, each in state.items():
@@ -190,6 +210,7 @@ class HostCopy:
         self, state: Any, path: str, before: Mapping[str, torch.Tensor], devices: set[torch.device]
     ) -> tuple[Any, Any]:
         if isinstance(state, torch.Tensor):
+            owner, state = state, torch_private.local_part(state)
             held = before.get(path)
             if held is None or held.shape != state.shape or held.dtype != state.dtype:
                 held = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
@@ -197,6 +218,9 @@ class HostCopy:
             if state.device.type != "cpu":
                 devices.add(state.device)
             self._tensors[path] = held
+            if torch_private.is_tensor_sharded(owner):
+                self.shards[path] = shard = Shard.like(owner, held)
+                return shard, [TENSOR, path]
             return held, [TENSOR, path]
         if isinstance(state, Mapping):
             nested, exact = {}, {}

@@ -2,6 +2,8 @@
 
 Nothing here is a collective. At a boundary, rank 0 copies the state into host memory; every other rank leaves its own state
 (generators, place in the data) as a note in the workers' store. The thread gathers these notes and writes all of it.
+
+With sharded state, every rank copies its parts, and a thread of its own writes them. A second note says what is where.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,9 +29,14 @@ from .checkpoint_state import TENSOR, HostCopy, State
 from .own_state import OwnState
 
 
+if TYPE_CHECKING:
+    from .checkpoint_files import Part
+
 _log = logging.getLogger(__name__)
 # Seconds in which the notes of all ranks must come: they are posted in the step at whose boundary rank 0 took its copy.
 NOTES = 60.0
+# Seconds in which the other ranks must have written their parts of sharded tensors.
+PARTS = 900.0
 # Seconds for rank 0 to choose what to load: it reads the newest checkpoint once, to check it.
 CHOOSING = 3600.0
 # Seconds that the end of a session that failed waits for a checkpoint that is being written.
@@ -73,6 +80,7 @@ class Checkpoints:
         self._storage: Storage = storage_at(where)
         self._every, self._keep = every, keep
         self._state = State(())
+        self._is_sharded = False
         self._rank, self._size = 0, 1
         self._board: Board | None = None
         self._new_board: Callable[[], Board] | None = None
@@ -100,6 +108,7 @@ class Checkpoints:
             new_board: makes a board to the other ranks; None if there are none.
         """
         self._state = State(objects)
+        self._is_sharded = size > 1 and bool(self._state.owners())
         self._rank, self._size = rank, size
         self._new_board = new_board
         self._board = None if new_board is None else new_board()
@@ -160,7 +169,7 @@ class Checkpoints:
 
         try:
             record = Record.parse(self._storage.read(f"{name}/{RECORD}"))
-            state = checkpoint_files.read(self._storage, name)
+            state = checkpoint_files.read(self._storage, name, self._state.owners())
         except Exception as error:
             raise ElasticError(
                 f"elastic.session: rank {self._rank} cannot read the checkpoint {name} at {self._storage}, which rank 0 has"
@@ -203,9 +212,13 @@ class Checkpoints:
         step = own.steps
         self._newest = step
         if self._rank != 0:
-            self._post(step, own)
-            return
+            self._post(f"{step}/{self._rank}", own.pack())
+            if not self._is_sharded:
+                return
         if self._is_writing():
+            if self._rank != 0:
+                self._post(_part_key(step, self._rank), b'{"problem": "it still writes the last"}')
+                return
             # The first one imports DCP, too.
             if self._tried and not self._is_slow:
                 self._is_slow = True
@@ -215,8 +228,9 @@ class Checkpoints:
                 )
             return
         self._copy.take(self._state.now())
+        write = self._write if self._rank == 0 else self._write_part
         self._thread = threading.Thread(
-            target=self._write, args=(own,), name="rally-checkpoint", daemon=True
+            target=write, args=(own,), name="rally-checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -238,17 +252,17 @@ class Checkpoints:
     def _is_writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _post(self, step: int, own: OwnState) -> None:
-        assert self._board is not None
-        key = f"{step}/{self._rank}"
+    def _post(self, key: str, note: bytes, board: Board | None = None) -> None:
+        board = board or self._board
+        assert board is not None
         try:
-            self._board.post(key, own.pack())
+            board.post(key, note)
             self._posted.append(key)
             # Rank 0 is at most one step away, so it has read the older ones, or left them out.
-            if len(self._posted) > 4:
-                self._board.drop(self._posted.pop(0))
+            if len(self._posted) > 8:
+                board.drop(self._posted.pop(0))
         except Exception as error:  # noqa: BLE001  of any store; rank 0 says that the checkpoint is left out
-            _log.debug("rank %d could not leave its state of step %d: %s", self._rank, step, error)
+            _log.debug("rank %d could not leave its note %s: %s", self._rank, key, error)
 
     # -- in the background ------------------------------------------------------------------------
 
@@ -269,7 +283,7 @@ class Checkpoints:
 
         started = clock.MONOTONIC.now()
         name = name_of(own.steps)
-        owns = [own.pack(), *self._notes(own.steps)]
+        owns = [own.pack(), *self._notes(f"{own.steps}/%d", NOTES)]
         structure = dict(self._copy.structure)
         nested = dict(self._copy.nested)
         ranks = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in owns]
@@ -282,7 +296,12 @@ class Checkpoints:
             "ranks": ranks,
             "structure": checkpoint_files.packed(structure),
         }
-        files = checkpoint_files.write(self._storage, name, nested)
+        files = checkpoint_files.write(
+            self._storage,
+            name,
+            nested,
+            (lambda: self._parts(own.steps)) if self._is_sharded else None,
+        )
         record = Record(
             step=own.steps,
             epoch=own.place.epoch,
@@ -296,18 +315,43 @@ class Checkpoints:
         _log.info("checkpoint %s: %.2f s", name, clock.MONOTONIC.now() - started)
         self._prune(name)
 
-    def _notes(self, step: int) -> list[bytes]:
-        """The own states of the other ranks, in order."""
+    def _write_part(self, own: OwnState) -> None:
+        """On other ranks than 0: write the parts of sharded tensors, and tell rank 0 where they are."""
+        from . import checkpoint_files
+
+        assert self._new_board is not None
+        try:
+            part = checkpoint_files.write_part(
+                self._storage, name_of(own.steps), self._copy.shards, self._rank
+            )
+            note = part.to_json()
+        except Exception as error:  # noqa: BLE001  rank 0 says that the checkpoint is left out
+            note = {"problem": str(error)}
+        self._post(_part_key(own.steps, self._rank), json.dumps(note).encode(), self._new_board())
+
+    def _parts(self, step: int) -> list[Part]:
+        from .checkpoint_files import Part
+
+        found = []
+        for number, note in enumerate(self._notes(_part_key(step, "%d"), PARTS), 1):
+            record = json.loads(note)
+            if "problem" in record:
+                raise ElasticError(f"rank {number} has not written its part: {record['problem']}")
+            found.append(Part.from_json(record))
+        return found
+
+    def _notes(self, key: str, patience: float) -> list[bytes]:
+        """Notes of the other ranks, in order."""
         if self._new_board is None:
             return []
         board = self._new_board()
-        deadline = clock.Deadline(NOTES)
+        deadline = clock.Deadline(patience)
         found = []
         for rank in range(1, self._size):
             try:
-                found.append(board.await_note(f"{step}/{rank}", deadline.remaining() or 0.0))
+                found.append(board.await_note(key % rank, deadline.remaining() or 0.0))
             except Exception as error:
-                raise ElasticError(f"rank {rank} did not give its own state ({error})") from error
+                raise ElasticError(f"rank {rank} did not give its part ({error})") from error
         return found
 
     def _prune(self, written: str) -> None:
@@ -322,3 +366,8 @@ class Checkpoints:
                 self._storage.remove(name)
             except Exception as error:  # noqa: BLE001  the next one tries again
                 _log.debug("%s at %s could not be removed: %s", name, self._storage, error)
+
+
+def _part_key(step: int, rank: int | str) -> str:
+    """Of the note that says what a rank has written."""
+    return f"{step}/{rank}/part"

@@ -61,6 +61,9 @@ class Objects:
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
         sharded = map(torch_private.is_sharded, (*self._parameters, *buffers, *self.others))
         self.is_sharded = any(sharded)
+        self.has_zero = any(
+            torch_private.local_optimizer(each) is not each for each in self.optimizers
+        )
         self._buffers = [each for each in buffers if each.numel()]
         size = sum(each.numel() * each.element_size() for each in self._buffers)
         self._keeps_buffers = 0 < size <= MAX_BUFFERS

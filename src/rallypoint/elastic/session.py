@@ -56,7 +56,7 @@ class Session:
 
     Raises:
         ValueError: ``snapshot_every`` or ``copies`` is below 1.
-        ElasticError: there are checkpoints, and sharded state.
+        ElasticError: there are checkpoints, and a ``ZeroRedundancyOptimizer``.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Session:
         if copies < 1:
             raise ValueError(f"elastic.session: copies is {copies}, expected at least 1")
         self._num_copies = copies
-        if checkpoints is not None and objects.is_sharded:
+        if checkpoints is not None and objects.has_zero:
             raise ElasticError(
-                "elastic.session: checkpoint= keeps replicated state only, and these objects are sharded; save them with"
-                " torch.distributed.checkpoint"
+                "elastic.session: checkpoint= cannot keep a ZeroRedundancyOptimizer, whose state is sharded by parameters;"
+                " fully_shard shards an optimizer's state, too"
             )
         self._objects = objects
         self._kept = kept
@@ -430,7 +430,8 @@ class Session:
             self._objects.fill_buffers(own.buffers)
         else:
             now = RandomState.now()
-            own = replace(own, random=now, place=replace(own.place, begun=now))
+            begun = None if own.place.begun is None else now
+            own = replace(own, random=now, place=replace(own.place, begun=begun))
             self._ranks_before = loaded.record.ranks
         self._course.continue_at(own)
 

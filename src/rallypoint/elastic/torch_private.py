@@ -231,6 +231,33 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part if wait is None else wait()
 
 
+def is_tensor_sharded(tensor: Any) -> bool:
+    """Whether it is a tensor with a part on each rank."""
+    kind = _dtensor()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def place_of_part(tensor: Any) -> tuple[tuple[int, ...], bool]:
+    """Where this rank's part of a sharded tensor begins, and whether it is the first rank with this part."""
+    mesh = tensor.device_mesh
+    here = mesh.get_coordinate()
+    if here is None:
+        return (0,) * tensor.dim(), False
+    (chunk,) = tensor.__create_chunk_list__()
+    is_first = all(
+        number == 0 or not placement.is_replicate()
+        for number, placement in zip(here, tensor.placements, strict=True)
+    )
+    return tuple(chunk.offsets), is_first
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Where ``torch.distributed.checkpoint`` finds something: a file, and a place in it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, length)
+
+
 def is_sharded_alike(one: Any, other: Any) -> bool:
     """Whether two sharded tensors have their parts in the same places."""
     kind = _dtensor()
