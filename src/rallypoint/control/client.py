@@ -180,6 +180,11 @@ def connect(job: str = "") -> RunningJob:
     raise ControlError(f"{what}; name one by its id or pid: {names}")
 
 
+def is_running(job: RunningJob) -> bool:
+    """Whether the supervisor has not ended."""
+    return job.path.exists() and not _is_dead(job.path)
+
+
 def _is_dead(path: Path) -> bool:
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as line:
         line.settimeout(1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 import sys
 import uuid
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ usage: rally COMMAND …
   rally ps                             list the jobs of this user on this host
   rally top [JOB]                      show what each worker uses, live; the odd ones are marked
   rally stacks [JOB]                   show where each worker is, the odd ones out first
+  rally logs [JOB | FOLDER]            show what the workers have written
   rally warm [--stop]                  list or end the processes that rally run --warm keeps
   rally checkpoints PLACE              list the checkpoints of sessions
   rally secret [FILE]                  make the secret that the nodes of a job share
@@ -31,7 +33,7 @@ usage: rally COMMAND …
 
 rally run --help lists the flags."""
 
-_COMMANDS = ("run", "ps", "top", "stacks", "warm", "checkpoints", "secret", "env", "help")
+_COMMANDS = ("run", "ps", "top", "stacks", "logs", "warm", "checkpoints", "secret", "env", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +82,10 @@ def _dispatch(words: list[str]) -> int:
             from rallypoint.control import top
 
             return top.command(words[1:])
+        case "logs":
+            from rallypoint.control import logs as worker_logs
+
+            return worker_logs.command(words[1:])
         case "checkpoints":
             from . import checkpoint_table
 
@@ -144,20 +150,22 @@ def launch(config: LaunchConfig) -> int:
     from .policy import Aim
     from .supervisor import Supervisor
 
-    coordination = coordination_for(config, _say)
+    say = _say_json if config.logs.as_json else _say
+    coordination = coordination_for(config, say)
     supervisor = Supervisor(
-        config, coordination=coordination, console=Console(), say=_say, token=uuid.uuid4().hex
+        config, coordination=coordination, console=Console(), say=say, token=uuid.uuid4().hex
     )
     outcome = supervisor.run()
     if outcome.aim is Aim.SUCCEED:
         return 0
     if outcome.report is not None:
-        _say(outcome.report.text(width=_width(), colour=_colour()), bare=True)
+        colour = _colour() and not config.logs.as_json
+        say(outcome.report.text(width=_width(), colour=colour), bare=True)
         return outcome.report.exit_code
     number = outcome.signal or 15
     import signal
 
-    _say(f"stopped by {signal.Signals(number).name}; all workers have ended")
+    say(f"stopped by {signal.Signals(number).name}; all workers have ended")
     return 128 + number
 
 
@@ -187,6 +195,17 @@ def _say(text: str, *, bare: bool = False) -> None:
         print(text if bare else f"rally: {text}", file=sys.stderr, flush=True)  # noqa: T201
     except OSError:
         pass
+
+
+def _say_json(text: str, *, bare: bool = False) -> None:
+    """The same with ``--log-format json``."""
+    from rallypoint._core import clock, log_records
+
+    host = socket.gethostname()
+    origin = log_records.Origin(host=host, rank=-1, local_rank=-1, generation=-1, stream="rally")
+    now = clock.MONOTONIC.now()
+    record = log_records.pack(origin, clock.wall(), now, text.encode(errors="replace"))
+    _say(record.decode(), bare=True)
 
 
 def _print(text: str) -> None:

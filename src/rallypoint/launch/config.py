@@ -138,6 +138,8 @@ class LogConfig:
         console_ranks: local ranks shown on the console; None shows all.
         stdout_filters: lines of teed stdout that hold one of these are also collected in ``filtered_stdout.log``.
         stderr_filters: the same for stderr.
+        as_json: each line is written as a record in JSON, to files and to the console.
+        max_size: of a log file, in bytes; 0: without limit.
         prefix_template: of teed lines; knows ``${role_name}``, ``${local_rank}``, ``${rank}``.
     """
 
@@ -148,6 +150,8 @@ class LogConfig:
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
+    as_json: bool = False
+    max_size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

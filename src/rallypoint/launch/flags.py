@@ -205,6 +205,26 @@ FLAGS: tuple[Flag, ...] = (
         help="the same for stderr",
     ),
     Flag(
+        name="--log-format",
+        own=True,
+        metavar="HOW",
+        default="text",
+        env=False,
+        group=_LOGS,
+        choices=("text", "json"),
+        help="json: each line of output is a JSON object with its time, host, rank, generation and stream, in files and on"
+        " the console",
+    ),
+    Flag(
+        name="--log-max-size",
+        own=True,
+        metavar="SIZE",
+        default="0",
+        env=False,
+        group=_LOGS,
+        help="begin another log file when one has this size (500K, 100M, 2G); four full ones are kept of each (0: no limit)",
+    ),
+    Flag(
         name="--progress",
         own=True,
         metavar="HOW",

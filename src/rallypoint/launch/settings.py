@@ -243,6 +243,8 @@ def _logs(values: Values) -> LogConfig:
         console_ranks=ranks,
         stdout_filters=_words(values.text("duplicate_stdout_filters")),
         stderr_filters=_words(values.text("duplicate_stderr_filters")),
+        as_json=values.text("log_format") == "json",
+        max_size=values.size("log_max_size"),
         prefix_template=values.env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
     )
 

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rallypoint._core import stack_line
+from rallypoint._core import addresses, stack_line
+from rallypoint._core.log_records import Origin
 
 from .config import LaunchConfig, TargetKind
 from .coordination import RoundReady
@@ -76,6 +77,8 @@ class Spawner:
         factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
         facts = self._facts(ready)
         ranks_of_workers = self._ranks(ready)
+        by_local_rank = {each.local_rank: each.rank for each in ranks_of_workers}
+        self._folder.note_ranks(folder, by_local_rank)
         # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
         settings = [
             self._settings_of(ranks, facts, factory, ready.network) for ranks in ranks_of_workers
@@ -170,7 +173,14 @@ class Spawner:
         name: str = "",
     ) -> Worker:
         prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
-        streams = factory.open(ranks.local_rank, prefix)
+        origin = Origin(
+            host=addresses.hostname(),
+            rank=ranks.rank,
+            local_rank=ranks.local_rank,
+            generation=facts.generation,
+            stream="",
+        )
+        streams = factory.open(ranks.local_rank, prefix, origin)
         try:
             ours, theirs = socket.socketpair()
             stacks_from, stacks_to = stack_line.pipe()

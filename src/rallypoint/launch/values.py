@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from rallypoint.errors import ConfigError
 
 
+_FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
 class Values:
     """One command line on its way to a config.
 
@@ -65,6 +68,17 @@ class Values:
         if port > 65535:
             raise ConfigError(self.shown(dest), str(port), "expected a port from 0 to 65535")
         return port
+
+    def size(self, dest: str) -> int:
+        """Bytes, as ``100M``; 0: none."""
+        text = self.text(dest).strip().upper().removesuffix("B").removesuffix("I")
+        factor = _FACTORS.get(text[-1:], 0)
+        digits = text[:-1] if factor else text
+        if not (digits.isascii() and digits.isdigit()):
+            raise ConfigError(
+                self.shown(dest), self.text(dest), "expected a size such as 500K, 100M or 2G"
+            )
+        return int(digits) * (factor or 1)
 
     def seconds(self, dest: str) -> float:
         return duration(self.text(dest), self.shown(dest))

@@ -46,6 +46,7 @@ class Source:
     lost: Callable[[str], None] | None = (
         None  # called with the reason if the file cannot be written
     )
+    record: Callable[[bytes], bytes] | None = None  # makes of a line what is written instead
     tail: bytearray = field(default_factory=bytearray)
     line: bytearray = field(default_factory=bytearray)
     show_at: float | None = None  # without a prefix: when to show an incomplete line
@@ -54,7 +55,8 @@ class Source:
     def feed(self, data: bytes) -> None:
         self.tail += data
         del self.tail[:-TAIL_BYTES]
-        self.file = self._pass(self.file, data)
+        if self.record is None:
+            self.file = self._pass(self.file, data)
         self.line += data
         if self.prefix is None:
             self._pass_whole(BURST_PATIENCE if len(data) > BURST else REST_PATIENCE)
@@ -95,12 +97,19 @@ class Source:
         if b"\r" in text:
             lines = [part for line in lines for part in _states(line)]
         lines += filter(None, rest.split(b"\r"))
-        prefix = self.prefix or b""
-        self.console = self._pass(self.console, b"".join(prefix + line + b"\n" for line in lines))
         wanted = [line for line in lines if any(word in line for word in self.filters)]
+        if self.record is not None:
+            self.file = self._pass(self.file, self._written(lines))
+        self.console = self._pass(self.console, self._written(lines))
         if wanted:
-            data = b"".join(prefix + line + b"\n" for line in wanted)
+            data = self._written(wanted)
             self.filtered = self._pass(self.filtered, data)
+
+    def _written(self, lines: Iterable[bytes]) -> bytes:
+        prefix = self.prefix or b""
+        if self.record is not None:
+            lines = map(self.record, lines)
+        return b"".join(prefix + line + b"\n" for line in lines)
 
     def _pass(self, sink: Sink | None, data: bytes) -> Sink | None:
         """Write. A sink that fails (closed terminal, full disk) is dropped, so that it cannot stop the worker."""

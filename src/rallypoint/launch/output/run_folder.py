@@ -10,11 +10,11 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rallypoint._core import limits, private
+from rallypoint._core import addresses, limits, log_folder, private
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch.config import LogConfig
 
@@ -27,7 +27,8 @@ class RunFolder:
     """
 
     def __init__(self, config: LogConfig, run_id: str) -> None:
-        self._keep = config.folder is not None or config.redirects.any() or config.tee.any()
+        self._has_output = config.redirects.any() or config.tee.any()
+        self._keep = config.folder is not None or self._has_output
         self.path: Path | None = None
         # The user asked for output but does not know this temporary folder: print its path.
         self.is_news = config.folder is None and self._keep
@@ -72,6 +73,19 @@ class RunFolder:
         with needing(path):
             private.make_folder(path)
         return path
+
+    def note_ranks(self, attempt: Path | None, ranks: Mapping[int, int]) -> None:
+        """Write which ranks the local ranks of a generation are, if there is output of theirs.
+
+        Args:
+            attempt: as :meth:`generation` returned it.
+            ranks: by local rank.
+        Raises:
+            LaunchError: it cannot be written.
+        """
+        if attempt is not None and self._has_output:
+            with needing(attempt):
+                log_folder.note_ranks(attempt, addresses.hostname(), ranks)
 
     def keep(self) -> None:
         """Do not remove the folder on close: it holds a failure or output."""

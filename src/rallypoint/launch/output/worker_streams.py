@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rallypoint._core import clock, private
+from rallypoint._core import clock, log_records, private
+from rallypoint._core.log_records import Origin
 from rallypoint.launch.config import LogConfig, Streams
 
-from .console import Console, fd_writer
+from . import rotation
+from .console import Console
 from .relay import TAIL_BYTES, TAIL_LINES, Relay, Sink, Source
 from .run_folder import needing
 from .terminal import pseudo_terminal
@@ -106,7 +108,10 @@ def route_of(
         teed=teed,
         shown=config.console_ranks is None or local_rank in config.console_ranks,
         # A failure report quotes the end of stderr.
-        relayed=teed or not (to_file or (which is Streams.OUT and to_descriptor)),
+        relayed=teed
+        or config.as_json
+        or (to_file and config.max_size > 0)
+        or not (to_file or (which is Streams.OUT and to_descriptor)),
     )
 
 
@@ -135,8 +140,13 @@ class StreamFactory:
     def worker_folder(self, local_rank: int) -> Path | None:
         return None if self._folder is None else self._folder / str(local_rank)
 
-    def open(self, local_rank: int, prefix: str) -> WorkerStreams:
+    def open(self, local_rank: int, prefix: str, origin: Origin) -> WorkerStreams:
         """Open the descriptors of one worker, and create its folder.
+
+        Args:
+            local_rank: of the worker.
+            prefix: of teed lines.
+            origin: of its lines, if they are written as records.
 
         Raises:
             LaunchError: its folder or files cannot be created.
@@ -147,15 +157,22 @@ class StreamFactory:
             if folder is not None:
                 private.make_folder(folder)
             try:
-                streams.stdout = self._open_one(Streams.OUT, local_rank, prefix, streams)
-                streams.stderr = self._open_one(Streams.ERR, local_rank, prefix, streams)
+                whose = replace(origin, stream="stdout")
+                streams.stdout = self._open_one(Streams.OUT, local_rank, prefix, streams, whose)
+                whose = replace(origin, stream="stderr")
+                streams.stderr = self._open_one(Streams.ERR, local_rank, prefix, streams, whose)
             except BaseException:
                 streams.given()
                 raise
         return streams
 
     def _open_one(
-        self, which: Streams, local_rank: int, prefix: str, streams: WorkerStreams
+        self,
+        which: Streams,
+        local_rank: int,
+        prefix: str,
+        streams: WorkerStreams,
+        origin: Origin,
     ) -> int:
         out = which is Streams.OUT
         folder = self.worker_folder(local_rank)
@@ -170,7 +187,7 @@ class StreamFactory:
         if not out:
             streams.stderr_file = path
         if route.relayed:
-            return self._open_relayed(which, route, path, prefix, streams)
+            return self._open_relayed(which, route, path, prefix, streams, origin)
         if path is not None:
             fd = private.open_to_append(path)
         elif route.shown:
@@ -181,7 +198,13 @@ class StreamFactory:
         return fd
 
     def _open_relayed(
-        self, which: Streams, route: Route, path: Path | None, prefix: str, streams: WorkerStreams
+        self,
+        which: Streams,
+        route: Route,
+        path: Path | None,
+        prefix: str,
+        streams: WorkerStreams,
+        origin: Origin,
     ) -> int:
         """Returns the worker's end of a pipe or pseudo-terminal; the relay reads the other end."""
         console, config, out = self._console, self._config, which is Streams.OUT
@@ -189,6 +212,7 @@ class StreamFactory:
         if (
             not out
             and not route.teed
+            and not config.as_json
             and console.write_err is None
             and os.isatty(console.stderr_fd)
         ):
@@ -201,14 +225,18 @@ class StreamFactory:
         except OSError:
             os.close(read)
             raise
+        file_only = path is not None and not route.teed
+        record = _recorder(origin) if config.as_json else None
+        in_lines = route.teed or config.as_json
         filters = config.stdout_filters if out else config.stderr_filters
         source = Source(
             fd=read,
-            file=None if file_fd is None else fd_writer(file_fd),
-            console=console.writer(out=out) if route.shown else None,
-            prefix=prefix.encode() if route.teed else None,
+            file=_file_sink(file_fd, path, config.max_size),
+            console=console.writer(out=out) if route.shown and not file_only else None,
+            prefix=(b"" if config.as_json else prefix.encode()) if in_lines else None,
             filters=tuple(word.encode() for word in filters),
             filtered=self._filtered[which] if route.teed and route.shown else None,
+            record=record,
             owned=() if file_fd is None else (file_fd,),
             like=terminal,
             lost=lambda why: self._warn(f"cannot write {path}: {why}; the file is incomplete"),
@@ -238,3 +266,11 @@ class StreamFactory:
                 file.write(data)
 
         return append
+
+
+def _recorder(origin: Origin) -> Callable[[bytes], bytes]:
+    return lambda line: log_records.pack(origin, clock.wall(), clock.MONOTONIC.now(), line)
+
+
+def _file_sink(fd: int | None, path: Path | None, limit: int) -> Sink | None:
+    return None if fd is None or path is None else rotation.writer(fd, path, limit)

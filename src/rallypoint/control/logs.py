@@ -1,0 +1,260 @@
+"""``rally logs``: the output of a job's workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rallypoint._core import clock, env as environment, log_folder
+from rallypoint._core.log_folder import LogFile
+from rallypoint._core.log_records import Line
+from rallypoint.errors import ConfigError, ControlError
+
+from . import client, log_lines, log_reading
+from .log_lines import Choice
+
+
+HELP = """\
+usage: rally logs [JOB | FOLDER] [--rank R[,R…]] [-f] [--tail N] [--since T] [--grep RE] [--generation G]
+
+Show what the workers of a job have written, each line with its rank.
+
+  JOB             its id, the beginning of it, or the supervisor's pid (rally ps); not needed if there is one job
+  FOLDER          of a job that has ended: what was given as --log-dir, or a run's folder in it
+  --rank R        only these ranks
+  -f, --follow    go on until the job ends
+  --tail N        only the last N lines of each stream of each worker (with -f: 10)
+  --since T       only what is not older: 90s, 10m, 2h, 1d
+  --grep RE       only lines in which this regular expression is found
+  --generation G  of this generation; without it, of the newest
+
+Output is in files if the job was started with --redirects or --tee (with --log-dir, they are kept). With --log-format json
+as well, each line has its time: lines of a host are then in the order in which they were written. Otherwise one stream
+follows the other. Output of other nodes is on their hosts."""
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+# Seconds between two looks of --follow.
+INTERVAL = 0.5
+
+
+@dataclass(slots=True)
+class _Wanted:
+    names: list[str] = field(default_factory=list)
+    choice: Choice = field(default_factory=Choice)
+    follow: bool = False
+    generation: int | None = None
+
+
+def command(words: Sequence[str]) -> int:
+    """Run ``rally logs``; returns the exit code.
+
+    Raises:
+        ConfigError: a flag is unknown, or has a wrong value.
+        ControlError: there is no such job, or its output is in no file.
+    """
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(HELP + "\n")
+        return 0
+    wanted = _parse(words)
+    name = wanted.names[0] if wanted.names else ""
+    colour = sys.stdout.isatty() and not environment.snapshot().get("NO_COLOR")
+    job, folder = _find(name)
+    generation = _generation(folder, wanted.generation)
+    if not log_folder.log_files(folder, generation):
+        raise ControlError(_why_nothing(folder, generation))
+    lines = _now(folder, generation, wanted.choice)
+    if wanted.follow and job is not None:
+        lines = _following(job, folder, wanted)
+    try:
+        for line in lines:
+            sys.stdout.write(log_lines.shown(line, colour=colour) + "\n")
+            if wanted.follow:
+                sys.stdout.flush()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `rally logs | head`
+    return 0
+
+
+# -- what is asked for ----------------------------------------------------------------------------
+
+
+def _parse(words: Sequence[str]) -> _Wanted:
+    wanted = _Wanted()
+    choice = wanted.choice
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, has_value, value = word.partition("=")
+        if flag in {"--rank", "--tail", "--since", "--grep", "--generation"} and not has_value:
+            value = rest.pop(0) if rest else ""
+        match flag:
+            case "-f" | "--follow":
+                wanted.follow = True
+            case "--rank":
+                ranks = {_number("--rank", each) for each in value.split(",")}
+                choice = replace(choice, ranks=choice.ranks | ranks)
+            case "--tail":
+                choice = replace(choice, tail=_number("--tail", value))
+            case "--generation":
+                wanted.generation = _number("--generation", value)
+            case "--since":
+                choice = replace(choice, since=clock.wall() - _seconds(value))
+            case "--grep":
+                choice = replace(choice, pattern=_pattern(value))
+            case _ if flag.startswith("-"):
+                known = "--rank, --follow, --tail, --since, --grep, --generation"
+                problem = f"no such flag (known: {known})"
+                raise ConfigError("logs", word, problem, "rally logs --help")
+            case _:
+                wanted.names.append(word)
+    if len(wanted.names) > 1:
+        raise ConfigError("logs", " ".join(wanted.names), "expected one job", "rally logs --help")
+    if wanted.follow and choice.tail is None:
+        choice = replace(choice, tail=10)
+    wanted.choice = choice
+    return wanted
+
+
+def _number(flag: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(flag, text, "expected a whole number", "rally logs --help")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise ConfigError("--since", text, "expected a time such as 90s, 10m, 2h or 1d")
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError("--grep", text, f"no regular expression: {error}") from None
+
+
+# -- where it is ----------------------------------------------------------------------------------
+
+
+def _find(name: str) -> tuple[client.RunningJob | None, Path]:
+    """The job, if it runs, and the folder of its run."""
+    if name and os.path.isdir(name):
+        return None, _run_folder(Path(name))
+    try:
+        job = client.connect(name)
+    except ControlError as error:
+        raise ControlError(f"{error}; of a job that has ended: rally logs FOLDER") from None
+    folder = job.status()["log_folder"]
+    if not folder:
+        raise ControlError(_why_nothing(None, 0))
+    return job, Path(folder)
+
+
+def _run_folder(folder: Path) -> Path:
+    """This one, or the newest run in it."""
+    if log_folder.generations(folder):
+        return folder
+    runs = [each for each in folder.iterdir() if each.is_dir() and log_folder.generations(each)]
+    if not runs:
+        raise ControlError(f"{folder} is no folder of a run, and has none in it")
+    newest = max(runs, key=lambda each: each.stat().st_mtime)
+    if len(runs) > 1:
+        print(f"rally: the newest of {len(runs)} runs: {newest}", file=sys.stderr)  # noqa: T201
+    return newest
+
+
+def _generation(folder: Path, wanted: int | None) -> int:
+    known = log_folder.generations(folder)
+    if not known or (wanted is not None and wanted not in known):
+        has = ", ".join(map(str, known)) or "none"
+        what = "any" if wanted is None else str(wanted)
+        raise ControlError(f"no output of generation {what} in {folder} (there: {has})")
+    return known[-1] if wanted is None else wanted
+
+
+def _why_nothing(folder: Path | None, generation: int) -> str:
+    where = "" if folder is None else f" ({folder} has none of generation {generation})"
+    return (
+        f"the output of this job is in no file{where}: it is where `rally run` was started. Start it with"
+        " --log-dir DIR and --tee 3 (files and console) or --redirects 3 (files)"
+    )
+
+
+# -- lines ----------------------------------------------------------------------------------------
+
+
+def _chosen(files: Sequence[LogFile], choice: Choice) -> list[LogFile]:
+    """Those that can have wanted lines."""
+    found = [each for each in files if not choice.ranks or each.origin.rank in {-1, *choice.ranks}]
+    if choice.since is not None:
+        found = [each for each in found if _changed(each.path) >= choice.since]
+    return found
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _now(folder: Path, generation: int, choice: Choice) -> Iterator[Line]:
+    files = _chosen(log_folder.log_files(folder, generation), choice)
+    return log_lines.in_order([choice.of(log_reading.every_line(each)) for each in files])
+
+
+def _following(job: client.RunningJob, folder: Path, wanted: _Wanted) -> Iterator[Line]:
+    """The last lines that there are, then those that are written, until the job ends."""
+    generation = _generation(folder, wanted.generation)
+    places: dict[Path, log_reading.Place | None] = {}
+    choice = wanted.choice
+    while True:
+        runs = client.is_running(job)
+        if wanted.generation is None:
+            newest = _newest(folder, generation)
+            if newest != generation:
+                generation, places = newest, {}
+        streams = []
+        for file in _files(folder, generation):
+            lines = list(_news(file, places))
+            if not runs:
+                lines += log_reading.rest(file, places.get(file.path))
+            streams.append(choice.of(lines))
+        yield from log_lines.in_order(streams)
+        choice = replace(choice, tail=None)
+        if not runs:
+            return
+        select.select([], [], [], INTERVAL)
+
+
+def _files(folder: Path, generation: int) -> list[LogFile]:
+    try:
+        return log_folder.log_files(folder, generation)
+    except OSError:  # a temporary folder goes with its job
+        return []
+
+
+def _newest(folder: Path, generation: int) -> int:
+    try:
+        return max(log_folder.generations(folder), default=generation)
+    except OSError:
+        return generation
+
+
+def _news(file: LogFile, places: dict[Path, log_reading.Place | None]) -> Iterator[Line]:
+    place = places.get(file.path)
+    while True:
+        lines, following = log_reading.read(file, place)
+        yield from lines
+        if following == place:
+            break
+        place = following
+    places[file.path] = place

@@ -1,0 +1,132 @@
+"""``rally logs``, and output as JSON, of real jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pace import pace
+from rallypoint.control.client import connect
+from rallypoint.errors import ControlError
+from rallypoint.launch.cli import main
+from supervisors import RALLY, Popen, run
+
+
+PATIENCE = 60.0 * pace()
+SCRIPT = """
+import os, sys, time
+for step in range(3):
+    print("rank", os.environ["RANK"], "step", step, flush=True)
+print("to stderr", file=sys.stderr, flush=True)
+if sys.argv[1:] == ["wait"]:
+    while not os.path.exists(__file__ + ".go"):
+        time.sleep(0.05)
+    print("the end", flush=True)
+"""
+
+
+@pytest.fixture(name="script")
+def _script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.integration
+def test_json_lines_are_in_order_in_files_and_on_the_console(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    words = ["--nproc-per-node", "2", "--log-dir", str(logs), "--tee", "3"]
+    done = run(
+        [RALLY, "run", *words, "--log-format", "json", str(script)], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    shown = [json.loads(each) for each in (done.stdout + done.stderr).splitlines()]
+    assert sorted((each["rank"], each["text"]) for each in shown if each["stream"] != "rally") == [
+        *((0, f"rank 0 step {step}") for step in range(3)),
+        (0, "to stderr"),
+        *((1, f"rank 1 step {step}") for step in range(3)),
+        (1, "to stderr"),
+    ]
+    assert {each["generation"] for each in shown if each["stream"] != "rally"} == {0}
+    assert main(["logs", str(logs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    by_time = sorted(
+        (each for each in shown if each["stream"] != "rally"), key=lambda each: each["monotonic"]
+    )
+    assert [each.partition("] ")[2] for each in lines] == [each["text"] for each in by_time]
+    assert main(["logs", str(logs), "--rank", "1", "--grep", "step [12]", "--tail", "1"]) == 0
+    assert capsys.readouterr().out == "[rank 1] rank 1 step 2\n"
+
+
+@pytest.mark.integration
+def test_a_redirected_stream_is_not_on_the_console(script: Path, tmp_path: Path) -> None:
+    words = ["--log-dir", str(tmp_path / "logs"), "--redirects", "1", "--log-max-size", "1K"]
+    done = run([RALLY, "run", *words, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "" and "to stderr" in done.stderr
+    (file,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
+    assert file.read_text() == "".join(f"rank 0 step {step}\n" for step in range(3))
+
+
+@pytest.mark.integration
+def test_a_running_job_is_followed_to_its_end(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"logs-{os.getpid()}"
+    words = ["--rdzv-id", name, "--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
+    job = Popen(
+        [RALLY, "run", *words, str(script), "wait"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not list((tmp_path / "logs").glob("*/attempt_0/0/stderr.log")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        threading.Timer(1.0, Path(f"{script}.go").touch).start()
+        assert main(["logs", name, "-f"]) == 0
+    finally:
+        job.wait(PATIENCE)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == "[rank 0] the end"
+    assert sorted(shown[:-1]) == [
+        "[rank 0 err] to stderr",
+        *(f"[rank 0] rank 0 step {step}" for step in range(3)),
+    ]
+
+
+@pytest.mark.integration
+def test_a_job_on_the_terminal_says_where_its_output_is(script: Path, tmp_path: Path) -> None:
+    name = f"nologs-{os.getpid()}"
+    job = Popen(
+        [RALLY, "run", "--rdzv-id", name, str(script), "wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        job.stdout.readline()
+        connect(name)
+        assert main(["logs", name]) == 1
+    finally:
+        Path(f"{script}.go").touch()
+        job.communicate(timeout=PATIENCE)
+    with pytest.raises(ControlError, match="rally logs FOLDER"):
+        from rallypoint.control import logs
+
+        logs.command([name])
+
+
+@pytest.mark.parametrize(
+    "words", [["--since", "x"], ["--grep", "("], ["--rank", "a"], ["--no"], ["a", "b"]]
+)
+def test_mistakes(words: list[str]) -> None:
+    assert main(["logs", *words]) == 2

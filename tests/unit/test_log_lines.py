@@ -1,0 +1,151 @@
+"""Log files: records, rotation, reading, order."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from rallypoint._core import log_folder, log_records, private
+from rallypoint._core.log_folder import OLDER, LogFile
+from rallypoint._core.log_records import Line, Origin
+from rallypoint.control import log_lines, log_reading
+from rallypoint.errors import ConfigError
+from rallypoint.launch import flags
+from rallypoint.launch.output import rotation
+from rallypoint.launch.values import Values
+
+
+def origin(rank: int = 0, stream: str = "stdout") -> Origin:
+    return Origin(host="h", rank=rank, local_rank=rank, generation=0, stream=stream)
+
+
+def line(text: str, at: float | None = None, rank: int = 0) -> Line:
+    return Line(origin=origin(rank), time=at, monotonic=at, text=text)
+
+
+@given(st.text().filter(lambda text: not text.endswith("\r")), st.floats(0, 1e10))
+def test_a_record_is_read_as_it_was_written(text: str, time: float) -> None:
+    text = text.encode("utf-8", "replace").decode()
+    packed = log_records.pack(origin(3), time, 5.0, text.encode())
+    assert b"\n" not in packed
+    found = log_records.parse(packed, origin(3))
+    assert (found.text, found.origin, found.monotonic) == (text, origin(3), 5.0)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"version": 1}', '{"version": 1, "time": "x"}', '{"version": ', "plain"]
+)
+def test_what_is_no_record_is_text(text: str) -> None:
+    assert log_records.parse(text.encode(), origin()).text == text
+
+
+def test_of_a_progress_bar_the_last_state_is_shown() -> None:
+    assert log_records.parse(b" 1 %\r 2 %\r 3 %\r", origin()).text == " 3 %"
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+
+def log_file(folder: Path) -> LogFile:
+    return LogFile(path=folder / "stdout.log", origin=origin(), replaced=0)
+
+
+@pytest.fixture(name="write")
+def _write(tmp_path: Path) -> Iterator[object]:
+    fd = private.open_to_append(tmp_path / "stdout.log")
+    yield rotation.writer(fd, tmp_path / "stdout.log", 30)
+    os.close(fd)
+
+
+def test_full_files_move_on_and_the_oldest_goes(tmp_path: Path, write) -> None:
+    for number in range(100):
+        write(b"line %3d\n" % number)  # three of them fill a file
+    file = log_file(tmp_path)
+    assert [each.name for each in file.parts()] == [
+        *(f"stdout.log.{number}" for number in range(OLDER, 0, -1)),
+        "stdout.log",
+    ]
+    assert all(each.stat().st_size <= 30 for each in file.parts())
+    shown = [each.text for each in log_reading.every_line(file)]
+    assert shown == [f"line {number:3}" for number in range(100 - len(shown), 100)]
+    assert len(shown) == 4 * 3 + 1
+
+
+def test_who_follows_a_rotated_file_misses_nothing(tmp_path: Path, write) -> None:
+    file, place, found = log_file(tmp_path), None, []
+    for number in range(40):
+        write(b"line %3d\n" % number)
+        if number % 5 == 0:
+            while True:
+                lines, following = log_reading.read(file, place, 16)
+                found += [each.text for each in lines]
+                if following == place:
+                    break
+                place = following
+    assert found == [f"line {number:3}" for number in range(36)]
+
+
+def test_a_line_that_is_not_complete_waits(tmp_path: Path) -> None:
+    file = log_file(tmp_path)
+    file.path.write_text("one\ntw")
+    lines, place = log_reading.read(file, None)
+    assert [each.text for each in lines] == ["one"]
+    assert log_reading.read(file, place) == ([], place)
+    assert [each.text for each in log_reading.rest(file, place)] == ["tw"]
+    file.path.write_text("one\ntwo\n")
+    assert [each.text for each in log_reading.read(file, place)[0]] == ["two"]
+
+
+def test_a_folder_of_a_run(tmp_path: Path) -> None:
+    for attempt in ("attempt_0", "attempt_2", "attempt_10", "attempt_2.1", "other"):
+        for rank in (1, 0):
+            (tmp_path / attempt / str(rank)).mkdir(parents=True)
+            (tmp_path / attempt / str(rank) / "stderr.log").write_text("")
+    log_folder.note_ranks(tmp_path / "attempt_2", "gpu-1", {0: 8, 1: 9})
+    assert log_folder.generations(tmp_path) == [0, 2, 10]
+    found = log_folder.log_files(tmp_path, 2)
+    assert [(each.origin.rank, each.replaced) for each in found] == [(8, 0), (8, 1), (9, 0), (9, 1)]
+    assert {each.origin.host for each in found} == {"gpu-1"}
+    assert {each.origin.rank for each in log_folder.log_files(tmp_path, 0)} == {-1}
+
+
+# -- lines ------------------------------------------------------------------------------------------
+
+
+def test_lines_with_times_are_in_order_and_others_stay_where_they_are() -> None:
+    first = [line("a", 1.0), line("of a"), line("c", 3.0)]
+    second = [line("b", 2.0, 1), line("d", 4.0, 1)]
+    shown = [each.text for each in log_lines.in_order([iter(first), iter(second)])]
+    assert shown == ["a", "of a", "b", "c", "d"]
+    plain = [[line("x"), line("y")], [line("z", rank=1)]]
+    assert [each.text for each in log_lines.in_order([*map(iter, plain)])] == ["x", "y", "z"]
+
+
+def test_choices() -> None:
+    lines = [line(f"{word} {at}", at) for at, word in enumerate(["x", "y", "x", "y", "x"])]
+    choice = log_lines.Choice(pattern=re.compile("^x"), tail=2)
+    assert [each.text for each in choice.of(lines)] == ["x 2", "x 4"]
+    assert [each.text for each in log_lines.Choice(since=3.0).of(lines)] == ["y 3", "x 4"]
+    assert not list(log_lines.Choice(ranks=frozenset({1})).of(lines))
+
+
+def test_sizes() -> None:
+    def size(text: str) -> int:
+        given = flags.parse(["--log-max-size", text, "x.py"])
+        return Values(*flags.resolve(given, {}), {}).size("log_max_size")
+
+    assert [size(each) for each in ("0", "500", "2K", "100M", "1GiB", "3gb")] == [
+        0,
+        500,
+        2048,
+        100 << 20,
+        1 << 30,
+        3 << 30,
+    ]
+    with pytest.raises(ConfigError, match="--log-max-size"):
+        size("much")
