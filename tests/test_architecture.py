@@ -61,6 +61,7 @@ TORCH_INSIDE_FUNCTIONS = {
     "rendezvous/create.py",
     "rendezvous/torchrun.py",
     "testing/ranks.py",
+    "launch/doctor/visit.py",
 }
 # Decisions only: no clock, no socket, no thread, no environment, no files.
 SANS_IO = {
@@ -99,6 +100,10 @@ SANS_IO = {
     "launch/placement/numa.py",
     "launch/policy.py",
     "launch/step_watch.py",
+    "launch/doctor/pairs.py",
+    "launch/doctor/facts.py",
+    "launch/doctor/judgement.py",
+    "launch/doctor/finding_table.py",
     "launch/server/learning.py",
     "launch/server/warm_key.py",
     "launch/placement/ranks.py",

@@ -25,6 +25,7 @@ usage: rally COMMAND …
   rally top [JOB]                      show what each worker uses, live; the odd ones are marked
   rally stacks [JOB]                   show where each worker is, the odd ones out first
   rally logs [JOB | FOLDER]            show what the workers have written
+  rally doctor [flags]                 check limits, network, versions and GPUs before a job runs
   rally warm [--stop]                  list or end the processes that rally run --warm keeps
   rally checkpoints PLACE              list the checkpoints of sessions
   rally secret [FILE]                  make the secret that the nodes of a job share
@@ -33,7 +34,10 @@ usage: rally COMMAND …
 
 rally run --help lists the flags."""
 
-_COMMANDS = ("run", "ps", "top", "stacks", "logs", "warm", "checkpoints", "secret", "env", "help")
+_COMMANDS = (
+    *("run", "ps", "top", "stacks", "logs", "warm", "doctor"),
+    *("checkpoints", "secret", "env", "help"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +77,11 @@ def _dispatch(words: list[str]) -> int:
                 if kept := warm_command.lines():
                     _print(f"\n{kept}")
             return 0
+        case "doctor":
+            from .doctor import command as doctor
+
+            logs.set_up(environment.snapshot())
+            return doctor.command(words[1:], _print, _say)
         case "warm":
             from . import warm_command
 
@@ -140,6 +149,11 @@ def run(words: Sequence[str]) -> int:
     config, remarks = config_from(given, env)
     for remark in remarks:
         _say(remark)
+    if "--preflight" in given.values:
+        from .doctor import command as doctor
+
+        if not doctor.preflight(given.values, _say):
+            return 1
     return launch(config)
 
 

@@ -354,6 +354,13 @@ FLAGS: tuple[Flag, ...] = (
         help="do not preload, for restarted workers, the parts of torch that the workers before them imported",
     ),
     Flag(
+        name="--preflight",
+        own=True,
+        group=_START,
+        env=False,
+        help="run `rally doctor` first, with the same flags, and start only if it finds no problem",
+    ),
+    Flag(
         name="--warm",
         own=True,
         group=_START,

@@ -1,0 +1,1 @@
+"""``rally doctor``: whether a job can run here, before it does."""
