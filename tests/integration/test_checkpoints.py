@@ -431,14 +431,18 @@ def test_two_models_and_objects_of_any_kind(tmp_path: Path) -> None:
 # -- jobs ---------------------------------------------------------------------------------------------
 
 JOB = """
-import hashlib, json, os, pathlib, signal, sys
+import hashlib, json, os, pathlib, signal, sys, time
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+def supervisor():
+    server = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+    return int(server.rpartition(")")[2].split()[1])
+
 folder, place = pathlib.Path(sys.argv[1]), sys.argv[2]
-faults = json.loads(sys.argv[3])  # [step, rank]
+faults = json.loads(sys.argv[3])  # [step, rank], of 100 + rank: the job is told to stop
 torch.manual_seed(0)
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -458,8 +462,13 @@ with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as se
             with session.step():
                 for number, (step, who) in enumerate(faults):
                     mark = folder / f"fault {number}"
-                    if (step, who) == (session.position, rank) and not mark.exists():
+                    if (step, who % 100) == (session.position, rank) and not mark.exists():
                         mark.touch()
+                        if who >= 100:
+                            os.kill(supervisor(), signal.SIGTERM)
+                            while not session._kept.link.is_stopping:
+                                time.sleep(0.01)
+                            continue
                         os.kill(os.getpid(), signal.SIGKILL)
                 torch.nn.functional.cross_entropy(net(x), y).backward()
                 optimizer.step()
@@ -528,3 +537,41 @@ def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path) -> No
     # 15 steps of two ranks are 12 of the first epoch, and 3 of the second one.
     first = [each for step, batch in ids if step <= 12 for each in batch]
     assert sorted(first) == list(range(48))
+
+
+def test_a_job_that_is_told_to_stop_takes_a_last_checkpoint(tmp_path: Path) -> None:
+    assert job(tmp_path / "calm", []).returncode == 0
+    stopped = job(tmp_path / "job", [[7, 101]])
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    told = re.search(
+        r"told to stop: the last checkpoint, of step (\d+), is written", stopped.stderr
+    )
+    assert told is not None, stopped.stderr
+    step = int(told[1])
+    assert 8 <= step <= 10, "no more than a few steps later"
+    assert (tmp_path / "job" / "checkpoints" / name_of(step) / RECORD).exists()
+    again = job(tmp_path / "job", [[7, 101]])
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "job" / "began").read_text().split() == ["0", str(step)]
+    assert ends(tmp_path / "job") == ends(tmp_path / "calm")
+
+
+@pytest.mark.long
+def test_a_worker_that_cannot_take_a_last_checkpoint_is_ended_in_time(tmp_path: Path) -> None:
+    # It waits in its step for longer than the grace period.
+    JOB_THAT_HANGS = JOB.replace(
+        "                            continue\n", "                            time.sleep(600)\n"
+    )
+    (tmp_path / "train.py").write_text(JOB_THAT_HANGS)
+    done = run(
+        [
+            *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2"),
+            *("--shutdown-timeout", "2", "train.py", str(tmp_path), "saved", "[[7, 101]]"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "the last checkpoint" not in done.stderr

@@ -27,6 +27,9 @@ class Board(Protocol):
     def drop(self, key: str) -> None:
         """Remove a note."""
 
+    def peek(self, key: str) -> bytes | None:
+        """A note; None if it is not there yet."""
+
     def await_note(self, key: str, timeout: float) -> bytes:
         """A note. Blocks: until it is there.
 
@@ -47,6 +50,9 @@ class _Workers:
     def drop(self, key: str) -> None:
         self._wiring.store().delete(f"{_PREFIX}/{key}")
 
+    def peek(self, key: str) -> bytes | None:
+        return self._wiring.store().peek(f"{_PREFIX}/{key}")
+
     def await_note(self, key: str, timeout: float) -> bytes:
         return self._wiring.wait(key, timeout)
 
@@ -63,6 +69,9 @@ class _Default:
 
     def drop(self, key: str) -> None:
         self._store.delete_key(key)
+
+    def peek(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
 
     def await_note(self, key: str, timeout: float) -> bytes:
         self._store.wait([key], timedelta(seconds=timeout))

@@ -26,6 +26,7 @@ from rallypoint.errors import ElasticError
 
 from .board import Board
 from .checkpoint_state import TENSOR, HostCopy, State
+from .last_step import LastStep
 from .own_state import OwnState
 
 
@@ -81,6 +82,7 @@ class Checkpoints:
         self._every, self._keep = every, keep
         self._state = State(())
         self._is_sharded = False
+        self._last_step: LastStep | None = None
         self._rank, self._size = 0, 1
         self._board: Board | None = None
         self._new_board: Callable[[], Board] | None = None
@@ -90,6 +92,7 @@ class Checkpoints:
         self._passed_over: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
         self._is_slow = False
+        self._written = -1  # the step of the last one that this process has completed
         self._tried = 0  # how many were written, or failed
 
     def begin(
@@ -204,6 +207,22 @@ class Checkpoints:
         """This process has taken the place of a lost one, after this many steps. The lost one may not have got to this boundary."""
         self._newest = step - 1
 
+    def is_last(self, step: int) -> bool:
+        """The job is told to stop: whether the last one is to be taken here. The same on all ranks, at some boundary."""
+        if self._last_step is None:
+            self._last_step = LastStep(self._board, self._rank, self._size)
+        try:
+            return self._last_step.is_here(step)
+        except Exception as error:  # noqa: BLE001  of any store; there is no last checkpoint then
+            _log.debug("rank %d cannot agree on a last checkpoint: %s", self._rank, error)
+            return False
+
+    def take_last(self, own: OwnState) -> None:
+        """The job stops here. Blocks: until everything that this rank has to write is written."""
+        self.end(own)
+        if self._rank == 0 and self._written == own.steps:
+            _log.warning("told to stop: the last checkpoint, of step %d, is written", own.steps)
+
     def take(self, own: OwnState) -> None:
         """Take one. Returns when the state is copied; rank 0 writes it in the background.
 
@@ -312,6 +331,7 @@ class Checkpoints:
             files=files,
         )
         checkpoint_files.complete(self._storage, name, record)
+        self._written = own.steps
         _log.info("checkpoint %s: %.2f s", name, clock.MONOTONIC.now() - started)
         self._prune(name)
 

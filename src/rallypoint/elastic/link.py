@@ -2,9 +2,9 @@
 
 Worker to supervisor, one JSON record per line:
 
-- ``{"kind": "kept session", "generation": 0, "rank": 3, "sharded": false}``: this worker is in a session and can be kept. With the
+- ``{"kind": "kept session", "generation": 0, "rank": 3, "sharded": false, "saves": false}``: this worker is in a session and can be kept. With the
   record of a first start comes a descriptor: the memory that outlives this process (:mod:`.memory`). ``sharded``: nobody else
-  has its state, so it is lost if that memory is.
+  has its state, so it is lost if that memory is. ``saves``: it takes a last checkpoint if the job is told to stop.
 - ``{"kind": "kept memory"}``: with a descriptor: a newcomer's memory, if that of the lost one was lost with its node.
 - ``{"kind": "kept recovered", ...}``: what a recovery has cost.
 - ``{"kind": "kept left"}``: the session has ended well.
@@ -14,6 +14,7 @@ Supervisor to worker:
 
 - ``{"kind": "go", "generation": 0, "host": "127.0.0.1", "port": 29500}``: answers ``session``; with the descriptor of the memory if
   this process takes a lost rank over.
+- ``{"kind": "stop"}``: the job is told to stop: take a last checkpoint, and end.
 - ``{"kind": "hold"}``: a node is lost, and the others meet again: wait for the next record, however long it takes.
 - ``{"kind": "lost", "generation": 1, "ranks": [3], "why": "…", "host": …, "port": …}``: meet the others in this generation.
 """
@@ -72,15 +73,25 @@ class Link:
         self._is_over = False
         self._met = -1
         self._is_held = False
+        self.is_stopping = False  # the job is told to stop
         self._thread = threading.Thread(target=self._listen, name="rally-elastic", daemon=True)
         self._thread.start()
 
-    def enter(self, generation: int, rank: int, memory: int | None, *, sharded: bool) -> int | None:
+    def enter(
+        self,
+        generation: int,
+        rank: int,
+        memory: int | None,
+        *,
+        sharded: bool,
+        saves: bool = False,
+    ) -> int | None:
         """Tell the supervisor that this worker can be kept. Blocks: until it answers.
 
         Args:
             memory: the descriptor of this rank's memory, if this process has made it.
             sharded: no other rank has this one's state.
+            saves: this process takes a last checkpoint if the job is told to stop.
         Returns:
             The descriptor of the memory of the lost rank that this process takes over.
         Raises:
@@ -91,6 +102,7 @@ class Link:
             "generation": generation,
             "rank": rank,
             "sharded": sharded,
+            "saves": saves,
         }
         data = json.dumps(record).encode() + b"\n"
         if memory is None:
@@ -164,6 +176,9 @@ class Link:
             self._changed.notify_all()
 
     def _take(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "stop":
+            self.is_stopping = True
+            return
         if record["kind"] == "hold":
             with self._changed:
                 self._is_held = True

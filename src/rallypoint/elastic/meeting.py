@@ -127,7 +127,8 @@ class Meeting:
         if not isinstance(error, (*LOST, MembershipChanged)):
             return False
         text = str(error).lower()
-        patience = PATIENCE if any(sign in text for sign in _SIGNS) else 0.0
+        may_be = any(sign in text for sign in _SIGNS) and not self._kept.link.is_stopping
+        patience = PATIENCE if may_be else 0.0
         return self._kept.link.wait(self._kept.generation, patience) is not None
 
     def compare(self) -> None:

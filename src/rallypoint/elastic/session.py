@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -87,6 +88,7 @@ class Session:
         self._rehearsal: Rehearsal | None = None
         self._results: dict[str, Any] = {}  # of the functions that were run
         self._in_epochs = self._in_step = self._is_task = self._rehearses = False
+        self._has_stopped = False  # the last checkpoint is taken, as the job is told to stop
         self._applied = 0  # optimizers that have stepped in the step under way
         self._iterations = 0
         self._loader: Any = None  # whose batches are under way
@@ -235,10 +237,11 @@ class Session:
             )
         # Whether a lost node takes with it what nobody else has.
         rank, sharded = dist.get_rank(), self._objects.is_sharded and self._num_copies < 2
+        saves = self._checkpoints is not None
         for optimizer in self._objects.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._note_applied))
         if kept.takes_over:
-            held = kept.link.enter(kept.generation, rank, None, sharded=sharded)
+            held = kept.link.enter(kept.generation, rank, None, sharded=sharded, saves=saves)
             memory = Memory(held)
             if held is None:
                 kept.link.give(memory.fd)
@@ -256,7 +259,7 @@ class Session:
             # Before anybody counts on this rank: with sharded state, there is a snapshot to go back to from now on.
             self._keeping.begin()
             kept.publish()
-            kept.link.enter(kept.generation, rank, memory.fd, sharded=sharded)
+            kept.link.enter(kept.generation, rank, memory.fd, sharded=sharded, saves=saves)
             meeting.compare()
         meeting.count_anew()
         for each in kept.groups:
@@ -440,9 +443,21 @@ class Session:
 
     def _pass_boundary(self) -> None:
         """Between two steps, with nothing under way."""
+        self._stop_if_told()
         if self._checkpoints is not None and self._checkpoint_is_due():
             self._checkpoints.take(self._own_now())
         self._random_behind = None
+
+    def _stop_if_told(self) -> None:
+        """The job is told to stop, and its supervisor waits for a last checkpoint."""
+        kept, checkpoints = self._kept, self._checkpoints
+        if kept is None or checkpoints is None or not kept.link.is_stopping or self._has_stopped:
+            return
+        if checkpoints.is_last(self._course.steps):
+            self._has_stopped = True
+            checkpoints.take_last(self._own_now())
+            # As the supervisor would have ended it: a handler of the script's own runs now.
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _own_now(self) -> OwnState:
         random = self._keeping.random or self._random_behind or RandomState.now()
@@ -559,7 +574,8 @@ def session(
         checkpoint: where checkpoints are kept: a directory, or a URL that fsspec understands. The newest one that is whole
             is loaded when the session begins. They are written in the background, in the format of
             ``torch.distributed.checkpoint``. All nodes need access to it. None: there are none.
-        checkpoint_every: steps from one checkpoint to the next. A last one is written when the session ends well.
+        checkpoint_every: steps from one checkpoint to the next. A last one is written when the session ends well, or
+            ``rally run`` gets SIGTERM.
         checkpoint_keep: how many complete ones stay.
         snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``), how many steps a
             loss may cost: all ranks take snapshots, and a loss leads them back to the last one. None: as often as 2 % of the time

@@ -45,6 +45,7 @@ class Worker:
         said: what it reported.
         takes_over: it took the place of a lost one.
         in_session: it can be kept if another worker is lost.
+        saves: it takes a last checkpoint if the job is told to stop.
         hung: in words, if it was ended because it hung.
         failed_at: the step in which its session failed; -1 if it did not.
         memory_fd: what it keeps for the one that takes its place.
@@ -63,6 +64,7 @@ class Worker:
     said: bytearray = field(default_factory=bytearray)
     takes_over: bool = False
     in_session: bool = False
+    saves: bool = False
     hung: str = ""
     failed_at: int = -1
     memory_fd: int | None = None

@@ -70,6 +70,15 @@ class KeptWorkers:
             + (f"\n{more}" if more else "")
         )
 
+    def tell_to_stop(self, workers: Generation) -> bool:
+        """The job is told to stop: have the workers take a last checkpoint, and end. Returns whether all of them do that."""
+        running = [worker for worker in workers if worker.status is None]
+        if not running or not all(worker.in_session and worker.saves for worker in running):
+            return False
+        for worker in running:
+            worker.tell({"kind": "stop"})
+        return True
+
     def hold(self, workers: Generation) -> None:
         """A node is lost: those in a session wait until they are told where to meet."""
         for worker in workers:

@@ -86,6 +86,8 @@ UNTOLD = frozenset(
 SILENCE = 2.0
 # How often the workers of a session are looked at in the time after which one hangs.
 LOOKS = 4
+# The share of the grace period after SIGTERM in which workers of a session may take a last checkpoint before they are signalled.
+SAVING = 0.8
 # How long a worker that hangs may take to report where.
 HANG_GRACE = 1.0
 # How long the workers' stacks may take after SIGQUIT.
@@ -982,7 +984,7 @@ class Supervisor:
         index = self._workers.index(worker)
         match record["kind"]:
             case "kept session":
-                worker.in_session = True
+                worker.in_session, worker.saves = True, record.get("saves") is True
                 assert self._round is not None
                 self._kept.admit(worker, self._round)
                 if self._state.phase is Phase.REJOINING:
@@ -1106,6 +1108,25 @@ class Supervisor:
             self._decide(policy.WorkerEnded(index, failed=False))
 
     def _signal_workers(self, number: int) -> None:
+        if self._may_save(number) and self._kept.tell_to_stop(self._workers):
+            # They end by themselves. The rest of the grace period is for those that cannot.
+            workers = self._workers
+
+            def end() -> None:
+                if self._workers is workers and workers.running():
+                    self._send_signal(number)
+
+            self._in(self._config.shutdown_timeout * SAVING, end)
+            return
+        self._send_signal(number)
+
+    def _may_save(self, number: int) -> bool:
+        """Whether the whole job is told to stop. In an elastic job, SIGTERM is for this node alone."""
+        state = self._state
+        leaves = state.elastic and state.num_nodes > 1
+        return state.aim is Aim.SIGNALLED and number == signal.SIGTERM and not leaves
+
+    def _send_signal(self, number: int) -> None:
         # A Python script ends its own children: a DataLoader's workers must not die while their trainer still saves. Other
         # programs get the signal as a process group.
         group = self._config.job.kind is TargetKind.PROGRAM
