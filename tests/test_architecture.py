@@ -72,6 +72,7 @@ SANS_IO = {
     "control/stack_groups.py",
     "_core/log_records.py",
     "control/job_table.py",
+    "control/openmetrics.py",
     "control/log_lines.py",
     "control/quantities.py",
     "control/step_words.py",

@@ -155,6 +155,40 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsPlace:
+    """Where a job's metrics are: on a port or in a file.
+
+    Args:
+        shown: as the user gave it.
+        host: the address to listen on; empty: all.
+        port: 0: any free one.
+        path: of the file; None: they are on the port.
+    """
+
+    shown: str
+    host: str = ""
+    port: int = 0
+    path: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> MetricsPlace:
+        """``:9400`` (loopback), ``HOST:9400``, ``*:9400`` or a path.
+
+        Raises:
+            ConfigError: it is none of them.
+        """
+        host, colon, port = text.rpartition(":")
+        if "/" in text or not colon:
+            if text.isdigit():
+                raise ConfigError(flag, text, f"expected a path, or :{text} for that port")
+            return cls(shown=text, path=text)
+        if not (port.isascii() and port.isdigit() and int(port) < 65536):
+            raise ConfigError(flag, text, "expected :PORT, HOST:PORT or a path")
+        host = host.removeprefix("[").removesuffix("]")
+        return cls(shown=text, host={"": "127.0.0.1", "*": ""}.get(host, host), port=int(port))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RendezvousConfig:
     """How the supervisors of several nodes meet. Ignored with one node.
 
@@ -207,6 +241,7 @@ class LaunchConfig:
         max_losses: how many workers in a session are replaced within ``loss_window`` seconds.
         loss_window: see there.
         hang_after: seconds without any movement after which a job is told to hang; 0: never.
+        metrics: where metrics are, or None.
         progress: how the progress of the script is shown: ``auto``, ``lines`` or ``off``.
         step_timeout: seconds after which a worker of a session that the others wait for is ended and replaced; 0: never.
         master_addr: the host workers find their store at; None: ``localhost`` (one node) or this host.
@@ -251,6 +286,7 @@ class LaunchConfig:
     step_timeout: float = 0.0
     hang_after: float = 0.0
     progress: str = "off"
+    metrics: MetricsPlace | None = None
     master_addr: str | None = None
     master_port: int | None = None
     local_addr: str | None = None

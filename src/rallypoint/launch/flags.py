@@ -225,6 +225,15 @@ FLAGS: tuple[Flag, ...] = (
         help="begin another log file when one has this size (500K, 100M, 2G); four full ones are kept of each (0: no limit)",
     ),
     Flag(
+        name="--metrics",
+        own=True,
+        metavar="WHERE",
+        env=False,
+        group=_LOGS,
+        help="metrics of this node as OpenMetrics text: :9400 serves them on that port of the loopback, HOST:9400 on an"
+        " address, *:9400 on all; or a file, which is written every 10 s",
+    ),
+    Flag(
         name="--progress",
         own=True,
         metavar="HOW",

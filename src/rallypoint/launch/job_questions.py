@@ -148,7 +148,7 @@ class JobQuestions:
 
 
 def _usage(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
-    known = [(each.ranks.rank, each.pid, _collectives(each), each.progress()) for each in workers]
+    known = [(each.ranks.rank, each.pid, collectives(each), each.progress()) for each in workers]
     return lambda: [
         {
             "rank": rank,
@@ -162,7 +162,7 @@ def _usage(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
     ]
 
 
-def _collectives(worker: Worker) -> int | None:
+def collectives(worker: Worker) -> int | None:
     """How many a worker in a session has begun, in all groups together."""
     return None if worker.memory_fd is None else sum(progress.read(worker.memory_fd).values())
 

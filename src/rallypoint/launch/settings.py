@@ -22,6 +22,7 @@ from .config import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     LaunchConfig,
     LogConfig,
+    MetricsPlace,
     StartMethod,
     StreamChoice,
     TargetKind,
@@ -92,6 +93,7 @@ def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, lis
         step_timeout=values.seconds("step_timeout"),
         hang_after=values.seconds("hang_after"),
         progress=values.text("progress"),
+        metrics=_metrics(values),
         master_addr=nodes.master_addr,
         master_port=nodes.master_port,
         local_addr=values["local_addr"],
@@ -247,6 +249,11 @@ def _logs(values: Values) -> LogConfig:
         max_size=values.size("log_max_size"),
         prefix_template=values.env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
     )
+
+
+def _metrics(values: Values) -> MetricsPlace | None:
+    text = values["metrics"]
+    return MetricsPlace.parse(text, values.shown("metrics")) if text else None
 
 
 def _shutdown_timeout(values: Values) -> float:

@@ -50,6 +50,7 @@ from .generation import Generation, Worker
 from .hang_watch import HangWatch
 from .job_questions import JobQuestions
 from .kept_workers import KeptWorkers
+from .metrics import FILE_INTERVAL, Metrics
 from .output import progress_display
 from .output.console import Console
 from .output.failure import WorkerFailure, in_order_of_blame
@@ -194,6 +195,7 @@ class Supervisor:
         self._open_files: int | None = None  # the limit for a worker
         self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._control: ControlServer | None = None
+        self._metrics: Metrics | None = None
         self._began = clock.MONOTONIC.now()
         self._hang_watch = HangWatch(config.hang_after, say) if config.hang_after else None
         self._questions = JobQuestions(coordination, self._still)
@@ -302,6 +304,7 @@ class Supervisor:
         self._poller.register(server.pidfd, select.POLLIN)
         self._poller.register(coordination.fileno(), select.POLLIN)
         self._control = self._open_control()
+        self._open_metrics()
         if self._hang_watch is not None:
             self._look_for_hang()
         self._do(policy.start(self._state))
@@ -338,6 +341,9 @@ class Supervisor:
                 self._hear_peers()
             if self._control is not None and self._control.fileno() in ready:
                 self._control.serve()
+            metrics = None if self._metrics is None else self._metrics.server
+            if metrics is not None and metrics.fileno() in ready:
+                metrics.serve()
             kill_at = self._state.kill_at
             if kill_at is not None and clock.MONOTONIC.now() >= kill_at:
                 self._decide(policy.GraceOver())
@@ -378,6 +384,8 @@ class Supervisor:
             os.close(fd)
         if self._control is not None:
             self._control.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if hasattr(self, "_server"):
             # A fork server that still imports has nothing to end, and a deaf one does nothing. Neither is waited for.
             answers = self._server_ready and not self._server_is_deaf
@@ -427,19 +435,39 @@ class Supervisor:
         self._poller.register(control.fileno(), select.POLLIN)
         return control
 
+    def _open_metrics(self) -> None:
+        place = self._config.metrics
+        if place is None:
+            return
+        self._metrics = Metrics(place, self._status, lambda: self._workers)
+        server = self._metrics.server
+        if server is None:
+            self._in(FILE_INTERVAL, self._write_metrics)
+            return
+        self._poller.register(server.fileno(), select.POLLIN)
+        if not place.port:
+            self._say(f"metrics are on port {server.port}")
+
+    def _write_metrics(self) -> None:
+        """Now, and again in a while."""
+        assert self._metrics is not None
+        self._metrics.write()
+        self._in(FILE_INTERVAL, self._write_metrics)
+
+    def _status(self) -> dict[str, Any]:
+        facts = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "seconds": round(clock.MONOTONIC.now() - self._began, 3),
+            "log_folder": str(self._folder.path or ""),
+            "is_ready": self._server_ready,
+        }
+        return status.status(self._config, self._state, self._round, self._workers, facts=facts)
+
     def _answer(self, question: dict[str, Any]) -> Answer | Callable[[], Answer]:
         match question.get("ask"):
             case "status":
-                facts = {
-                    "pid": os.getpid(),
-                    "host": socket.gethostname(),
-                    "seconds": round(clock.MONOTONIC.now() - self._began, 3),
-                    "log_folder": str(self._folder.path or ""),
-                    "is_ready": self._server_ready,
-                }
-                return status.status(
-                    self._config, self._state, self._round, self._workers, facts=facts
-                )
+                return self._status()
             case "stacks" | "usage":
                 return self._questions.everywhere(question, self._workers, self._round)
             case other:

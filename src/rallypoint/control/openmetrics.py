@@ -1,0 +1,177 @@
+"""A job as OpenMetrics text, for Prometheus and what reads its formats. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+Labels = Mapping[str, str | int]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened to a job on this node since it began.
+
+    Args:
+        failures: of workers, by kind.
+        hangs: how often the job was told to hang.
+    """
+
+    failures: dict[str, int] = field(
+        default_factory=lambda: {"exception": 0, "exit_code": 0, "signal": 0}
+    )
+    hangs: int = 0
+    _cpu: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def note_end(self, *, signal: int | None, error: str) -> None:
+        """A worker has failed by itself.
+
+        Args:
+            signal: that ended it, or None.
+            error: how, in words.
+        """
+        kind = "exit_code"
+        if signal is not None:
+            kind = "signal"
+        elif error.startswith("raised "):
+            kind = "exception"
+        self.failures[kind] += 1
+
+    def rising(self, workers: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], float]:
+        """By rank and pid: CPU seconds that never fall, though a child that has ended takes its own with it."""
+        known = self._cpu
+        self._cpu = {}
+        for each in workers:
+            key = each["rank"], each["pid"]
+            self._cpu[key] = max(each["cpu"], known.get(key, 0.0))
+        return self._cpu
+
+
+class _Text:
+    """Lines of families. All samples of a family stand together."""
+
+    def __init__(self, usual: Labels) -> None:
+        self.lines: list[str] = []
+        self._usual = usual
+
+    def family(
+        self,
+        name: str,
+        kind: Literal["gauge", "counter", "info"],
+        help_text: str,
+        samples: Iterable[tuple[Labels, float]],
+        unit: str = "",
+    ) -> None:
+        samples = list(samples)
+        if not samples:
+            return
+        self.lines.append(f"# TYPE {name} {kind}")
+        if unit:
+            self.lines.append(f"# UNIT {name} {unit}")
+        self.lines.append(f"# HELP {name} {help_text}")
+        suffix = {"counter": "_total", "info": f"_{kind}"}.get(kind, "")
+        for labels, value in samples:
+            told = ",".join(f'{key}="{_escaped(str(text))}"' for key, text in labels.items())
+            usual = ",".join(f'{key}="{_escaped(str(text))}"' for key, text in self._usual.items())
+            both = ",".join(filter(None, (usual, told)))
+            self.lines.append(f"{name}{suffix}{{{both}}} {_number(value)}")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    text = str(value)
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
+
+
+def text(
+    status: Mapping[str, Any], usage: Iterable[Mapping[str, Any]], counts: Counts, version: str
+) -> str:
+    """The metrics of a job on one node.
+
+    Args:
+        status: as the supervisor tells it.
+        usage: of each worker of this node.
+        counts: since the job began.
+        version: of this package.
+    """
+    workers = list(usage)
+    none: Labels = {}
+    node = "" if status["node_rank"] is None else status["node_rank"]
+    out = _Text({"run": str(status["id"]), "node": node})
+    told = {"target": str(status["target"]), "host": str(status["host"]), "version": version}
+    out.family("rally_job", "info", "The job, and this node of it.", [(told, 1)])
+    state = [({"state": str(status["state"])}, 1.0)]
+    out.family("rally_job_state", "gauge", "1 for the state that the job is in.", state)
+    seconds = float(status["seconds"])
+    out.family(
+        "rally_job_age_seconds",
+        "gauge",
+        "Since the supervisor was started.",
+        [(none, seconds)],
+        "seconds",
+    )
+    for name, help_text, value in (
+        ("rally_nodes", "Nodes in the round.", status["nodes"]),
+        ("rally_world_size", "Workers in the round.", status["world_size"]),
+        ("rally_generation", "0 at first, plus one after each restart.", status["generation"]),
+        ("rally_max_restarts", "Restarts that are allowed.", status["max_restarts"]),
+    ):
+        out.family(name, "gauge", help_text, [] if value is None else [(none, value)])
+    for name, help_text, value in (
+        ("rally_restarts", "Restarts of all workers.", status["restarts"]),
+        ("rally_replaced_workers", "Workers replaced in sessions.", status["replaced"]),
+        ("rally_hangs", "How often the job was told to hang, by node 0.", counts.hangs),
+    ):
+        out.family(name, "counter", help_text, [(none, value)])
+    failures = [({"kind": kind}, count) for kind, count in counts.failures.items()]
+    help_text = "Workers of this node that have failed by themselves."
+    out.family("rally_worker_failures", "counter", help_text, failures)
+    states = dict.fromkeys(("starting", "running", "hung", "ended"), 0)
+    for each in status["workers"]:
+        states[each["state"]] = states.get(each["state"], 0) + 1
+    counted = [({"state": state}, count) for state, count in states.items()]
+    out.family("rally_workers", "gauge", "Workers of this node.", counted)
+    _add_usage(out, workers, counts)
+    _add_progress(out, status["workers"])
+    return "\n".join([*out.lines, "# EOF", ""])
+
+
+def _add_usage(out: _Text, workers: list[Mapping[str, Any]], counts: Counts) -> None:
+    rising = counts.rising(workers)
+    cpu = [({"rank": rank}, round(seconds, 3)) for (rank, _), seconds in rising.items()]
+    name = "rally_worker_cpu_seconds"
+    out.family(name, "counter", "CPU time, with children.", cpu, "seconds")
+    for key, name, unit, help_text in (
+        ("memory", "rally_worker_memory_bytes", "bytes", "Resident memory, with children."),
+        ("threads", "rally_worker_threads", "", "Threads, with those of children."),
+        ("children", "rally_worker_children", "", "Child processes."),
+        ("collectives", "rally_worker_collectives", "", "Begun since the last recovery."),
+    ):
+        samples = [({"rank": each["rank"]}, each[key]) for each in workers if each[key] is not None]
+        out.family(name, "gauge", help_text, samples, unit)
+
+
+def _add_progress(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:
+    found = [(each["rank"], each["progress"]) for each in workers if each["progress"] is not None]
+    for key, name, unit, help_text in (
+        ("step", "rally_worker_step", "", "As the script counts them."),
+        ("total", "rally_worker_total_steps", "", "As the script knows."),
+        ("seconds_ago", "rally_worker_step_age_seconds", "seconds", "Since the last step."),
+    ):
+        values = [({"rank": rank}, each[key]) for rank, each in found if each[key] is not None]
+        out.family(name, "gauge", help_text, values, unit)
+    durations = [({"rank": rank}, 1 / each["rate"]) for rank, each in found if each["rate"]]
+    name = "rally_worker_step_duration_seconds"
+    out.family(name, "gauge", "Of late, on average.", durations, "seconds")
+    metrics = [
+        ({"rank": rank, "name": name}, float(value))
+        for rank, each in found
+        for name, value in each["metrics"].items()
+    ]
+    out.family("rally_worker_metric", "gauge", "What the script reports with its step.", metrics)

@@ -1,0 +1,105 @@
+"""``--metrics``: the metrics of a job, on a port or in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import rallypoint
+from rallypoint import events
+from rallypoint._core import clock
+from rallypoint.control import openmetrics, usage
+from rallypoint.control.metrics_server import MetricsServer
+from rallypoint.errors import ConfigError
+
+from .config import MetricsPlace
+from .generation import Worker
+from .job_questions import collectives
+
+
+# The same text is given out for so long: scrapers cannot make the supervisor busy.
+AGE = 1.0
+# How often a file is written.
+FILE_INTERVAL = 10.0
+
+
+class Metrics:
+    """The metrics of a job. Called in the supervisor's loop.
+
+    Args:
+        place: where they are.
+        status: tells what the job does.
+        workers: those of this node.
+    Raises:
+        ConfigError: the port is in use, or the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        place: MetricsPlace,
+        status: Callable[[], Mapping[str, Any]],
+        workers: Callable[[], Iterable[Worker]],
+    ) -> None:
+        self._status, self._workers = status, workers
+        self._counts = openmetrics.Counts()
+        self._text, self._at = "", float("-inf")
+        self._path = None if place.path is None else Path(place.path)
+        self.server: MetricsServer | None = None
+        try:
+            if self._path is None:
+                self.server = MetricsServer(place.host, place.port, self._current)
+            else:
+                self._write(self._path)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError("--metrics", place.shown, why) from None
+        self._subscription = events.subscribe(self._note)
+
+    def write(self) -> None:
+        """Write the file, if it is one. A full disk is no reason to end a job."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._write(self._path)
+
+    def close(self) -> None:
+        """Serve no more; a file stays, with the last state."""
+        self._subscription.close()
+        self.write()
+        if self.server is not None:
+            self.server.close()
+
+    def _write(self, path: Path) -> None:
+        self._at = float("-inf")  # as it is now
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        beside.write_text(self._current(), encoding="utf-8")
+        beside.replace(path)
+
+    def _current(self) -> str:
+        now = clock.MONOTONIC.now()
+        if now - self._at >= AGE:
+            used = [
+                {
+                    "rank": each.ranks.rank,
+                    "pid": each.pid,
+                    "collectives": collectives(each),
+                    **usage.usage(each.pid),
+                }
+                for each in self._workers()
+                if each.pid and each.status is None
+            ]
+            version = rallypoint.__version__
+            self._text = openmetrics.text(self._status(), used, self._counts, version)
+            self._at = clock.MONOTONIC.now()
+        return self._text
+
+    def _note(self, event: events.Event) -> None:
+        match event:
+            case events.WorkerEnded(stopped=False, error=error, signal=signal) if error:
+                self._counts.note_end(signal=signal, error=error)
+            case events.JobHangs():
+                self._counts.hangs += 1
+            case _:
+                pass

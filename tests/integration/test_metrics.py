@@ -1,0 +1,95 @@
+"""The metrics of real jobs: on a port and in a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from pace import pace
+from rallypoint.control.metrics_server import MAX_CONNECTIONS
+from supervisors import RALLY, Popen, run
+
+
+pytestmark = pytest.mark.integration
+PATIENCE = 30.0 * pace()
+SCRIPT = """
+import os, sys, time
+import rallypoint
+rank = int(os.environ["RANK"])
+if os.environ["RALLY_GENERATION"] == "0":
+    raise ValueError("at first")
+rallypoint.progress(7 + rank, 10, loss=0.5)
+print("stands", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def values(text: str) -> dict[tuple[str, str], float]:
+    return {
+        (each.name, each.labels.get("rank") or each.labels.get("kind", "")): each.value
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+    }
+
+
+def test_on_a_port(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--metrics", ":0", str(script), "1000"]
+    job = Popen([RALLY, "run", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in job.stderr:
+            if found := re.search(r"metrics are on port (\d+)", line):
+                break
+        url = f"http://127.0.0.1:{found[1]}"
+        assert [job.stdout.readline() for _ in range(2)] == ["stands\n"] * 2
+        # More connections than it keeps, which say nothing: it answers.
+        idle = [
+            socket.create_connection(("127.0.0.1", int(found[1])))
+            for _ in range(MAX_CONNECTIONS + 4)
+        ]
+        deadline = time.monotonic() + PATIENCE
+        while True:  # the text may be a second old
+            with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as answer:
+                assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+                shown = values(answer.read().decode())
+            if shown.get(("rally_worker_step", "1")) == 8:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert shown["rally_restarts_total", ""] == shown["rally_generation", ""] == 1
+        assert shown["rally_worker_failures_total", "exception"] >= 1
+        assert shown["rally_worker_memory_bytes", "0"] > 1 << 20
+        assert shown["rally_worker_cpu_seconds_total", "1"] >= 0
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}/", timeout=PATIENCE)
+        with pytest.raises(urllib.error.HTTPError, match="405"):
+            urllib.request.urlopen(f"{url}/metrics", data=b"x", timeout=PATIENCE)
+        for each in idle:
+            each.close()
+        words = ["--metrics", f":{found[1]}", str(script), "0"]
+        second = run([RALLY, "run", *words], capture_output=True, text=True)
+        assert second.returncode == 2 and "--metrics" in second.stderr
+    finally:
+        job.terminate()
+        job.communicate(timeout=PATIENCE)
+
+
+def test_in_a_file(tmp_path: Path) -> None:
+    script, path = tmp_path / "train.py", tmp_path / "job.prom"
+    script.write_text(SCRIPT.replace("raise ValueError", "str"))
+    words = ["--metrics", str(path), str(script), "0"]
+    done = run([RALLY, "run", *words], capture_output=True, text=True)
+    assert done.returncode == 0
+    shown = values(path.read_text())
+    assert shown["rally_world_size", ""] == 1 and shown["rally_restarts_total", ""] == 0
+    assert os.listdir(tmp_path) and not list(tmp_path.glob("job.prom.*"))

@@ -1,0 +1,143 @@
+"""Metrics: their text, by the parser of Prometheus's own client; the place that a command line names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from rallypoint.control import openmetrics
+from rallypoint.control.openmetrics import Counts
+from rallypoint.errors import ConfigError
+from rallypoint.launch.config import MetricsPlace
+
+
+def status(**more: Any) -> dict[str, Any]:
+    progress = {
+        "step": 1204,
+        "total": 5000,
+        "rate": 4.0,
+        "seconds_ago": 0.1,
+        "late": False,
+        "seconds_left": 949.0,
+        "metrics": {"loss": 0.5, 'a "b"\\\n': "nan"},
+    }
+    workers = [
+        {"rank": 0, "local_rank": 0, "pid": 5, "state": "running", "progress": progress},
+        {"rank": 1, "local_rank": 1, "pid": 0, "state": "starting", "progress": None},
+    ]
+    usual = {
+        "id": "llm",
+        "target": "train.py",
+        "host": "h",
+        "state": "running",
+        "seconds": 12.5,
+        "node_rank": 0,
+        "nodes": 1,
+        "world_size": 2,
+        "generation": 1,
+        "restarts": 1,
+        "max_restarts": 3,
+        "replaced": 0,
+        "workers": workers,
+    }
+    return usual | more
+
+
+def used(**more: Any) -> dict[str, Any]:
+    usual = {"rank": 0, "pid": 5, "cpu": 2.0, "memory": 1 << 20, "threads": 3, "children": 0}
+    return {**usual, "collectives": None, **more}
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """By name and the labels that tell samples apart."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for each in family.samples:
+            own = {
+                key: value
+                for key, value in each.labels.items()
+                if key in {"rank", "kind", "state", "name"}
+            }
+            assert each.labels["run"] is not None
+            key = each.name, ",".join(own.values())
+            assert key not in found
+            found[key] = each.value
+    return found
+
+
+def test_prometheus_reads_them() -> None:
+    counts = Counts()
+    counts.note_end(signal=9, error="was killed by SIGKILL")
+    counts.note_end(signal=None, error="raised ValueError: x")
+    text = openmetrics.text(status(), [used()], counts, "0.1.0")
+    found = samples(text)
+    assert found["rally_job_state", "running"] == 1
+    assert found["rally_restarts_total", ""] == 1
+    assert found["rally_worker_failures_total", "signal"] == 1
+    assert found["rally_worker_failures_total", "exit_code"] == 0
+    assert found["rally_workers", "running"] == found["rally_workers", "starting"] == 1
+    assert found["rally_worker_step", "0"] == 1204
+    assert found["rally_worker_step_duration_seconds", "0"] == 0.25
+    assert found["rally_worker_metric", "0,loss"] == 0.5
+    broken = found["rally_worker_metric", '0,a "b"\\\n']
+    assert broken != broken
+    assert found["rally_worker_memory_bytes", "0"] == 1 << 20
+    assert ("rally_worker_collectives", "0") not in found
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    file = Path(__file__).parents[2] / "contrib" / "grafana" / "rallypoint.json"
+    asked = [
+        target["expr"]
+        for panel in json.loads(file.read_text())["panels"]
+        for target in panel["targets"]
+    ]
+    names = {name for expr in asked for name in re.findall(r"rally_\w+", expr)}
+    known = samples(openmetrics.text(status(), [used()], Counts(), "0"))
+    assert names and names <= {name for name, _ in known}
+
+
+@given(st.text(), st.text(), st.none() | st.integers(0, 5))
+def test_names_of_users_break_nothing(run: str, target: str, generation: int | None) -> None:
+    told = status(id=run, target=target, generation=generation, node_rank=None)
+    assert samples(openmetrics.text(told, [], Counts(), "0"))["rally_nodes", ""] == 1
+
+
+def test_cpu_time_never_falls_but_begins_anew_with_another_process() -> None:
+    counts = Counts()
+    shown = [
+        samples(openmetrics.text(status(), [used(**each)], counts, "0"))[
+            "rally_worker_cpu_seconds_total", "0"
+        ]
+        for each in ({"cpu": 5.0}, {"cpu": 3.0}, {"cpu": 6.0}, {"cpu": 0.1, "pid": 6})
+    ]
+    assert shown == [5.0, 5.0, 6.0, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "path"),
+    [
+        (":9400", "127.0.0.1", 9400, None),
+        ("*:9400", "", 9400, None),
+        ("[::1]:0", "::1", 0, None),
+        ("10.0.0.3:80", "10.0.0.3", 80, None),
+        ("./a:80", "", 0, "./a:80"),
+        ("job.prom", "", 0, "job.prom"),
+    ],
+)
+def test_places(text: str, host: str, port: int, path: str | None) -> None:
+    assert MetricsPlace.parse(text, "--metrics") == MetricsPlace(
+        shown=text, host=host, port=port, path=path
+    )
+
+
+@pytest.mark.parametrize("text", ["9400", ":x", ":99999", "host:"])
+def test_no_places(text: str) -> None:
+    with pytest.raises(ConfigError, match="--metrics"):
+        MetricsPlace.parse(text, "--metrics")
