@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import mmap
 import os
 import select
@@ -149,6 +150,18 @@ def catches(pid: int, number: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return bool(lines) and bool(int(lines[0].split()[1], 16) >> (number - 1) & 1)
+
+
+def has_thread(pid: int, name: str) -> bool:
+    """Whether the process has a thread of this name."""
+    for path in glob.iglob(f"/proc/{pid}/task/*/comm"):
+        try:
+            with open(path) as file:
+                if file.read().rstrip("\n") == name:
+                    return True
+        except OSError:
+            continue  # it has just ended
+    return False
 
 
 def is_running(pid: int) -> bool:

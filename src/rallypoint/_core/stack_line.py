@@ -1,14 +1,17 @@
-"""How a worker shows its stacks without Python's help: a signal, and a pipe that the answer is written to."""
+"""How a worker shows where it is: its stacks at a signal, without Python's help; its collectives, when it is asked."""
 
 from __future__ import annotations
 
 import faulthandler
-import os
 import signal
+import socket
 
 
 # Asks a process for its stacks; no other use of this signal is known.
 STACK_SIGNAL = signal.SIGRTMIN + 22
+# Asks the thread of this name, if there is one, for the worker's collectives: a line of JSON.
+ASK_COLLECTIVES = b"?"
+THREAD = "rally-line"
 
 
 def answer(fd: int) -> None:
@@ -19,6 +22,9 @@ def answer(fd: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
 
 
-def pipe() -> tuple[int, int]:
-    """A pipe for stacks: reading end, writing end. Neither blocks: a worker must not wait for a reader that is not there."""
-    return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+def line() -> tuple[int, int]:
+    """The supervisor's end and the worker's. Neither blocks: a worker must not wait for a reader that is not there."""
+    ours, theirs = socket.socketpair()
+    for each in (ours, theirs):
+        each.setblocking(False)
+    return ours.detach(), theirs.detach()

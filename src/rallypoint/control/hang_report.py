@@ -9,7 +9,7 @@ from typing import Any
 
 from rallypoint._core.rank_words import in_words
 
-from . import stack_groups
+from . import collectives, stack_groups
 
 
 # Python code below which a rank waits for others. The engine's: DDP and FSDP wait in backward.
@@ -21,8 +21,8 @@ class Hang:
     """A job in which nobody moves.
 
     Args:
-        missing: the ranks that do not wait in a collective; empty if all do.
-        waiting: the others.
+        missing: the ranks for which the others wait, or whose call does not match theirs; empty if that is not known.
+        waiting: the ranks that wait in a collective.
         text: for people.
     """
 
@@ -50,6 +50,12 @@ def explain(
         all ranks wait.
     """
     workers = [each for each in processes if not each["name"]]
+    known = {each["rank"]: each["collectives"] for each in workers if each.get("collectives")}
+    found = collectives.verdict(known)
+    if found is not None:
+        moved = "" if working else f"\nnothing has moved for {seconds:.0f} s"
+        text = f"{found.text}{moved}\n{stack_groups.text(processes)}"
+        return Hang(found.missing, found.waiting, text)
     waiting = sorted(each["rank"] for each in workers if _waits(each))
     if not waiting:
         return None

@@ -8,6 +8,8 @@ from typing import Any
 
 from rallypoint._core.rank_words import in_words
 
+from . import collectives
+
 
 Process = Mapping[str, Any]
 
@@ -69,7 +71,8 @@ def _title(group: Sequence[Process]) -> str:
         owners = ", ".join(f"{each['name']} {each['pid']} of rank {each['rank']}" for each in group)
         return f"{owners}:"
     ranks = in_words([each["rank"] for each in group])
-    where = _place(first)
+    places = {collectives.place(each.get("collectives") or ()) for each in group}
+    where = f", in {places.pop()}" if len(places) == 1 and "" not in places else _place(first)
     pids = ""
     if len(group) == 1:
         host = f" on {first['host']}" if first.get("host") else ""

@@ -23,6 +23,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _OF_START = re.compile(
     r"/rallypoint/launch/|/rallypoint/__main__\.py$|^<frozen runpy>$|/multiprocessing/process\.py$"
 )
+_OUR_THREAD = re.compile(r"/rallypoint/launch/worker/collective_thread\.py$")
 
 
 def from_faulthandler(text: str) -> list[Thread]:
@@ -64,10 +65,14 @@ def from_py_spy(text: str) -> list[Thread]:
 
 
 def _trimmed(threads: Sequence[Thread]) -> list[Thread]:
-    """Without what is above the script in the main thread."""
+    """Without what is above the script in the main thread, and without our own thread."""
     for thread in threads[:1]:
         frames = thread["frames"]
         above = [place for place, each in enumerate(frames) if _OF_START.search(each["file"])]
         if above and above[-1] + 1 < len(frames):
             thread["frames"] = frames[above[-1] + 1 :]
-    return list(threads)
+    return [each for each in threads if not _is_ours(each)]
+
+
+def _is_ours(thread: Thread) -> bool:
+    return any(_OUR_THREAD.search(each["file"]) for each in thread["frames"])

@@ -39,7 +39,7 @@ class Worker:
         name: its name in the fork server, unique within the job.
         line: the supervisor's end of the socket on which it reports how it failed.
         streams: its output.
-        stacks_fd: where its stacks can be read once it is asked for them; negative once it is closed.
+        stacks_fd: where it shows its stacks and collectives once it is asked for them; negative once it is closed.
         result_fd: function launches: the memory file for its result.
         pid: 0 until the fork server has reported it.
         said: what it reported.

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rallypoint._core import flight_records
+
 
 # Bytes of an answer, unpacked.
 MAX_ANSWER: Final = 64 * 1024 * 1024
@@ -44,7 +46,12 @@ def _is_record(each: Mapping[str, Any]) -> bool:
     threads = each.get("threads")
     if isinstance(threads, list):  # its stacks
         texts = (each.get("name"), each.get("why"), each.get("host"))
-        return all(isinstance(text, str) for text in texts) and all(map(_is_thread, threads))
+        told = each.get("collectives")
+        return (
+            all(isinstance(text, str) for text in texts)
+            and all(map(_is_thread, threads))
+            and (told is None or flight_records.are_valid(told))
+        )
     numbers = [each.get(name) for name in _USED]  # what it uses
     return (
         all(isinstance(number, int | float) for number in numbers)

@@ -183,7 +183,7 @@ class Spawner:
         streams = factory.open(ranks.local_rank, prefix, origin)
         try:
             ours, theirs = socket.socketpair()
-            stacks_from, stacks_to = stack_line.pipe()
+            stacks_from, stacks_to = stack_line.line()
         except OSError:
             streams.given()
             raise

@@ -6,8 +6,10 @@ the installed torch and Python for each name and its signature.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
+from collections.abc import Callable
 from traceback import TracebackException
 from typing import Any
 
@@ -30,6 +32,48 @@ LEARNABLE = (
     "torch.distributed.optim",
     "torch.distributed.tensor",
 )
+
+
+# -- what a rank's collectives are ---------------------------------------------------------------------------
+
+
+def at_first_group(call: Callable[[], None]) -> None:
+    """Call this once, right before this process creates its first process group. Nothing happens if torch is not imported yet."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    create = getattr(c10d, "_new_process_group_helper", None)
+    if create is None:
+        return
+    waiting = [call]
+
+    @functools.wraps(create)
+    def first(*args: Any, **more: Any) -> Any:
+        if c10d._new_process_group_helper is first:
+            c10d._new_process_group_helper = create
+        if waiting:
+            waiting.pop()()
+        return create(*args, **more)
+
+    c10d._new_process_group_helper = first
+
+
+def flight_records() -> bytes:
+    """What torch's flight recorder holds, as JSON."""
+    from torch._C import _distributed_c10d
+
+    module: Any = _distributed_c10d  # its stub lacks the name
+    dump: bytes = module._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
+    return dump
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """By the name of each process group of this process: the global ranks of its members, in order."""
+    world = sys.modules["torch.distributed.distributed_c10d"]._world
+    ranks = world.pg_group_ranks
+    return {
+        name: sorted(ranks[group], key=ranks[group].__getitem__)
+        for group, name in list(world.pg_names.items())
+        if group in ranks
+    }
 
 
 # -- starting like a fresh interpreter ------------------------------------------------------------------------

@@ -139,6 +139,7 @@ def run_forked(
     env_of_server = environment.snapshot()
     environment.process_environment().update(worker.env)
     _own_state()
+    _tell_collectives(worker.fds.stacks)
     streams.make_live(job)
     process.set_title(_title(job))
     if call is not None:
@@ -209,6 +210,19 @@ def _own_state() -> None:
     if mp_process is not None:
         mp_process.current_process().authkey = os.urandom(32)
     torch_private.begin_now()
+
+
+def _tell_collectives(fd: int) -> None:
+    """Once there is a process group, tell the supervisor of its collectives when it asks."""
+    own_pid = os.getpid()
+
+    def start() -> None:
+        from . import collective_thread
+
+        if os.getpid() == own_pid:  # not in a child that the script has forked
+            collective_thread.start(fd)
+
+    torch_private.at_first_group(start)
 
 
 def _fresh_main(job: Job) -> None:

@@ -14,7 +14,7 @@ ASK_SIGNAL = signal.SIGRTMIN + 21
 
 @dataclass(frozen=True, slots=True)
 class WorkerFds:
-    """A worker's descriptors: streams, the socket to the supervisor, the pipe for stacks, and for functions two memory files."""
+    """A worker's descriptors: streams, the socket to the supervisor, the line for stacks, and for functions two memory files."""
 
     stdout: int
     stderr: int

@@ -1,0 +1,96 @@
+"""What torch's flight recorder knows of a rank's collectives, in a few records. Pure.
+
+torch records the last collectives of each process group (``TORCH_FR_BUFFER_SIZE`` of them, 2000 by default): NCCL's and, from torch 2.13 on,
+Gloo's. Point-to-point calls over Gloo are not among them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+
+# Completed calls of each group that are kept, and calls in all: a rank may have many under way.
+_DONE, _MOST = 3, 16
+# What a record may hold: it comes from another process, maybe on another host.
+_MAX_TEXT: Final = 200
+_MAX_SIZES: Final = 64
+
+Group = Mapping[str, Any]
+
+
+def compact(dump: bytes | str, ranks: Mapping[str, Sequence[int]], now_ns: int) -> list[Group]:
+    """The last calls of each group.
+
+    Args:
+        dump: the recorder's JSON.
+        ranks: by the name of a group, the global ranks of its members, in order.
+        now_ns: of the wall clock of the process that was recorded.
+
+    Returns:
+        For each group: ``name``, ``about`` (torch's ``group_desc``), ``ranks``, and ``calls`` in order, each with ``seq``, ``op``,
+        ``sizes`` (of its inputs), ``dtype``, ``done``, and ``seconds`` since it began.
+    """
+    entries = json.loads(dump).get("entries") or []
+    groups: dict[str, dict[str, Any]] = {}
+    for each in entries:
+        if each["is_p2p"]:
+            continue
+        name, about = each["process_group"]
+        group = groups.setdefault(
+            name, {"name": name, "about": about, "ranks": list(ranks.get(name, ())), "calls": []}
+        )
+        sizes = each["input_sizes"] or each["output_sizes"]
+        dtypes = each["input_dtypes"] or each["output_dtypes"] or [""]
+        group["calls"].append(
+            {
+                "seq": each["collective_seq_id"],
+                "op": each["profiling_name"].rpartition(":")[2][:_MAX_TEXT],
+                "sizes": sizes[:_MAX_SIZES],
+                "dtype": dtypes[0],
+                "done": bool(each["retired"]),
+                "seconds": max(0.0, (now_ns - each["time_created_ns"]) / 1e9),
+            }
+        )
+    for group in groups.values():
+        calls = sorted(group["calls"], key=lambda call: call["seq"])
+        pending = [call for call in calls if not call["done"]]
+        done = [call for call in calls if call["done"]]
+        group["calls"] = sorted(
+            done[-_DONE:] + pending[: _MOST - _DONE], key=lambda call: call["seq"]
+        )
+    return list(groups.values())
+
+
+def are_valid(groups: object) -> bool:
+    """Whether this is what :func:`compact` returns."""
+    return isinstance(groups, list) and all(map(_is_group, groups))
+
+
+def _is_group(group: object) -> bool:
+    return (
+        isinstance(group, dict)
+        and isinstance(group.get("name"), str)
+        and isinstance(group.get("about"), str)
+        and isinstance(group.get("ranks"), list)
+        and all(type(rank) is int for rank in group["ranks"])
+        and isinstance(group.get("calls"), list)
+        and all(map(_is_call, group["calls"]))
+    )
+
+
+def _is_call(call: object) -> bool:
+    return (
+        isinstance(call, dict)
+        and type(call.get("seq")) is int
+        and isinstance(call.get("op"), str)
+        and isinstance(call.get("dtype"), str)
+        and isinstance(call.get("done"), bool)
+        and isinstance(call.get("seconds"), int | float)
+        and isinstance(call.get("sizes"), list)
+        and all(
+            isinstance(size, list) and all(type(each) is int for each in size)
+            for size in call["sizes"]
+        )
+    )

@@ -1,0 +1,213 @@
+"""Who waits for whom in which collective, from what each rank has begun (:mod:`rallypoint._core.flight_records`). Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rallypoint._core.flight_records import Group
+from rallypoint._core.rank_words import in_words
+
+
+Call = Mapping[str, Any]
+
+# Collectives to which every rank brings as much as the others.
+_EVEN = (
+    "all_reduce",
+    "allreduce",
+    "reduce",
+    "broadcast",
+    "reduce_scatter",
+    "all_gather",
+    "allgather",
+)
+# torch's names of types in C++: bytes of an element, and the name in Python.
+_TYPES = {
+    "Byte": (1, "uint8"),
+    "Char": (1, "int8"),
+    "Bool": (1, "bool"),
+    "Short": (2, "int16"),
+    "Int": (4, "int32"),
+    "Long": (8, "int64"),
+    "Half": (2, "float16"),
+    "BFloat16": (2, "bfloat16"),
+    "Float": (4, "float32"),
+    "Double": (8, "float64"),
+    "ComplexFloat": (8, "complex64"),
+    "ComplexDouble": (16, "complex128"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why ranks wait.
+
+    Args:
+        missing: the ranks that the others wait for, or whose call differs; empty if the two sides are alike.
+        waiting: the ranks that wait in a collective.
+        text: one sentence for each group in which ranks wait in vain, without a full stop.
+    """
+
+    missing: tuple[int, ...]
+    waiting: tuple[int, ...]
+    text: str
+
+
+def verdict(known: Mapping[int, Sequence[Group]]) -> Verdict | None:
+    """Who waits for whom.
+
+    Args:
+        known: by rank, what it has begun in each of its groups. A rank that did not answer is left out.
+
+    Returns:
+        None if nobody waits in vain, as far as is known.
+    """
+    mismatches: list[tuple[set[int], str]] = []
+    lags: list[tuple[set[int], str]] = []
+    waiting: set[int] = set()
+    for (_, members), calls in sorted(_by_group(known).items()):
+        pending = {rank: _first_pending(each) for rank, each in calls.items()}
+        waiting |= {rank for rank, each in pending.items() if each is not None}
+        name = _name(members, calls, known)
+        if (differs := _mismatch(calls, name)) is not None:
+            mismatches.append(differs)
+        elif (behind := _lag(members, calls, pending, name, known)) is not None:
+            lags.append(behind)
+    found = mismatches or lags
+    if not found:
+        return None
+    # Who waits nowhere is to blame; if all wait, in a circle, the few for whom the many wait.
+    awaited = set().union(*(ranks for ranks, _ in found))
+    missing = awaited - waiting or min((ranks for ranks, _ in found), key=len)
+    return Verdict(
+        tuple(sorted(missing)),
+        tuple(sorted(waiting - missing)) or tuple(sorted(waiting)),
+        "; ".join(sentence for _, sentence in found),
+    )
+
+
+def place(groups: Sequence[Group]) -> str:
+    """What a rank waits in, such as ``all_reduce #1542 of the default group (float32, 4.0 MiB) for 212 s``; or nothing."""
+    waits = [(each, group) for group in groups if (each := _first_pending(group["calls"]))]
+    if not waits:
+        return ""
+    call, group = max(waits, key=lambda each: float(each[0]["seconds"]))
+    name = _name(tuple(group["ranks"]), {}, {0: [group]})
+    return f"{_call(call)} of {name} for {call['seconds']:.0f} s"
+
+
+def _by_group(
+    known: Mapping[int, Sequence[Group]],
+) -> dict[tuple[str, tuple[int, ...]], dict[int, Sequence[Call]]]:
+    """By group (its name and members): by rank, its calls."""
+    found: dict[tuple[str, tuple[int, ...]], dict[int, Sequence[Call]]] = defaultdict(dict)
+    for rank, groups in known.items():
+        for group in groups:
+            if len(group["ranks"]) > 1 and group["calls"]:
+                found[group["name"], tuple(group["ranks"])][rank] = group["calls"]
+    return found
+
+
+def _first_pending(calls: Sequence[Call]) -> Call | None:
+    return next((each for each in calls if not each["done"]), None)
+
+
+def _mismatch(calls: Mapping[int, Sequence[Call]], name: str) -> tuple[set[int], str] | None:
+    """Ranks that call different things as the same number of a group."""
+    numbered: dict[int, dict[int, Call]] = defaultdict(dict)
+    for rank, each in calls.items():
+        for call in each:
+            numbered[call["seq"]][rank] = call
+    for seq, of_ranks in sorted(numbered.items()):
+        ways: dict[object, list[int]] = defaultdict(list)
+        for rank, call in sorted(of_ranks.items()):
+            ways[_must_match(call)].append(rank)
+        if len(ways) < 2:
+            continue
+        few, *others = sorted(ways.values(), key=lambda ranks: (len(ranks), ranks))
+        parts = [
+            f"{in_words(ranks)} {'calls' if len(ranks) == 1 else 'call'}"
+            f" {_call(of_ranks[ranks[0]], numbered=False)}"
+            for ranks in (few, *others)
+        ]
+        odd = set() if len(few) == len(others[-1]) else set(few)
+        return odd, f"the calls #{seq} of {name} do not match: {', '.join(parts)}"
+    return None
+
+
+def _must_match(call: Call) -> object:
+    if call["op"].startswith(_EVEN):
+        return call["op"], call["dtype"], tuple(map(tuple, call["sizes"]))
+    return call["op"]
+
+
+def _lag(
+    members: Sequence[int],
+    calls: Mapping[int, Sequence[Call]],
+    pending: Mapping[int, Call | None],
+    name: str,
+    known: Mapping[int, Sequence[Group]],
+) -> tuple[set[int], str] | None:
+    """Members that have not entered what the others wait in."""
+    waits = {rank: call for rank, call in pending.items() if call is not None}
+    if not waits:
+        return None
+    seq = min(call["seq"] for call in waits.values())
+    here = sorted(rank for rank, call in waits.items() if call["seq"] == seq)
+    absent = {rank for rank in members if rank not in calls or calls[rank][-1]["seq"] < seq}
+    if not absent:
+        return None
+    call = waits[here[0]]
+    seconds = max(float(waits[rank]["seconds"]) for rank in here)
+    have, wait = ("has" if len(absent) == 1 else "have"), ("waits" if len(here) == 1 else "wait")
+    sentence = (
+        f"{in_words(absent)} {have} not entered {_call(call)} of {name}, in which {in_words(here)}"
+        f" {wait} ({seconds:.0f} s)"
+    )
+    where = {place(known[rank]) for rank in absent if rank in known} - {""}
+    if len(where) == 1:
+        they = "it waits" if len(absent) == 1 else "they wait"
+        sentence += f"; {they} in {where.pop()}"
+    return absent, sentence
+
+
+def _name(
+    members: Sequence[int], calls: Iterable[int], known: Mapping[int, Sequence[Group]]
+) -> str:
+    """A group for people: its description, else its ranks."""
+    ranks = list(calls) or list(known)
+    about = next(
+        each["about"]
+        for rank in ranks
+        for each in known[rank]
+        if tuple(each["ranks"]) == tuple(members)
+    )
+    if about == "default_pg":
+        return "the default group"
+    if about and about != "undefined":
+        return f"group {about}"
+    return f"the group of {in_words(members)}" if members else "a group"
+
+
+def _call(call: Call, *, numbered: bool = True) -> str:
+    number = f" #{call['seq']}" if numbered else ""
+    width, dtype = _TYPES.get(call["dtype"], (0, call["dtype"].lower()))
+    elements = sum(math.prod(size) for size in call["sizes"])
+    if not dtype or (not elements and not call["sizes"]):
+        return f"{call['op']}{number}"
+    size = f", {_bytes(elements * width)}" if width else ""
+    shapes = ", ".join(str(each) for each in call["sizes"][:3])
+    more = ", …" if len(call["sizes"]) > 3 else ""
+    return f"{call['op']}{number} ({dtype} {shapes}{more}{size})"
+
+
+def _bytes(count: int) -> str:
+    amount, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"

@@ -1,0 +1,54 @@
+"""In a worker: a thread that tells the supervisor, when it asks, which collectives this rank has begun.
+
+A rank that waits in a collective runs no Python code in its main thread, and torch's records are in its memory. So a thread reads them.
+It starts with the first process group, which has threads of its own anyway, and waits for a question: nothing else. ``threading``
+does not know it. A rank that holds the GIL in C code does not answer.
+
+"""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import select
+import threading
+import time
+
+from rallypoint._core import flight_records, stack_line
+from rallypoint.launch import torch_private
+
+
+def start(fd: int) -> None:
+    """Start the thread.
+
+    Args:
+        fd: where questions come from, and answers go.
+    """
+    _thread.start_new_thread(_answer, (fd, os.fstat(fd).st_ino))
+
+
+def _answer(fd: int, inode: int) -> None:
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
+        name.write(stack_line.THREAD)
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    while True:
+        poller.poll()
+        try:
+            # A script that closes all descriptors may open another one under this number.
+            if os.fstat(fd).st_ino != inode or not os.read(fd, 64):
+                return
+            os.write(fd, json.dumps({"collectives": _records()}).encode() + b"\n")
+        except BlockingIOError:
+            continue  # nobody reads
+        except OSError:
+            return
+
+
+def _records() -> list[flight_records.Group]:
+    try:
+        dump, ranks = torch_private.flight_records(), torch_private.group_ranks()
+        return flight_records.compact(dump, ranks, time.time_ns())
+    except Exception:  # noqa: BLE001  another torch may record in another way; stacks are told all the same
+        return []
