@@ -161,7 +161,7 @@ class JobHangs(Event):
 
     Args:
         generation: of the job.
-        missing: the ranks that do not wait in a collective; empty if all do.
+        missing: the ranks for which the others wait, or whose call does not match theirs; empty if that is not known.
         waiting: the others.
         seconds: for how long nothing has moved.
     """

@@ -502,7 +502,7 @@ def test_top_on_a_terminal_of_80_columns(job: Job) -> None:
 # -- a job that hangs -----------------------------------------------------------------------------
 
 WAITS = """
-import os, sys, time
+import os, sys, threading, time
 import torch, torch.distributed as dist
 
 def reads_a_pipe():
@@ -513,21 +513,40 @@ def computes():
     while True:
         pass
 
+def forks():
+    # its child does not answer for it
+    if os.fork() == 0:
+        time.sleep(1000)
+    reads_a_pipe()
+
 how = sys.argv[1]
 dist.init_process_group("gloo")
+assert threading.enumerate() == [threading.main_thread()]
+dist.all_reduce(torch.ones(1))
 if dist.get_rank() == 1:
-    {"read": reads_a_pipe, "compute": computes, "serve": reads_a_pipe}[how]()
+    {
+        "read": reads_a_pipe,
+        "compute": computes,
+        "serve": reads_a_pipe,
+        "fork": forks,
+        "other": lambda: dist.barrier(),
+        "sizes": lambda: dist.all_reduce(torch.ones(1 << 20)),
+    }[how]()
 if how == "serve":
     reads_a_pipe()
 dist.all_reduce(torch.ones(1))
 """
 
+NOT_ENTERED = "has not entered all_reduce #2 (float32 [1], 4 B) of the default group, in which ranks 0, 2 wait"
+
 
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("read", "rank 1 does not come to a collective in which ranks 0, 2 wait"),
-        ("compute", "ranks 0, 2 have waited in a collective for 1 s; rank 1 is still at work"),
+        ("read", f"rank 1 {NOT_ENTERED}"),
+        ("compute", f"rank 1 {NOT_ENTERED}"),
+        ("fork", f"rank 1 {NOT_ENTERED}"),
+        ("other", "the calls #2 of the default group do not match: rank 1 calls barrier at "),
         ("serve", ""),
     ],
 )
@@ -557,3 +576,19 @@ def test_a_job_that_hangs_says_who_does_not_come(tmp_path: Path, how: str, says:
         job.terminate()
         job.wait(PATIENCE)
         job.stderr.close()
+
+
+def test_collectives_of_other_sizes_are_told_although_gloo_aborts_another_rank(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    words = [RALLY, "run", "--nproc-per-node", "4", str(script), "sizes"]
+    job = Popen(words, stderr=subprocess.PIPE)
+    _, shown = job.communicate(timeout=PATIENCE)
+    told = " ".join(shown.decode().split())
+    assert job.returncode != 0
+    assert (
+        "the calls #2 of the default group do not match: rank 1 calls all_reduce (float32 [1048576], 4.0 MiB)"
+        in told
+    )

@@ -21,6 +21,7 @@ def call(
         "sizes": [[size]],
         "dtype": "Float",
         "done": done,
+        "at": "" if done else "train.py:9 in step",
         "seconds": seconds,
     }
 
@@ -69,7 +70,8 @@ def test_calls_that_do_not_match_are_told(odd: dict[str, Any], says: str) -> Non
     found = collectives.verdict(known)
     assert found is not None and found.missing == (3,)
     assert found.text == (
-        f"the calls #7 of the default group do not match: {says}, ranks 0-2 call all_reduce (float32 [4], 16 B)"
+        f"the calls #7 of the default group do not match: {says} at train.py:9 in step,"
+        " ranks 0-2 call all_reduce (float32 [4], 16 B) at train.py:9 in step"
     )
 
 
@@ -131,7 +133,7 @@ def test_records_are_compact() -> None:
             + [entry(7, retired=False, p2p=True)]
         }
     )
-    (found,) = flight_records.compact(dump, {"0": [0, 1]}, 3_500_000_000)
+    (found,) = flight_records.compact(dump, {"0": [0, 1]}, 3_500_000_000, "train.py:9 in step")
     assert flight_records.are_valid([found])
     assert (found["name"], found["about"], found["ranks"]) == ("0", "default_pg", [0, 1])
     assert [each["seq"] for each in found["calls"]] == list(range(87, 100))
@@ -141,6 +143,7 @@ def test_records_are_compact() -> None:
         "sizes": [[2, 3]],
         "dtype": "Float",
         "done": False,
+        "at": "train.py:9 in step",
         "seconds": 2.5,
     }
     assert flight_records.compact('{"entries": null}', {}, 0) == []

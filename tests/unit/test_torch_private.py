@@ -128,6 +128,20 @@ def callees() -> Iterator[Callee]:
             "keep_operators_at_exit",
         ),
         (concurrent.futures.process, "_RemoteTraceback", "tb", "REMOTE_TRACEBACKS"),
+        (sys, "_current_frames", "", "frame_of_main_thread"),
+        (
+            torch._C._distributed_c10d,
+            "_dump_fr_trace_json",
+            "(includeCollectives: bool | None = None, onlyActive: bool | None = None) -> bytes",
+            "flight_records",
+        ),
+        (
+            distributed_c10d,
+            "_new_process_group_helper",
+            "group_size, group_rank, global_ranks_in_group, backend, store, group_name, backend_options, timeout,"
+            " pg_tag, device_id, group_desc",
+            "at_first_group",
+        ),
     ):
         yield Callee(owner, name, parameters, launch + ours)
     number = "typing.SupportsInt | typing.SupportsIndex"
@@ -305,6 +319,8 @@ ATTRIBUTES = {
     "_per_optimizer_states",
     "_version",
     "_world",
+    "_distributed_c10d",
+    "_current_frames",
     "_authoritative_rank",
     "_builtins",
     "_c10d_functional",
@@ -487,6 +503,36 @@ def test_multiprocessing_keeps_its_children_in_a_set_that_can_be_emptied() -> No
         assert not children
     finally:
         children.update(before)
+
+
+def test_torch_knows_the_names_and_ranks_of_its_groups() -> None:
+    assert of_launch.group_ranks() == {}
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.new_group([0])
+        assert list(of_launch.group_ranks().values()) == [[0], [0]]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torch_records_collectives_over_gloo() -> None:
+    script = """
+import json, torch, torch.distributed as dist
+from rallypoint._core import flight_records
+from rallypoint.launch import torch_private
+started = []
+torch_private.at_first_group(lambda: started.append(1))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert started == [1]
+dist.all_reduce(torch.ones(2))
+(group,) = flight_records.compact(torch_private.flight_records(), torch_private.group_ranks(), 0)
+assert (group["about"], group["ranks"]) == ("default_pg", [0])
+(call,) = group["calls"]
+assert (call["op"], call["seq"], call["sizes"], call["dtype"], call["done"]) == ("all_reduce", 1, [[2]], "Float", True)
+dist.destroy_process_group()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_log_lines_count_their_time_from_now() -> None:

@@ -20,17 +20,20 @@ _MAX_SIZES: Final = 64
 Group = Mapping[str, Any]
 
 
-def compact(dump: bytes | str, ranks: Mapping[str, Sequence[int]], now_ns: int) -> list[Group]:
+def compact(
+    dump: bytes | str, ranks: Mapping[str, Sequence[int]], now_ns: int, at: str = ""
+) -> list[Group]:
     """The last calls of each group.
 
     Args:
         dump: the recorder's JSON.
         ranks: by the name of a group, the global ranks of its members, in order.
         now_ns: of the wall clock of the process that was recorded.
+        at: where the main thread is, in words.
 
     Returns:
         For each group: ``name``, ``about`` (torch's ``group_desc``), ``ranks``, and ``calls`` in order, each with ``seq``, ``op``,
-        ``sizes`` (of its inputs), ``dtype``, ``done``, and ``seconds`` since it began.
+        ``sizes`` (of its inputs), ``dtype``, ``done``, ``seconds`` since it began, and ``at`` if it is not done.
     """
     entries = json.loads(dump).get("entries") or []
     groups: dict[str, dict[str, Any]] = {}
@@ -50,6 +53,7 @@ def compact(dump: bytes | str, ranks: Mapping[str, Sequence[int]], now_ns: int) 
                 "sizes": sizes[:_MAX_SIZES],
                 "dtype": dtypes[0],
                 "done": bool(each["retired"]),
+                "at": "" if each["retired"] else at[:_MAX_TEXT],
                 "seconds": max(0.0, (now_ns - each["time_created_ns"]) / 1e9),
             }
         )
@@ -86,6 +90,7 @@ def _is_call(call: object) -> bool:
         and type(call.get("seq")) is int
         and isinstance(call.get("op"), str)
         and isinstance(call.get("dtype"), str)
+        and isinstance(call.get("at"), str)
         and isinstance(call.get("done"), bool)
         and isinstance(call.get("seconds"), int | float)
         and isinstance(call.get("sizes"), list)

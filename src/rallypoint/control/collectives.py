@@ -89,6 +89,15 @@ def verdict(known: Mapping[int, Sequence[Group]]) -> Verdict | None:
     )
 
 
+def mismatch(known: Mapping[int, Sequence[Group]]) -> str:
+    """The calls that do not match, as in :func:`verdict`, of ranks some of which have ended; or nothing."""
+    found = [
+        _mismatch(calls, _name(members, calls, known))
+        for (_, members), calls in sorted(_by_group(known).items())
+    ]
+    return "; ".join(each[1] for each in found if each is not None)
+
+
 def place(groups: Sequence[Group]) -> str:
     """What a rank waits in, such as ``all_reduce #1542 of the default group (float32, 4.0 MiB) for 212 s``; or nothing."""
     waits = [(each, group) for group in groups if (each := _first_pending(group["calls"]))]
@@ -130,7 +139,7 @@ def _mismatch(calls: Mapping[int, Sequence[Call]], name: str) -> tuple[set[int],
         few, *others = sorted(ways.values(), key=lambda ranks: (len(ranks), ranks))
         parts = [
             f"{in_words(ranks)} {'calls' if len(ranks) == 1 else 'call'}"
-            f" {_call(of_ranks[ranks[0]], numbered=False)}"
+            f" {_call(of_ranks[ranks[0]], numbered=False)}{_at(of_ranks[ranks[0]])}"
             for ranks in (few, *others)
         ]
         odd = set() if len(few) == len(others[-1]) else set(few)
@@ -202,6 +211,10 @@ def _call(call: Call, *, numbered: bool = True) -> str:
     shapes = ", ".join(str(each) for each in call["sizes"][:3])
     more = ", …" if len(call["sizes"]) > 3 else ""
     return f"{call['op']}{number} ({dtype} {shapes}{more}{size})"
+
+
+def _at(call: Call) -> str:
+    return f" at {call['at']}" if call["at"] else ""
 
 
 def _bytes(count: int) -> str:

@@ -10,8 +10,6 @@ for those that the kernel never restarts: C code that calls ``sleep`` or ``poll`
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import select
 import shutil
@@ -23,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rallypoint._core import flight_records, process
+from rallypoint._core import process
 from rallypoint._core.clock import Deadline
-from rallypoint._core.stack_line import ASK_COLLECTIVES, STACK_SIGNAL, THREAD
+from rallypoint._core.stack_line import STACK_SIGNAL
 
-from . import stacks
+from . import collective_probe, stacks
 from .stacks import Thread
 
 
@@ -35,8 +33,6 @@ from .stacks import Thread
 _SILENCE = 0.05
 # How long a process may take to begin. A handler waits for nothing but a core.
 _BEGIN = 1.0
-# And to say which collectives it has begun.
-_ANSWER = 0.5
 _READERS = 8
 # What py-spy may take for a process that seems stuck in the kernel.
 _STUCK = 1.0
@@ -87,7 +83,7 @@ def look(
             os.close(each.fd)
         raise ValueError("native stacks need py-spy: pip install py-spy")
     deadline = Deadline(patience)
-    told = collectives(targets)
+    told = collective_probe.collectives({each.pid: each.fd for each in targets})
     with ThreadPoolExecutor(_READERS, thread_name_prefix="rally-stacks") as readers:
         found = readers.map(lambda each: _of_worker(each, native, py_spy, deadline), targets)
         records = [record for records in found for record in records]
@@ -95,39 +91,6 @@ def look(
         if not record["name"]:
             record["collectives"] = told.get(record["pid"])
     return records
-
-
-def collectives(targets: Sequence[Target]) -> dict[int, list[Any]]:
-    """By pid: what each of these workers has begun in its process groups. Blocks for :data:`_ANSWER` at the most.
-
-    A worker that has no group yet, is stopped, or holds the GIL in C code is left out.
-    """
-    found: dict[int, list[Any]] = {}
-    waiting: dict[int, tuple[Target, bytearray]] = {}
-    poller = select.poll()
-    for each in targets:
-        if not process.has_thread(each.pid, THREAD):
-            continue
-        _drain(each.fd)
-        with contextlib.suppress(OSError):
-            os.write(each.fd, ASK_COLLECTIVES)
-            waiting[each.fd] = each, bytearray()
-            poller.register(each.fd, select.POLLIN)
-    deadline = Deadline(_ANSWER)
-    while waiting and (ready := poller.poll((deadline.remaining() or 0.0) * 1000)):
-        for fd, _ in ready:
-            target, received = waiting[fd]
-            data = _read(fd)
-            received += data
-            if data and not received.endswith(b"\n"):
-                continue
-            poller.unregister(fd)
-            del waiting[fd]
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                groups = json.loads(received)["collectives"]
-                if flight_records.are_valid(groups):
-                    found[target.pid] = groups
-    return found
 
 
 def _of_worker(

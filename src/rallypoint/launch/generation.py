@@ -48,6 +48,7 @@ class Worker:
         saves: it takes a last checkpoint if the job is told to stop.
         hung: in words, if it was ended because it hung.
         failed_at: the step in which its session failed; -1 if it did not.
+        collectives: what it had begun in its process groups when another worker failed.
         memory_fd: what it keeps for the one that takes its place.
         steps_fd: the step that it is in, once it has reported one.
         status: as ``waitpid`` returned it; None while it runs.
@@ -67,6 +68,7 @@ class Worker:
     saves: bool = False
     hung: str = ""
     failed_at: int = -1
+    collectives: tuple[Any, ...] = ()
     memory_fd: int | None = None
     steps_fd: int | None = None
     status: int | None = None
@@ -293,6 +295,7 @@ class Generation:
             at=at,
             stopped_by_us=stopped,
             hung=bool(worker.hung),
+            collectives=worker.collectives,
         )
 
     def _was_stopped(self, worker: Worker, number: int | None, raised: Raised | None) -> bool:

@@ -29,6 +29,7 @@ from rallypoint._core import (
     secret,
 )
 from rallypoint._core.rank_words import in_words
+from rallypoint.control import collective_probe
 from rallypoint.control.server import Answer, ControlServer
 from rallypoint.errors import ConfigError, ControlError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL
@@ -93,6 +94,8 @@ SAVING = 0.8
 HANG_GRACE = 1.0
 # How long the workers' stacks may take after SIGQUIT.
 STACKS_PATIENCE = 10.0
+# How long workers that are about to be stopped may take to tell their collectives.
+COLLECTIVES_PATIENCE = 0.1
 # How long output may still arrive after its writers have ended.
 DRAIN_PATIENCE = 2.0
 # How long the nodes wait for each other's failures before they print the report, beyond the grace period.
@@ -178,6 +181,7 @@ class Supervisor:
         self._lost = ""  # which node or fork server is gone, in words
         self._broken = ""  # why this node cannot continue
         self._peer_failures: tuple[WorkerFailure, ...] = ()
+        self._collectives_noted = False  # in this generation
         self._results: tuple[bytes, ...] = ()
         self._gather_until: float | None = None
         self._later: list[tuple[float, Callable[[], None]]] = []
@@ -881,6 +885,7 @@ class Supervisor:
                 case policy.SignalWorkers(_) if self._start_is_due:
                     self._start_nothing()
                 case policy.SignalWorkers(number):
+                    self._note_collectives()
                     self._workers.note_signal(number)
                     self._signal_workers(number)
                 case policy.PassOn(_) if self._start_is_due:
@@ -970,6 +975,7 @@ class Supervisor:
         ready = self._round
         assert ready is not None
         self._start_is_due = self._peers_stop = False
+        self._collectives_noted = False
         self._store_failure = self._lost = self._broken = ""
         self._peer_failures = ()
         if ready.node_rank == 0 and self._store_socket is not None:
@@ -1134,6 +1140,24 @@ class Supervisor:
         self._close_store_socket()
         for index in sorted(self._state.running):
             self._decide(policy.WorkerEnded(index, failed=False))
+
+    def _note_collectives(self) -> None:
+        """Before workers are stopped because of a failure that a mismatched collective may have caused: ask what they have begun.
+
+        Gloo aborts a process that receives more than it expects, which is seldom the one whose call is wrong.
+        """
+        failures = (*self._workers.failures(), *self._peer_failures)
+        if self._collectives_noted or not any(
+            each.signal == signal.SIGABRT or each.is_symptom() for each in failures
+        ):
+            return
+        self._collectives_noted = True
+        running = [each for each in self._workers if each.status is None and each.pid]
+        told = collective_probe.collectives(
+            {each.pid: each.stacks_fd for each in running}, COLLECTIVES_PATIENCE
+        )
+        for each in running:
+            each.collectives = tuple(told.get(each.pid, ()))
 
     def _signal_workers(self, number: int) -> None:
         if self._may_save(number) and self._kept.tell_to_stop(self._workers):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from traceback import TracebackException
+from types import FrameType
 from typing import Any
 
 
@@ -63,6 +65,11 @@ def flight_records() -> bytes:
     module: Any = _distributed_c10d  # its stub lacks the name
     dump: bytes = module._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
     return dump
+
+
+def frame_of_main_thread() -> FrameType | None:
+    """What the main thread runs."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def group_ranks() -> dict[str, list[int]]:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from rallypoint._core import flight_records
+
 from . import symptoms
 from .symptoms import Chain, Says
 
@@ -100,6 +102,7 @@ class WorkerFailure:
         at: when it failed, on the monotonic clock of ``host``.
         stopped_by_us: we stopped it because another worker failed.
         hung: we ended it because the others waited for it.
+        collectives: what it had begun in its process groups, if it was asked before it was stopped.
     """
 
     host: str
@@ -117,6 +120,7 @@ class WorkerFailure:
     at: float
     stopped_by_us: bool
     hung: bool = False
+    collectives: tuple[flight_records.Group, ...] = ()
 
     @property
     def signal_name(self) -> str | None:
@@ -187,7 +191,10 @@ def failures_from_json(data: str) -> tuple[WorkerFailure, ...]:
     found = []
     for item in json.loads(data):
         raised = None if item["raised"] is None else Raised.from_record(item["raised"])
-        found.append(WorkerFailure(**{**item, "raised": raised, "stderr": tuple(item["stderr"])}))
+        told = item.get("collectives", [])
+        collectives = tuple(told) if flight_records.are_valid(told) else ()
+        own = {"raised": raised, "stderr": tuple(item["stderr"]), "collectives": collectives}
+        found.append(WorkerFailure(**{**item, **own}))
     return tuple(found)
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rallypoint.control import collectives
+
 from .failure import WorkerFailure
 from .symptoms import Says, printed
 
@@ -227,7 +229,7 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
     )
     label = "  root cause   " if report.is_known else "  failed first "
     lines = _wrapped(label, place, width, most=2)
-    because = root.cause or _because(root, report)
+    because = root.cause or _mismatch(report) or _because(root, report)
     if because:
         lines += _wrapped("  because      ", because, width, most=3)
     raised = root.raised
@@ -257,6 +259,13 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
         most = MAX_TRACEBACK_LINES if printed(root.stderr) is not None else most
         lines += _block(root.stderr, width, most, paint)
     return lines
+
+
+def _mismatch(report: FailureReport) -> str:
+    """Collectives of the ranks that do not match."""
+    return collectives.mismatch(
+        {each.rank: each.collectives for each in report.failures if each.collectives}
+    )
 
 
 def _because(root: WorkerFailure, report: FailureReport) -> str:

@@ -11,12 +11,19 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import re
 import select
 import threading
 import time
 
 from rallypoint._core import flight_records, stack_line
 from rallypoint.launch import torch_private
+
+
+# Installed packages, Python's own modules, and what starts a worker.
+_NOT_THE_SCRIPT = re.compile(
+    r"/(?:site-packages|dist-packages|lib/python3\.\d+)/|/rallypoint/(?:launch|elastic|join)/|^<"
+)
 
 
 def start(fd: int) -> None:
@@ -46,9 +53,19 @@ def _answer(fd: int, inode: int) -> None:
             return
 
 
+def _place() -> str:
+    """Where the main thread is in the script's own code."""
+    frame = torch_private.frame_of_main_thread()
+    while frame is not None and _NOT_THE_SCRIPT.search(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
 def _records() -> list[flight_records.Group]:
     try:
         dump, ranks = torch_private.flight_records(), torch_private.group_ranks()
-        return flight_records.compact(dump, ranks, time.time_ns())
+        return flight_records.compact(dump, ranks, time.time_ns(), _place())
     except Exception:  # noqa: BLE001  another torch may record in another way; stacks are told all the same
         return []
