@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.placement.clusters import Placement, detect
@@ -404,6 +404,7 @@ def test_values_that_contradict_are_named(env: Env, field: str, value: str | Non
 EVERY = [*PLATFORMS, AWS_BATCH_MAIN, VOLCANO_PYTORCH]
 
 
+@example(AWS_BATCH_MAIN, {"MASTER_ADDR": "[[]]"})
 @given(
     st.sampled_from(EVERY),
     st.dictionaries(

@@ -84,7 +84,7 @@ def verdict(known: Mapping[int, Sequence[Group]]) -> Verdict | None:
     missing = awaited - waiting or min((ranks for ranks, _ in found), key=len)
     return Verdict(
         tuple(sorted(missing)),
-        tuple(sorted(waiting - missing)) or tuple(sorted(waiting)),
+        tuple(sorted(waiting - missing)),
         "; ".join(sentence for _, sentence in found),
     )
 

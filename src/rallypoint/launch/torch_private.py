@@ -60,11 +60,16 @@ def at_first_group(call: Callable[[], None]) -> None:
 
 def flight_records() -> bytes:
     """What torch's flight recorder holds, as JSON."""
-    from torch._C import _distributed_c10d
-
-    module: Any = _distributed_c10d  # its stub lacks the name
+    module: Any = sys.modules["torch"]._C._distributed_c10d
     dump: bytes = module._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
     return dump
+
+
+def start_thread(call: Callable[..., None], *args: Any) -> None:
+    """Start a thread that ``threading`` does not know: neither a script nor the interpreter's end waits for it."""
+    import _thread
+
+    _thread.start_new_thread(call, args)
 
 
 def frame_of_main_thread() -> FrameType | None:

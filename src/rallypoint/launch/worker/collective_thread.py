@@ -8,7 +8,6 @@ does not know it. A rank that holds the GIL in C code does not answer.
 
 from __future__ import annotations
 
-import _thread
 import json
 import os
 import re
@@ -32,7 +31,7 @@ def start(fd: int) -> None:
     Args:
         fd: where questions come from, and answers go.
     """
-    _thread.start_new_thread(_answer, (fd, os.fstat(fd).st_ino))
+    torch_private.start_thread(_answer, fd, os.fstat(fd).st_ino)
 
 
 def _answer(fd: int, inode: int) -> None:

@@ -127,6 +127,8 @@ def own_address(variables: ClusterVariables, num_machines: int) -> Text | None:
     if found is None:
         return None
     host = found.text.strip("[]")
+    if not host:
+        raise ConfigError(found.name, found.text, "expected a host name or an address")
     loopback = host in {"localhost", "::1"} or re.fullmatch(r"127(\.[0-9]+){3}", host)
     if loopback and num_machines > 1:
         raise ConfigError(
