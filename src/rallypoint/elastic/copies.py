@@ -105,7 +105,8 @@ class Copies:
         self.guests.close()
 
     def _hang_up(self) -> None:
-        for line in self._lines.values():
+        # The thread that sends a snapshot drops lines that break.
+        for line in list(self._lines.values()):
             line.shut()
         self._join()
         for line in self._lines.values():
