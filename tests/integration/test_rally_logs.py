@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -123,6 +124,62 @@ def test_a_job_on_the_terminal_says_where_its_output_is(script: Path, tmp_path: 
         from rallypoint.control import logs
 
         logs.command([name])
+
+
+@pytest.mark.integration
+def test_output_of_all_nodes(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two supervisors with a folder each; the first one is asked. What is written later comes with -f."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    name = f"far-{os.getpid()}"
+    words = ["--nnodes", "2", "--rdzv-id", name, "--insecure", "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--redirects", "3", "--log-format", "json"]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    nodes = [
+        Popen(
+            [RALLY, "run", *words, "--log-dir", str(folder), str(script), "wait"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for folder in folders
+    ]
+
+    def holds(text: str) -> bool:
+        return all(
+            any(text in each.read_text() for each in folder.glob("*/attempt_0/0/*.log"))
+            for folder in folders
+        )
+
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not (holds("step 2") and holds("to stderr")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pid = str(nodes[0].pid)
+        assert main(["logs", pid]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert sorted(shown) == sorted(
+            line
+            for rank in range(2)
+            for line in (
+                f"[rank {rank} err] to stderr",
+                *(f"[rank {rank}] rank {rank} step {step}" for step in range(3)),
+            )
+        )
+        for rank in range(2):  # each host's are in order
+            own = [line for line in shown if line.startswith(f"[rank {rank}]")]
+            assert own == sorted(own)
+        assert main(["logs", pid, "--rank", "0,1", "--tail", "1", "--grep", "step"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 2
+        assert main(["logs", pid, "--since", "0"]) == 0
+        assert capsys.readouterr().out == ""
+    finally:
+        Path(f"{script}.go").touch()
+        for node in nodes:
+            node.wait(PATIENCE)
 
 
 @pytest.mark.parametrize(

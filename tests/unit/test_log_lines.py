@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from rallypoint._core import log_folder, log_records, private
 from rallypoint._core.log_folder import OLDER, LogFile
 from rallypoint._core.log_records import Line, Origin
-from rallypoint.control import log_lines, log_reading
+from rallypoint.control import log_answers, log_lines, log_reading
 from rallypoint.errors import ConfigError
 from rallypoint.launch import flags
 from rallypoint.launch.output import rotation
@@ -149,3 +149,33 @@ def test_sizes() -> None:
     ]
     with pytest.raises(ConfigError, match="--log-max-size"):
         size("much")
+
+
+# -- other nodes --------------------------------------------------------------------------------------
+
+
+def test_an_answer_of_another_node_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "attempt_0" / "0"
+    folder.mkdir(parents=True)
+    file = folder / "stdout.log"
+    file.write_bytes(log_records.pack(origin(), 1.0, 100.0, b"one") + b"\n")
+    places: dict[str, object] = {}
+    answer = log_answers.told(tmp_path, places, {}) | {"now": 130.0}
+    ((one,),) = log_answers.read(answer, places, 7000.0)
+    assert (one.text, one.monotonic) == ("one", 6970.0)  # 30 s old, by either clock
+    with file.open("ab") as opened:
+        opened.write(b"two\n")
+    ((two,),) = log_answers.read(log_answers.told(tmp_path, places, {}), places, 0.0)
+    assert (two.text, two.monotonic) == ("two", None)
+    assert log_answers.told(None, {}, {})["files"] == []
+    with pytest.raises(ValueError, match="no answer"):
+        log_answers.read({"now": 1.0, "files": [{}]}, {}, 0.0)
+
+
+def test_of_much_output_an_answer_has_the_end(tmp_path: Path) -> None:
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    file = tmp_path / "attempt_0" / "0" / "stdout.log"
+    file.write_text("".join(f"{number:09}\n" for number in range(200_000)))
+    (told,) = log_answers.told(tmp_path, {}, {})["files"]
+    texts = [text for _, text in told["lines"]]
+    assert texts[-1] == "000199999" and len(texts) == log_answers.BUDGET // 10

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rallypoint._core import clock, env as environment, log_folder
 from rallypoint._core.log_folder import LogFile
 from rallypoint._core.log_records import Line
 from rallypoint.errors import ConfigError, ControlError
 
-from . import client, log_lines, log_reading
+from . import client, log_answers, log_lines, log_reading
 from .log_lines import Choice
 
 
@@ -35,11 +36,14 @@ Show what the workers of a job have written, each line with its rank.
 
 Output is in files if the job was started with --redirects or --tee (with --log-dir, they are kept). With --log-format json
 as well, each line has its time: lines of a host are then in the order in which they were written. Otherwise one stream
-follows the other. Output of other nodes is on their hosts."""
+follows the other. Of other nodes, the last 512 KiB are shown, and with -f what follows."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # Seconds between two looks of --follow.
 INTERVAL = 0.5
+# The same on other nodes. How long they may take, and the way there and back.
+OTHERS_INTERVAL = 2.0
+PATIENCE, WAY = 5.0, 5.0
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class _Wanted:
     choice: Choice = field(default_factory=Choice)
     follow: bool = False
     generation: int | None = None
+    seconds: float | None = None  # of --since
 
 
 def command(words: Sequence[str]) -> int:
@@ -67,9 +72,10 @@ def command(words: Sequence[str]) -> int:
     generation = _generation(folder, wanted.generation)
     if not log_folder.log_files(folder, generation):
         raise ControlError(_why_nothing(folder, generation))
-    lines = _now(folder, generation, wanted.choice)
+    others = _Others(job, wanted)
+    lines = _now(folder, generation, wanted.choice, others)
     if wanted.follow and job is not None:
-        lines = _following(job, folder, wanted)
+        lines = _following(job, folder, wanted, others)
     try:
         for line in lines:
             sys.stdout.write(log_lines.shown(line, colour=colour) + "\n")
@@ -104,7 +110,8 @@ def _parse(words: Sequence[str]) -> _Wanted:
             case "--generation":
                 wanted.generation = _number("--generation", value)
             case "--since":
-                choice = replace(choice, since=clock.wall() - _seconds(value))
+                wanted.seconds = _seconds(value)
+                choice = replace(choice, since=clock.wall() - wanted.seconds)
             case "--grep":
                 choice = replace(choice, pattern=_pattern(value))
             case _ if flag.startswith("-"):
@@ -167,7 +174,7 @@ def _run_folder(folder: Path) -> Path:
         raise ControlError(f"{folder} is no folder of a run, and has none in it")
     newest = max(runs, key=lambda each: each.stat().st_mtime)
     if len(runs) > 1:
-        print(f"rally: the newest of {len(runs)} runs: {newest}", file=sys.stderr)  # noqa: T201
+        _remark(f"the newest of {len(runs)} runs: {newest}")
     return newest
 
 
@@ -188,6 +195,10 @@ def _why_nothing(folder: Path | None, generation: int) -> str:
     )
 
 
+def _remark(text: str) -> None:
+    print(f"rally: {text}", file=sys.stderr)  # noqa: T201
+
+
 # -- lines ----------------------------------------------------------------------------------------
 
 
@@ -206,16 +217,67 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def _now(folder: Path, generation: int, choice: Choice) -> Iterator[Line]:
+class _Others:
+    """The output of the job's other nodes.
+
+    Args:
+        job: None if it has ended.
+        wanted: what is asked for.
+    """
+
+    def __init__(self, job: client.RunningJob | None, wanted: _Wanted) -> None:
+        self._job = job
+        self._wanted = wanted
+        self._places: dict[str, dict[str, Any]] = {}
+        self._silent: set[str] = set()
+
+    def look(self) -> list[list[Line]]:
+        """What is new, file by file: at first the last lines, then what has been written since."""
+        if self._job is None:
+            return []
+        question = {
+            "ask": "logs",
+            "generation": self._wanted.generation,
+            "since": self._wanted.seconds,
+            "places": self._places,
+            "patience": PATIENCE,
+        }
+        try:
+            nodes = self._job.ask(question, PATIENCE + WAY)["nodes"]
+        except ControlError:
+            return []  # it ends, which is noticed
+        now = clock.MONOTONIC.now()
+        found: list[list[Line]] = []
+        for node, answer in nodes.items():
+            try:
+                found += log_answers.read(answer, self._places.setdefault(node, {}), now)
+            except (TypeError, ValueError):
+                if node not in self._silent:
+                    self._silent.add(node)
+                    _remark(f"no output of node {node}: it does not answer, or has none in files")
+        return found
+
+    def chosen(self, choice: Choice) -> list[Iterator[Line]]:
+        """The wanted ones of :meth:`look`."""
+        # Their hosts know how old their lines are.
+        choice = replace(choice, since=None)
+        return [choice.of(each) for each in self.look()]
+
+
+def _now(folder: Path, generation: int, choice: Choice, others: _Others) -> Iterator[Line]:
     files = _chosen(log_folder.log_files(folder, generation), choice)
-    return log_lines.in_order([choice.of(log_reading.every_line(each)) for each in files])
+    own = [choice.of(log_reading.every_line(each)) for each in files]
+    return log_lines.in_order([*own, *others.chosen(choice)])
 
 
-def _following(job: client.RunningJob, folder: Path, wanted: _Wanted) -> Iterator[Line]:
+def _following(
+    job: client.RunningJob, folder: Path, wanted: _Wanted, others: _Others
+) -> Iterator[Line]:
     """The last lines that there are, then those that are written, until the job ends."""
     generation = _generation(folder, wanted.generation)
     places: dict[Path, log_reading.Place | None] = {}
     choice = wanted.choice
+    ask_at = clock.MONOTONIC.now()
     while True:
         runs = client.is_running(job)
         if wanted.generation is None:
@@ -228,6 +290,9 @@ def _following(job: client.RunningJob, folder: Path, wanted: _Wanted) -> Iterato
             if not runs:
                 lines += log_reading.rest(file, places.get(file.path))
             streams.append(choice.of(lines))
+        if clock.MONOTONIC.now() >= ask_at or not runs:
+            streams += others.chosen(choice)
+            ask_at = clock.MONOTONIC.now() + OTHERS_INTERVAL
         yield from log_lines.in_order(streams)
         choice = replace(choice, tail=None)
         if not runs:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rallypoint._core import clock, progress
@@ -96,8 +97,39 @@ class JobQuestions:
 
         return look
 
-    def answer(self, asked: NodeAsked, workers: Iterable[Worker]) -> None:
-        """Another node asks about this node's workers."""
+    def logs(self, question: Mapping[str, Any], ready: RoundReady | None) -> Look:
+        """The output of the other nodes' workers: that of this node is in files that who asks can read.
+
+        Args:
+            question: see :mod:`rallypoint.control.log_answers`.
+            ready: the round.
+        Returns:
+            What finds the answer: ``nodes``: by node, its answer; None if there is none.
+        """
+        if ready is None or len(ready.workers_of_nodes) < 2:
+            return lambda: {"nodes": {}}
+        asked = {key: question.get(key) for key in ("ask", "generation", "since", "places")}
+        patience = _patience(question)
+        return lambda: {"nodes": self._coordination.ask_nodes(asked, patience)}
+
+    def answer(
+        self,
+        asked: NodeAsked,
+        workers: Iterable[Worker],
+        ready: RoundReady | None,
+        folder: Path | None,
+    ) -> None:
+        """Another node asks about this node's workers.
+
+        Args:
+            asked: the question.
+            workers: of this node.
+            ready: the round.
+            folder: of this node's run.
+        """
+        if asked.question.get("ask") == "logs":
+            self._answer_logs(asked, ready, folder)
+            return
         wanted = asked.question.get("if_still")
         still = self._still().values()
         moves = isinstance(wanted, float) and min(still, default=0.0) < wanted
@@ -110,6 +142,23 @@ class JobQuestions:
                 pass  # the store is gone; who asked is told that this node is silent
 
         threading.Thread(target=look, name="rally-stacks", daemon=True).start()
+
+    def _answer_logs(self, asked: NodeAsked, ready: RoundReady | None, folder: Path | None) -> None:
+        from rallypoint.control import log_answers
+
+        every = asked.question.get("places")
+        node = "" if ready is None else str(ready.node_rank)
+        own = every.get(node) if isinstance(every, dict) else None
+        places = own if isinstance(own, dict) else {}
+
+        def look() -> None:
+            try:
+                told = log_answers.told(folder, places, asked.question)
+                self._coordination.answer(asked, told)
+            except (RallyError, OSError, ValueError):
+                pass  # as above
+
+        threading.Thread(target=look, name="rally-logs", daemon=True).start()
 
     def _own(
         self, question: Mapping[str, Any], workers: Sequence[Worker]

@@ -474,8 +474,11 @@ class Supervisor:
                 return self._status()
             case "stacks" | "usage":
                 return self._questions.everywhere(question, self._workers, self._round)
+            case "logs":
+                return self._questions.logs(question, self._round)
             case other:
-                raise ControlError(f"cannot be asked for {other!r} (known: status, stacks, usage)")
+                known = "status, stacks, usage, logs"
+                raise ControlError(f"cannot be asked for {other!r} (known: {known})")
 
     def _still(self) -> dict[int, float]:
         return {} if self._hang_watch is None else self._hang_watch.still()
@@ -845,7 +848,7 @@ class Supervisor:
                         self._lost = self._lost or f"node {node_rank} failed: {event.reason}"
                     self._decide(policy.PeerFailed(node_rank, generation, echo))
                 case NodeAsked():
-                    self._questions.answer(event, self._workers)
+                    self._questions.answer(event, self._workers, self._round, self._folder.path)
                 case NotNeeded():
                     self._say(f"{ENDED_WELL}: this node was not needed")
                     self._decide(policy.NotNeeded())

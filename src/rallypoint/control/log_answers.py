@@ -1,0 +1,120 @@
+"""The output of a node's workers, on its way to who asks on another node.
+
+Question: ``ask`` (``logs``), ``generation`` (None: the newest), ``since`` (seconds ago, or None), ``places``: by node, by file, where
+to go on. An answer has at most :data:`BUDGET` bytes of lines; who wants more asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rallypoint._core import addresses, clock, log_folder
+from rallypoint._core.log_folder import LogFile
+from rallypoint._core.log_records import Line, Origin
+
+from . import log_reading
+from .log_lines import Choice
+
+
+# An answer is one record of the job's store, which has at most 1 MiB.
+BUDGET = 512 * 1024
+
+
+def told(
+    folder: Path | None, places: Mapping[str, Any], question: Mapping[str, Any]
+) -> dict[str, Any]:
+    """This node's answer.
+
+    Args:
+        folder: of this node's run, if it has one.
+        places: where to go on, by file; others are read from near their end on.
+        question: see above.
+    Returns:
+        ``host``, ``now`` (of its monotonic clock), ``generation``, ``files``.
+    """
+    files: list[dict[str, Any]] = []
+    answer: dict[str, Any] = {"host": addresses.hostname(), "files": files, "generation": None}
+    try:
+        known = [] if folder is None else log_folder.generations(folder)
+        generation = question.get("generation")
+        if generation is None and known:
+            generation = known[-1]
+        if folder is not None and generation in known:
+            answer["generation"] = generation
+            found = log_folder.log_files(folder, generation)
+            budget = BUDGET // max(1, len(found))
+            files += [_told_of(each, places, question, budget) for each in found]
+    except OSError:
+        pass  # the folder was removed: there is no output
+    answer["now"] = clock.MONOTONIC.now()
+    return answer
+
+
+def _told_of(
+    file: LogFile, places: Mapping[str, Any], question: Mapping[str, Any], budget: int
+) -> dict[str, Any]:
+    origin = file.origin
+    key = f"{origin.generation}/{origin.local_rank}/{file.replaced}/{origin.stream}"
+    place = _place(places.get(key)) or log_reading.end_of(file, budget)
+    lines, following = log_reading.read(file, place, budget)
+    since = question.get("since")
+    if isinstance(since, int | float):
+        choice = Choice(since=clock.wall() - since)
+        lines = list(choice.of(lines))
+        if place is not None and file.path.stat().st_mtime < clock.wall() - since:
+            lines = []
+    return {
+        "key": key,
+        "rank": origin.rank,
+        "local_rank": origin.local_rank,
+        "stream": origin.stream,
+        "place": following,
+        "lines": [[each.monotonic, each.text] for each in lines],
+    }
+
+
+def _place(value: object) -> log_reading.Place | None:
+    match value:
+        case [int(inode), int(offset)] if offset >= 0:
+            return inode, offset
+        case _:
+            return None
+
+
+def read(answer: Mapping[str, Any], places: dict[str, Any], now: float) -> list[list[Line]]:
+    """The lines in another node's answer, file by file. Their times are shifted to this host's clock.
+
+    The age of a line is what the two clocks have in common; it is off by the time that the answer took.
+
+    Args:
+        answer: as :func:`told` made it.
+        places: of that node; brought up to date.
+        now: on this host's monotonic clock, when the answer came.
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        shift = now - float(answer["now"])
+        found = []
+        for file in answer["files"]:
+            origin = Origin(
+                host=str(answer["host"]),
+                rank=int(file["rank"]),
+                local_rank=int(file["local_rank"]),
+                generation=int(answer["generation"]),
+                stream=str(file["stream"]),
+            )
+            first = Line(origin=origin, time=None, monotonic=None, text="")
+            places[str(file["key"])] = file["place"]
+            found.append(
+                [
+                    replace(first, monotonic=None if at is None else at + shift, text=str(text))
+                    for at, text in file["lines"]
+                ]
+            )
+        return found
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no answer about logs: {error}") from None
