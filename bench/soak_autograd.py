@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -211,7 +212,9 @@ def live(pipe: Connection, name: str, rank: int, seed: int, meeting: str) -> Non
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     torch.set_num_threads(1)
     # Errors of functions are printed; there are many.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    printed = os.open(_printed(meeting, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(printed, 2)
+    faulthandler.enable()
     try:
         rpc.init_rpc(
             name,
@@ -236,6 +239,11 @@ def live(pipe: Connection, name: str, rank: int, seed: int, meeting: str) -> Non
 
 
 # -- the driver -------------------------------------------------------------------------------------
+
+
+def _printed(meeting: str, name: str) -> Path:
+    """Where a member prints."""
+    return Path(meeting.removeprefix("file://")).with_name(f"{name}.stderr")
 
 
 class Process:
@@ -307,7 +315,10 @@ class Soak:
         try:
             said = made.answer(PATIENCE)
         except (TimeoutError, EOFError) as error:
-            said = repr(error)
+            made.process.join(1.0)
+            printed = _printed(self._meeting, made.name)
+            tail = printed.read_text()[-600:] if printed.exists() else ""
+            said = f"{error!r}, exit code {made.process.exitcode}: {tail}"
         if said != made.name:
             self.problems.append(f"{made.name} did not join: {said}")
             self._replace(made)

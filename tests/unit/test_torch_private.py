@@ -463,6 +463,10 @@ def test_private_attributes_of_tensors_and_futures() -> None:
     for base, name in of_rpc.PUBLIC_NAMES.items():
         assert base in eval(name).__mro__, name
     assert of_rpc.operator_names()[id(torch.add)] == "aten::add"
+    leaf, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    edges = [torch.autograd.graph.get_gradient_edge(each) for each in (3 * leaf, leaf, other)]
+    found = of_rpc.gradients(edges[:1], [torch.ones(2)], edges[1:], retain_graph=False)
+    assert found[0].tolist() == [3, 3] and found[1] is None  # type: ignore[union-attr]
     indices, values = of_rpc.sparse_parts(torch.eye(2).to_sparse())
     assert indices.tolist() == [[0, 1], [0, 1]]
     assert values.tolist() == [1, 1]

@@ -10,6 +10,7 @@ import _thread
 import importlib
 import pickle
 import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -113,6 +114,18 @@ def open_cuda(index: int, block: tuple[Any, ...]) -> torch.UntypedStorage:
 def release_cuda(counter: bytes, offset: int) -> None:
     """Decrement the counter of a block that is not mapped."""
     torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
+
+
+def gradients(
+    outputs: Sequence[Any], given: Sequence[Tensor], inputs: Sequence[Any], *, retain_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """As ``torch.autograd.grad`` of edges, without its checks in Python, which take as long as a small graph.
+
+    The engine checks shapes itself. Inputs that the outputs do not depend on have no gradient.
+    """
+    run: Callable[..., tuple[Tensor | None, ...]]
+    run = torch.autograd.Variable._execution_engine.run_backward
+    return run(tuple(outputs), tuple(given), retain_graph, False, tuple(inputs), True)
 
 
 # -- torch.distributed.rpc's own agent, and torch.distributed.autograd ----------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from rallypoint.errors import RpcError
-from rallypoint.rpc.torch_private import sparse_parts
+from rallypoint.rpc.torch_private import gradients as run_autograd, sparse_parts
 
 from .averaging import accumulate, computed_together, is_averaged
 from .context import Context
@@ -167,12 +167,9 @@ class LocalPass:
         if known and any(is_averaged(each.leaf) for each in inputs):
             results = accumulate(outputs, list(known.values()), inputs, retain_graph=retain_graph)
         elif known:
-            results = torch.autograd.grad(
-                outputs,
-                [each.target for each in inputs],
-                list(known.values()),
-                retain_graph=retain_graph,
-                allow_unused=True,
+            targets = [each.target for each in inputs]
+            results = run_autograd(
+                outputs, list(known.values()), targets, retain_graph=retain_graph
             )
         taken = {_memory(each) for each in known.values() if id(each) not in self._received}
         for each, gradient in zip(inputs, results, strict=True):

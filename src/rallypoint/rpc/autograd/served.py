@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rallypoint.errors import RpcError
@@ -23,6 +24,10 @@ from .context import CURRENT, Context, PassId, owner_of, unknown
 from .contexts import Contexts
 from .local_pass import Computed, LocalPass
 from .search import Sent
+
+
+# Bytes of a gradient that is copied for a faster message.
+_SMALL = 4096
 
 
 def call(
@@ -91,8 +96,18 @@ class Post:
 
 
 def flat(gradients: list[tuple[int, Tensor | None]]) -> list[Any]:
-    """Not nested: a message of plain values and tensors is pickled faster."""
-    return [part for each in gradients for part in each]
+    """Not nested: a message of plain values and ordinary tensors is pickled faster."""
+    found: list[Any] = []
+    for number, gradient in gradients:
+        found += number, None if gradient is None else _ordinary(gradient)
+    return found
+
+
+def _ordinary(gradient: Tensor) -> Tensor:
+    """A small gradient without gaps: those of sums, for example, have all elements in one place."""
+    if gradient.layout is not torch.strided or gradient.nbytes > _SMALL or gradient.is_contiguous():
+        return gradient
+    return gradient.contiguous()
 
 
 def checked(
