@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +17,7 @@ from rallypoint.errors import RpcError
 from . import constants
 from .autograd.context import within
 from .calling import rpc_async
+from .connections.messages import Kind
 from .current_agent import required_agent
 from .references.rref import RRef, remote
 from .worker_info import WorkerInfo
@@ -150,29 +151,46 @@ class DistributedOptimizer:
                 if owner.id == agent.me.id:
                     own = owner, number
                 else:
-                    call = rpc_async(owner, step_local, (number, context_id), timeout=timeout)
-                    steps.append((owner, call))
-            if own is not None:
-                # While the others do theirs.
-                steps.append((own[0], _Done(step_local, own[1], context_id)))
+                    steps.append((owner, _Step(agent, owner, number, context_id, timeout)))
+        if own is not None:
+            # While the others do theirs.
+            steps.append((own[0], _OwnStep(own[1], context_id)))
         _gather(steps)
 
 
-class _Done:
-    """What a function returned or raised, as a future."""
+class _Step:
+    """A step on another worker, of which this thread waits for the answer."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._value: Any = None
+    def __init__(
+        self, agent: Any, owner: WorkerInfo, number: int, context_id: int, timeout: float
+    ) -> None:
+        self._finish = agent.finish_call
         self._error: Exception | None = None
+        content = (step_local, (number, context_id), None)
         try:
-            self._value = function(*args)
+            self._call = agent.begin_call(owner, Kind.CALL, step_local, content, timeout)
         except Exception as error:  # noqa: BLE001  # raised by wait()
             self._error = error
 
     def wait(self) -> Any:
         if self._error is not None:
             raise self._error
-        return self._value
+        return self._finish(*self._call)
+
+
+class _OwnStep:
+    """A step on this worker, done at once."""
+
+    def __init__(self, number: int, context_id: int) -> None:
+        self._error: Exception | None = None
+        try:
+            step_local(number, context_id)
+        except Exception as error:  # noqa: BLE001  # raised by wait()
+            self._error = error
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def number_of(optimizer: RRef[_LocalOptimizer]) -> int:

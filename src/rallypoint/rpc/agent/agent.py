@@ -181,6 +181,8 @@ class Agent:
         self.watch = connections.watch
         self.is_connected_to = connections.is_connected_to
         self.call_sync = caller.call_sync
+        self.begin_call = caller.begin
+        self.finish_call = caller.finish
         self.call_async = caller.call_async
         self.call_stream = caller.call_stream
         self.deadline = caller.deadline

@@ -106,11 +106,27 @@ class Caller:
         flags: int = 0,
     ) -> Any:
         """Call and wait. ``content`` is a function, its positional and its keyword arguments."""
+        return self.finish(*self.begin(to, kind, what, content, timeout, flags))
+
+    def begin(
+        self,
+        to: Any,
+        kind: int,
+        what: Any,
+        content: tuple[Any, ...],
+        timeout: float,
+        flags: int = 0,
+    ) -> tuple[Call, Outgoing]:
+        """Send a call. This thread must then :meth:`finish` it, and reads the answer: nobody else has to wake up."""
         deadline, seconds = self.deadline(timeout)
         outgoing = self.route(to, deadline, seconds)
         call = Call(what, deadline, seconds)
         payload, tensors, flags = self._pickle(kind, content, outgoing, flags, call)
         self._dispatch(outgoing, kind, call, payload, tensors, flags)
+        return call, outgoing
+
+    def finish(self, call: Call, outgoing: Outgoing) -> Any:
+        """Wait for the answer to a call."""
         pool = ThreadPool.current()
         if pool is None:
             outgoing.wait(call)
