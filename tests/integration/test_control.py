@@ -592,3 +592,76 @@ def test_collectives_of_other_sizes_are_told_although_gloo_aborts_another_rank(
         "the calls #2 of the default group do not match: rank 1 calls all_reduce (float32 [1048576], 4.0 MiB)"
         in told
     )
+
+
+@pytest.mark.parametrize("what", ["restart", "fail"])
+def test_a_job_that_hangs_is_restarted_or_fails_on_request(tmp_path: Path, what: str) -> None:
+    script = tmp_path / "waits.py"
+    # It hangs in the first generation.
+    script.write_text(
+        WAITS.replace(
+            "dist.get_rank() == 1", 'dist.get_rank() == int(os.environ["RALLY_GENERATION"]) + 1'
+        )
+    )
+    words = [
+        RALLY,
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--hang-after",
+        "1",
+        "--on-hang",
+        what,
+        "--max-restarts",
+        "1",
+    ]
+    job = Popen([*words, str(script), "read"], stderr=subprocess.PIPE)
+    _, shown = job.communicate(timeout=PATIENCE)
+    told = " ".join(shown.decode().split())
+    why = "it hangs: rank 1 has not entered all_reduce #2"
+    if what == "restart":
+        assert (
+            job.returncode == 0
+            and why in told
+            and "restarting all workers (attempt 2 of 2)" in told
+        )
+    else:
+        assert job.returncode != 0 and f"the job failed: {why}" in told
+
+
+@pytest.mark.long
+def test_a_hang_on_another_node_restarts_all_nodes(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        WAITS.replace(
+            "dist.get_rank() == 1", 'dist.get_rank() == 3 and os.environ["RALLY_GENERATION"] == "0"'
+        )
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [
+        RALLY,
+        "run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--hang-after",
+        "2",
+        "--on-hang",
+        "restart",
+    ]
+    words += [
+        "--max-restarts",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        endpoint,
+        "--insecure",
+    ]
+    jobs = [Popen([*words, str(script), "read"], stderr=subprocess.PIPE) for _ in range(2)]
+    shown = [" ".join(job.communicate(timeout=2 * PATIENCE)[1].decode().split()) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], shown
+    assert all("it hangs: rank 3 has not entered all_reduce #2" in each for each in shown)

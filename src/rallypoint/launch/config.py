@@ -33,6 +33,14 @@ class StartMethod(StrEnum):
     FORK = "fork"  # function launches only: a fork of the calling process
 
 
+class OnHang(StrEnum):
+    """What happens to a job that hangs, besides that it is told."""
+
+    TELL = "tell"
+    RESTART = "restart"  # a failure like others: all workers restart while restarts are left
+    FAIL = "fail"
+
+
 class Streams(IntFlag):
     """Which standard streams a flag is about; the numbers are torchrun's."""
 
@@ -241,6 +249,7 @@ class LaunchConfig:
         max_losses: how many workers in a session are replaced within ``loss_window`` seconds.
         loss_window: see there.
         hang_after: seconds without any movement after which a job is told to hang; 0: never.
+        on_hang: what else happens then.
         metrics: where metrics are, or None.
         progress: how the progress of the script is shown: ``auto``, ``lines`` or ``off``.
         step_timeout: seconds after which a worker of a session that the others wait for is ended and replaced; 0: never.
@@ -285,6 +294,7 @@ class LaunchConfig:
     loss_window: float = 600.0
     step_timeout: float = 0.0
     hang_after: float = 0.0
+    on_hang: OnHang = OnHang.TELL
     progress: str = "off"
     metrics: MetricsPlace | None = None
     master_addr: str | None = None

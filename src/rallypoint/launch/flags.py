@@ -123,8 +123,19 @@ FLAGS: tuple[Flag, ...] = (
         default="60",
         env=False,
         group=_RESTART,
-        help="if no worker has done anything for S seconds and some wait in a collective, print where each of them is;"
-        " the job goes on (0: never)",
+        help="if no worker has done anything for S seconds and some wait in a collective, print where each of them is"
+        " (0: never)",
+    ),
+    Flag(
+        name="--on-hang",
+        own=True,
+        metavar="WHAT",
+        default="tell",
+        choices=("tell", "restart", "fail"),
+        env=False,
+        group=_RESTART,
+        help="what to do about it: only tell; restart all workers, which counts as a failure (--max-restarts); or fail. The"
+        " same on every node",
     ),
     Flag(
         name="--shutdown-timeout",

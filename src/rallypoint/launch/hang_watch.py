@@ -43,6 +43,7 @@ class HangWatch:
     """
 
     def __init__(self, after: float, say: Callable[[str], None]) -> None:
+        self._found: tuple[int, str] | None = None  # generation, and why
         self.interval = after / LOOKS
         self._after = after
         self._say = say
@@ -52,6 +53,11 @@ class HangWatch:
     def still(self) -> dict[int, float]:
         """By rank: for how many seconds a worker of this node has done nothing."""
         return self._stillness.still(clock.MONOTONIC.now())
+
+    def hanging(self, generation: int) -> str:
+        """Why this generation hangs, if it does, as far as the last look has found out."""
+        found, self._found = self._found, None
+        return found[1] if found is not None and found[0] == generation else ""
 
     def look(self, workers: Iterable[Worker], ready: RoundReady, ask: Ask) -> None:
         """Take note of what the workers use, and tell if the job hangs.
@@ -107,6 +113,7 @@ class HangWatch:
         if hang is None:
             return
         self._say(hang.text)
+        self._found = generation, hang.text.partition("\n")[0]
         events.emit(
             events.JobHangs(
                 generation=generation,

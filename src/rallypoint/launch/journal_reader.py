@@ -118,7 +118,7 @@ class JournalReader:
     def _heed(self, entry: Mapping[str, Any] | None) -> None:
         if entry is None or self._ended.is_set():
             return
-        if entry.get("what") == "failed" and self.first_failure is None:
+        if entry.get("what") in {"failed", "hangs"} and self.first_failure is None:
             node = entry.get("node")
             self.first_failure = node if isinstance(node, int) else None
         self._follower.heed(self._round, entry)

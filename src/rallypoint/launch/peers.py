@@ -603,7 +603,7 @@ class PeerNodes:
                     self._requests.put(self._rendezvous.abandon_store)
                 reason = str(entry.get("reason", ""))[:MAX_REASON]
                 self._post(PeerEvent("leaving", node, generation, reason=reason))
-            case "failed" | "stopped" if not own:
+            case "failed" | "hangs" | "stopped" if not own:
                 failures = failures_from_json(str(entry.get("failures", "[]")))
                 reason = str(entry.get("reason", ""))[:MAX_REASON]
                 self._post(PeerEvent(what, node, generation, failures, reason))

@@ -238,6 +238,19 @@ class PeerFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class JobHangs:
+    """Nothing moves, or another node has found that out, and the job is not to go on like that.
+
+    Args:
+        is_own: this node has found it out.
+        restarts: all workers are restarted while restarts are left; otherwise the job fails in any case.
+    """
+
+    is_own: bool
+    restarts: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """Another node is lost, or (``is_own``) the others consider this one lost. With fixed membership, it is not replaced."""
 
@@ -315,6 +328,7 @@ Event = (
     | SessionLeft
     | NodeInSession
     | LossTold
+    | JobHangs
     | PeerFailed
     | PeerLost
     | LeftOut
@@ -474,6 +488,8 @@ def decide(now: float, state: State, event: Event) -> Decision:
             return _loss_told(now, state, event)
         case PeerFailed(node_rank, generation, symptom):
             return _peer_failed(now, state, node_rank, generation, symptom)
+        case JobHangs(is_own, restarts):
+            return _hangs(now, state, is_own=is_own, restarts=restarts)
         case PeerLost(node_rank, is_own):
             why = f"node {node_rank} is lost"
             return _node_gone(now, state, why, is_own=is_own)
@@ -637,6 +653,15 @@ def _peer_failed(
     if state.phase in _ALIVE or (state.verdict is not Verdict.FAILED and not symptom):
         return _stop(now, state, aim, why, tell=None, verdict=verdict, symptom=symptom)
     return Decision(state, (), why)
+
+
+def _hangs(now: float, state: State, *, is_own: bool, restarts: bool) -> Decision:
+    if state.phase is not Phase.RUNNING:
+        return Decision(state, (), "the job does not hang any more")
+    aim, verdict = _after_failure(state, symptom=False)
+    tell = "hangs" if is_own else None
+    why = "the job hangs"
+    return _stop(now, state, aim if restarts else Aim.FAIL, why, tell=tell, verdict=verdict)
 
 
 def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> Decision:

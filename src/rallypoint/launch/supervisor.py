@@ -36,7 +36,7 @@ from rallypoint.rendezvous.home import ENDED_WELL
 from rallypoint.rendezvous.kept_round import Held
 
 from . import policy, signals, status, store_socket
-from .config import LaunchConfig, StartMethod, TargetKind
+from .config import LaunchConfig, OnHang, StartMethod, TargetKind
 from .coordination import (
     Coordination,
     CoordinationFailed,
@@ -176,7 +176,7 @@ class Supervisor:
         self._server_ready = False
         self._start_is_due = False
         self._probe_fd: int | None = None
-        self._store_failure = ""
+        self._why_failed = ""  # if no worker is to blame
         self._failures: tuple[WorkerFailure, ...] = ()
         self._lost = ""  # which node or fork server is gone, in words
         self._broken = ""  # why this node cannot continue
@@ -493,6 +493,14 @@ class Supervisor:
             watch.look(
                 workers, ready, lambda what: self._questions.everywhere(what, workers, ready)
             )
+            why = watch.hanging(ready.generation)
+            if why and self._config.on_hang is not OnHang.TELL:
+                self._why_failed = f"it hangs: {why}"
+                self._decide(policy.JobHangs(is_own=True, restarts=self._restarts_on_hang))
+
+    @property
+    def _restarts_on_hang(self) -> bool:
+        return self._config.on_hang is OnHang.RESTART
 
     def _show_progress(self) -> None:
         """Show how far the workers are; and again in a while."""
@@ -666,7 +674,7 @@ class Supervisor:
         if worker is None:
             if name == self._store_name and self._state.phase in {Phase.RUNNING, Phase.LISTENING}:
                 how = os.waitstatus_to_exitcode(status)
-                self._store_failure = (
+                self._why_failed = (
                     f"the process that serves the workers' store ended ({_status_words(how)})"
                 )
                 self._decide(policy.WorkerEnded(-1, failed=True))
@@ -817,6 +825,9 @@ class Supervisor:
                 case PeerEvent("lost", node_rank):
                     self._lost = self._lost or f"{event.reason}{self._lost_state()}"
                     self._decide(policy.PeerLost(node_rank, event.is_own))
+                case PeerEvent("hangs", _, generation) if generation == self._state.generation:
+                    self._why_failed = event.reason
+                    self._decide(policy.JobHangs(is_own=False, restarts=self._restarts_on_hang))
                 case PeerEvent("left out"):
                     self._decide(policy.LeftOut())
                 case PeerEvent("not kept", node_rank):
@@ -908,7 +919,7 @@ class Supervisor:
                         self._end_generation([])
                         self._decide(policy.Swept())
                 case policy.TellPeers(what):
-                    failures, reason = self._workers.failures(), self._store_failure or self._broken
+                    failures, reason = self._workers.failures(), self._why_failed or self._broken
                     self._coordination.tell(what, self._state.generation, failures, reason)
                 case policy.ReportRestart():
                     self._report_restart()
@@ -979,7 +990,7 @@ class Supervisor:
         assert ready is not None
         self._start_is_due = self._peers_stop = False
         self._collectives_noted = False
-        self._store_failure = self._lost = self._broken = ""
+        self._why_failed = self._lost = self._broken = ""
         self._peer_failures = ()
         if ready.node_rank == 0 and self._store_socket is not None:
             self._store_name = f"store {ready.generation}"
@@ -1250,8 +1261,8 @@ class Supervisor:
         failures = in_order_of_blame((*self._peer_failures, *self._failures))
         if failures:
             why = f"rank {failures[0].rank} {in_a_line(failures[0])}"
-        if self._store_failure or self._lost:
-            why = self._store_failure or self._lost
+        if self._why_failed or self._lost:
+            why = self._why_failed or self._lost
         self._say(f"{why}; restarting all workers ({again})")
 
     def _finish(self, aim: Aim) -> None:
@@ -1278,7 +1289,7 @@ class Supervisor:
                 failures = in_order_of_blame(self._coordination.reports() or known)
             # Workers that only lost their peers, or were stopped, are not to blame.
             blameless = all(each.stopped_by_us or each.is_symptom() for each in failures)
-            reason = self._store_failure or (self._lost if blameless else "")
+            reason = self._why_failed or (self._lost if blameless else "")
             self._folder.keep()
             report = self._report(failures, reason)
         self._tell_end(aim, report.cause() if report else "")
