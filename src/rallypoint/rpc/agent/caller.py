@@ -53,6 +53,15 @@ _CROWD = 4
 _set_result = NativeFuture.set_result
 
 
+def _wait_for(call: Call, outgoing: Outgoing) -> None:
+    pool = ThreadPool.current()
+    if pool is None:
+        outgoing.wait(call)
+    else:
+        with pool.waiting():
+            outgoing.wait(call)
+
+
 class Caller:
     """Makes the calls of one agent.
 
@@ -106,7 +115,16 @@ class Caller:
         flags: int = 0,
     ) -> Any:
         """Call and wait. ``content`` is a function, its positional and its keyword arguments."""
-        return self.finish(*self.begin(to, kind, what, content, timeout, flags))
+        call, outgoing = self.begin(to, kind, what, content, timeout, flags)
+        _wait_for(call, outgoing)
+        # As in finish(), which would be one more line in the tracebacks of programs.
+        try:
+            return self.decode(call, outgoing)
+        except BaseException as error:
+            if isinstance(error.__cause__, RemoteTraceback):
+                # The error is the callee's. The frames of this package would not explain it.
+                raise error.with_traceback(None) from error.__cause__
+            raise
 
     def begin(
         self,
@@ -127,12 +145,7 @@ class Caller:
 
     def finish(self, call: Call, outgoing: Outgoing) -> Any:
         """Wait for the answer to a call."""
-        pool = ThreadPool.current()
-        if pool is None:
-            outgoing.wait(call)
-        else:
-            with pool.waiting():
-                outgoing.wait(call)
+        _wait_for(call, outgoing)
         try:
             return self.decode(call, outgoing)
         except BaseException as error:
