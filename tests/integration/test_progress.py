@@ -126,3 +126,60 @@ def test_the_bar_has_a_row_of_its_own(tmp_path: Path, rows: int, flags: tuple[st
     )
     assert 0 <= begin < shows < end  # and the row is given back
     assert b"step 42 of 100" in written[shows:end]
+
+
+COUNTED = """
+import os, sys, time
+import torch, torch.distributed as dist
+from rallypoint import elastic
+from rallypoint.join import Join
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+def train(batch):
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+
+def wait_for(name):
+    while not os.path.exists(f"{__file__}.{name}"):
+        time.sleep(0.02)
+
+if sys.argv[1] == "join":
+    with Join([model, optimizer]) as joined:
+        for batch in joined.batches([torch.ones(3, 2)] * 5):
+            train(batch)
+else:
+    with elastic.session(model, optimizer) as session:
+        for _ in range(4):
+            with session.step():
+                train(torch.ones(3, 2))
+wait_for("go")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.long
+@pytest.mark.parametrize(("what", "step", "total"), [("join", 5, 5), ("session", 4, None)])
+def test_joins_and_sessions_count_by_themselves(
+    tmp_path: Path, what: str, step: int, total: int | None
+) -> None:
+    script, name = tmp_path / "train.py", f"{what}-{os.getpid()}"
+    script.write_text(COUNTED)
+    job = Popen([RALLY, "run", "--rdzv-id", name, str(script), what], stderr=subprocess.DEVNULL)
+
+    def reported() -> Any:
+        try:
+            found = connect(name).status()["progress"]
+        except ControlError:
+            return None
+        return found if found and found["step"] == step else None
+
+    try:
+        assert wait_until(reported, "all steps are reported")["total"] == total
+    finally:
+        Path(f"{script}.go").touch()
+        assert job.wait(PATIENCE) == 0
