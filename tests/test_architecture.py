@@ -72,6 +72,8 @@ SANS_IO = {
     "control/stack_groups.py",
     "_core/log_records.py",
     "control/job_table.py",
+    "control/page_state.py",
+    "launch/job_history.py",
     "control/openmetrics.py",
     "control/log_lines.py",
     "control/quantities.py",

@@ -25,6 +25,7 @@ usage: rally COMMAND …
   rally top [JOB]                      show what each worker uses, live; the odd ones are marked
   rally stacks [JOB]                   show where each worker is, the odd ones out first
   rally logs [JOB | FOLDER]            show what the workers have written
+  rally web [JOB]                      serve a page about the jobs on this host
   rally doctor [flags]                 check limits, network, versions and GPUs before a job runs
   rally warm [--stop]                  list or end the processes that rally run --warm keeps
   rally checkpoints PLACE              list the checkpoints of sessions
@@ -35,7 +36,7 @@ usage: rally COMMAND …
 rally run --help lists the flags."""
 
 _COMMANDS = (
-    *("run", "ps", "top", "stacks", "logs", "warm", "doctor"),
+    *("run", "ps", "top", "stacks", "logs", "web", "warm", "doctor"),
     *("checkpoints", "secret", "env", "help"),
 )
 
@@ -77,6 +78,10 @@ def _dispatch(words: list[str]) -> int:
                 if kept := warm_command.lines():
                     _print(f"\n{kept}")
             return 0
+        case "web":
+            from rallypoint.control import web
+
+            return web.command(words[1:], _print)
         case "doctor":
             from .doctor import command as doctor
 

@@ -49,6 +49,7 @@ from .coordination import (
 )
 from .generation import Generation, Worker
 from .hang_watch import HangWatch
+from .job_history import JobHistory
 from .job_questions import JobQuestions
 from .kept_workers import KeptWorkers
 from .metrics import FILE_INTERVAL, Metrics
@@ -199,6 +200,7 @@ class Supervisor:
         self._open_files: int | None = None  # the limit for a worker
         self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._control: ControlServer | None = None
+        self._history = JobHistory()
         self._metrics: Metrics | None = None
         self._began = clock.MONOTONIC.now()
         self._hang_watch = HangWatch(config.hang_after, say) if config.hang_after else None
@@ -465,6 +467,7 @@ class Supervisor:
             "seconds": round(clock.MONOTONIC.now() - self._began, 3),
             "log_folder": str(self._folder.path or ""),
             "is_ready": self._server_ready,
+            "generations": self._history.told(),
         }
         return status.status(self._config, self._state, self._round, self._workers, facts=facts)
 
@@ -479,6 +482,10 @@ class Supervisor:
             case other:
                 known = "status, stacks, usage, logs"
                 raise ControlError(f"cannot be asked for {other!r} (known: {known})")
+
+    def _seconds(self) -> float:
+        """Since the job began."""
+        return round(clock.MONOTONIC.now() - self._began, 3)
 
     def _still(self) -> dict[int, float]:
         return {} if self._hang_watch is None else self._hang_watch.still()
@@ -1002,6 +1009,11 @@ class Supervisor:
         if takes_over:
             ranks = _ranks_of_newcomers(ready)
             self._kept.tell_of_lost_nodes(self._workers, ready, ranks, "a node is lost")
+        self._history.begin(
+            ready.generation,
+            self._seconds(),
+            self._config.world_size or sum(ready.workers_of_nodes),
+        )
         events.emit(
             events.GenerationStarted(
                 run_id=self._config.rendezvous.run_id,
@@ -1212,6 +1224,9 @@ class Supervisor:
         self._workers.drain(DRAIN_PATIENCE)
         self._failures = in_order_of_blame(self._workers.failures())
         self._results = self._workers.results()
+        cause = in_a_line(self._failures[0]) if self._failures else ""
+        failed = [each.rank for each in self._failures if not each.stopped_by_us]
+        self._history.end(self._seconds(), failed, cause)
         events.emit(
             events.GenerationEnded(
                 generation=self._state.generation,
