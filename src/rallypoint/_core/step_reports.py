@@ -11,8 +11,7 @@ import mmap
 import os
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import Any, SupportsFloat, SupportsInt
+from typing import Any, NamedTuple, SupportsFloat, SupportsInt
 
 from . import clock, supervisor_line
 
@@ -34,8 +33,7 @@ _HEAD = struct.Struct("=II")
 _BODY = struct.Struct("=qqdddI")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Steps:
+class Steps(NamedTuple):  # importing dataclasses would take longer than this package
     """What a worker has reported.
 
     Args:
