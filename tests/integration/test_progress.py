@@ -8,6 +8,7 @@ import pty
 import struct
 import subprocess
 import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from pace import pace
 from rallypoint.control.client import connect
 from rallypoint.errors import ControlError
 from rallypoint.launch.cli import main
+from rallypoint.launch.output.progress_display import Bar
 from supervisors import RALLY, Popen
 
 
@@ -126,6 +128,41 @@ def test_the_bar_has_a_row_of_its_own(tmp_path: Path, rows: int, flags: tuple[st
     )
     assert 0 <= begin < shows < end  # and the row is given back
     assert b"step 42 of 100" in written[shows:end]
+
+
+def test_a_terminal_that_nobody_reads_blocks_nobody() -> None:
+    """The supervisor draws in its loop. The bar is drawn to the end once somebody reads again."""
+    ours, theirs = os.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        bar = Bar(theirs)
+        bar._is_ours = lambda: True  # type: ignore[method-assign]
+        told = {"total": 9000, "rate": None, "late": False, "seconds_left": None, "metrics": {}}
+
+        def draw() -> None:
+            for step in range(3000):
+                bar.show({**told, "step": step})
+
+        drawing = threading.Thread(target=draw, daemon=True)
+        drawing.start()
+        drawing.join(PATIENCE)
+        assert not drawing.is_alive()
+        assert os.get_blocking(theirs)
+        os.set_blocking(ours, False)
+        written = b""
+        while True:
+            try:
+                written += os.read(ours, 65536)
+            except BlockingIOError:
+                break
+        bar.show({**told, "step": 8999})
+        written += os.read(ours, 65536)
+        bar.close()
+        assert written.endswith(b"step 8999 of 9000\x1b[K\x1b8")
+        assert written.count(b"\x1b7") == written.count(b"\x1b8")
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 COUNTED = """
