@@ -502,7 +502,7 @@ def test_top_on_a_terminal_of_80_columns(job: Job) -> None:
 # -- a job that hangs -----------------------------------------------------------------------------
 
 WAITS = """
-import os, sys, threading, time
+import hashlib, os, sys, threading, time
 import torch, torch.distributed as dist
 
 def reads_a_pipe():
@@ -520,8 +520,11 @@ def forks():
     reads_a_pipe()
 
 how = sys.argv[1]
+if how == "busy":
+    # As if all waited for a GPU: each keeps a core busy.
+    threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha1", b"", b"", 10**9), daemon=True).start()
 dist.init_process_group("gloo")
-assert threading.enumerate() == [threading.main_thread()]
+assert how == "busy" or threading.enumerate() == [threading.main_thread()]
 dist.all_reduce(torch.ones(1))
 if dist.get_rank() == 1:
     {
@@ -529,6 +532,7 @@ if dist.get_rank() == 1:
         "compute": computes,
         "serve": reads_a_pipe,
         "fork": forks,
+        "busy": reads_a_pipe,
         "other": lambda: dist.barrier(),
         "sizes": lambda: dist.all_reduce(torch.ones(1 << 20)),
     }[how]()
@@ -545,6 +549,7 @@ NOT_ENTERED = "has not entered all_reduce #2 (float32 [1], 4 B) of the default g
     [
         ("read", f"rank 1 {NOT_ENTERED}"),
         ("compute", f"rank 1 {NOT_ENTERED}"),
+        ("busy", f"rank 1 {NOT_ENTERED}"),
         ("fork", f"rank 1 {NOT_ENTERED}"),
         ("other", "the calls #2 of the default group do not match: rank 1 calls barrier at "),
         ("serve", ""),
@@ -554,7 +559,7 @@ def test_a_job_that_hangs_says_who_does_not_come(tmp_path: Path, how: str, says:
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
     events = tmp_path / "events.jsonl"
-    after = "1" if how != "compute" else "0.4"
+    after = "0.4" if how in {"compute", "busy"} else "1"
     words = [RALLY, "run", "--nproc-per-node", "3", "--hang-after", after, str(script), how]
     env = {**os.environ, "RALLY_EVENTS": os.fspath(events)}
     job = Popen(words, stderr=subprocess.PIPE, env=env)

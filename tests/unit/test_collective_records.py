@@ -133,9 +133,9 @@ def test_records_are_compact() -> None:
             + [entry(7, retired=False, p2p=True)]
         }
     )
-    (found,) = flight_records.compact(dump, {"0": [0, 1]}, 3_500_000_000, "train.py:9 in step")
+    (found,) = flight_records.compact([dump], {"0": [0, 1]}, 3_500_000_000, "train.py:9 in step")
     assert flight_records.are_valid([found])
-    assert (found["name"], found["about"], found["ranks"]) == ("0", "default_pg", [0, 1])
+    assert (found["name"], found["about"], found["ranks"]) == ("0 gloo", "default_pg", [0, 1])
     assert [each["seq"] for each in found["calls"]] == list(range(87, 100))
     assert found["calls"][-1] == {
         "seq": 99,
@@ -146,7 +146,30 @@ def test_records_are_compact() -> None:
         "at": "train.py:9 in step",
         "seconds": 2.5,
     }
-    assert flight_records.compact('{"entries": null}', {}, 0) == []
+    assert flight_records.compact(['{"entries": null}'], {}, 0) == []
+
+
+def test_each_backend_of_a_group_counts_its_own_calls() -> None:
+    dumps = [
+        json.dumps(
+            {"entries": [{**entry(1, retired=False), "profiling_name": f"{backend}:all_reduce"}]}
+        )
+        for backend in ("gloo", "nccl")
+    ]
+    found = flight_records.compact(dumps, {"0": [0, 1]}, 0)
+    assert [(each["name"], len(each["calls"])) for each in found] == [("0 gloo", 1), ("0 nccl", 1)]
+
+
+def test_collectives_of_all_groups_are_counted_together() -> None:
+    status = json.dumps(
+        {
+            "pg_status": {
+                "0": {"last_enqueued_collective": "4"},
+                "1": {"last_enqueued_collective": "-1"},
+            }
+        }
+    )
+    assert flight_records.begun([status, "{}"]) == 4
 
 
 json_values = st.recursive(

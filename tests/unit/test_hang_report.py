@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.control import hang_report
-from rallypoint.launch.stillness import Stillness
+from rallypoint.launch.stillness import Standstill, Stillness
 
 
 def process(rank: int, *files: str, line: int = 1, name: str = "") -> dict[str, Any]:
@@ -102,3 +102,20 @@ def test_any_movement_ends_stillness(steps: list[tuple[float, bool]]) -> None:
             cpu += passed
             since = now
         assert watch.look(now, {0: used(cpu)})[0] == pytest.approx(now - since)
+
+
+def test_for_how_long_nobody_has_begun_a_collective() -> None:
+    still = Standstill()
+    assert still.look(0.0, {7, 8}, {}) == 0.0
+    assert still.look(1.0, {7, 8}, {7: 3}) == 0.0
+    assert still.look(5.0, {7, 8}, {7: 3, 8: 2}) == 0.0
+    assert still.look(9.0, {7, 8}, {7: 3}) == 4.0  # rank 8 does not answer: it begins nothing
+    assert still.look(10.0, {7, 8}, {7: 3, 8: 2}) == 5.0
+    assert still.look(11.0, {7, 9}, {7: 4}) == 0.0
+    assert still.look(12.0, {9}, {7: 4}) == 0.0
+
+
+def test_stacks_alone_do_not_tell_of_workers_that_are_busy() -> None:
+    processes = [process(0, *COLLECTIVE), process(1, "/train.py")]
+    assert hang_report.explain(processes, 60.0, 2, working=True, by_stacks=False) is None
+    assert hang_report.explain(processes, 60.0, 2, working=True) is not None

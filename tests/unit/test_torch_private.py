@@ -31,6 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd
+import torch.distributed.checkpoint.filesystem
 import torch.jit._builtins
 import torch.library
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -108,6 +109,12 @@ def callees() -> Iterator[Callee]:
         ("_get_local_used_map", f"({c_plus_plus}) -> torch.Tensor", "usage_counts"),
     ):
         yield Callee(dist.Reducer, name, signature, join + ours)
+    yield Callee(
+        torch.distributed.checkpoint.filesystem,
+        "_StorageInfo",
+        "relative_path, offset, length, transform_descriptors",
+        "elastic/torch_private.py: storage_info",
+    )
     launch = "launch/torch_private.py: "
     for owner, name, parameters, ours in (
         (subprocess, "_args_from_interpreter_flags", "", "interpreter_flags"),
@@ -321,6 +328,7 @@ ATTRIBUTES = {
     "_world",
     "_distributed_c10d",
     "_current_frames",
+    "_dump_nccl_trace_json",  # only in builds with NCCL
     "_authoritative_rank",
     "_builtins",
     "_c10d_functional",
@@ -530,10 +538,11 @@ torch_private.at_first_group(lambda: started.append(1))
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 assert started == [1]
 dist.all_reduce(torch.ones(2))
-(group,) = flight_records.compact(torch_private.flight_records(), torch_private.group_ranks(), 0)
+(group,) = flight_records.compact(torch_private.flight_records(calls=True), torch_private.group_ranks(), 0)
 assert (group["about"], group["ranks"]) == ("default_pg", [0])
 (call,) = group["calls"]
 assert (call["op"], call["seq"], call["sizes"], call["dtype"], call["done"]) == ("all_reduce", 1, [[2]], "Float", True)
+assert flight_records.begun(torch_private.flight_records(calls=False)) == 1
 dist.destroy_process_group()
 """
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -673,7 +682,7 @@ def test_every_private_name_is_asked_for_above() -> None:
         path = Path(module.__file__ or "")
         own = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
         names = {name for _, name in foreign_private_names(path, "rallypoint", own)}
-        assert not names - asked
+        assert names - asked == set()
 
 
 @pytest.mark.parametrize(

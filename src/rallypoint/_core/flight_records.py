@@ -21,35 +21,38 @@ Group = Mapping[str, Any]
 
 
 def compact(
-    dump: bytes | str, ranks: Mapping[str, Sequence[int]], now_ns: int, at: str = ""
+    dumps: Sequence[bytes | str], ranks: Mapping[str, Sequence[int]], now_ns: int, at: str = ""
 ) -> list[Group]:
     """The last calls of each group.
 
     Args:
-        dump: the recorder's JSON.
+        dumps: what torch's recorders hold, as JSON: NCCL's is its own.
         ranks: by the name of a group, the global ranks of its members, in order.
         now_ns: of the wall clock of the process that was recorded.
         at: where the main thread is, in words.
 
     Returns:
-        For each group: ``name``, ``about`` (torch's ``group_desc``), ``ranks``, and ``calls`` in order, each with ``seq``, ``op``,
+        For each group and backend: ``name``, ``about`` (torch's ``group_desc``), ``ranks``, and ``calls`` in order, each with ``seq``, ``op``,
         ``sizes`` (of its inputs), ``dtype``, ``done``, ``seconds`` since it began, and ``at`` if it is not done.
     """
-    entries = json.loads(dump).get("entries") or []
+    entries = [each for dump in dumps for each in json.loads(dump).get("entries") or ()]
     groups: dict[str, dict[str, Any]] = {}
     for each in entries:
         if each["is_p2p"]:
             continue
-        name, about = each["process_group"]
+        group_name, about = each["process_group"]
+        backend, _, op = each["profiling_name"].rpartition(":")
+        name = f"{group_name} {backend}"  # each backend of a group counts its own calls
+        members = list(ranks.get(group_name, ()))
         group = groups.setdefault(
-            name, {"name": name, "about": about, "ranks": list(ranks.get(name, ())), "calls": []}
+            name, {"name": name, "about": about, "ranks": members, "calls": []}
         )
         sizes = each["input_sizes"] or each["output_sizes"]
         dtypes = each["input_dtypes"] or each["output_dtypes"] or [""]
         group["calls"].append(
             {
                 "seq": each["collective_seq_id"],
-                "op": each["profiling_name"].rpartition(":")[2][:_MAX_TEXT],
+                "op": op[:_MAX_TEXT],
                 "sizes": sizes[:_MAX_SIZES],
                 "dtype": dtypes[0],
                 "done": bool(each["retired"]),
@@ -65,6 +68,18 @@ def compact(
             done[-_DONE:] + pending[: _MOST - _DONE], key=lambda call: call["seq"]
         )
     return list(groups.values())
+
+
+def begun(statuses: Sequence[bytes | str]) -> int:
+    """How many collectives a rank has begun, in all groups together.
+
+    Args:
+        statuses: what torch's recorders hold, without the calls, as JSON.
+    """
+    groups = [
+        each for text in statuses for each in (json.loads(text).get("pg_status") or {}).values()
+    ]
+    return sum(max(0, int(each["last_enqueued_collective"])) for each in groups)
 
 
 def are_valid(groups: object) -> bool:

@@ -9,8 +9,9 @@ import socket
 
 # Asks a process for its stacks; no other use of this signal is known.
 STACK_SIGNAL = signal.SIGRTMIN + 22
-# Asks the thread of this name, if there is one, for the worker's collectives: a line of JSON.
-ASK_COLLECTIVES = b"?"
+# Ask the thread of this name, if there is one, for the worker's last collectives, or for how many it has begun. It answers with a line of
+# JSON.
+ASK_COLLECTIVES, ASK_BEGUN = b"?", b"#"
 THREAD = "rally-line"
 
 

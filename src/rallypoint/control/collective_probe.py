@@ -6,12 +6,17 @@ import contextlib
 import json
 import os
 import select
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from rallypoint._core import flight_records, process
 from rallypoint._core.clock import Deadline
-from rallypoint._core.stack_line import ASK_COLLECTIVES, THREAD
+from rallypoint._core.stack_line import ASK_BEGUN, ASK_COLLECTIVES, THREAD
+
+
+# Two who ask must not read each other's answers.
+_asking = threading.Lock()
 
 
 def collectives(lines: Mapping[int, int], patience: float = 0.5) -> dict[int, list[Any]]:
@@ -24,33 +29,51 @@ def collectives(lines: Mapping[int, int], patience: float = 0.5) -> dict[int, li
         By pid, as :func:`rallypoint._core.flight_records.compact` returns it. A worker that has no group yet, is stopped, or
         holds the GIL in C code is left out.
     """
-    found: dict[int, list[Any]] = {}
-    waiting: dict[int, tuple[int, bytearray]] = {}
-    poller = select.poll()
-    for pid, fd in lines.items():
-        if not process.has_thread(pid, THREAD):
-            continue
-        while _read(fd):
-            pass  # what came too late for the last one who asked
-        with contextlib.suppress(OSError):
-            os.write(fd, ASK_COLLECTIVES)
-            waiting[fd] = pid, bytearray()
-            poller.register(fd, select.POLLIN)
+    told = _ask(lines, ASK_COLLECTIVES, patience)
+    found = {pid: answer.get("collectives") for pid, answer in told.items()}
+    return {pid: groups for pid, groups in found.items() if flight_records.are_valid(groups)}  # type: ignore[misc]
+
+
+def begun(lines: Mapping[int, int], patience: float) -> dict[int, int]:
+    """How many collectives workers have begun in all groups together, by pid. Otherwise as :func:`collectives`."""
+    told = _ask(lines, ASK_BEGUN, patience)
+    found = {pid: answer.get("begun") for pid, answer in told.items()}
+    return {pid: number for pid, number in found.items() if isinstance(number, int)}
+
+
+def _ask(lines: Mapping[int, int], question: bytes, patience: float) -> dict[int, dict[str, Any]]:
     deadline = Deadline(patience)
-    while waiting and (ready := poller.poll((deadline.remaining() or 0.0) * 1000)):
-        for fd, _ in ready:
-            pid, received = waiting[fd]
-            data = _read(fd)
-            received += data
-            if data and not received.endswith(b"\n"):
+    if not _asking.acquire(timeout=patience):
+        return {}
+    try:
+        found: dict[int, dict[str, Any]] = {}
+        waiting: dict[int, tuple[int, bytearray]] = {}
+        poller = select.poll()
+        for pid, fd in lines.items():
+            if not process.has_thread(pid, THREAD):
                 continue
-            poller.unregister(fd)
-            del waiting[fd]
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                groups = json.loads(received)["collectives"]
-                if flight_records.are_valid(groups):
-                    found[pid] = groups
-    return found
+            while _read(fd):
+                pass  # what came too late for the last one who asked
+            with contextlib.suppress(OSError):
+                os.write(fd, question)
+                waiting[fd] = pid, bytearray()
+                poller.register(fd, select.POLLIN)
+        while waiting and (ready := poller.poll((deadline.remaining() or 0.0) * 1000)):
+            for fd, _ in ready:
+                pid, received = waiting[fd]
+                data = _read(fd)
+                received += data
+                if data and not received.endswith(b"\n"):
+                    continue
+                poller.unregister(fd)
+                del waiting[fd]
+                with contextlib.suppress(ValueError):
+                    answer = json.loads(received)
+                    if isinstance(answer, dict):
+                        found[pid] = answer
+        return found
+    finally:
+        _asking.release()
 
 
 def _read(fd: int) -> bytes:

@@ -37,6 +37,7 @@ def explain(
     world_size: int,
     *,
     working: bool = False,
+    by_stacks: bool = True,
 ) -> Hang | None:
     """Why nothing moves, or hardly anything does.
 
@@ -45,6 +46,7 @@ def explain(
         seconds: for how long nobody has moved.
         world_size: how many workers there are.
         working: some workers are at work, the others have done nothing for that long.
+        by_stacks: with ``working``, whether stacks are enough to tell; otherwise the collectives that ranks have begun must tell.
     Returns:
         None if no rank waits in a collective: servers wait for requests for as long as they like. With ``working``, also if
         all ranks wait.
@@ -63,7 +65,7 @@ def explain(
     others = in_words(waiting)
     one = len(waiting) == 1
     if working:
-        if not missing:
+        if not missing or not by_stacks:
             return None
         head = (
             f"{others} {'has' if one else 'have'} waited in a collective for {seconds:.0f} s;"

@@ -7,6 +7,7 @@ asks the others. If all stand still, it reads the stacks, once, and says what it
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from rallypoint.errors import RallyError
 
 from .coordination import RoundReady
 from .generation import Worker
-from .stillness import Stillness
+from .stillness import Standstill, Stillness
 
 
 # Looks in the time after which a job hangs.
@@ -27,6 +28,8 @@ LOOKS = 4
 LONGER = 3
 # How long the answers of other nodes, and stacks, may take.
 PATIENCE = 10.0
+# How long workers may take to say how many collectives they have begun.
+COUNT_PATIENCE = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +51,10 @@ class HangWatch:
         self._after = after
         self._say = say
         self._stillness = Stillness()
+        self._standstill = Standstill()
+        self._frozen = (
+            0.0  # for how many seconds no worker had begun a collective, at the last look
+        )
         self._is_told = False
 
     def still(self) -> dict[int, float]:
@@ -72,24 +79,46 @@ class HangWatch:
         still = self._stillness.look(clock.MONOTONIC.now(), found)
         everybody = bool(still) and min(still.values()) >= self._after
         many = bool(still) and sorted(still.values())[len(still) // 2] >= LONGER * self._after
-        if not everybody and not many:
+        # Whoever waits in CUDA keeps a core busy.
+        frozen = self._frozen >= LONGER * self._after
+        if not everybody and not many and not frozen:
             self._is_told = False
+        world_size = alive[0].ranks.world_size if alive else 0
+        if ready.node_rank != 0 or world_size < 2:
             return
-        world_size = alive[0].ranks.world_size
-        if self._is_told or ready.node_rank != 0 or world_size < 2:
+        if not everybody and not many:
+            lines = {each.pid: os.dup(each.stacks_fd) for each in alive}
+            self._begin(lambda: self._count(lines))
+        if self._is_told or not (everybody or many or frozen):
             return
         self._is_told = True
         question: dict[str, Any] = {"ask": "stacks", "patience": PATIENCE}
-        if not many:
+        if everybody and not many:
             # The other nodes look at other moments.
             question["if_still"] = self._after - self.interval
-        seconds = LONGER * self._after if many else self._after
-        threading.Thread(
-            target=self._find_out,
-            args=(ready.generation, world_size, seconds, many, ask(question)),
-            name="rally-hang",
-            daemon=True,
-        ).start()
+        seconds = self._after if everybody and not many else LONGER * self._after
+        working = many or not everybody
+        stacks = ask(question)
+        by_stacks = everybody or many
+        self._begin(
+            lambda: self._find_out(
+                ready.generation, world_size, seconds, working, by_stacks, stacks
+            )
+        )
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name="rally-hang", daemon=True).start()
+
+    def _count(self, lines: Mapping[int, int]) -> None:
+        """Note how many collectives the workers have begun. Closes the descriptors."""
+        from rallypoint.control import collective_probe  # a launch need not wait for its import
+
+        try:
+            begun = collective_probe.begun(lines, COUNT_PATIENCE)
+        finally:
+            for fd in lines.values():
+                os.close(fd)
+        self._frozen = self._standstill.look(clock.MONOTONIC.now(), lines.keys(), begun)
 
     def _find_out(
         self,
@@ -97,6 +126,7 @@ class HangWatch:
         world_size: int,
         seconds: float,
         working: bool,
+        by_stacks: bool,
         stacks: Callable[[], Mapping[str, Any]],
     ) -> None:
         from rallypoint.control import hang_report  # a launch need not wait for its import
@@ -109,7 +139,9 @@ class HangWatch:
         if found["moving"]:
             self._is_told = False  # look again
             return
-        hang = hang_report.explain(found["processes"], seconds, world_size, working=working)
+        hang = hang_report.explain(
+            found["processes"], seconds, world_size, working=working, by_stacks=by_stacks
+        )
         if hang is None:
             return
         self._say(hang.text)

@@ -21,6 +21,8 @@ from .generation import Worker
 
 # What another node may take longer, for the way there and back.
 WAY = 2.0
+# How long workers may take to say how many collectives they have begun.
+COUNT_PATIENCE = 0.3
 # Nobody may ask for more seconds.
 MAX_PATIENCE = 120.0
 
@@ -198,17 +200,29 @@ class JobQuestions:
 
 def _usage(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
     known = [(each.ranks.rank, each.pid, collectives(each), each.progress()) for each in workers]
-    return lambda: [
-        {
-            "rank": rank,
-            "pid": pid,
-            "collectives": collectives,
-            "progress": steps,
-            **usage.usage(pid),
-            "at": clock.MONOTONIC.now(),
-        }
-        for rank, pid, collectives, steps in known
-    ]
+    lines = {each.pid: os.dup(each.stacks_fd) for each in workers if each.memory_fd is None}
+
+    def look() -> list[dict[str, Any]]:
+        from rallypoint.control import collective_probe  # as above
+
+        try:
+            begun = collective_probe.begun(lines, COUNT_PATIENCE)
+        finally:
+            for fd in lines.values():
+                os.close(fd)
+        return [
+            {
+                "rank": rank,
+                "pid": pid,
+                "collectives": begun.get(pid) if counted is None else counted,
+                "progress": steps,
+                **usage.usage(pid),
+                "at": clock.MONOTONIC.now(),
+            }
+            for rank, pid, counted, steps in known
+        ]
+
+    return look
 
 
 def collectives(worker: Worker) -> int | None:

@@ -1,8 +1,8 @@
-"""For how long workers have done nothing: no CPU time, no bytes from or to storage. Pure."""
+"""For how long workers have done nothing (no CPU time, no bytes from or to storage), and begun no collective. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,3 +51,26 @@ class Stillness:
     def still(self, now: float) -> dict[int, float]:
         """By rank: for how many seconds it had done nothing at the last look, and since."""
         return {rank: now - each.since for rank, each in self._seen.items()}
+
+
+class Standstill:
+    """How many collectives the workers of a node have begun, look after look."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, float]] = {}  # by pid: how many, and since when
+
+    def look(self, now: float, alive: Collection[int], begun: Mapping[int, int]) -> float:
+        """Take note of what the workers have begun so far.
+
+        Args:
+            now: seconds on a monotonic clock.
+            alive: the pids of all workers.
+            begun: by pid. A worker that does not answer is left out: it begins nothing meanwhile that the others could complete.
+        Returns:
+            For how many seconds none of them has begun anything; 0 if that is not known of any.
+        """
+        self._seen = {pid: each for pid, each in self._seen.items() if pid in alive}
+        for pid, number in begun.items():
+            if pid in alive and self._seen.get(pid, (-1, now))[0] != number:
+                self._seen[pid] = number, now
+        return now - max((since for _, since in self._seen.values()), default=now)

@@ -58,11 +58,17 @@ def at_first_group(call: Callable[[], None]) -> None:
     c10d._new_process_group_helper = first
 
 
-def flight_records() -> bytes:
-    """What torch's flight recorder holds, as JSON."""
+def flight_records(*, calls: bool) -> list[bytes]:
+    """What torch's flight recorders hold, as JSON: one for all backends but NCCL, which has its own if torch has NCCL.
+
+    Args:
+        calls: with the calls; otherwise only what each group has begun and completed.
+    """
     module: Any = sys.modules["torch"]._C._distributed_c10d
-    dump: bytes = module._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
-    return dump
+    dumps = [
+        getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    ]
+    return [dump(includeCollectives=calls, onlyActive=False) for dump in dumps if dump is not None]
 
 
 def start_thread(call: Callable[..., None], *args: Any) -> None:

@@ -43,13 +43,25 @@ def _answer(fd: int, inode: int) -> None:
         poller.poll()
         try:
             # A script that closes all descriptors may open another one under this number.
-            if os.fstat(fd).st_ino != inode or not os.read(fd, 64):
+            if os.fstat(fd).st_ino != inode or not (asked := os.read(fd, 64)):
                 return
-            os.write(fd, json.dumps({"collectives": _records()}).encode() + b"\n")
+            answer: dict[str, object] = {}
+            if stack_line.ASK_BEGUN in asked:
+                answer["begun"] = _begun()
+            if stack_line.ASK_COLLECTIVES in asked:
+                answer["collectives"] = _records()
+            os.write(fd, json.dumps(answer).encode() + b"\n")
         except BlockingIOError:
             continue  # nobody reads
         except OSError:
             return
+
+
+def _begun() -> int | None:
+    try:
+        return flight_records.begun(torch_private.flight_records(calls=False))
+    except Exception:  # noqa: BLE001  as below
+        return None
 
 
 def _place() -> str:
@@ -64,7 +76,7 @@ def _place() -> str:
 
 def _records() -> list[flight_records.Group]:
     try:
-        dump, ranks = torch_private.flight_records(), torch_private.group_ranks()
-        return flight_records.compact(dump, ranks, time.time_ns(), _place())
+        dumps, ranks = torch_private.flight_records(calls=True), torch_private.group_ranks()
+        return flight_records.compact(dumps, ranks, time.time_ns(), _place())
     except Exception:  # noqa: BLE001  another torch may record in another way; stacks are told all the same
         return []
