@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 OVER_TORCH = {"parallel", "join", "elastic", "rpc", "compat"}
 # Within launch: folder -> folders of launch it may import.
 LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
+    "hosts": set(),
     "placement": set(),
     "output": {"placement"},
     "worker": set(),

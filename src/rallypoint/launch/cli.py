@@ -15,6 +15,7 @@ from rallypoint.errors import ConfigError, RallyError
 
 from . import flags
 from .config import LaunchConfig
+from .hosts import report_file
 
 
 _USAGE = """\
@@ -105,6 +106,10 @@ def _dispatch(words: list[str]) -> int:
 
             _print(checkpoint_table.command(words[1:]))
             return 0
+        case "node":  # of `rally run --hosts`, not for people
+            from .hosts import node
+
+            return node.command()
         case "secret":
             from . import secret_file
 
@@ -146,9 +151,14 @@ def run(words: Sequence[str]) -> int:
         return 0
     if (problem := limits.working_directory()) is not None:
         raise ConfigError("working directory", None, problem, "cd to another one")
+    report_fd = report_file.inherited()
     env = environment.snapshot()
     logs.set_up(env)
     event_sinks.check(env)
+    if not {"--hosts", "--hostfile"}.isdisjoint(given.values):
+        from .hosts import launcher
+
+        return launcher.run(given, env, _say)
     from .settings import config_from
 
     config, remarks = config_from(given, env)
@@ -159,11 +169,16 @@ def run(words: Sequence[str]) -> int:
 
         if not doctor.preflight(given.values, _say):
             return 1
-    return launch(config)
+    return launch(config, report_fd)
 
 
-def launch(config: LaunchConfig) -> int:
-    """Run a job from this terminal and print how it failed, if it did."""
+def launch(config: LaunchConfig, report_fd: int | None = None) -> int:
+    """Run a job from this terminal and print how it failed, if it did.
+
+    Args:
+        config: the job.
+        report_fd: where the report goes instead: to the terminal of another host.
+    """
     from .coordinator import coordination_for
     from .output.console import Console
     from .policy import Aim
@@ -179,7 +194,11 @@ def launch(config: LaunchConfig) -> int:
         return 0
     if outcome.report is not None:
         colour = _colour() and not config.logs.as_json
-        say(outcome.report.text(width=_width(), colour=colour), bare=True)
+        text = outcome.report.text(width=_width(), colour=colour)
+        if report_fd is None:
+            say(text, bare=True)
+        else:
+            report_file.write(report_fd, text)
         return outcome.report.exit_code
     number = outcome.signal or 15
     import signal

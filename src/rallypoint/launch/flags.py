@@ -337,6 +337,38 @@ FLAGS: tuple[Flag, ...] = (
         help="address of this node that the other nodes can reach",
     ),
     Flag(
+        name="--hosts",
+        own=True,
+        metavar="A,B:8,…",
+        group=_NODES,
+        env=False,
+        help="start the job on these hosts over ssh, from here; HOST:N: with N workers there",
+    ),
+    Flag(
+        name="--hostfile",
+        own=True,
+        metavar="FILE",
+        group=_NODES,
+        env=False,
+        help="the same, with a host on each line: HOST, HOST:N, or HOST slots=N",
+    ),
+    Flag(
+        name="--ssh-options",
+        own=True,
+        metavar="OPTIONS",
+        group=_NODES,
+        env=False,
+        help="for ssh: --ssh-options='-p 2222 -i key'",
+    ),
+    Flag(
+        name="--forward-env",
+        own=True,
+        metavar="A,B_*",
+        group=_NODES,
+        env=False,
+        help="variables that --hosts passes on, beside RALLY_*, PET_*, PYTHON*, TORCH*, NCCL_*, GLOO_*, TP_*, OMP_*",
+    ),
+    Flag(
         name="--role", metavar="NAME", default="default", group=_OTHER, help="ROLE_NAME of workers"
     ),
     Flag(

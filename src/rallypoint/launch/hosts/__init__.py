@@ -1,0 +1,1 @@
+"""``rally run --hosts a,b``: a supervisor on each host, started over ssh."""

@@ -1,0 +1,293 @@
+"""The side of the terminal: starts a supervisor on every host, shows what they say, ends them with itself.
+
+A thread for each stream passes output on. Heartbeats have a thread of their own: a terminal that stands still (Ctrl-S)
+must not end the job.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
+
+from rallypoint._core import addresses, secret
+from rallypoint._core.clock import Deadline
+from rallypoint.errors import ConfigError
+from rallypoint.launch.flags import Given
+from rallypoint.launch.signals import SignalEvents
+
+from . import listing, merging, orders
+from .listing import Host
+from .merging import Part
+
+
+# Where the nodes meet if no flag says so: below the ports that the kernel gives to clients.
+_PORTS = range(15000, 30000)
+# How long hosts may take to end once the job has failed on one of them, beyond --shutdown-timeout.
+_ENDING = 30.0
+# How long they may take after SIGHUP: nobody sees what they still say.
+_HANG_UP = 2.5
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+Say = Callable[..., None]
+
+
+def run(given: Given, env: Mapping[str, str], say: Say) -> int:
+    """Run the job of a command line on its hosts. Returns the exit code.
+
+    Args:
+        given: the command line.
+        env: of this process.
+        say: prints a line to the user; with ``bare``, as it is.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+    hosts = _hosts(given.values)
+    least = orders.least_hosts(given, len(hosts))
+    options = given.values.get("--ssh-options", "")
+    local = [_is_here(host) for host in hosts]
+    if not all(local) and shutil.which("ssh") is None:
+        raise ConfigError("--hosts", None, "needs ssh, which is not installed")
+    token = uuid.uuid4().hex
+    meeting = orders.Meeting(
+        least=least,
+        master=_master(hosts, local, options),
+        port=random.choice(_PORTS),  # noqa: S311  not a secret
+        run_id=f"hosts-{token[:8]}",
+    )
+    more = [each for each in given.values.get("--forward-env", "").split(",") if each]
+    forwarded = orders.forwarded(env, more)
+    common = orders.Orders(
+        folder=os.getcwd(),
+        env=forwarded,
+        words=(),
+        secret=_secret(given.values, env),
+        token=uuid.uuid4().hex,
+    )
+    parts = [Part(host.name) for host in hosts]
+    merger = merging.Merger(parts, common.token)
+    job = _Job(parts, merger, least, say)
+    with SignalEvents(_ENDS) as signals:
+        try:
+            for index, host in enumerate(hosts):
+                mine = orders.for_host(common, orders.words_for(given, hosts, index, meeting))
+                command = (
+                    (sys.executable, "-m", "rallypoint", "node")
+                    if local[index]
+                    else orders.ssh_command(host, options, sys.executable, forwarded)
+                )
+                job.start(command, mine.to_line())
+            job.watch(signals)
+        finally:
+            job.close()
+    end = merging.verdict(parts, least)
+    for remark in end.remarks:
+        say(remark)
+    if end.report:
+        say(end.report, bare=True)
+    return end.exit_code
+
+
+def _hosts(values: Mapping[str, str]) -> tuple[Host, ...]:
+    if "--hosts" in values and "--hostfile" in values:
+        raise ConfigError("--hostfile", None, "cannot be combined with --hosts")
+    if "--hosts" in values:
+        return listing.read_list(values["--hosts"])
+    path = values["--hostfile"]
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--hostfile", path, f"cannot be read: {error}") from None
+    return listing.read_file(lines, f"--hostfile {path}")
+
+
+def _is_here(host: Host) -> bool:
+    return host.bare == host.name and addresses.is_this_host(host.name)
+
+
+def _master(hosts: tuple[Host, ...], local: list[bool], options: str) -> str:
+    """The first host as the others reach it."""
+    if not local[0]:
+        return _name_for_ssh(hosts[0], options)
+    if not addresses.is_loopback(hosts[0].name) or len(hosts) == 1:
+        return hosts[0].name
+    return addresses.address_towards(_name_for_ssh(hosts[1], options), 22, "--hosts")
+
+
+def _name_for_ssh(host: Host, options: str) -> str:
+    """The name behind an alias of ssh's configuration."""
+    command = ["ssh", "-G", *shlex.split(options), host.name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        if key == "hostname":
+            return value
+    return host.bare
+
+
+def _secret(values: Mapping[str, str], env: Mapping[str, str]) -> str | None:
+    if "--insecure" in values:
+        return None
+    if "--secret-file" in values:
+        found: bytes | None = secret.read_file(values["--secret-file"], "--secret-file")
+    else:
+        found = secret.shared(env)
+    # It travels as text, and a job that has none gets one of its own.
+    return secret.make().hex() if found is None else found.decode("utf-8", "surrogateescape")
+
+
+class _Job:
+    """The hosts' processes as this one holds them."""
+
+    def __init__(self, parts: list[Part], merger: merging.Merger, least: int, say: Say) -> None:
+        self._parts = parts
+        self._merger = merger
+        self._least = least
+        self._say = say
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()  # of the merger
+        self._writing = threading.Lock()
+        self._readers: list[list[threading.Thread]] = []
+        self._stop = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="rally-heartbeat", daemon=True)
+        self._patience: Deadline | None = None
+
+    def start(self, command: tuple[str, ...], first_line: bytes) -> None:
+        index = len(self._started)
+        # A session of its own: Ctrl-C is for this process, which passes it on.
+        begun = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._started.append(begun)
+        assert begun.stdin is not None
+        assert begun.stdout is not None
+        assert begun.stderr is not None
+        readers = [
+            threading.Thread(target=self._pass_on, args=(index, number, stream), daemon=True)
+            for number, stream in ((1, begun.stdout), (2, begun.stderr))
+        ]
+        self._readers.append(readers)
+        for each in readers:
+            each.start()
+        self._write(begun, first_line)
+        os.set_blocking(begun.stdin.fileno(), False)
+        if index == 0:
+            self._heart.start()
+
+    def watch(self, signals: SignalEvents) -> None:
+        """Until every host's part has ended."""
+        poller = select.poll()
+        poller.register(signals.fileno(), select.POLLIN)
+        pidfds = {os.pidfd_open(each.pid): index for index, each in enumerate(self._started)}
+        for fd in pidfds:
+            poller.register(fd, select.POLLIN)
+        try:
+            while pidfds:
+                left = None if self._patience is None else self._patience.remaining()
+                ready = {fd for fd, _ in poller.poll(None if left is None else 1000 * left)}
+                for number in signals.take():
+                    self._signal(number)
+                for fd in ready & pidfds.keys():
+                    poller.unregister(fd)
+                    os.close(fd)
+                    self._ended(pidfds.pop(fd))
+                if self._patience is not None and self._patience.expired():
+                    self._hang_up()
+                    self._patience = None
+        finally:
+            for fd in pidfds:
+                os.close(fd)
+
+    def close(self) -> None:
+        """End what is left. A host ends its part once it hears nothing."""
+        self._stop.set()
+        self._hang_up()
+        for begun in self._started:
+            if begun.poll() is None:
+                try:
+                    begun.wait(5.0)
+                except subprocess.TimeoutExpired:
+                    begun.kill()
+                    begun.wait()
+        for each in (thread for threads in self._readers for thread in threads):
+            each.join(1.0)
+
+    def _ended(self, index: int) -> None:
+        for thread in self._readers[index]:
+            thread.join(2.0)
+        part = self._parts[index]
+        part.ssh_code = self._started[index].wait()
+        if all(each.ended for each in self._parts) or self._patience is not None:
+            return
+        if reason := merging.must_end(self._parts, self._least):
+            self._say(f"{reason}: the other hosts are told to end")
+            self._tell_all(signal.SIGTERM)
+        elif part.exit_code == 0 or len(self._parts) - self._num_lost() >= self._least:
+            return
+        self._patience = Deadline(_ENDING)
+
+    def _num_lost(self) -> int:
+        return sum(each.lost for each in self._parts)
+
+    def _signal(self, number: int) -> None:
+        self._tell_all(number)
+        if number == signal.SIGHUP:
+            self._patience = Deadline(_HANG_UP)
+
+    def _tell_all(self, number: int) -> None:
+        for begun in self._started:
+            self._write(begun, f"{number}\n".encode())
+
+    def _hang_up(self) -> None:
+        for begun in self._started:
+            if begun.stdin is not None:
+                with self._writing:
+                    try:
+                        begun.stdin.close()
+                    except OSError:
+                        pass  # it has ended
+
+    def _beat(self) -> None:
+        while not self._stop.wait(orders.HEARTBEAT):
+            for begun in list(self._started):
+                self._write(begun, b".\n")
+
+    def _write(self, begun: subprocess.Popen[bytes], data: bytes) -> None:
+        """A host that takes nothing is as good as gone; ssh notices that."""
+        with self._writing:
+            if begun.stdin is None or begun.stdin.closed:
+                return
+            try:
+                begun.stdin.write(data)
+                begun.stdin.flush()
+            except (BlockingIOError, OSError):
+                pass
+
+    def _pass_on(self, index: int, number: int, stream: IO[bytes]) -> None:
+        shown = sys.stdout if number == 1 else sys.stderr
+        while True:
+            data = os.read(stream.fileno(), 65536)
+            with self._lock:
+                text = self._merger.take(index, number, data)
+                try:
+                    shown.buffer.write(text)
+                    shown.flush()
+                except (OSError, ValueError):
+                    pass  # a closed terminal ends the job by SIGHUP, not by its output
+            if not data:
+                return

@@ -1,0 +1,83 @@
+"""The hosts of ``--hosts`` and ``--hostfile``: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rallypoint.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host of the job.
+
+    Args:
+        name: as ssh takes it: a name, an address, ``user@name``, an alias of its configuration.
+        workers: how many it is to run; None: as ``--nproc-per-node`` says.
+    """
+
+    name: str
+    workers: int | None = None
+
+    @property
+    def bare(self) -> str:
+        """Its name without the user."""
+        return self.name.rpartition("@")[2]
+
+
+def read_list(text: str, shown: str = "--hosts") -> tuple[Host, ...]:
+    """``a,b:8,[fd00::1]:8``.
+
+    Raises:
+        ConfigError: an item is no host, or one is named twice.
+    """
+    return _checked([_host(item.strip(), shown) for item in text.split(",") if item.strip()], shown)
+
+
+def read_file(lines: Sequence[str], shown: str) -> tuple[Host, ...]:
+    """A host a line: ``a``, ``a:8`` (MPICH) or ``a slots=8`` (Open MPI); ``#`` begins a comment.
+
+    Raises:
+        ConfigError: a line is no host, or one is named twice.
+    """
+    found = []
+    for line in lines:
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        host = _host(words[0], shown)
+        for word in words[1:]:
+            name, _, value = word.partition("=")
+            if name == "slots":
+                host = Host(host.name, _number(value, word, shown))
+        found.append(host)
+    return _checked(found, shown)
+
+
+def _host(item: str, shown: str) -> Host:
+    name, colon, number = item.rpartition(":")
+    if not colon or item.endswith("]") or (":" in name and not name.endswith("]")):
+        name, number = item, ""  # a name alone; or an IPv6 address, whose colons are its own
+    host = name.replace("[", "").replace("]", "")
+    # ssh would take what begins with a dash for an option.
+    if not host or host.startswith("-") or any(each.isspace() for each in host):
+        raise ConfigError(shown, item, "expected HOST or HOST:WORKERS")
+    return Host(host, _number(number, item, shown) if number else None)
+
+
+def _number(text: str, item: str, shown: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ConfigError(shown, item, "expected a number of workers, 1 or more")
+    return int(text)
+
+
+def _checked(hosts: Sequence[Host], shown: str) -> tuple[Host, ...]:
+    if not hosts:
+        raise ConfigError(shown, None, "names no host", f"{shown} a,b:8")
+    names = [each.name for each in hosts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        hint = f"one supervisor runs all workers of a host: {twice}:{names.count(twice)}"
+        raise ConfigError(shown, twice, "named twice", hint)
+    return tuple(hosts)

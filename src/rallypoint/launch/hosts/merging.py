@@ -1,0 +1,160 @@
+"""The output of several hosts in one terminal, and how their parts of the job ended: pure.
+
+The first host has rank 0, and its lines are shown as they are, so that the output of a program in which only rank 0
+prints is that of one host. Lines of others begin with the host's name. What `rally` says in the same words on several
+hosts is shown once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+_SAID = b"rally: "
+# A progress bar ends its lines with a carriage return.
+_LINES = re.compile(rb"[^\r\n]*[\r\n]+")
+# What a host tells in confidence begins with this byte and the job's token.
+_MARK = b"\x1e"
+
+
+def told(token: str, what: str, **more: Any) -> bytes:
+    """A line for the host of the terminal, on standard output."""
+    return _MARK + token.encode() + json.dumps({"what": what, **more}).encode() + b"\n"
+
+
+@dataclass(slots=True)
+class Part:
+    """One host's part of the job.
+
+    Args:
+        host: its name.
+        started: its orders were read.
+        exit_code: of its supervisor.
+        report: its failure report.
+        ssh_code: how ssh ended; None while it runs.
+    """
+
+    host: str
+    started: bool = False
+    exit_code: int | None = None
+    report: str = ""
+    ssh_code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.ssh_code is not None
+
+    @property
+    def lost(self) -> bool:
+        """The connection ended before the supervisor did."""
+        return self.ended and self.exit_code is None
+
+
+@dataclass(slots=True)
+class Merger:
+    """Takes the output of all hosts in pieces, and gives whole lines to show.
+
+    Args:
+        parts: of the job, in the order of the hosts.
+        token: see :func:`told`.
+    """
+
+    parts: Sequence[Part]
+    token: str
+    _rest: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    _said_by: dict[bytes, int] = field(default_factory=dict)
+
+    def take(self, index: int, stream: int, data: bytes) -> bytes:
+        """What is to be shown of ``data``.
+
+        Args:
+            index: of the host.
+            stream: 1 or 2.
+            data: what it has written; empty: it will write no more.
+        """
+        before = self._rest.pop((index, stream), b"")
+        text = before + data
+        lines = _LINES.findall(text)
+        rest = text[sum(map(len, lines)) :]
+        if rest and data:
+            self._rest[index, stream] = rest
+        elif rest:
+            lines.append(rest + b"\n")
+        return b"".join(self._shown(index, stream, line) for line in lines)
+
+    def _shown(self, index: int, stream: int, line: bytes) -> bytes:
+        mark = _MARK + self.token.encode()
+        if stream == 1 and mark in line:
+            shown, _, record = line.partition(mark)
+            self._note(self.parts[index], record)
+            return self._shown(index, stream, shown + b"\n") if shown else b""
+        if stream == 2 and line.startswith(_SAID):
+            first = self._said_by.setdefault(line, index)
+            if first != index:
+                return b""
+        if index == 0:
+            return line
+        name = self.parts[index].host.encode()
+        if stream == 2 and line.startswith(_SAID):
+            return _SAID + b"[" + name + b"] " + line.removeprefix(_SAID)
+        return b"[" + name + b"] " + line
+
+    def _note(self, part: Part, record: bytes) -> None:
+        told = json.loads(record)
+        if told["what"] == "started":
+            part.started = True
+        else:
+            part.exit_code, part.report = int(told["exit_code"]), str(told["report"])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the job ended.
+
+    Args:
+        exit_code: for the shell.
+        report: to be printed; may be empty.
+        remarks: about hosts.
+    """
+
+    exit_code: int
+    report: str
+    remarks: tuple[str, ...]
+
+
+def verdict(parts: Sequence[Part], least: int) -> Verdict:
+    """The end of the job, from the ends of its parts.
+
+    Args:
+        parts: all of them, ended.
+        least: the fewest hosts that may run the job.
+    """
+    remarks = tuple(_remark(each) for each in parts if each.lost)
+    report = next((each.report for each in parts if each.report), "")
+    codes = [each.exit_code for each in parts if each.exit_code is not None]
+    failed = next((code for code in codes if code), 0)
+    if not failed and len(codes) < least:
+        failed = 1
+    return Verdict(failed, report, remarks)
+
+
+def _remark(part: Part) -> str:
+    if part.started:
+        return f"{part.host} is lost: its connection ended (ssh exit code {part.ssh_code})"
+    hint = f"try: ssh {part.host} true" if part.ssh_code == 255 else "see above"
+    return f"nothing could be started on {part.host} (ssh exit code {part.ssh_code}); {hint}"
+
+
+def must_end(parts: Sequence[Part], least: int) -> str:
+    """Why the other hosts are told to end although they may not notice themselves; empty: they need not."""
+    refused = [each.host for each in parts if each.exit_code == 2]
+    if refused:
+        return f"{refused[0]} refuses the command line"
+    absent = [each.host for each in parts if each.lost and not each.started]
+    if len(parts) - len(absent) < least:
+        return f"{absent[0]} cannot take part"
+    return ""

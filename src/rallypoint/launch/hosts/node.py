@@ -1,0 +1,134 @@
+"""``rally node``: a host's part of a job that another host's terminal started. Reads orders from standard input.
+
+It watches the supervisor, which is a child, and the line to the terminal. Whatever happens to that line, and to this
+process, nothing is left here: the supervisor gets SIGTERM, after a moment SIGKILL, and its fork server ends the workers of
+a supervisor that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+from rallypoint._core import env as environment, process
+from rallypoint._core.clock import Deadline
+
+from . import report_file
+from .merging import told
+from .orders import SILENCE, Orders
+
+
+# How long the supervisor may take to end once the terminal is gone, before it is killed.
+_PATIENCE = 1.5
+_MAX_ORDERS = 16 * 1024 * 1024
+
+
+def command() -> int:
+    """Run until the supervisor has ended. Returns its exit code."""
+    line = _first_line()
+    if line is None:
+        return 1
+    orders = Orders.from_line(line)
+    _tell(told(orders.token, "started"))
+    report_fd = report_file.make()
+    code = _run(orders, report_fd)
+    _tell(told(orders.token, "ended", exit_code=code, report=report_file.read(report_fd)))
+    return code
+
+
+def _first_line() -> bytes | None:
+    """Byte by byte: what follows is for :class:`_Line`."""
+    line = bytearray()
+    while len(line) < _MAX_ORDERS:
+        byte = os.read(0, 1)
+        if not byte:
+            return None
+        if byte == b"\n":
+            return bytes(line)
+        line += byte
+    return None
+
+
+def _run(orders: Orders, report_fd: int) -> int:
+    try:
+        os.chdir(orders.folder)
+    except OSError as error:
+        _say(f"the working directory {orders.folder} is not on this host: {error.strerror}")
+        return 2
+    words, passed = list(orders.words), [report_fd]
+    secret_fd = None
+    if orders.secret is not None:
+        secret_fd = _pipe_with(orders.secret.encode())
+        words.insert(0, f"--secret-file=/dev/fd/{secret_fd}")
+        passed.append(secret_fd)
+    env = environment.snapshot() | dict(orders.env)
+    env[report_file.VARIABLE] = str(report_fd)
+    me = os.getpid()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rallypoint", "run", *words],
+        stdin=subprocess.DEVNULL,
+        env=env,
+        pass_fds=passed,
+        start_new_session=True,
+        preexec_fn=lambda: process.die_with_parent(me),  # there are no threads here
+    )
+    if secret_fd is not None:
+        os.close(secret_fd)
+    return _watch(child)
+
+
+def _pipe_with(data: bytes) -> int:
+    read, write = os.pipe()
+    with os.fdopen(write, "wb") as file:
+        file.write(data)
+    return read
+
+
+def _watch(child: subprocess.Popen[bytes]) -> int:
+    pidfd = os.pidfd_open(child.pid)
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.register(0, select.POLLIN)
+    heard = Deadline(SILENCE)
+    try:
+        while True:
+            ready = {fd for fd, _ in poller.poll(1000 * (heard.remaining() or 0.0))}
+            if pidfd in ready:
+                return _code(child.wait())
+            orders = os.read(0, 4096) if 0 in ready else b""
+            if not orders:
+                return _end(child)  # closed, or silent for too long
+            heard = Deadline(SILENCE)
+            for word in orders.split():
+                if word != b".":
+                    child.send_signal(int(word))
+    finally:
+        os.close(pidfd)
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    child.terminate()
+    try:
+        return _code(child.wait(_PATIENCE))
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return _code(child.wait())
+
+
+def _code(status: int) -> int:
+    return status if status >= 0 else 128 - status
+
+
+def _tell(line: bytes) -> None:
+    try:
+        sys.stdout.flush()
+        os.write(1, line)
+    except OSError:
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody is there to be told
+
+
+def _say(text: str) -> None:
+    print(f"rally: {text}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,129 @@
+"""`rally run --hosts`: lists, orders, and the output of several hosts in one terminal."""
+
+import pytest
+
+from rallypoint.errors import ConfigError
+from rallypoint.launch.flags import parse
+from rallypoint.launch.hosts.listing import Host, read_file, read_list
+from rallypoint.launch.hosts.merging import Merger, Part, must_end, told, verdict
+from rallypoint.launch.hosts.orders import (
+    Meeting,
+    Orders,
+    forwarded,
+    least_hosts,
+    ssh_command,
+    words_for,
+)
+
+
+def test_a_list_and_a_file_of_hosts() -> None:
+    assert read_list("a, me@b:8,[fd00::1]:2,fd00::2,") == (
+        *(Host("a"), Host("me@b", 8), Host("fd00::1", 2), Host("fd00::2")),
+    )
+    lines = ["# a comment", "", "a", "b:8  # MPICH", "c slots=4 max_slots=4"]
+    assert read_file(lines, "--hostfile x") == (Host("a"), Host("b", 8), Host("c", 4))
+
+
+@pytest.mark.parametrize("text", ["", "a:0", "a:x", "-oProxyCommand=x", "a b", "a,a:2", ":8"])
+def test_what_is_no_list_of_hosts(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_list(text)
+
+
+def test_variables_that_go_to_other_hosts() -> None:
+    env = dict.fromkeys(
+        ("NCCL_X", "RALLY_EVENTS", "RALLY_SECRET", "RALLY_SECRET_FILE", "PATH", "WANDB_A", "HOME"),
+        "1",
+    )
+    assert set(forwarded(env, [])) == {"NCCL_X", "RALLY_EVENTS"}
+    assert set(forwarded(env, ["WANDB_*"])) == {"NCCL_X", "RALLY_EVENTS", "WANDB_A"}
+
+
+def test_orders_survive_the_line() -> None:
+    orders = Orders(folder="/a b", env={"A": "é\n"}, words=("x", "y"), secret=None, token="t")
+    line = orders.to_line()
+    assert line.count(b"\n") == 1
+    assert Orders.from_line(line) == orders
+
+
+def test_options_of_the_user_come_before_ours() -> None:
+    command = ssh_command(Host("b"), "-o 'ConnectTimeout=3' -p 22", "/a b/python", {})
+    assert command.index("ConnectTimeout=3") < command.index("ConnectTimeout=10")
+    assert command[-2:] == ("b", "exec env '/a b/python' -m rallypoint node")
+
+
+HOSTS = (Host("a"), Host("b", 8))
+FIXED = Meeting(least=2, master="a", port=20000, run_id="x")
+ELASTIC = Meeting(least=1, master="fd00::1", port=20000, run_id="x")
+
+
+def test_the_words_of_a_host() -> None:
+    given = parse(["--hosts", "a,b:8", "--nproc-per-node", "4", "-m", "train", "--lr", "1"])
+    assert words_for(given, HOSTS, 1, FIXED) == (
+        *("--nproc-per-node=8", "--module", "--nnodes=2", "--rdzv-id=x", "--node-rank=1"),
+        *("--master-addr=a", "--master-port=20000", "--", "train", "--lr", "1"),
+    )
+    assert "--nproc-per-node=4" in words_for(given, HOSTS, 0, FIXED)
+    elastic = words_for(given, HOSTS, 1, ELASTIC)
+    assert "--nnodes=1:2" in elastic and "--rdzv-endpoint=[fd00::1]:20000" in elastic
+    assert words_for(given, HOSTS[:1], 0, FIXED)[:2] == ("--nproc-per-node=4", "--module")
+
+
+@pytest.mark.parametrize(("text", "least"), [("", 2), ("--nnodes 2", 2), ("--nnodes 1:2", 1)])
+def test_the_fewest_hosts(text: str, least: int) -> None:
+    assert least_hosts(parse(text.split()), 2) == least
+
+
+@pytest.mark.parametrize("text", ["--nnodes 3", "--nnodes 1:3", "--node-rank 1", "--nnodes x"])
+def test_flags_that_contradict_the_list(text: str) -> None:
+    with pytest.raises(ConfigError):
+        least_hosts(parse(text.split()), 2)
+
+
+def merger() -> Merger:
+    return Merger([Part("a"), Part("b"), Part("c")], "token")
+
+
+def test_whole_lines_with_the_host_that_wrote_them() -> None:
+    made = merger()
+    assert made.take(0, 1, b"one\ntw") == b"one\n"
+    assert made.take(1, 1, b"x\ny") == b"[b] x\n"
+    assert made.take(0, 1, b"o\n50%\r") == b"two\n50%\r"
+    assert made.take(1, 1, b"") == b"[b] y\n"
+
+
+def test_what_rally_says_in_the_same_words_is_shown_once() -> None:
+    made = merger()
+    assert made.take(1, 2, b"rally: restarting\n") == b"rally: [b] restarting\n"
+    assert made.take(0, 2, b"rally: restarting\n") == b""
+    assert made.take(1, 2, b"rally: restarting\n") == b"rally: [b] restarting\n"
+
+
+def test_what_a_host_tells_in_confidence_is_not_shown() -> None:
+    made = merger()
+    line = told("token", "ended", exit_code=7, report="why\nit failed")
+    assert made.take(1, 1, b"no newline" + line) == b"[b] no newline\n"
+    assert (made.parts[1].exit_code, made.parts[1].report) == (7, "why\nit failed")
+    other = told("another", "ended", exit_code=0, report="")
+    assert made.take(1, 1, other) == b"[b] " + other
+
+
+def part(host: str, exit_code: int | None, **more) -> Part:
+    return Part(host, started=more.pop("started", True), exit_code=exit_code, ssh_code=255, **more)
+
+
+def test_how_the_job_ended() -> None:
+    both = [part("a", 7, report="why"), part("b", 7, report="why too")]
+    assert (verdict(both, 2).exit_code, verdict(both, 2).report) == (7, "why")
+    lost = [part("a", 0), part("b", None)]
+    assert verdict(lost, 1).exit_code == 0
+    assert verdict(lost, 2).exit_code == 1
+    assert "b is lost" in verdict(lost, 2).remarks[0]
+
+
+def test_when_the_others_are_told_to_end() -> None:
+    waits = Part("c", started=True)
+    assert "b refuses" in must_end([part("b", 2), waits], 2)
+    assert "b cannot" in must_end([part("b", None, started=False), waits], 2)
+    assert must_end([part("b", None, started=False), waits], 1) == ""
+    assert must_end([part("b", None), waits], 2) == ""
