@@ -227,6 +227,18 @@ def test_a_job_outlives_its_server(jobs: Jobs, tmp_path: Path) -> None:
     assert job.wait(PATIENCE) == 0
 
 
+@pytest.mark.long
+def test_a_stopped_server_is_not_waited_for_long(jobs: Jobs) -> None:
+    server = jobs.run()["server"]
+    os.kill(server, signal.SIGSTOP)
+    try:
+        told = jobs.run()
+        assert "--warm has no effect: the warm server has not answered for 5 s" in told["printed"]
+        assert told["server"] != server
+    finally:
+        os.kill(server, signal.SIGCONT)
+
+
 def test_a_killed_fork_server_leaves_nothing(jobs: Jobs, tmp_path: Path) -> None:
     jobs.script.write_text(
         TELLS.replace("import torch", "import torch, subprocess\nsubprocess.Popen(['sleep', '99'])")

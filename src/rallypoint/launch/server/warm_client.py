@@ -57,9 +57,11 @@ class Unfit:
 
     Args:
         why: in words.
+        again: another one may: this one has ended.
     """
 
     why: str
+    again: bool = True
 
 
 def take(
@@ -92,6 +94,8 @@ def take(
             if isinstance(found, Warm):
                 return found
             why = found.why
+            if not found.again:
+                break
         return Unfit(why)
     except OSError as error:
         return Unfit(f"no warm server: {error}")
@@ -100,16 +104,22 @@ def take(
 def _asked(
     channel: Channel, request: Message, secret_fds: list[int], patience: float
 ) -> Warm | Unfit:
-    own = [os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), os.pidfd_open(os.getpid())]
-    try:
-        channel.send(request, [0, 1, 2, *own, *secret_fds])
-    finally:
-        for fd in own:
-            os.close(fd)
+    # Descriptors in a message that nobody reads stay open: a pipe of a stopped server's client would never end.
+    channel.send({"do": "call"})
     answer = _answer(channel, patience)
+    if answer is not None:
+        own = [os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), os.pidfd_open(os.getpid())]
+        try:
+            channel.send(request, [0, 1, 2, *own, *secret_fds])
+        finally:
+            for fd in own:
+                os.close(fd)
+        answer = _answer(channel, PATIENCE)
     if answer is None:
+        has_ended = channel.closed_by_peer
         channel.close()
-        return Unfit("the warm server did not answer")
+        what = "has ended" if has_ended else f"has not answered for {patience:g} s: is it stopped?"
+        return Unfit(f"the warm server {what}", again=has_ended)
     message, fds = answer
     if message["is"] == "warm" and len(fds) == 1:
         return Warm(channel, int(message["pid"]), fds[0])
