@@ -38,6 +38,9 @@ def _row(pid: int, told: Mapping[str, Any] | str) -> tuple[str, ...]:
     ranks = "-"
     if told["world_size"]:
         ranks = f"{alive} of {told['world_size']}" if told["nodes"] == 1 else f"{alive} here"
+    if spares := told.get("spares"):
+        waiting = sum(each["state"] == "waiting" for each in spares)
+        ranks += f", {waiting} of {len(spares)} spares"
     words = " ".join([str(told["target"]), *map(str, told["args"])])
     return (
         str(told["id"]),

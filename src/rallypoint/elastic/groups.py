@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from rallypoint._core import rank_watch
+
 from . import torch_private
 from .connections import Wiring
 from .works import KeptMessage, KeptWork, Lives, attended, dispose
@@ -116,6 +118,15 @@ class KeptGroup(dist.ProcessGroup):
             self.observer(self, operation, (*args, *kwargs.values()), work)
         return work
 
+    def rank(self) -> int:
+        """Of this process in the group. The script may keep it."""
+        rank_watch.note()
+        return self._rank
+
+    def become(self, rank: int) -> None:
+        """Be another rank from now on."""
+        self._rank = rank
+
     # -- what is not a collective ------------------------------------------------------------------
 
     # torch keeps a group's name with its backend, which this one lacks. C++ looks for these four names.
@@ -216,6 +227,11 @@ class Groups:
         for group in self._groups:
             group.connect(wiring)
 
+    def become(self, rank: int) -> None:
+        """In a spare, which has made only groups of all ranks, or keeps its rank: be another global rank from now on."""
+        for group in self._groups:
+            group.become(group.members.index(rank))
+
     def _make(
         self,
         original: Callable[..., Any],
@@ -231,6 +247,8 @@ class Groups:
             torch_private.names_of_groups()
         ):
             return original(size, rank, ranks, backend, store, group_name, **options)
+        if ranks and self._groups and len(ranks) < len(self._groups[0].members):
+            rank_watch.bind("a group of some ranks is made")
         tag = options.get("pg_tag")
         if (existing := torch_private.group_by_tag(tag, ranks)) is not None:
             return existing

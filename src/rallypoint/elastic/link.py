@@ -5,6 +5,8 @@ Worker to supervisor, one JSON record per line:
 - ``{"kind": "kept session", "generation": 0, "rank": 3, "sharded": false, "saves": false}``: this worker is in a session and can be kept. With the
   record of a first start comes a descriptor: the memory that outlives this process (:mod:`.memory`). ``sharded``: nobody else
   has its state, so it is lost if that memory is. ``saves``: it takes a last checkpoint if the job is told to stop.
+- ``{"kind": "kept spare", "bound": "train.py:7 asks for the rank"}``: this worker has no place yet, and waits for one. ``bound``: why it
+  can only be the rank that it has run the set-up as; empty if it can be any.
 - ``{"kind": "kept memory"}``: with a descriptor: a newcomer's memory, if that of the lost one was lost with its node.
 - ``{"kind": "kept recovered", ...}``: what a recovery has cost.
 - ``{"kind": "kept left"}``: the session has ended well.
@@ -15,6 +17,8 @@ Supervisor to worker:
 - ``{"kind": "go", "generation": 0, "host": "127.0.0.1", "port": 29500}``: answers ``session``; with the descriptor of the memory if
   this process takes a lost rank over.
 - ``{"kind": "stop"}``: the job is told to stop: take a last checkpoint, and end.
+- ``{"kind": "become", "env": {"RANK": "3", …}}``: a spare gets a place: its variables, and with the record the descriptors of its stdout and
+  stderr.
 - ``{"kind": "hold"}``: a node is lost, and the others meet again: wait for the next record, however long it takes.
 - ``{"kind": "lost", "generation": 1, "ranks": [3], "why": "…", "host": …, "port": …}``: meet the others in this generation.
 """
@@ -70,6 +74,9 @@ class Link:
         self._changed = threading.Condition()
         self._newest: Notice | None = None
         self._memory: int | None = None
+        self._place: tuple[dict[str, str], list[int]] | None = None  # of a spare, once it has one
+        self._awaits_place = False
+        self._given: list[int] = []
         self._is_over = False
         self._met = -1
         self._is_held = False
@@ -113,6 +120,23 @@ class Link:
             raise ElasticError("the supervisor does not answer; is it of the same version?")
         taken, self._memory = self._memory, None
         return taken
+
+    def await_place(self, why_bound: str) -> tuple[dict[str, str], list[int]]:
+        """Tell the supervisor that this spare waits. Blocks: until it gets a place.
+
+        Returns:
+            The place's variables; descriptors of its stdout and stderr.
+        Raises:
+            ElasticError: the supervisor is gone.
+        """
+        self._awaits_place = True
+        self.tell({"kind": "kept spare", "bound": why_bound})
+        with self._changed:
+            while self._place is None:
+                if self._is_over:
+                    raise ElasticError("the supervisor of this spare is gone")
+                self._changed.wait()
+            return self._place
 
     def tell(self, record: dict[str, Any]) -> None:
         """Send a record. A supervisor that is gone is not an error: this process ends with it."""
@@ -164,6 +188,8 @@ class Link:
                 more, fds = b"", []
             if not more:
                 break
+            if self._awaits_place and fds:
+                self._given, fds = fds, []
             for fd in fds:
                 if self._memory is not None:
                     os.close(self._memory)
@@ -178,6 +204,11 @@ class Link:
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] == "stop":
             self.is_stopping = True
+            return
+        if record["kind"] == "become":
+            with self._changed:
+                self._place, self._awaits_place = (record["env"], self._given), False
+                self._changed.notify_all()
             return
         if record["kind"] == "hold":
             with self._changed:

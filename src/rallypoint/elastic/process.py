@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from rallypoint._core import env as environment, supervisor_line
+from rallypoint._core import env as environment, rank_watch, supervisor_line
 from rallypoint.errors import ElasticError, RendezvousConnectionError
 
 from . import setup_record
@@ -36,6 +38,7 @@ class KeptProcess:
         node: the number of its node.
         nodes: how many there are.
         takes_over: whether it takes the place of a lost one.
+        is_spare: it waits in its session for such a place; until then, ``rank`` is that which it runs the set-up as.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class KeptProcess:
         nodes: int = 1,
         *,
         takes_over: bool,
+        is_spare: bool = False,
     ) -> None:
         self.generation = generation
         self.node = node
         self.nodes = nodes
         self._rank = rank
         self.takes_over = takes_over
+        self._is_spare = is_spare
         self.recorder = Recorder()
         self._address = host, port
         self._records = Wiring(host, port, RECORDS)
@@ -79,6 +84,24 @@ class KeptProcess:
     def wiring_of(self, generation: int, host: str, port: int) -> Wiring:
         """New connections for a generation."""
         return Wiring(host, port, f"rally/kept/{generation}", generation)
+
+    def await_place(self, *, sharded: bool) -> None:
+        """In a spare: wait for a place, and become the rank that had it. Blocks: until there is one; elsewhere, not at all.
+
+        Args:
+            sharded: each rank's objects hold a part of the state.
+        """
+        if not self._is_spare:
+            return
+        if sharded:
+            rank_watch.bind("the state is sharded, and its parts are given out")
+        variables, streams = self.link.await_place(rank_watch.why_bound())
+        self._is_spare = False
+        _take_streams(streams)
+        environment.process_environment().update(variables)
+        before, self._rank = self._rank, int(variables["RANK"])
+        self.groups.become(self._rank)
+        rank_watch.end(before, self._rank)
 
     def publish(self) -> None:
         """Store the record of this process's set-up, for those that may take its place."""
@@ -160,6 +183,14 @@ class KeptProcess:
             return None
 
 
+def _take_streams(fds: Sequence[int]) -> None:
+    """What this process writes from now on goes where the lost one's output went."""
+    for stream, fd, place in zip((sys.stdout, sys.stderr), fds, (1, 2), strict=True):
+        stream.flush()
+        os.dup2(fd, place)
+        os.close(fd)
+
+
 _process: KeptProcess | None = None
 
 
@@ -176,8 +207,10 @@ def begin() -> None:
         nodes = int(variables["GROUP_WORLD_SIZE"])
     except (KeyError, ValueError):
         return
-    takes_over = TAKES_OVER in variables
-    _process = KeptProcess(host, port, generation, rank, node, nodes, takes_over=takes_over)
+    takes_over, is_spare = TAKES_OVER in variables, rank_watch.SPARE in variables
+    _process = KeptProcess(
+        host, port, generation, rank, node, nodes, takes_over=takes_over, is_spare=is_spare
+    )
 
 
 def is_worker() -> bool:

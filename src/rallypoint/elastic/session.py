@@ -235,6 +235,7 @@ class Session:
                 "elastic.session: this process has no Gloo group that can be kept; call"
                 ' torch.distributed.init_process_group("gloo") after `import rallypoint.elastic`, before the session'
             )
+        kept.await_place(sharded=self._objects.is_sharded)
         # Whether a lost node takes with it what nobody else has.
         rank, sharded = dist.get_rank(), self._objects.is_sharded and self._num_copies < 2
         saves = self._checkpoints is not None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rallypoint._core import rank_watch
 from rallypoint.errors import ElasticError
 
 from . import torch_private
@@ -99,6 +100,8 @@ class Replay:
                 f" where the first start called {recorded or 'nothing'}: everything before the session must run"
                 " the same way each time"
             )
+        if data and operation not in torch_private.SAME_FOR_ALL:
+            rank_watch.bind(f"{operation} gives each rank a result of its own")
         if data is not None and args:
             for tensor, value in zip(_flat(args[0]), data, strict=True):
                 _fill(tensor, value)

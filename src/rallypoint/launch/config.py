@@ -248,6 +248,7 @@ class LaunchConfig:
         max_restarts: how many times the job is started again after a failure.
         max_losses: how many workers in a session are replaced within ``loss_window`` seconds.
         loss_window: see there.
+        spares: how many more processes run up to the session and wait there for a rank, on each node.
         hang_after: seconds without any movement after which a job is told to hang; 0: never.
         on_hang: what else happens then.
         metrics: where metrics are, or None.
@@ -292,6 +293,7 @@ class LaunchConfig:
     max_restarts: int = 0
     max_losses: int = 10
     loss_window: float = 600.0
+    spares: int = 0
     step_timeout: float = 0.0
     hang_after: float = 0.0
     on_hang: OnHang = OnHang.TELL
@@ -339,6 +341,15 @@ class LaunchConfig:
             raise ConfigError("--nnodes", nodes, "expected MIN:MAX with 1 <= MIN <= MAX")
         if self.max_restarts < 0:
             raise ConfigError("--max-restarts", str(self.max_restarts), "expected 0 or more")
+        if self.spares and (
+            self.job.kind in {TargetKind.PROGRAM, TargetKind.FUNCTION}
+            or self.start_method is not StartMethod.FORKSERVER
+        ):
+            raise ConfigError(
+                "--spares",
+                str(self.spares),
+                "expected a Python script or module, and --start-method forkserver",
+            )
         if self.shutdown_timeout < 0:
             raise ConfigError(
                 "--shutdown-timeout", str(self.shutdown_timeout), "expected 0 or more seconds"

@@ -107,6 +107,16 @@ FLAGS: tuple[Flag, ...] = (
         help="seconds after which a loss no longer counts",
     ),
     Flag(
+        name="--spares",
+        own=True,
+        metavar="N",
+        default="0",
+        env=False,
+        group=_RESTART,
+        help="processes per node that run the script up to its session of rallypoint.elastic, and wait there to take over"
+        " the rank of a lost worker at once",
+    ),
+    Flag(
         name="--step-timeout",
         own=True,
         metavar="S",

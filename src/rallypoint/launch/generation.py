@@ -123,11 +123,11 @@ class Worker:
         self.said = kept + rest
         return found
 
-    def tell(self, record: dict[str, Any], fd: int | None = None) -> None:
-        """Send it a record, if it is in a session."""
+    def tell(self, record: dict[str, Any], *fds: int) -> None:
+        """Send it a record, if it is in a session, with descriptors."""
         data = json.dumps(record).encode() + b"\n"
         try:
-            socket.send_fds(self.line, [data], [] if fd is None else [fd])
+            socket.send_fds(self.line, [data], fds)
         except OSError:
             pass  # it has ended, which is reported on its own
 

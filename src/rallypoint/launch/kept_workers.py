@@ -34,7 +34,8 @@ class KeptWorkers:
     def admit(self, worker: Worker, ready: RoundReady) -> None:
         """Answer a worker that has entered its session: which generation it is, and what its place has kept."""
         record = {"kind": "go", **_where(ready)}
-        worker.tell(record, worker.memory_fd if worker.takes_over else None)
+        held = worker.memory_fd if worker.takes_over else None
+        worker.tell(record, *(() if held is None else (held,)))
 
     def has_seen(self, failure: WorkerFailure, step: int) -> bool:
         """Whether a replaced worker has failed in the same way at the same step. Remembers this one."""
@@ -45,8 +46,14 @@ class KeptWorkers:
         self._errors.add(key)
         return seen
 
-    def tell_of_loss(self, workers: Generation, failure: WorkerFailure, ready: RoundReady) -> None:
-        """Tell those in a session, and people."""
+    def tell_of_loss(
+        self,
+        workers: Generation,
+        failure: WorkerFailure,
+        ready: RoundReady,
+        by: str = "another process",
+    ) -> None:
+        """Tell those in a session, and people. ``by``: who takes the place."""
         why = in_a_line(failure)
         record = {"kind": "lost", "ranks": [failure.rank], "why": why, **_where(ready)}
         for worker in workers:
@@ -66,7 +73,7 @@ class KeptWorkers:
         there = "" if is_here else f" on node {failure.node_rank}"
         more = explained(failure) if is_here else ""
         self._say(
-            f"rank {failure.rank}{there} {why}; another process takes its place, the others keep theirs"
+            f"rank {failure.rank}{there} {why}; {by} takes its place, the others keep theirs"
             + (f"\n{more}" if more else "")
         )
 

@@ -761,6 +761,17 @@ def _can_replace(now: float, state: State, index: int) -> bool:
     )
 
 
+def is_at_full_strength(state: State) -> bool:
+    """Whether all workers of all nodes are in a session, so that there is something a spare could take over."""
+    return (
+        state.phase is Phase.RUNNING
+        and bool(state.running)
+        and state.running <= state.kept
+        and not (state.arriving or state.lost or state.has_left)
+        and (state.num_nodes == 1 or len(state.in_session) == state.nodes)
+    )
+
+
 def _lose_worker(now: float, state: State, index: int) -> Decision:
     why = f"worker {index} failed; the others keep what they have"
     if state.num_nodes == 1:

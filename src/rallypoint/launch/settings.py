@@ -91,6 +91,7 @@ def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, lis
         max_restarts=values.integer("max_restarts", least=0),
         max_losses=values.integer("max_losses", least=0),
         loss_window=values.seconds("loss_window"),
+        spares=values.integer("spares", least=0),
         step_timeout=values.seconds("step_timeout"),
         hang_after=values.seconds("hang_after"),
         on_hang=OnHang(values["on_hang"] or OnHang.TELL),

@@ -7,16 +7,16 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rallypoint._core import addresses, stack_line
+from rallypoint._core import addresses, rank_watch, stack_line
 from rallypoint._core.log_records import Origin
 
-from .config import LaunchConfig, TargetKind
+from .config import LaunchConfig, LogConfig, TargetKind
 from .coordination import RoundReady
 from .generation import Generation, Worker
 from .output.console import Console
 from .output.relay import Relay
 from .output.run_folder import RunFolder
-from .output.worker_streams import StreamFactory
+from .output.worker_streams import StreamFactory, WorkerStreams
 from .placement import worker_env
 from .placement.ranks import WorkerRanks, assign
 from .server.channel import Channel
@@ -114,6 +114,51 @@ class Spawner:
         worker.takes_over = True
         return worker
 
+    def spare(self, ready: RoundReady, index: int, number: int, channel: Channel) -> Worker:
+        """Ask for a spare. What it writes before it takes a place is not shown: the others have written it.
+
+        Args:
+            ready: the round.
+            index: of the worker on this node as which it runs the set-up.
+            number: unique on this node.
+            channel: to the fork server.
+        Returns:
+            The worker.
+        Raises:
+            ConfigError, LaunchError: as :meth:`spawn`.
+        """
+        factory = StreamFactory(LogConfig(folder=os.devnull), None, self._relay, self._console)
+        facts, ranks = self._facts(ready), self._ranks(ready)[index]
+        settings = self._settings_of(ranks, facts, factory, ready.network)
+        settings["env"][worker_env.TAKES_OVER] = settings["env"][rank_watch.SPARE] = "1"
+        # The name holds what no other process of the job has.
+        name = f"spare {ready.generation}.{ready.replaced}.{number}"
+        streams = WorkerStreams(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), -1)
+        streams.stderr = streams.stdout
+        streams.to_close.append(streams.stdout)
+        worker = self._spawn_with(ranks, streams, settings, channel, name)
+        worker.takes_over = True
+        return worker
+
+    def settle(self, ready: RoundReady, index: int, spare: Worker) -> None:
+        """Give a spare the place of a lost worker.
+
+        Args:
+            ready: the round, with the number of losses.
+            index: of the lost worker on this node.
+            spare: which takes its place.
+        Raises:
+            ConfigError, LaunchError: as :meth:`spawn`.
+        """
+        folder = self._folder.generation(ready.generation, ready.replaced)
+        factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
+        facts, ranks = self._facts(ready), self._ranks(ready)[index]
+        settings = self._settings_of(ranks, facts, factory, ready.network)
+        streams = self._open(ranks, facts, factory)
+        spare.ranks, spare.streams = ranks, streams
+        spare.tell({"kind": "become", "env": settings["env"]}, streams.stdout, streams.stderr)
+        streams.given()
+
     def _facts(self, ready: RoundReady) -> worker_env.RoundFacts:
         config = self._config
         return worker_env.RoundFacts(
@@ -172,6 +217,14 @@ class Spawner:
         channel: Channel,
         name: str = "",
     ) -> Worker:
+        # The name holds the generation: a report about an earlier one's must not be taken for its.
+        name = name or f"worker {facts.generation}.{ranks.local_rank}"
+        streams = self._open(ranks, facts, factory)
+        return self._spawn_with(ranks, streams, settings, channel, name)
+
+    def _open(
+        self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
+    ) -> WorkerStreams:
         prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
         origin = Origin(
             host=addresses.hostname(),
@@ -180,7 +233,16 @@ class Spawner:
             generation=facts.generation,
             stream="",
         )
-        streams = factory.open(ranks.local_rank, prefix, origin)
+        return factory.open(ranks.local_rank, prefix, origin)
+
+    def _spawn_with(
+        self,
+        ranks: WorkerRanks,
+        streams: WorkerStreams,
+        settings: dict[str, Any],
+        channel: Channel,
+        name: str,
+    ) -> Worker:
         try:
             ours, theirs = socket.socketpair()
             stacks_from, stacks_to = stack_line.line()
@@ -188,8 +250,6 @@ class Spawner:
             streams.given()
             raise
         ours.setblocking(False)
-        # The name holds the generation: a report about an earlier one's must not be taken for its.
-        name = name or f"worker {facts.generation}.{ranks.local_rank}"
         worker = Worker(ranks, name, ours, streams, stacks_from)
         try:
             with theirs, os.fdopen(stacks_to, "wb", buffering=0):

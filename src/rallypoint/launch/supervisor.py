@@ -65,6 +65,7 @@ from .policy import Aim, Phase
 from .server.channel import Message
 from .server.server_process import ServerProcess
 from .signals import SignalEvents
+from .spares import Spares
 from .spawner import Spawner
 from .step_watch import Standstill, StepWatch, Tables
 from .worker.job import WorkerFds
@@ -87,6 +88,8 @@ UNTOLD = frozenset(
 )
 # After this long, the supervisor prints what it waits for.
 SILENCE = 2.0
+# Spares start so long after all workers are in their session: these have the CPUs first.
+SPARE_DELAY = 1.0
 # How often the workers of a session are looked at in the time after which one hangs.
 LOOKS = 4
 # The share of the grace period after SIGTERM in which workers of a session may take a last checkpoint before they are signalled.
@@ -193,6 +196,8 @@ class Supervisor:
         self._held_ends: list[policy.WorkerEnded] = []
         self._store_name = ""
         self._kept = KeptWorkers(say)
+        self._spares = Spares(config, say)
+        self._spares_are_due = False
         self._lost_worker: WorkerFailure | None = None  # of the loss that all nodes read of
         self._finished: Outcome | None = None
         self._server: ServerProcess
@@ -321,7 +326,7 @@ class Supervisor:
             ready = {fd for fd, _ in self._poller.poll(self._milliseconds_to_wait())}
             for number in received.take():
                 self._take_signal(number)
-            for worker in self._workers:
+            for worker in [*self._workers, *self._spares]:
                 if worker.line.fileno() not in ready:
                     continue
                 open_still = worker.listen()
@@ -468,6 +473,7 @@ class Supervisor:
             "log_folder": str(self._folder.path or ""),
             "is_ready": self._server_ready,
             "generations": self._history.told(),
+            "spares": self._spares.status(),
         }
         return status.status(self._config, self._state, self._round, self._workers, facts=facts)
 
@@ -600,16 +606,12 @@ class Supervisor:
             case "spawned":
                 self._spawned[message["name"]] = message["pid"]
                 worker = self._workers.named(message["name"])
+                spare = self._spares.named(message["name"])
                 if worker is not None:
                     worker.pid = message["pid"]
-                    events.emit(
-                        events.WorkerStarted(
-                            generation=self._workers.number,
-                            rank=worker.ranks.rank,
-                            local_rank=worker.ranks.local_rank,
-                            worker_pid=worker.pid,
-                        )
-                    )
+                    self._tell_start(worker)
+                elif spare is not None:
+                    spare.pid = message["pid"]
             case "exited":
                 self._spawned.pop(message["name"], None)
                 self._process_ended(message["name"], message["status"], message["at"])
@@ -634,6 +636,16 @@ class Supervisor:
                 self._decide(policy.Swept())
             case other:
                 raise LaunchError(f"unknown message from the fork server: {other!r}")
+
+    def _tell_start(self, worker: Worker) -> None:
+        events.emit(
+            events.WorkerStarted(
+                generation=self._workers.number,
+                rank=worker.ranks.rank,
+                local_rank=worker.ranks.local_rank,
+                worker_pid=worker.pid,
+            )
+        )
 
     def _server_is_ready(self, threads: dict[str, int]) -> None:
         self._server_ready = True
@@ -677,7 +689,12 @@ class Supervisor:
         self._join()
 
     def _process_ended(self, name: str, status: int, at: float) -> None:
-        worker = self._workers.named(name)
+        worker, spare = self._workers.named(name), self._spares.named(name)
+        if spare is not None:
+            self._unregister(spare)
+            self._spares.note_end(spare)
+            self._start_spares_soon()
+            return
         if worker is None:
             if name == self._store_name and self._state.phase in {Phase.RUNNING, Phase.LISTENING}:
                 how = os.waitstatus_to_exitcode(status)
@@ -847,6 +864,7 @@ class Supervisor:
                     self._decide(policy.PeerLeaves(node_rank))
                 case PeerEvent("in session" | "out of session" as what, node_rank):
                     self._decide(policy.NodeInSession(node_rank, what == "in session"))
+                    self._start_spares_soon()
                 case PeerEvent("worker lost", node_rank, generation, (failure, *_)):
                     if generation == self._state.generation:
                         self._hear_of_loss(node_rank, failure, survivors=event.survivors)
@@ -885,6 +903,8 @@ class Supervisor:
         self._state = decision.state
         if stops:
             self._in(SILENCE, self._say_who_is_waited_for)
+        if decision.state.phase not in {Phase.RUNNING, Phase.REJOINING} or decision.state.has_left:
+            self._end_spares()
         for command in decision.commands:
             match command:
                 case policy.Join():
@@ -1041,6 +1061,10 @@ class Supervisor:
 
     def _hear_worker(self, worker: Worker, record: dict[str, Any]) -> None:
         """Handle what a worker in a session says."""
+        if worker in self._spares:
+            if record["kind"] == "kept spare":
+                self._spares.note_ready(worker, str(record["bound"]))
+            return
         index = self._workers.index(worker)
         match record["kind"]:
             case "kept session":
@@ -1050,6 +1074,7 @@ class Supervisor:
                 if self._state.phase is Phase.REJOINING:
                     self._kept.hold(self._workers)
                 self._decide(policy.SessionEntered(index, sharded=record.get("sharded") is True))
+                self._start_spares_soon()
             case "kept recovered":
                 self._kept.note_recovery(record, len(self._state.running))
             case "kept left":
@@ -1140,20 +1165,54 @@ class Supervisor:
             return
         lost = list(self._workers)[index]
         failure = self._workers.failure_of(lost)
-        self._kept.tell_of_loss(self._workers, failure, ready)
+        spare = self._spares.take(index)
+        by = "another process" if spare is None else "a spare"
+        self._kept.tell_of_loss(self._workers, failure, ready, by)
         write_error_files(self._folder.path, (failure,))
-        self._start_in_place_of(index)
+        self._start_in_place_of(index, spare)
 
-    def _start_in_place_of(self, index: int) -> None:
+    def _start_in_place_of(self, index: int, spare: Worker | None = None) -> None:
         ready, lost = self._round, list(self._workers)[index]
         assert ready is not None
-        try:
-            self._poller.unregister(lost.line)
-        except KeyError:
-            pass  # it had closed its socket
+        self._unregister(lost)
+        if spare is not None:
+            self._spawner.settle(ready, index, spare)
+            self._workers.replace(index, spare)
+            self._tell_start(spare)
+            return
         worker = self._spawner.take_over(ready, index, self._server.channel)
         self._workers.replace(index, worker)
         self._poller.register(worker.line, select.POLLIN)
+
+    def _start_spares_soon(self) -> None:
+        """Start missing spares, if all workers are in their session; in a while, so that these have the CPUs first."""
+        can_start = policy.is_at_full_strength(self._state)
+        if self._config.spares and can_start and not self._spares_are_due:
+            self._spares_are_due = True
+            self._in(SPARE_DELAY, self._start_spares)
+
+    def _start_spares(self) -> None:
+        self._spares_are_due = False
+        if self._round is None or not policy.is_at_full_strength(self._state):
+            return
+        count = len(list(self._workers))
+        channel = self._server.channel
+        for each in self._spares.start_missing(self._spawner, self._round, count, channel):
+            self._poller.register(each.line, select.POLLIN)
+
+    def _end_spares(self) -> None:
+        for each in self._spares:
+            self._unregister(each)
+        names = [each.name for each in self._spares.close()]
+        if names:
+            kill = {"names": names, "signal": signal.SIGKILL, "group": False, "hold": 0.0}
+            self._ask({"do": "signal", **kill})
+
+    def _unregister(self, worker: Worker) -> None:
+        try:
+            self._poller.unregister(worker.line)
+        except KeyError:
+            pass  # it had closed its socket
 
     def _close_store_socket(self) -> None:
         held, self._store_socket = self._store_socket, None
@@ -1239,6 +1298,9 @@ class Supervisor:
             write_error_files(self._folder.path, self._failures)
 
     def _let_go(self) -> None:
+        for worker in self._spares:
+            self._unregister(worker)
+        self._spares.close()
         for worker in self._workers:
             if worker.line.fileno() >= 0:
                 try:

@@ -23,7 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rallypoint._core import env as environment, process, secret, stack_line, supervisor_line
+from rallypoint._core import (
+    env as environment,
+    process,
+    rank_watch,
+    secret,
+    stack_line,
+    supervisor_line,
+)
 from rallypoint.launch import torch_private
 from rallypoint.launch.config import Job, TargetKind
 
@@ -153,6 +160,8 @@ def run_forked(
         preloaded.hide("torch", worker.import_changes)
     else:
         environment.apply(worker.import_changes)
+    if rank_watch.SPARE in worker.env:
+        rank_watch.begin()
     outcome = _run(job, worker.fds, None)
     ending.leave(outcome.code, interrupted=outcome.interrupted, known_modules=known_modules)
 
