@@ -34,6 +34,7 @@ OVER_TORCH = {"parallel", "join", "elastic", "rpc", "compat"}
 # Within launch: folder -> folders of launch it may import.
 LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
     "hosts": set(),
+    "submit": set(),
     "placement": set(),
     "output": {"placement"},
     "worker": set(),

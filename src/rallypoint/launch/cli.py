@@ -22,6 +22,7 @@ _USAGE = """\
 usage: rally COMMAND …
 
   rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
+  rally submit slurm|k8s … -- …        hand such a job to Slurm or Kubernetes
   rally ps                             list the jobs of this user on this host
   rally top [JOB]                      show what each worker uses, live; the odd ones are marked
   rally stacks [JOB]                   show where each worker is, the odd ones out first
@@ -38,7 +39,7 @@ rally run --help lists the flags."""
 
 _COMMANDS = (
     *("run", "ps", "top", "stacks", "logs", "web", "warm", "doctor"),
-    *("checkpoints", "secret", "env", "help"),
+    *("submit", "checkpoints", "secret", "env", "help"),
 )
 
 
@@ -106,6 +107,10 @@ def _dispatch(words: list[str]) -> int:
 
             _print(checkpoint_table.command(words[1:]))
             return 0
+        case "submit":
+            from .submit import command as submit
+
+            return submit.command(words[1:], _print)
         case "node":  # of `rally run --hosts`, not for people
             from .hosts import node
 

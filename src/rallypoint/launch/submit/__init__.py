@@ -1,0 +1,1 @@
+"""``rally submit``: hands a job to an engine that schedules it."""
