@@ -76,3 +76,25 @@ def test_a_signal_to_pass_comes_once(submit):
     assert notes(folder, "count.12.*", 2) == ["1", "1"]
     slurm("scancel", job)
     assert notes(folder, "saved.0.*", 2) == ["12:1 15:1 18:1"] * 2
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_job_that_rally_submits(code: int) -> None:
+    shared = os.environ.get("SLURM_SHARED")
+    if shared is None or shutil.which("sbatch") is None:
+        pytest.skip("needs sbatch, and SLURM_SHARED, a folder that all nodes see")
+    folder = Path(shared, f"rally-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    script = folder / "ranks.py"
+    script.write_text(
+        "import os, sys\nos.write(1, f\"rank {os.environ['RANK']}\\n\".encode())\n"
+        "sys.exit(int(sys.argv[1]))\n"
+    )
+    rally = (sys.executable, "-m", "rallypoint", "submit", "slurm", "--nodes", "2")
+    options = (f"--output={folder}/out", "--wait", "--comment=x")
+    target = ("--nproc-per-node", "2", "--start-method", "exec", str(script), str(code))
+    done = subprocess.run([*rally, *options, "--", *target], timeout=300, check=False)
+    lines = (folder / "out").read_text().splitlines()
+    assert done.returncode == code, lines
+    assert len([line for line in lines if line.startswith("rank ")]) == 4 or code
+    shutil.rmtree(folder)
