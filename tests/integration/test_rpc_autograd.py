@@ -544,6 +544,28 @@ def test_an_optimizer_steps_on_every_owner(four: Workers) -> None:
     four.run(held.clear)
 
 
+def late_for_a_pass() -> None:
+    with autograd.context() as context_id:
+        value = double(1.0)
+        loss = rpc.rpc_sync("w1", scale, (value * 1,))
+        autograd.backward(context_id, [loss], retain_graph=True)
+        number = next(iter(rpc.rpc_sync("w1", sent_numbers, (context_id,))))
+        autograd.backward(context_id, [loss], retain_graph=True)
+        # A message of the first pass, which its sender repeats or sends late.
+        args = (context_id, 0, 1, 1, False, number, torch.ones((), dtype=torch.float64))
+        with pytest.raises(RpcError, match="the backward pass is over"):
+            served.call(1, served.receive_gradients, args).wait()
+        assert autograd.get_gradients(context_id)[value] == 4
+
+
+def sent_numbers(context_id: int) -> list[int]:
+    return list(current_agent().contexts.get(context_id).sent())
+
+
+def test_a_late_message_of_an_earlier_pass_changes_nothing(four: Workers) -> None:
+    four.on(0, late_for_a_pass)
+
+
 # -- modules on other workers --------------------------------------------------------------------------------
 
 

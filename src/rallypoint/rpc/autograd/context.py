@@ -84,6 +84,8 @@ class Context:
         self._peers: set[int] = set()
         self._sent: dict[int, SentTensor] = {}
         self.received: list[Any] = []
+        # By worker, the number of its first pass that may not be over.
+        self._first: dict[int, int] = {}
         self._count = 0
 
     # -- forward ------------------------------------------------------------------------------------
@@ -135,16 +137,20 @@ class Context:
         """Take part in a backward pass. Returns the part in it: this one, or one that began before.
 
         Raises:
-            RpcError: the context is over.
+            RpcError: the context is over, or the pass.
         """
         with self._lock:
             if self.is_over:
                 raise unknown(self.id)
+            worker, count = pass_id
+            if count < self._first.get(worker, 0):
+                raise RpcError("the backward pass is over")
             return self.passes.setdefault(pass_id, part)
 
     def end_passes(self, worker: int, first: int) -> None:
         """The passes that a worker began before this number are over."""
         with self._lock:
+            self._first[worker] = max(first, self._first.get(worker, 0))
             for each in [one for one in self.passes if one[0] == worker and one[1] < first]:
                 del self.passes[each]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from rallypoint.errors import RpcError
+from rallypoint.rpc.future import again
 from rallypoint.rpc.torch_private import gradients as run_autograd, sparse_parts
 
 from .averaging import accumulate, computed_together, is_averaged
@@ -212,7 +213,8 @@ class LocalPass:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise RpcError(f"the backward pass was given up: {self._error}")
+            # A copy: several messages may get it.
+            raise again(self._error)
 
 
 def _memory(tensor: Tensor) -> int:

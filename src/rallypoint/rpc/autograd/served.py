@@ -249,7 +249,9 @@ def give_up(context_id: int, began: int, count: int) -> None:
     """A backward pass has failed."""
     with contextlib.suppress(RpcError):
         part = _contexts().get(context_id).passes.get((began, count))
-        if part is not None and part.fail(RpcError("it failed elsewhere")):
+        if part is not None and part.fail(
+            RpcError("the backward pass was given up, as it failed elsewhere")
+        ):
             tell_given_up(context_id, (began, count), part.told)
 
 
