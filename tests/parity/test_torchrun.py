@@ -327,6 +327,8 @@ def _logs(base: Path) -> dict[str, str]:
     assert len(runs) <= 1
     found = {}
     for path in runs[0].rglob("*") if runs else ():
+        if path.name == "ranks.json":
+            continue  # ours, for `rally logs`
         name = str(path.relative_to(runs[0]))
         found[name + "/" * path.is_dir()] = "" if path.is_dir() else path.read_text()
     return found
