@@ -27,7 +27,7 @@ from rallypoint._core.stack_line import STACK_SIGNAL
 from rallypoint.control import messages, sockets
 from rallypoint.control.client import RunningJob, connect, running
 from rallypoint.control.server import MAX_CONNECTIONS, ControlServer
-from rallypoint.control.stack_probe import find_py_spy
+from rallypoint.control.stacks.stack_probe import find_py_spy
 from rallypoint.errors import ControlError
 from rallypoint.launch.cli import main
 from supervisors import RALLY, Popen

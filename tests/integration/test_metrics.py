@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pace import pace
-from rallypoint.control.metrics_server import MAX_CONNECTIONS
+from rallypoint.control.metrics.metrics_server import MAX_CONNECTIONS
 from supervisors import RALLY, Popen, run
 
 

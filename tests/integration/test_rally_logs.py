@@ -121,9 +121,9 @@ def test_a_job_on_the_terminal_says_where_its_output_is(script: Path, tmp_path: 
         Path(f"{script}.go").touch()
         job.communicate(timeout=PATIENCE)
     with pytest.raises(ControlError, match="rally logs FOLDER"):
-        from rallypoint.control import logs
+        from rallypoint.control.logs import command
 
-        logs.command([name])
+        command.command([name])
 
 
 @pytest.mark.integration

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint._core import flight_records
-from rallypoint.control import collectives
+from rallypoint.control.collectives import collective_waits
 
 
 def call(
@@ -36,7 +36,7 @@ BEHIND = group(call(6, done=True))
 
 
 def test_who_has_not_entered_is_named() -> None:
-    found = collectives.verdict({0: [WAITS], 1: [WAITS], 2: [BEHIND], 3: [WAITS]})
+    found = collective_waits.verdict({0: [WAITS], 1: [WAITS], 2: [BEHIND], 3: [WAITS]})
     assert found is not None
     assert (found.missing, found.waiting) == ((2,), (0, 1, 3))
     assert found.text == (
@@ -47,15 +47,15 @@ def test_who_has_not_entered_is_named() -> None:
 
 
 def test_who_does_not_answer_is_missing_if_all_others_wait() -> None:
-    found = collectives.verdict({0: [WAITS], 1: [WAITS], 3: [WAITS]})
+    found = collective_waits.verdict({0: [WAITS], 1: [WAITS], 3: [WAITS]})
     assert found is not None and found.missing == (2,)
 
 
 def test_nobody_waits_in_vain() -> None:
-    assert collectives.verdict({rank: [BEHIND] for rank in range(4)}) is None
+    assert collective_waits.verdict({rank: [BEHIND] for rank in range(4)}) is None
     # All have entered the same: the network, or it is on its way.
-    assert collectives.verdict({rank: [WAITS] for rank in range(4)}) is None
-    assert collectives.verdict({}) is None
+    assert collective_waits.verdict({rank: [WAITS] for rank in range(4)}) is None
+    assert collective_waits.verdict({}) is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_nobody_waits_in_vain() -> None:
 )
 def test_calls_that_do_not_match_are_told(odd: dict[str, Any], says: str) -> None:
     known = {rank: [WAITS] for rank in range(3)} | {3: [group(call(6, done=True), odd)]}
-    found = collectives.verdict(known)
+    found = collective_waits.verdict(known)
     assert found is not None and found.missing == (3,)
     assert found.text == (
         f"the calls #7 of the default group do not match: {says} at train.py:9 in step,"
@@ -77,12 +77,12 @@ def test_calls_that_do_not_match_are_told(odd: dict[str, Any], says: str) -> Non
 
 def test_sizes_may_differ_where_they_may() -> None:
     known = {rank: [group(call(7, "alltoall_base", size=rank))] for rank in range(4)}
-    assert collectives.verdict(known) is None
+    assert collective_waits.verdict(known) is None
 
 
 def test_two_sides_that_are_alike_are_both_told_and_nobody_is_blamed() -> None:
     known = {0: [group(call(1), ranks=2)], 1: [group(call(1, "barrier"), ranks=2)]}
-    found = collectives.verdict(known)
+    found = collective_waits.verdict(known)
     assert found is not None and (found.missing, found.waiting) == ((), (0, 1))
 
 
@@ -94,7 +94,7 @@ def test_a_circle_over_two_groups() -> None:
         group(call(1), ranks=part, about="tp"),
     ]
     barrier = group(call(1, done=True), call(2, "barrier"))
-    found = collectives.verdict({0: [barrier], 1: [barrier], 2: waits_for_3, 3: [barrier]})
+    found = collective_waits.verdict({0: [barrier], 1: [barrier], 2: waits_for_3, 3: [barrier]})
     assert found is not None
     assert "rank 2 has not entered barrier #2" in found.text
     assert "rank 3 has not entered all_reduce #1 (float32 [4], 16 B) of group tp" in found.text
@@ -103,12 +103,12 @@ def test_a_circle_over_two_groups() -> None:
 
 def test_a_place_in_words() -> None:
     assert (
-        collectives.place([WAITS])
+        collective_waits.place([WAITS])
         == "all_reduce #7 (float32 [4], 16 B) of the default group for 60 s"
     )
-    assert collectives.place([BEHIND]) == ""
+    assert collective_waits.place([BEHIND]) == ""
     odd = group(call(3), ranks=[1, 2], about="undefined")
-    assert "of the group of ranks 1, 2 for" in collectives.place([odd])
+    assert "of the group of ranks 1, 2 for" in collective_waits.place([odd])
 
 
 def entry(seq: int, *, retired: bool, p2p: bool = False) -> dict[str, Any]:
@@ -184,7 +184,7 @@ json_values = st.recursive(
 @given(json_values)
 def test_foreign_records_are_refused_not_raised_at(value: Any) -> None:
     if flight_records.are_valid(value):
-        collectives.verdict({0: value})
+        collective_waits.verdict({0: value})
 
 
 calls = st.builds(
@@ -207,7 +207,7 @@ groups = st.builds(
 
 @given(st.dictionaries(st.integers(0, 2), st.lists(groups, max_size=2)))
 def test_whoever_is_missing_does_not_wait_and_there_is_a_text(known: Any) -> None:
-    found = collectives.verdict(known)
+    found = collective_waits.verdict(known)
     if found is not None:
         assert found.text
         assert not set(found.missing) & set(found.waiting) or not found.missing

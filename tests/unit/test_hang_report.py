@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.control import hang_report
+from rallypoint.control.stacks import hang_report
 from rallypoint.launch.stillness import Standstill, Stillness
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from rallypoint._core import log_folder, log_records, private
 from rallypoint._core.log_folder import OLDER, LogFile
 from rallypoint._core.log_records import Line, Origin
-from rallypoint.control import log_answers, log_lines, log_reading
+from rallypoint.control.logs import log_answers, log_lines, log_reading
 from rallypoint.errors import ConfigError
 from rallypoint.launch import flags
 from rallypoint.launch.output import rotation

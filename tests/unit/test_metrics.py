@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from rallypoint.control import openmetrics
-from rallypoint.control.openmetrics import Counts
+from rallypoint.control.metrics import openmetrics
+from rallypoint.control.metrics.openmetrics import Counts
 from rallypoint.errors import ConfigError
 from rallypoint.launch.config import MetricsPlace
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.control import page_state, worker_table
+from rallypoint.control.tables import worker_table
+from rallypoint.control.web import page_state
 from rallypoint.launch.job_history import MOST, JobHistory
 
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.control import stack_groups, stacks
+from rallypoint.control.stacks import stack_groups, stack_records
 
 
 def dumped() -> str:
@@ -31,7 +31,7 @@ def test_what_faulthandler_writes_is_read_whole() -> None:
     thread.start()
     begun.wait()
     try:
-        found = stacks.from_faulthandler(dumped())
+        found = stack_records.from_faulthandler(dumped())
     finally:
         over.set()
         thread.join()
@@ -58,7 +58,7 @@ Current thread 0x00007f00 [main] (most recent call first):
 
 
 def test_what_is_above_the_script_is_left_out() -> None:
-    main, other = stacks.from_faulthandler(LAUNCHED)
+    main, other = stack_records.from_faulthandler(LAUNCHED)
     assert [(each["function"], each["line"]) for each in main["frames"]] == [
         ("<module>", 20),
         ("load", 7),
@@ -69,13 +69,15 @@ def test_what_is_above_the_script_is_left_out() -> None:
 
 def test_a_process_that_is_still_in_our_code_keeps_its_frames() -> None:
     text = 'Current thread 0x0 (most recent call first):\n  File "/rallypoint/launch/a.py", line 1 in f\n'
-    assert [each["function"] for each in stacks.from_faulthandler(text)[0]["frames"]] == ["f"]
+    assert [each["function"] for each in stack_records.from_faulthandler(text)[0]["frames"]] == [
+        "f"
+    ]
 
 
 @given(st.text())
 def test_any_text_is_read(text: str) -> None:
-    stacks.from_faulthandler(text)
-    stacks.from_faulthandler(f"Thread 0x0 (most recent call first):\n{text}")
+    stack_records.from_faulthandler(text)
+    stack_records.from_faulthandler(f"Thread 0x0 (most recent call first):\n{text}")
 
 
 def spied(**changes: object) -> str:
@@ -89,7 +91,7 @@ def spied(**changes: object) -> str:
 
 
 def test_what_py_spy_prints_is_read() -> None:
-    main, other = stacks.from_py_spy(spied())
+    main, other = stack_records.from_py_spy(spied())
     assert main["name"] == "MainThread"
     assert [each["function"] for each in main["frames"]] == ["in_MainThread"]
     assert other["name"] == "other"
@@ -98,7 +100,7 @@ def test_what_py_spy_prints_is_read() -> None:
 @pytest.mark.parametrize("text", ["", "[1]", "{}", spied(frames=3), '[{"pid": 1}]'])
 def test_anything_else_than_py_spys_is_told(text: str) -> None:
     with pytest.raises(ValueError):
-        stacks.from_py_spy(text)
+        stack_records.from_py_spy(text)
 
 
 # -- groups ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 import rallypoint
 from rallypoint._core import step_reports
 from rallypoint._core.step_reports import BY_LOOP, BY_SCRIPT, BY_SESSION, NAME, SIZE, Reporter
-from rallypoint.control import step_words
+from rallypoint.control.tables import step_words
 from rallypoint.launch.output.progress_display import Lines
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from rallypoint.control import worker_table
+from rallypoint.control.tables import worker_table
 
 
 def told(rank: int, **more: Any) -> dict[str, Any]:

@@ -70,10 +70,15 @@ def _dispatch(words: list[str]) -> int:
     match command:
         case "run":
             return run(words[1:])
-        case "ps" | "stacks":
-            from rallypoint.control import commands
+        case "stacks":
+            from rallypoint.control.stacks import command as stacks
 
-            _print(commands.ps(words[1:]) if command == "ps" else commands.stacks(words[1:]))
+            _print(stacks.command(words[1:]))
+            return 0
+        case "ps":
+            from rallypoint.control.tables import ps
+
+            _print(ps.command(words[1:]))
             if words == ["ps"]:
                 from . import warm_command
 
@@ -81,9 +86,9 @@ def _dispatch(words: list[str]) -> int:
                     _print(f"\n{kept}")
             return 0
         case "web":
-            from rallypoint.control import web
+            from rallypoint.control.web import page_server
 
-            return web.command(words[1:], _print)
+            return page_server.command(words[1:], _print)
         case "doctor":
             from .doctor import command as doctor
 
@@ -95,11 +100,11 @@ def _dispatch(words: list[str]) -> int:
             _print(warm_command.command(words[1:]))
             return 0
         case "top":
-            from rallypoint.control import top
+            from rallypoint.control.tables import top
 
             return top.command(words[1:])
         case "logs":
-            from rallypoint.control import logs as worker_logs
+            from rallypoint.control.logs import command as worker_logs
 
             return worker_logs.command(words[1:])
         case "checkpoints":

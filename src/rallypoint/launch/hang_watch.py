@@ -111,7 +111,9 @@ class HangWatch:
 
     def _count(self, lines: Mapping[int, int]) -> None:
         """Note how many collectives the workers have begun. Closes the descriptors."""
-        from rallypoint.control import collective_probe  # a launch need not wait for its import
+        from rallypoint.control.collectives import (
+            collective_probe,  # a launch need not wait for its import
+        )
 
         try:
             begun = collective_probe.begun(lines, COUNT_PATIENCE)
@@ -129,7 +131,7 @@ class HangWatch:
         by_stacks: bool,
         stacks: Callable[[], Mapping[str, Any]],
     ) -> None:
-        from rallypoint.control import hang_report  # a launch need not wait for its import
+        from rallypoint.control.stacks import hang_report  # a launch need not wait for its import
 
         try:
             found = stacks()

@@ -103,7 +103,7 @@ class JobQuestions:
         """The output of the other nodes' workers: that of this node is in files that who asks can read.
 
         Args:
-            question: see :mod:`rallypoint.control.log_answers`.
+            question: see :mod:`rallypoint.control.logs.log_answers`.
             ready: the round.
         Returns:
             What finds the answer: ``nodes``: by node, its answer; None if there is none.
@@ -146,7 +146,7 @@ class JobQuestions:
         threading.Thread(target=look, name="rally-stacks", daemon=True).start()
 
     def _answer_logs(self, asked: NodeAsked, ready: RoundReady | None, folder: Path | None) -> None:
-        from rallypoint.control import log_answers
+        from rallypoint.control.logs import log_answers
 
         every = asked.question.get("places")
         node = "" if ready is None else str(ready.node_rank)
@@ -179,7 +179,7 @@ class JobQuestions:
     def _stacks(
         self, question: Mapping[str, Any], workers: Sequence[Worker]
     ) -> Callable[[], list[dict[str, Any]]]:
-        from rallypoint.control import stack_probe  # as above
+        from rallypoint.control.stacks import stack_probe  # as above
 
         targets = [
             stack_probe.Target(rank=each.ranks.rank, pid=each.pid, fd=os.dup(each.stacks_fd))
@@ -203,7 +203,7 @@ def _usage(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
     lines = {each.pid: os.dup(each.stacks_fd) for each in workers if each.memory_fd is None}
 
     def look() -> list[dict[str, Any]]:
-        from rallypoint.control import collective_probe  # as above
+        from rallypoint.control.collectives import collective_probe  # as above
 
         try:
             begun = collective_probe.begun(lines, COUNT_PATIENCE)

@@ -11,8 +11,9 @@ from typing import Any
 import rallypoint
 from rallypoint import events
 from rallypoint._core import clock
-from rallypoint.control import openmetrics, usage
-from rallypoint.control.metrics_server import MetricsServer
+from rallypoint.control import usage
+from rallypoint.control.metrics import openmetrics
+from rallypoint.control.metrics.metrics_server import MetricsServer
 from rallypoint.errors import ConfigError
 
 from .config import MetricsPlace

@@ -29,7 +29,7 @@ from rallypoint._core import (
     secret,
 )
 from rallypoint._core.rank_words import in_words
-from rallypoint.control import collective_probe
+from rallypoint.control.collectives import collective_probe
 from rallypoint.control.server import Answer, ControlServer
 from rallypoint.errors import ConfigError, ControlError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL
@@ -536,7 +536,7 @@ class Supervisor:
         look = self._questions.everywhere(question, self._workers, self._round)
 
         def show() -> None:
-            from rallypoint.control import stack_groups
+            from rallypoint.control.stacks import stack_groups
 
             try:
                 text = stack_groups.text(look()["processes"]) or "no worker runs now"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rallypoint.control.quantities import duration
+from rallypoint.control.tables.quantities import duration
 from rallypoint.errors import ConfigError
 
 from .server import warm_client

@@ -14,7 +14,7 @@ import termios
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from rallypoint.control import step_words
+from rallypoint.control.tables import step_words
 
 from .console import Console
 

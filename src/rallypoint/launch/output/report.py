@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rallypoint.control import collectives
+from rallypoint.control.collectives import collective_waits
 
 from .failure import WorkerFailure
 from .symptoms import Says, printed
@@ -263,7 +263,7 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
 
 def _mismatch(report: FailureReport) -> str:
     """Collectives of the ranks that do not match."""
-    return collectives.mismatch(
+    return collective_waits.mismatch(
         {each.rank: each.collectives for each in report.failures if each.collectives}
     )
 

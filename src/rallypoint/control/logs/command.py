@@ -14,9 +14,10 @@ from typing import Any
 from rallypoint._core import clock, env as environment, log_folder
 from rallypoint._core.log_folder import LogFile
 from rallypoint._core.log_records import Line
+from rallypoint.control import client
 from rallypoint.errors import ConfigError, ControlError
 
-from . import client, log_answers, log_lines, log_reading
+from . import log_answers, log_lines, log_reading
 from .log_lines import Choice
 
 

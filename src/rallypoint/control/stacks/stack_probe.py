@@ -24,9 +24,10 @@ from typing import Any
 from rallypoint._core import process
 from rallypoint._core.clock import Deadline
 from rallypoint._core.stack_line import STACK_SIGNAL
+from rallypoint.control.collectives import collective_probe
 
-from . import collective_probe, stacks
-from .stacks import Thread
+from . import stack_records
+from .stack_records import Thread
 
 
 # A process that writes has written all once nothing has come for this long. (Nothing marks the end.)
@@ -143,7 +144,7 @@ def _by_signal(pid: int, fd: int, deadline: Deadline) -> list[Thread]:
         if not data:
             break
         received += data
-    return stacks.from_faulthandler(received.decode(errors="replace"))
+    return stack_records.from_faulthandler(received.decode(errors="replace"))
 
 
 def _drain(fd: int) -> None:
@@ -180,7 +181,7 @@ def _by_py_spy(
             check=False,
         )
         if ran.returncode == 0:
-            return stacks.from_py_spy(ran.stdout), ""
+            return stack_records.from_py_spy(ran.stdout), ""
         reason = ran.stderr.strip().splitlines()
         return [], f"py-spy: {reason[0] if reason else 'it failed'}"
     except subprocess.TimeoutExpired:

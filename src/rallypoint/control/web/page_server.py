@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from rallypoint.control import client
+from rallypoint.control.stacks import stack_groups
+from rallypoint.control.tables import worker_table
 from rallypoint.errors import ConfigError, ControlError
 
-from . import client, page_state, stack_groups, worker_table
+from . import page_state
 
 
 HELP = """\

@@ -15,9 +15,11 @@ from typing import Any
 
 from rallypoint._core import env as environment
 from rallypoint._core.clock import MONOTONIC
+from rallypoint.control import client
+from rallypoint.control.stacks import stack_groups
 from rallypoint.errors import ConfigError, ControlError
 
-from . import client, stack_groups, worker_table
+from . import worker_table
 from .quantities import duration
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rallypoint._core.rank_words import in_words
+from rallypoint.control.collectives import collective_waits
 
-from . import collectives, stack_groups
+from . import stack_groups
 
 
 # Python code below which a rank waits for others. The engine's: DDP and FSDP wait in backward.
@@ -53,7 +54,7 @@ def explain(
     """
     workers = [each for each in processes if not each["name"]]
     known = {each["rank"]: each["collectives"] for each in workers if each.get("collectives")}
-    found = collectives.verdict(known)
+    found = collective_waits.verdict(known)
     if found is not None:
         moved = "" if working else f"\nnothing has moved for {seconds:.0f} s"
         text = f"{found.text}{moved}\n{stack_groups.text(processes)}"

@@ -1,6 +1,6 @@
 """The metrics of a job on a port: just enough HTTP for a scraper, in the loop of the supervisor.
 
-One descriptor in that loop stands for the port and all connections, as with :mod:`.server`.
+One descriptor in that loop stands for the port and all connections, as with :mod:`rallypoint.control.server`.
 """
 
 from __future__ import annotations

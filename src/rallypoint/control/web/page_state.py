@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from .worker_table import Row
+from rallypoint.control.tables.worker_table import Row
 
 
 # A worker that uses less than this much of a core (percent) waits.

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rallypoint._core.rank_words import in_words
-
-from . import collectives
+from rallypoint.control.collectives import collective_waits
 
 
 Process = Mapping[str, Any]
@@ -71,7 +70,7 @@ def _title(group: Sequence[Process]) -> str:
         owners = ", ".join(f"{each['name']} {each['pid']} of rank {each['rank']}" for each in group)
         return f"{owners}:"
     ranks = in_words([each["rank"] for each in group])
-    places = {collectives.place(each.get("collectives") or ()) for each in group}
+    places = {collective_waits.place(each.get("collectives") or ()) for each in group}
     where = f", in {places.pop()}" if len(places) == 1 and "" not in places else _place(first)
     pids = ""
     if len(group) == 1:

@@ -1,29 +1,17 @@
-"""``rally ps`` and ``rally stacks``."""
+"""``rally stacks``: where the workers of a job are."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
-from rallypoint.errors import ConfigError, ControlError
+from rallypoint.control import client
+from rallypoint.errors import ConfigError
 
-from . import client, job_table, stack_groups
+from . import stack_groups
 
 
-PS_HELP = """\
-usage: rally ps [--json]
-
-List the jobs of this user on this host: one row per supervisor (`rally run`, or a program that launches functions).
-
-  JOB       the job's id (--rdzv-id, or the name that was made)
-  PID       of the supervisor
-  NODE      this node's rank, and how many nodes the job has now
-  RANKS     how many of the job's workers run here
-  GEN       the generation: 0 at first, plus one after each restart
-
-  --json    one JSON object per job, with its workers; keys in docs/operations.md"""
-
-STACKS_HELP = """\
+HELP = """\
 usage: rally stacks [JOB] [--rank R[,R…]] [--threads] [--native | --signal] [--here] [--json]
 
 Show what the workers of a job are doing, on all its nodes: the Python stack of each, and of its DataLoader workers.
@@ -42,32 +30,7 @@ py-spy is used if it is installed and may look (pip install py-spy). Without it,
 Python code does not see; a process that is stopped or stuck in the kernel is then shown with that instead of a stack."""
 
 
-def ps(words: Sequence[str]) -> str:
-    """Run ``rally ps``; returns the text to print.
-
-    Raises:
-        ConfigError: a flag is unknown.
-    """
-    if {"-h", "--help"} & set(words):
-        return PS_HELP
-    for word in words:
-        if word != "--json":
-            raise ConfigError("ps", word, "no such flag (known: --json)", "rally ps --help")
-    found = list(client.running())
-    if "--json" in words:
-        return "\n".join(json.dumps(told) for _, told in found if isinstance(told, dict))
-    if not found:
-        return "no job of this user runs on this host"
-    return job_table.table(
-        [(job.pid, told if isinstance(told, dict) else _reason(told)) for job, told in found]
-    )
-
-
-def _reason(error: ControlError) -> str:
-    return str(error).partition("): ")[2] or str(error).partition(") ")[2] or str(error)
-
-
-def stacks(words: Sequence[str]) -> str:
+def command(words: Sequence[str]) -> str:
     """Run ``rally stacks``; returns the text to print.
 
     Raises:
@@ -75,7 +38,7 @@ def stacks(words: Sequence[str]) -> str:
         ControlError: there is no such job, or it does not answer.
     """
     if {"-h", "--help"} & set(words):
-        return STACKS_HELP
+        return HELP
     names: list[str] = []
     ranks: list[int] = []
     flags: set[str] = set()

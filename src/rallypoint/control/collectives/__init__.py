@@ -1,0 +1,1 @@
+"""Which collectives the workers have begun, and who waits for whom."""

@@ -1,0 +1,1 @@
+"""The output of a job's workers: ``rally logs``."""

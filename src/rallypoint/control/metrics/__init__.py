@@ -1,0 +1,1 @@
+"""A job in numbers, for Prometheus and what reads its formats."""

@@ -1,0 +1,1 @@
+"""Jobs and workers as tables for people: ``rally ps``, ``rally top``."""

@@ -1,0 +1,1 @@
+"""``rally web``: a page about the jobs on this host."""
