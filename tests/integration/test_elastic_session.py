@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elastic import free_port, listens, wait_until
@@ -20,14 +21,15 @@ from supervisors import Popen, run
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
-import hashlib, json, os, pathlib, random, signal, sys, threading
+import hashlib, json, os, pathlib, random, signal, sys, threading, time
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 FOLDER = pathlib.Path(sys.argv[1])
-FAULTS = json.loads(sys.argv[2])  # [step, rank, where]: each happens once
+# [step, rank, where]: each happens once. Rank -1: that of the node which serves the store.
+FAULTS = json.loads(sys.argv[2])
 
 def supervisor():
     pid = os.getpid()
@@ -37,10 +39,15 @@ def supervisor():
 
 def fault(where):
     for number, (step, rank, at) in enumerate(FAULTS):
-        if at != where or rank != dist.get_rank() or step != session.position:
+        if at != where or step != session.position:
+            continue
+        if rank == -1 and supervisor() == int((FOLDER / "serves").read_text()):
+            rank = dist.get_rank()
+        if rank != dist.get_rank():
             continue
         try:
-            (FOLDER / f"fault {number}").touch(exist_ok=False)
+            with open(FOLDER / f"fault {number}", "x") as file:
+                file.write(str(rank))
         except FileExistsError:
             continue
         if where == "raise":
@@ -61,6 +68,9 @@ torch.manual_seed(0)
 torch.set_num_threads(1)  # as many on every number of nodes, or sums come out differently
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
+(FOLDER / f"supervisor of {rank}").write_text(str(supervisor()))
+while (FOLDER / "wait").exists():
+    time.sleep(0.02)
 # What a set-up does: the newcomer gets the same answers.
 told = [{"run": f"of rank {rank}"}]
 dist.broadcast_object_list(told)
@@ -263,10 +273,19 @@ def trained_on_nodes(
             text=True,
         )
 
+    (folder / "wait").touch()
     started = [node()]
+    (folder / "serves").write_text(str(started[0].pid))
     try:
         wait_until(lambda: listens(port), "a store")
-        started += [node() for _ in range(2 + spares)]
+        started += [node() for _ in range(2)]
+        # The three are in the round before others come.
+        for rank in range(3):
+            wait_until((folder / f"supervisor of {rank}").exists, "a worker")
+        started += [node() for _ in range(spares)]
+        for each in started[3:]:
+            wait_until(lambda pid=each.pid: is_connected(pid, port), "a spare node")
+        (folder / "wait").unlink()
         if late:
             wait_until((folder / "fault 0").exists, "a fault")
             started += [node() for _ in range(late)]
@@ -278,6 +297,11 @@ def trained_on_nodes(
     ends = [folder / f"end {rank}" for rank in range(3)]
     codes = [each.returncode for each in started]
     return codes, said, [json.loads(end.read_text()) for end in ends if end.exists()]
+
+
+def is_connected(pid: int, port: int) -> bool:
+    found = psutil.Process(pid).net_connections("tcp")
+    return any(each.raddr and each.raddr.port == port for each in found)
 
 
 def assert_taken_over(
@@ -308,9 +332,10 @@ def test_a_lost_node_is_replaced_by_one_that_comes_and_a_preempted_one_by_a_wait
 def test_the_node_that_serves_the_store_is_replaced_too(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
-    codes, said, ends = trained_on_nodes(tmp_path, [(9, 0, "node")], "2:3", spares=1)
+    codes, said, ends = trained_on_nodes(tmp_path, [(9, -1, "node")], "2:3", spares=1)
     assert codes == [-signal.SIGKILL, 0, 0, 0], said
-    assert_taken_over(ends, undisturbed, said, [0])
+    lost = int((tmp_path / "fault 0").read_text())
+    assert_taken_over(ends, undisturbed, said, [lost])
     assert [end["recoveries"] for end in ends] == [1, 1, 1]
     assert "".join(said).count("the node that serves the job's store (127.0.0.1) is lost") == 2, (
         said

@@ -128,9 +128,13 @@ def test_a_job_with_a_restart_and_its_end(web: Web) -> None:
     assert first["ended"] <= second["began"]
     assert second["ended"] is None
     assert [each["rank"] for each in told["cells"]] == [0, 1]
-    answer, text = web.get(f"/stacks?job={web.job.pid}")
-    assert answer.status == 200, text
-    assert "waits_for_a_file" in json.loads(text)["text"]
+    deadline = time.monotonic() + PATIENCE
+    while True:  # the workers may still be importing
+        answer, text = web.get(f"/stacks?job={web.job.pid}")
+        assert answer.status == 200, text
+        if "waits_for_a_file" in json.loads(text)["text"]:
+            break
+        assert time.monotonic() < deadline, text
     answer, text = web.get(f"/stacks/1?job={web.job.pid}")
     assert "rank 1" in json.loads(text)["text"]
     web.go.touch()

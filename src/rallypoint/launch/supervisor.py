@@ -98,8 +98,9 @@ SAVING = 0.8
 HANG_GRACE = 1.0
 # How long the workers' stacks may take after SIGQUIT.
 STACKS_PATIENCE = 10.0
-# How long workers that are about to be stopped may take to tell their collectives.
-COLLECTIVES_PATIENCE = 0.1
+# How long workers that are about to be stopped may take to tell their collectives. Only one that stands still, or has no CPU,
+# takes more than milliseconds.
+COLLECTIVES_PATIENCE = 1.0
 # How long output may still arrive after its writers have ended.
 DRAIN_PATIENCE = 2.0
 # How long the nodes wait for each other's failures before they print the report, beyond the grace period.
