@@ -105,6 +105,7 @@ SANS_IO = {
     "launch/placement/numa.py",
     "launch/policy.py",
     "launch/step_watch.py",
+    "launch/supervision/causes.py",
     "launch/doctor/pairs.py",
     "launch/doctor/facts.py",
     "launch/doctor/judgement.py",

@@ -1,0 +1,90 @@
+"""Why a generation ended, as far as this node knows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rallypoint.launch.output.failure import WorkerFailure, in_order_of_blame
+from rallypoint.launch.output.report import in_a_line
+from rallypoint.launch.policy import State, Verdict
+
+
+@dataclass(slots=True)
+class Causes:
+    """What has gone wrong.
+
+    Args:
+        failures: of this node's workers, those to blame first.
+        of_peers: what other nodes have told of theirs.
+        not_of_workers: in words, if no worker is to blame.
+        lost: which node or fork server is gone, in words.
+        broken: why this node cannot continue.
+    """
+
+    failures: tuple[WorkerFailure, ...] = ()
+    of_peers: tuple[WorkerFailure, ...] = ()
+    not_of_workers: str = ""
+    lost: str = ""
+    broken: str = ""
+
+    def begin(self) -> None:
+        """Workers start: what was before is over."""
+        self.not_of_workers = self.lost = self.broken = ""
+        self.of_peers = ()
+
+    def note_lost(self, words: str) -> None:
+        """Something is gone. The first loss counts: others may follow from it."""
+        self.lost = self.lost or words
+
+    def note_peers(self, failures: tuple[WorkerFailure, ...]) -> bool:
+        """Another node's workers have failed. Returns whether these only report that they were stopped, or lost a peer."""
+        is_echo = bool(failures) and all(
+            each.is_symptom() or each.stopped_by_us for each in failures
+        )
+        if not (is_echo and self.of_peers):
+            self.of_peers = failures
+        return is_echo
+
+    @property
+    def of_this_node(self) -> str:
+        """What this node tells the others, beside its failures."""
+        return self.not_of_workers or self.broken
+
+    def why_all_restart(self, state: State) -> str:
+        """A line for people.
+
+        Args:
+            state: of the new generation, with the old one's verdict.
+        """
+        # In a round that has formed already, it is counted as none.
+        if state.verdict in {Verdict.CHANGED, Verdict.NONE}:
+            return f"{self.lost or 'a node joined or left'}; restarting all workers"
+        attempt, budget = state.restarts + 2, state.max_restarts + 1
+        again = f"attempt {attempt} of {budget}"
+        if state.verdict is Verdict.SUSPECT:
+            again = "not counted as an attempt if a node joined or left"
+        why = "another node failed"
+        # If another node reported first, its failure is the cause.
+        failures = in_order_of_blame((*self.of_peers, *self.failures))
+        if failures:
+            why = f"rank {failures[0].rank} {in_a_line(failures[0])}"
+        return f"{self.not_of_workers or self.lost or why}; restarting all workers ({again})"
+
+    def verdict(
+        self, of_nodes: Sequence[WorkerFailure] | None
+    ) -> tuple[tuple[WorkerFailure, ...], str]:
+        """Why the job has failed.
+
+        Args:
+            of_nodes: what all nodes have reported, if there are several; empty if reports are missing.
+        Returns:
+            The failures, those to blame first; and in words what else is the reason, or nothing.
+        """
+        failures = self.failures
+        if of_nodes is not None:
+            # If reports are missing: use what other nodes told, which may include the cause.
+            failures = in_order_of_blame(of_nodes or (*self.of_peers, *failures))
+        # Workers that only lost their peers, or were stopped, are not to blame.
+        blameless = all(each.stopped_by_us or each.is_symptom() for each in failures)
+        return tuple(failures), self.not_of_workers or (self.lost if blameless else "")

@@ -1,0 +1,119 @@
+"""``--step-timeout``: workers of a session that hang are found by comparison with the others, and ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from rallypoint._core import clock, progress
+from rallypoint.launch.config import LaunchConfig
+from rallypoint.launch.coordination import Coordination, RoundReady
+from rallypoint.launch.generation import Worker
+from rallypoint.launch.policy import Phase
+from rallypoint.launch.server.channel import Message
+from rallypoint.launch.step_watch import Standstill, StepWatch, Tables
+
+from .event_loop import EventLoop
+from .situation import Situation
+
+
+# How often the workers of a session are looked at in the time after which one hangs.
+LOOKS = 4
+# A node may look a while after another one, and the journal takes its time.
+DELAY = 5.0
+# How long a worker that hangs may take to report where.
+HANG_GRACE = 1.0
+
+
+class HungWorkers:
+    """Finds the workers of this node that hang, and ends them.
+
+    Args:
+        config: what runs.
+        coordination: the other nodes.
+        loop: of the supervisor.
+        now: what is so on this node.
+        ask: sends the fork server a request.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        coordination: Coordination,
+        loop: EventLoop,
+        now: Situation,
+        ask: Callable[[Message], None],
+    ) -> None:
+        self._config = config
+        self._coordination = coordination
+        self._loop = loop
+        self._now = now
+        self._ask = ask
+
+    def begin(self, ready: RoundReady) -> None:
+        """Workers start, or go on, in this round."""
+        timeout = self._config.step_timeout
+        if timeout:
+            self._watch = StepWatch(timeout)
+            self._standstill = Standstill(len(ready.workers_of_nodes), timeout + DELAY)
+            self._look(ready.generation)
+
+    def _look(self, generation: int) -> None:
+        """See whether a worker hangs; and again in a while."""
+        state = self._now.state
+        if generation != state.generation or state.phase is not Phase.RUNNING:
+            return
+        self._loop.after(self._config.step_timeout / LOOKS, lambda: self._look(generation))
+        tables = self._progress()
+        if tables is None:
+            self._watch.forget()
+        elif self._watch.look(clock.MONOTONIC.now(), tables):
+            if self._config.num_nodes > 1:
+                self._coordination.tell_standstill(generation, state.replaced, tables)
+            else:
+                self.hear_of_standstill(0, state.replaced, tables)
+
+    def _progress(self) -> Tables | None:
+        """How far the workers of this node are; None unless all are in a session."""
+        state = self._now.state
+        if state.arriving or state.lost or not state.running or not state.running <= state.kept:
+            return None
+        return {
+            worker.ranks.rank: progress.read(worker.memory_fd)
+            for worker in self._now.workers
+            if worker.memory_fd is not None
+        }
+
+    def hear_of_standstill(self, node_rank: int, meeting: int, tables: Tables) -> None:
+        """The workers of a node stand still. If all do, this node ends its own that the others wait for."""
+        state = self._now.state
+        if not self._config.step_timeout or state.phase is not Phase.RUNNING:
+            return
+        found = self._standstill.tell(clock.MONOTONIC.now(), node_rank, meeting, tables)
+        if found is None or meeting != state.replaced:
+            return
+        hanging, together = found
+        mine = self._progress()
+        for worker in self._now.workers:
+            rank = worker.ranks.rank
+            # It may have gone on since this node said that it stands still.
+            if rank in hanging and mine is not None and mine.get(rank) == together[rank]:
+                self._end(worker)
+
+    def _end(self, worker: Worker) -> None:
+        """SIGABRT has it report where it is; SIGKILL follows."""
+        if worker.hung:
+            return
+        worker.hung = (
+            f"the others waited for it in a collective for {self._config.step_timeout:g} s"
+        )
+
+        def end(number: int) -> None:
+            if worker.status is None:
+                names = [worker.name]
+                self._ask(
+                    {"do": "signal", "names": names, "signal": number, "group": False, "hold": 0.0}
+                )
+
+        end(signal.SIGABRT)
+        self._loop.after(HANG_GRACE, lambda: end(signal.SIGKILL))

@@ -1,0 +1,216 @@
+"""Workers of a session that are lost, and those that take their places."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rallypoint import events
+from rallypoint.launch import policy
+from rallypoint.launch.config import LaunchConfig
+from rallypoint.launch.coordination import RoundReady
+from rallypoint.launch.generation import Worker
+from rallypoint.launch.kept_workers import KeptWorkers
+from rallypoint.launch.output.failure import WorkerFailure
+from rallypoint.launch.output.reportfiles import write_error_files
+from rallypoint.launch.output.run_folder import RunFolder
+from rallypoint.launch.server.channel import Channel, Message
+from rallypoint.launch.spares import Spares
+from rallypoint.launch.spawner import Spawner
+from rallypoint.rendezvous.kept_round import Held
+
+from .event_loop import EventLoop
+from .situation import Situation
+
+
+# Spares start so long after all workers are in their session: these have the CPUs first.
+SPARE_DELAY = 1.0
+
+
+class Replacements:
+    """Starts workers, or takes spares, for the places of lost ones, and tells those in a session.
+
+    Args:
+        config: what runs.
+        loop: of the supervisor.
+        now: what is so on this node.
+        kept: what is told to workers of a session.
+        spawner: starts workers.
+        channel: to the fork server.
+        folder: of the run.
+        ask: sends the fork server a request.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        loop: EventLoop,
+        now: Situation,
+        kept: KeptWorkers,
+        spawner: Spawner,
+        channel: Channel,
+        folder: RunFolder,
+        ask: Callable[[Message], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._loop = loop
+        self._now = now
+        self._kept = kept
+        self._spawner = spawner
+        self._channel = channel
+        self._folder = folder
+        self._ask = ask
+        self._lost: WorkerFailure | None = None  # of the loss that all nodes read of
+        self._spares_are_due = False
+        self.spares = Spares(config, say)
+
+    # -- one worker ---------------------------------------------------------------------------
+
+    def locate(
+        self, node_rank: int, failure: WorkerFailure, *, survivors: bool
+    ) -> policy.LossTold | None:
+        """A worker of a session is lost, here or on another node. None if it is none of this round's."""
+        ready = self._now.round
+        assert ready is not None
+        index = None
+        if node_rank == ready.node_rank:
+            ranks = [each.ranks.rank for each in self._now.workers]
+            if failure.rank not in ranks:
+                return None
+            index = ranks.index(failure.rank)
+        self._lost = failure
+        return policy.LossTold(node_rank, index, survivors)
+
+    def replace(self, index: int | None) -> None:
+        """Tell those in a session of the loss, and start another worker in its place, if it was this node's."""
+        assert self._now.round is not None
+        ready = self._now.round = replace(self._now.round, replaced=self._now.state.replaced)
+        workers = self._now.workers
+        if index is None:
+            assert self._lost is not None
+            self._kept.tell_of_loss(workers, self._lost, ready)
+            return
+        failure = workers.failure_of(list(workers)[index])
+        spare = self.spares.take(index)
+        by = "another process" if spare is None else "a spare"
+        self._kept.tell_of_loss(workers, failure, ready, by)
+        write_error_files(self._folder.path, (failure,))
+        self._fill(ready, index, spare)
+
+    def _fill(self, ready: RoundReady, index: int, spare: Worker | None = None) -> None:
+        workers = self._now.workers
+        self._loop.forget(list(workers)[index].line)
+        if spare is not None:
+            self._spawner.settle(ready, index, spare)
+            workers.replace(index, spare)
+            tell_start(workers.number, spare)
+            return
+        worker = self._spawner.take_over(ready, index, self._channel)
+        workers.replace(index, worker)
+        self._loop.watch(worker.line)
+
+    # -- a node -------------------------------------------------------------------------------
+
+    def held(self) -> Held | None:
+        """The workers of a session that survive the loss of a node."""
+        state, ready = self._now.state, self._now.round
+        if state.phase is not policy.Phase.REJOINING or ready is None:
+            return None
+        return Held(
+            generation=ready.generation,
+            workers=ready.workers_of_nodes,
+            replaced=state.replaced,
+            has_state=bool(state.kept & state.running),
+            port=ready.master_port,
+        )
+
+    def keep(self, lost: Sequence[int], why: str) -> None:
+        """The nodes have met again after the loss of one: the workers of this node continue.
+
+        Args:
+            lost: by index, those that have ended meanwhile.
+            why: what is lost, in words.
+        """
+        ready, workers = self._now.round, self._now.workers
+        assert ready is not None
+        workers.continue_as(ready.generation)
+        ended = [list(workers)[index] for index in lost]
+        failures = [workers.failure_of(each) for each in ended]
+        ranks = [*_ranks_of_newcomers(ready), *(each.ranks.rank for each in ended)]
+        self._kept.tell_of_lost_nodes(workers, ready, sorted(ranks), why)
+        write_error_files(self._folder.path, tuple(failures))
+        for index in lost:
+            self._fill(ready, index)
+
+    def tell_newcomers(self) -> None:
+        """This node's workers take the places of a lost node's: tell people."""
+        ready = self._now.round
+        assert ready is not None
+        ranks = _ranks_of_newcomers(ready)
+        self._kept.tell_of_lost_nodes(self._now.workers, ready, ranks, "a node is lost")
+
+    # -- spares -------------------------------------------------------------------------------
+
+    def start_spares_soon(self) -> None:
+        """Start missing spares, if all workers are in their session; in a while, so that these have the CPUs first."""
+        can_start = policy.is_at_full_strength(self._now.state)
+        if self._config.spares and can_start and not self._spares_are_due:
+            self._spares_are_due = True
+            self._loop.after(SPARE_DELAY, self._start_spares)
+
+    def _start_spares(self) -> None:
+        self._spares_are_due = False
+        ready = self._now.round
+        if ready is None or not policy.is_at_full_strength(self._now.state):
+            return
+        count = len(list(self._now.workers))
+        for each in self.spares.start_missing(self._spawner, ready, count, self._channel):
+            self._loop.watch(each.line)
+
+    def note_spare_ended(self, spare: Worker) -> None:
+        """It has ended on its own: start another one."""
+        self._loop.forget(spare.line)
+        self.spares.note_end(spare)
+        self.start_spares_soon()
+
+    def end_spares(self) -> None:
+        """End all spares."""
+        names = [each.name for each in self.forget_spares()]
+        if names:
+            self._ask(
+                {
+                    "do": "signal",
+                    "names": names,
+                    "signal": signal.SIGKILL,
+                    "group": False,
+                    "hold": 0.0,
+                }
+            )
+
+    def forget_spares(self) -> list[Worker]:
+        """Wait for no spare any longer. Returns those that there were."""
+        for each in self.spares:
+            self._loop.forget(each.line)
+        return self.spares.close()
+
+
+def tell_start(generation: int, worker: Worker) -> None:
+    """A worker runs: an event."""
+    events.emit(
+        events.WorkerStarted(
+            generation=generation,
+            rank=worker.ranks.rank,
+            local_rank=worker.ranks.local_rank,
+            worker_pid=worker.pid,
+        )
+    )
+
+
+def _ranks_of_newcomers(ready: RoundReady) -> list[int]:
+    """The ranks of the workers whose nodes keep none."""
+    assert ready.kept is not None
+    nodes = [node for node, count in enumerate(ready.workers_of_nodes) for _ in range(count)]
+    return [rank for rank, node in enumerate(nodes) if node not in ready.kept.keepers]
