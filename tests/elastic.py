@@ -48,12 +48,6 @@ def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE)
         time.sleep(0.02)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic import PORT, Cluster, Hosts, Node, free_port, make_hosts, wait_until
+from elastic import PORT, Cluster, Hosts, Node, make_hosts, wait_until
+from ports import free_port
 from rallypoint._core import process
 from rallypoint.testing import FaultProxy
 from servers.etcd_server import EtcdCluster, require_etcd

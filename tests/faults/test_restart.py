@@ -6,9 +6,10 @@ import json
 import os
 import re
 import signal
-import socket
 
 import pytest
+
+from ports import free_port
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
@@ -65,9 +66,7 @@ def test_kill_9_of_a_worker_and_the_first_restart_succeeds(start, tmp_path, meth
 
 
 def test_a_given_master_port_is_kept_over_restarts(start):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     job = start(
         *("--nproc-per-node", "2", "--max-restarts", "2", "--master-port", port),
         script="rounds.py",

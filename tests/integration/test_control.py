@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from ports import free_port
 from rallypoint._core import user_folder
 from rallypoint._core.stack_line import STACK_SIGNAL
 from rallypoint.control import messages, sockets
@@ -382,9 +383,7 @@ def test_stacks_come_from_all_nodes(tmp_path: Path) -> None:
     """Two supervisors; one is asked. A node whose supervisor is stopped is told as silent, within the patience."""
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [
         RALLY,
         "run",
@@ -642,9 +641,7 @@ def test_a_hang_on_another_node_restarts_all_nodes(tmp_path: Path) -> None:
             "dist.get_rank() == 1", 'dist.get_rank() == 3 and os.environ["RALLY_GENERATION"] == "0"'
         )
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     words = [
         RALLY,
         "run",

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import supervisors
+from ports import free_port
 
 
 pytestmark = pytest.mark.integration
@@ -96,9 +96,7 @@ def test_the_tutorial_s_job_outlives_a_node(tmp_path: Path) -> None:
         f"{what}: {value}" if value else what: text for what, value, text in blocks("tutorial.md")
     }
     (tmp_path / "train.py").write_text(parts["file: train.py"])
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     line = parts["nodes: two"].splitlines()[1].replace("29400", str(port))
     outputs = [tmp_path / "first", tmp_path / "second"]
     nodes = []

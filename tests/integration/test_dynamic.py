@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from ports import free_port
 from rallypoint._core import addresses
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousClosedError, RendezvousTimeout
@@ -48,17 +49,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 LEASE = 1.5
 JOIN = 60.0
 _numbers = itertools.count()
-
-
-def free_port() -> int:
-    """Below those that the kernel gives to connections: nobody takes it before it is bound."""
-    while True:
-        port = random.randrange(20000, 32000)
-        try:
-            socket.create_server(("127.0.0.1", port)).close()
-            return port
-        except OSError:
-            continue
 
 
 class Backend:

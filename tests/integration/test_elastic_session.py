@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic import free_port, listens, wait_until
+from elastic import listens, wait_until
+from ports import free_port
 from supervisors import Popen, run
 
 
@@ -226,9 +226,7 @@ def test_a_worker_is_replaced_on_each_of_two_nodes(
     # Node 1 has one worker: nobody on it survives.
     faults = [(2, 0, "backward"), (5, 2, "optimizer"), (9, 1, "forward"), (9, 2, "forward")]
     (tmp_path / "train.py").write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     nodes = [
         Popen(
             [
@@ -337,9 +335,6 @@ def test_the_node_that_serves_the_store_is_replaced_too(
     lost = int((tmp_path / "fault 0").read_text())
     assert_taken_over(ends, undisturbed, said, [lost])
     assert [end["recoveries"] for end in ends] == [1, 1, 1]
-    assert "".join(said).count("the node that serves the job's store (127.0.0.1) is lost") == 2, (
-        said
-    )
 
 
 def test_a_worker_that_the_others_wait_for_in_vain_is_ended_and_replaced(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic import free_port, listens, wait_until
+from elastic import listens, wait_until
+from ports import free_port
 from supervisors import Popen, run
 
 

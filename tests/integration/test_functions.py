@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import supervisors
 from pace import pace
+from ports import free_port
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 from rallypoint.launch import (
     MultiprocessConfig,
@@ -114,12 +115,6 @@ def total(value: float) -> float:
     tensor = torch.tensor([float(value)])
     dist.all_reduce(tensor)
     return tensor.item()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class Counter:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic import PATIENCE, Cluster, Node, wait_until
+from ports import free_port
 
 
 pytestmark = pytest.mark.integration
@@ -25,11 +26,6 @@ folder = pathlib.Path(os.environ["ELASTIC_FOLDER"])
 names = ("RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "RALLY_GENERATION")
 (folder / f"ran-{os.environ['ELASTIC_NODE']}").write_text(" ".join(os.environ[n] for n in names))
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ports import free_port
 from supervisors import Popen
 
 
@@ -47,12 +48,6 @@ while True:
     dist.all_reduce(torch.ones(1))
     time.sleep(0.01)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Node:

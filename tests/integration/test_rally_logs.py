@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pace import pace
+from ports import free_port
 from rallypoint.control.client import connect
 from rallypoint.errors import ControlError
 from rallypoint.launch.cli import main
@@ -131,9 +131,7 @@ def test_output_of_all_nodes(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two supervisors with a folder each; the first one is asked. What is written later comes with -f."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     name = f"far-{os.getpid()}"
     words = ["--nnodes", "2", "--rdzv-id", name, "--insecure", "--rdzv-backend", "c10d"]
     words += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--redirects", "3", "--log-format", "json"]

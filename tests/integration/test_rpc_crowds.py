@@ -46,16 +46,25 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 @pytest.fixture(autouse=True)
 def _no_descriptor_is_left(agent: Agent) -> Iterator[None]:
     rpc.rpc_sync("w0", torch.add, (torch.ones(2), 1))
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     yield
     until(lambda: not agent.acceptor.strangers, "strangers are left over")
-    until(lambda: len(os.listdir("/proc/self/fd")) == before, "descriptors are left over")
+    until(lambda: len(descriptors()) <= len(before), lambda: f"{descriptors()}, was {before}")
 
 
-def until(is_so: Callable[[], bool], what: str) -> None:
+def descriptors() -> list[str]:
+    """What is open in this process."""
+    found = []
+    for each in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the list itself
+            found.append(os.readlink(each.path))
+    return sorted(found)
+
+
+def until(is_so: Callable[[], bool], what: str | Callable[[], str]) -> None:
     end = time.monotonic() + PATIENCE
     while not is_so():
-        assert time.monotonic() < end, what
+        assert time.monotonic() < end, what() if callable(what) else what
         time.sleep(0.005)
 
 

@@ -14,6 +14,7 @@ import torch
 
 import rpc_workers
 from pace import pace
+from ports import free_port
 from rallypoint import rpc
 from rallypoint.errors import PeerLost, RpcError
 from rpc_workers import Workers, eventually, timed
@@ -321,7 +322,7 @@ def _connect(transport: str, where: Any) -> socket.socket:
 def test_a_worker_of_another_job_is_not_taken_for_ours():
     """The same secret, and the very port that the lost worker had."""
     with Workers(2) as first, Workers(2) as second:
-        port = _free_port()
+        port = free_port()
 
         def come(number):
             rpc_workers.join(
@@ -341,12 +342,6 @@ def test_a_worker_of_another_job_is_not_taken_for_ours():
                 rpc.rpc_sync("w1", double, (1,))
 
         first.on(0, refused)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 # -- what may be called -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import supervisors
+from ports import free_port
 from rallypoint import rpc
 
 
@@ -112,11 +113,7 @@ def test_code_of_torchs_runs_as_it_is(folder):
 
 @pytest.fixture
 def unused_port():
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    return free_port()
 
 
 def test_every_option_is_in_the_guide():

@@ -3,12 +3,12 @@
 import ctypes
 import os
 import re
-import socket
 import threading
 
 import pytest
 
 import rpc_workers
+from ports import free_port
 from rallypoint import rpc
 from rallypoint._core import resolver
 from rallypoint.errors import ConfigError
@@ -34,12 +34,6 @@ def come(init_method: str, world_size: int | None, *, ranked: bool = True, secon
 def come_by_env(port: int) -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     come("env://", 2)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def assert_silent(workers: Workers) -> None:

@@ -29,6 +29,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from ports import free_port
 from rallypoint.errors import ConfigError
 from rallypoint.launch.flags import FLAGS, find, parse, resolve
 from stub_torch import STUB
@@ -345,12 +346,6 @@ def _make_targets(folder: Path) -> None:
     folder.joinpath("folder", "__main__.py").write_text(PROBE)
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        return sock.getsockname()[1]
-
-
 # -- what torchrun does, on record -----------------------------------------------------------------
 
 
@@ -410,7 +405,7 @@ def _both(name: str, folder: Path) -> tuple[Run, Run]:
     folder = folder / f"case{list(CASES).index(name)}"
     folder.mkdir()
     _make_targets(folder)
-    port = _free_port()
+    port = free_port()
     theirs = _theirs(name, folder, port)
     # The probe does without torch, and so does our fork server.
     (folder / "modules" / "torch").symlink_to(STUB / "torch")

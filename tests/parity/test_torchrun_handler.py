@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import _register_out_of_tree_handlers
 
 import supervisors
+from ports import free_port
 from rallypoint import errors
 from rallypoint.rendezvous import torchrun
 from rallypoint.rendezvous.torchrun import create_handler
@@ -193,11 +194,6 @@ class Job:
     def close(self) -> None:
         for agent in self.agents:
             agent.lose()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic import Cluster, free_port
+from elastic import Cluster
+from ports import free_port
 
 
 HERE = Path(__file__).parent

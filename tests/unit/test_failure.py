@@ -346,14 +346,25 @@ RECORD = {
 
 def test_the_line_carries_exceptions_and_native_stacks():
     data = b"Fatal Python error: Aborted\n\n" + json.dumps(RECORD).encode() + b"\n  File x\n"
-    found, status, native = parse_line_from_worker(data)
+    found, status, native, collectives = parse_line_from_worker(data)
     assert found == Raised(type="ValueError", message="m", traceback="t", at=1.5, timestamp=7)
     assert status is None
     assert native == "Fatal Python error: Aborted\n  File x"
+    assert collectives == ()
+
+
+def test_an_exception_comes_with_the_collectives_that_were_begun():
+    group = {"name": "0 gloo", "about": "default_pg", "ranks": [0, 1], "calls": []}
+    data = json.dumps({**RECORD, "collectives": [group]}).encode() + b"\n"
+    assert parse_line_from_worker(data).collectives == (group,)
+    data = json.dumps({**RECORD, "collectives": [{"name": 1}]}).encode() + b"\n"
+    found = parse_line_from_worker(data)
+    assert found.raised is not None
+    assert found.collectives == ()
 
 
 def test_the_line_carries_a_functions_status():
-    found, status, native = parse_line_from_worker(b'{"kind": "result"}\n')
+    found, status, native, _ = parse_line_from_worker(b'{"kind": "result"}\n')
     assert (found, native) == (None, "")
     assert json.loads(status) == {"kind": "result"}
 
@@ -372,11 +383,11 @@ def test_the_line_carries_a_functions_status():
     )
 )
 def test_whatever_user_code_writes_on_the_line_is_survived(data):
-    found, _status, native = parse_line_from_worker(data)
+    found, _status, native, _ = parse_line_from_worker(data)
     assert found is None or isinstance(found, Raised)
     assert isinstance(native, str)
 
 
 def test_a_truncated_record_is_not_taken_for_a_stack():
     cut = json.dumps(RECORD).encode()[:40]
-    assert parse_line_from_worker(cut) == (None, None, "")
+    assert parse_line_from_worker(cut) == (None, None, "", ())

@@ -795,6 +795,25 @@ def test_if_the_round_keeps_no_workers_they_restart_in_it(round_):
     assert not ended.state.is_joining
 
 
+def test_a_node_whose_workers_have_all_lost_a_peer_waits_for_the_cause_from_the_others():
+    together = elastic(0, 1, moment=5.0, nodes=2)
+    ends = [WorkerEnded(index, True, symptom=True) for index in range(2)]
+    waits = after(together, *ends)
+    assert (waits.state.phase, waits.state.kill_at) == (Phase.LISTENING, 5.0 - policy.ANSWER_TIME)
+    lost = policy.decide(0.2, waits.state, PeerLost(1))
+    assert (lost.state.phase, lost.state.aim) == (Phase.SWEEPING, Aim.RESTART)
+    failed = policy.decide(0.2, waits.state, PeerFailed(1, 0))
+    assert (failed.state.phase, failed.state.verdict) == (Phase.SWEEPING, Verdict.FAILED)
+    asked = policy.decide(5.0 - policy.ANSWER_TIME, waits.state, GraceOver())
+    over = policy.decide(5.0, asked.state, GraceOver())
+    assert (over.state.phase, over.state.aim) == (Phase.SWEEPING, Aim.RESTART)
+
+
+def test_a_node_that_is_alone_does_not_wait_for_others():
+    alone = elastic(0, moment=5.0, nodes=1)
+    assert after(alone, WorkerEnded(0, True, symptom=True)).state.phase is Phase.SWEEPING
+
+
 def after_all_end(stopping: State) -> policy.Decision:
     for index in sorted(stopping.running):
         stopping = policy.decide(1.0, stopping, WorkerEnded(index, failed=True)).state

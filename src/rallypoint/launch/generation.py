@@ -265,7 +265,7 @@ class Generation:
     def _failure_of(self, worker: Worker) -> WorkerFailure:
         code = os.waitstatus_to_exitcode(worker.status or 0)
         number = -code if code < 0 else None
-        raised, _status, native = parse_line_from_worker(bytes(worker.said))
+        raised, _status, native, collectives = parse_line_from_worker(bytes(worker.said))
         handled = raised if raised is not None and raised.handled else None
         raised = None if handled else raised
         if (
@@ -295,7 +295,7 @@ class Generation:
             at=at,
             stopped_by_us=stopped,
             hung=bool(worker.hung),
-            collectives=worker.collectives,
+            collectives=worker.collectives or collectives,
         )
 
     def _was_stopped(self, worker: Worker, number: int | None, raised: Raised | None) -> bool:

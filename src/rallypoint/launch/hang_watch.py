@@ -7,6 +7,7 @@ asks the others. If all stand still, it reads the stacks, once, and says what it
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,8 @@ LOOKS = 4
 LONGER = 3
 # How long the answers of other nodes, and stacks, may take.
 PATIENCE = 10.0
+# If nothing could be found out, look again after so many seconds at the most: a job may idle for hours with good reason.
+LONGEST = 600.0
 # How long workers may take to say how many collectives they have begun.
 COUNT_PATIENCE = 0.5
 
@@ -55,7 +58,8 @@ class HangWatch:
         self._frozen = (
             0.0  # for how many seconds no worker had begun a collective, at the last look
         )
-        self._is_told = False
+        self._quiet_until = 0.0  # nothing is looked for before
+        self._next_wait = after
 
     def still(self) -> dict[int, float]:
         """By rank: for how many seconds a worker of this node has done nothing."""
@@ -82,16 +86,16 @@ class HangWatch:
         # Whoever waits in CUDA keeps a core busy.
         frozen = self._frozen >= LONGER * self._after
         if not everybody and not many and not frozen:
-            self._is_told = False
+            self._quiet_until, self._next_wait = 0.0, self._after
         world_size = alive[0].ranks.world_size if alive else 0
         if ready.node_rank != 0 or world_size < 2:
             return
         if not everybody and not many:
             lines = {each.pid: os.dup(each.stacks_fd) for each in alive}
             self._begin(lambda: self._count(lines))
-        if self._is_told or not (everybody or many or frozen):
+        if clock.MONOTONIC.now() < self._quiet_until or not (everybody or many or frozen):
             return
-        self._is_told = True
+        self._quiet_until = math.inf  # it is told once
         question: dict[str, Any] = {"ask": "stacks", "patience": PATIENCE}
         if everybody and not many:
             # The other nodes look at other moments.
@@ -122,6 +126,11 @@ class HangWatch:
                 os.close(fd)
         self._frozen = self._standstill.look(clock.MONOTONIC.now(), lines.keys(), begun)
 
+    def _look_again(self) -> None:
+        """Nothing was found out: a busy host may not have let the workers answer."""
+        self._quiet_until = clock.MONOTONIC.now() + self._next_wait
+        self._next_wait = min(2 * self._next_wait, LONGEST)
+
     def _find_out(
         self,
         generation: int,
@@ -137,14 +146,16 @@ class HangWatch:
             found = stacks()
         except (RallyError, OSError, ValueError) as error:
             _log.info("cannot find out whether the job hangs: %s", error)
+            self._look_again()
             return
         if found["moving"]:
-            self._is_told = False  # look again
+            self._quiet_until = 0.0
             return
         hang = hang_report.explain(
             found["processes"], seconds, world_size, working=working, by_stacks=by_stacks
         )
         if hang is None:
+            self._look_again()
             return
         self._say(hang.text)
         self._found = generation, hang.text.partition("\n")[0]

@@ -885,12 +885,15 @@ def _stop(
     if state.phase is Phase.STOPPING:
         return Decision(replace(state, aim=_overruled(state.aim, aim)), tuple(commands), why)
     aim = _overruled(state.aim, aim)
-    if not state.running:
+    # If no worker is left to report the cause, another node may be: as a failure of its own, or by being lost.
+    may_be_told = state.running or (state.verdict is Verdict.SUSPECT and state.nodes > 1)
+    listens = symptom and state.moment > 0 and may_be_told
+    if listens and state.phase is Phase.LISTENING:
+        return Decision(replace(state, aim=aim), tuple(commands), why)
+    if not state.running and not listens:
         new = replace(state, phase=Phase.SWEEPING, aim=aim, kill_at=None)
         return Decision(new, (*commands, Sweep(min(LEFTOVER_GRACE, state.grace))), why)
-    if symptom and state.phase is Phase.LISTENING:
-        return Decision(replace(state, aim=aim), tuple(commands), why)
-    if symptom and state.moment > 0:
+    if listens:
         ask_again_at = now + max(0.0, state.moment - ANSWER_TIME)
         new = replace(
             state, phase=Phase.LISTENING, aim=aim, kill_at=ask_again_at, asked_again=False

@@ -16,7 +16,7 @@ import json
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rallypoint._core import flight_records
 
@@ -244,23 +244,37 @@ def torchelastic_record(failure: WorkerFailure) -> dict[str, Any]:
     }
 
 
-def parse_line_from_worker(data: bytes) -> tuple[Raised | None, bytes | None, str]:
-    """Parse what a worker sent to its supervisor: JSON records, one per line, and faulthandler's text.
+class Told(NamedTuple):
+    """What a worker sent to its supervisor.
 
-    Returns:
-        The exception that ended it (else the one it was handling when asked), the raw status
-        record of a function, if any, and the native stack.
+    Args:
+        raised: the exception that ended it, else the one that it was handling when asked.
+        status: the raw status record of a function, if any.
+        native: the native stack, or nothing.
+        collectives: what it had begun in its process groups when the exception ended it.
     """
+
+    raised: Raised | None
+    status: bytes | None
+    native: str
+    collectives: tuple[flight_records.Group, ...]
+
+
+def parse_line_from_worker(data: bytes) -> Told:
+    """Parse what a worker sent: JSON records, one per line, and faulthandler's text."""
     raised: Raised | None = None
     handled: Raised | None = None
     status: bytes | None = None
     native: list[str] = []
+    collectives: tuple[flight_records.Group, ...] = ()
     for line in data.split(b"\n"):
         if line.startswith(b"{"):
             try:
                 record = json.loads(line)
                 if record.get("kind") == "exception":
                     raised = Raised.from_record(record)
+                    told = record.get("collectives", [])
+                    collectives = tuple(told) if flight_records.are_valid(told) else ()
                 elif record.get("kind") == "handled":
                     handled = Raised.from_record(record)
                 else:
@@ -269,4 +283,4 @@ def parse_line_from_worker(data: bytes) -> tuple[Raised | None, bytes | None, st
                 continue  # truncated, or written to the descriptor by user code
         elif line:
             native.append(line.decode(errors="replace"))
-    return raised or handled, status, "\n".join(native)
+    return Told(raised or handled, status, "\n".join(native), collectives)

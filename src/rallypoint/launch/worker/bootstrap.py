@@ -371,7 +371,11 @@ def _is_container(path: Path) -> bool:
 
 def _tell(line: int, error: BaseException, code: int) -> None:
     """Send the exception to the supervisor as data: one line of JSON."""
-    send_line(line, {"kind": "exception", **exceptions.describe(error, code)})
+    record = {"kind": "exception", **exceptions.describe(error, code)}
+    if (loaded := sys.modules.get("rallypoint.launch.worker.collective_thread")) is not None:
+        # It has process groups. Whoever is asked for its collectives later may have ended by then.
+        record["collectives"] = loaded.records_of(error)
+    send_line(line, record)
 
 
 def _answer_what_is_handled(line: int) -> None:

@@ -1,9 +1,8 @@
-"""In a worker: a thread that tells the supervisor, when it asks, which collectives this rank has begun.
+"""In a worker: which collectives this rank has begun, told by a thread when the supervisor asks, and with an exception.
 
 A rank that waits in a collective runs no Python code in its main thread, and torch's records are in its memory. So a thread reads them.
 It starts with the first process group, which has threads of its own anyway, and waits for a question: nothing else. ``threading``
 does not know it. A rank that holds the GIL in C code does not answer.
-
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import re
 import select
 import threading
 import time
+import traceback
 
 from rallypoint._core import flight_records, stack_line
 from rallypoint.launch import torch_private
@@ -34,6 +34,15 @@ def start(fd: int) -> None:
     torch_private.start_thread(_answer, fd, os.fstat(fd).st_ino)
 
 
+def records_of(error: BaseException) -> list[flight_records.Group]:
+    """What this rank has begun, if an exception ends it. Called in the main thread."""
+    at = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not _NOT_THE_SCRIPT.search(frame.f_code.co_filename):
+            at = f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+    return _records(at)
+
+
 def _answer(fd: int, inode: int) -> None:
     with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
         name.write(stack_line.THREAD)
@@ -49,7 +58,7 @@ def _answer(fd: int, inode: int) -> None:
             if stack_line.ASK_BEGUN in asked:
                 answer["begun"] = _begun()
             if stack_line.ASK_COLLECTIVES in asked:
-                answer["collectives"] = _records()
+                answer["collectives"] = _records(_place())
             os.write(fd, json.dumps(answer).encode() + b"\n")
         except BlockingIOError:
             continue  # nobody reads
@@ -74,9 +83,9 @@ def _place() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def _records() -> list[flight_records.Group]:
+def _records(at: str) -> list[flight_records.Group]:
     try:
         dumps, ranks = torch_private.flight_records(calls=True), torch_private.group_ranks()
-        return flight_records.compact(dumps, ranks, time.time_ns(), _place())
+        return flight_records.compact(dumps, ranks, time.time_ns(), at)
     except Exception:  # noqa: BLE001  another torch may record in another way; stacks are told all the same
         return []

@@ -1,0 +1,90 @@
+"""When a hang is looked for, and how often."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rallypoint.errors import ControlError
+from rallypoint.launch.hang_watch import HangWatch
+
+
+AFTER = 0.02
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Any]]:
+    """Two that do nothing."""
+    started = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    with open(os.devnull) as line:
+        yield [
+            SimpleNamespace(
+                pid=each.pid,
+                status=None,
+                stacks_fd=line.fileno(),
+                ranks=SimpleNamespace(rank=rank, world_size=2),
+            )
+            for rank, each in enumerate(started)
+        ]
+    for each in started:
+        each.kill()
+        each.wait()
+
+
+class Asked:
+    """Answers who asks about the workers, and counts."""
+
+    def __init__(self, answer: Callable[[], Mapping[str, Any]]) -> None:
+        self.times: list[float] = []
+        self._answer = answer
+
+    def __call__(self, what: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+        assert what["ask"] == "stacks"
+        self.times.append(time.monotonic())
+        return self._answer
+
+
+def watch(workers: list[Any], asked: Asked, enough: Callable[[], bool]) -> list[str]:
+    said: list[str] = []
+    watch = HangWatch(AFTER, said.append)
+    ready = SimpleNamespace(node_rank=0, generation=0)
+    deadline = time.monotonic() + PATIENCE
+    while not enough():
+        assert time.monotonic() < deadline
+        watch.look(workers, ready, asked)  # type: ignore[arg-type]
+        time.sleep(watch.interval)
+    return said
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_if_nothing_is_found_out_it_looks_again_ever_more_seldom(
+    workers: list[Any], *, fails: bool
+) -> None:
+    def nothing() -> Mapping[str, Any]:
+        if fails:
+            raise ControlError("no answer")
+        return {"processes": [], "moving": False}
+
+    asked = Asked(nothing)
+    said = watch(workers, asked, lambda: len(asked.times) == 4)
+    assert said == []
+    first, *_, before, last = asked.times
+    assert last - before >= 4 * AFTER
+    assert last - first >= 7 * AFTER
+
+
+def test_nothing_is_asked_twice_while_an_answer_is_on_its_way(workers: list[Any]) -> None:
+    go = threading.Event()
+    asked = Asked(lambda: {"processes": [], "moving": go.wait(PATIENCE)})
+    began = time.monotonic()
+    watch(workers, asked, lambda: bool(asked.times) and time.monotonic() - began > 20 * AFTER)
+    assert len(asked.times) == 1
+    go.set()
