@@ -114,6 +114,7 @@ SANS_IO = {
     "launch/server/warm_key.py",
     "launch/placement/ranks.py",
     "launch/output/report.py",
+    "launch/output/stack_lines.py",
     "launch/placement/worker_env.py",
     "rendezvous/backend.py",
     "rendezvous/defaults.py",

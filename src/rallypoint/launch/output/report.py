@@ -15,6 +15,7 @@ from typing import Any
 
 from rallypoint.control.collectives import collective_waits
 
+from . import stack_lines
 from .failure import WorkerFailure
 from .symptoms import Says, printed
 
@@ -30,7 +31,6 @@ MIN_WIDTH = 60
 _OURS = "rallypoint/launch/"
 # A thread that we have started in a worker.
 _OUR_THREAD = "rallypoint/elastic/link.py"
-_BEGINNING = "Traceback (most recent call last):"
 
 _RED, _BOLD, _DIM, _END = "\033[31m", "\033[1m", "\033[2m", "\033[0m"
 
@@ -223,6 +223,7 @@ def _others(victims: Sequence[WorkerFailure]) -> str:
 
 
 def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _Paint) -> list[str]:
+    half = MAX_TRACEBACK_LINES // 2
     attempt = f"attempt {root.generation + 1} of {report.max_restarts + 1}"
     place = (
         f"rank {root.rank} (local rank {root.local_rank}) on {root.host}, pid {root.pid}, {attempt}"
@@ -242,15 +243,15 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
         text = f"{kind}: {message}" if message else kind
         lines += _wrapped("  error        ", text, width, most=6)
         if inner:
-            lines += _block(_frames(inner), width, MAX_TRACEBACK_LINES // 2, paint)
+            lines += _block(stack_lines.of(inner, half), width, half, paint)
     both = raised is not None and bool(raised.traceback) and bool(root.native_stack)
     both = both or (raised is not None and bool(_with_inner(raised.message)[1]))
-    stack_lines = MAX_TRACEBACK_LINES // 2 if both else MAX_TRACEBACK_LINES
+    most = half if both else MAX_TRACEBACK_LINES
     if raised is not None and raised.traceback:
-        lines += _block(_frames(raised.traceback), width, stack_lines, paint)
+        lines += _block(stack_lines.of(raised.traceback, most), width, most, paint)
     if root.native_stack:
         lines.append("  at the fault (most recent call first)")
-        lines += _block(_native(root.native_stack), width, stack_lines, paint, keep_end=False)
+        lines += _block(_native(root.native_stack), width, most, paint, keep_end=False)
     if (raised is None or (raised.is_exit and _is_number(raised.message))) and root.stderr:
         lines.append("  last lines of its stderr")
         most = (
@@ -305,35 +306,16 @@ def _with_inner(message: str) -> tuple[str, str]:
 
     The traceback's last line, which says what happened, stays with the message.
     """
-    start = message.find(_BEGINNING)
+    start = message.find(stack_lines.BEGINNING)
     if start < 0:
         return message, ""
     before = message[:start].rpartition("\n")[0] if message[:start].strip() else ""
     inner = message[start:].rstrip().strip('"').rstrip()
     last = [line for line in inner.splitlines() if line and not line.startswith(" ")][-1]
-    return f"{before.strip()} {last}".strip() if last != _BEGINNING else before.strip(), inner
-
-
-def _frames(traceback: str) -> list[str]:
-    """The stack without its first line and without the message, which the report shows above it.
-
-    A stack that is too long is shown without ``^^^`` markers, blank lines and headings.
-    """
-    lines = traceback.rstrip().splitlines()
-    if lines and lines[0] == _BEGINNING:
-        lines = lines[1:]
-    inside = [index for index, line in enumerate(lines) if line.startswith(" ")]
-    end = inside[-1] + 1 if inside else 0
-    # Lines of the message may be indented too. (In an exception group, frames follow a bar.)
-    frames = [index for index in inside if lines[index].startswith('  File "')]
-    if frames and not any(lines[index].startswith("  |") for index in inside):
-        end = frames[-1] + 1
-        while end < len(lines) and lines[end].startswith(("    ", "  [Previous line")):
-            end += 1
-    found = lines[:end]
-    if len(found) > MAX_TRACEBACK_LINES:
-        found = [each for each in found if each.strip(" ^~") and each != _BEGINNING]
-    return found
+    return (
+        f"{before.strip()} {last}".strip() if last != stack_lines.BEGINNING else before.strip(),
+        inner,
+    )
 
 
 def _native(stack: str) -> list[str]:
