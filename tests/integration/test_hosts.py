@@ -39,6 +39,35 @@ child = subprocess.Popen(["sleep", "1000"])
 pathlib.Path("started-" + os.environ["RANK"]).touch()
 threading.Event().wait()
 """
+# A module that is on the first host alone: not in the folder of the job.
+HELP = """
+class Box:
+    def __init__(self, what):
+        self.what = what
+
+def total(box, size):
+    import os, torch, torch.distributed as dist
+    x = torch.tensor([float(box.what + dist.get_rank())])
+    dist.all_reduce(x)
+    print("rank", dist.get_rank(), flush=True)
+    return Box((x.item(), os.environ["LOCAL_WORLD_SIZE"], b"x" * size))
+"""
+CALL = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import helper
+from rallypoint.errors import LaunchError, WorkersFailed
+from rallypoint.launch import MultiprocessConfig, launch_subprocesses
+
+def call(func, *args, **more):
+    return launch_subprocesses(func, MultiprocessConfig(**more), *args, hosts=sys.argv[3].split(","), ssh_options=sys.argv[2])
+
+def fails(path):
+    import os, pathlib
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such luck")
+    time.sleep(60)
+"""
 SUM = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -90,16 +119,29 @@ class Site:
     def names(self, *more: int) -> str:
         return ",".join(self.hosts.addr(index) for index in (0, *more))
 
-    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        options = (
+    @property
+    def options(self) -> str:
+        """For ssh."""
+        return (
             f"-F none -p {PORT} -i {self.key} -o StrictHostKeyChecking=no"
             " -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
         )
+
+    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        flags = ("--ssh-options", self.options, "--start-method", "exec")
+        return self.start_python("-m", "rallypoint", "run", *flags, *words, env=env)
+
+    def call(self, program: str, *hosts: str) -> subprocess.Popen[str]:
+        """A program that calls functions on hosts."""
+        away = self.folder / "away"
+        away.mkdir()
+        (away / "helper.py").write_text(HELP)
+        (self.folder / "call.py").write_text(CALL + program)
+        return self.start_python("call.py", str(away), self.options, ",".join(hosts))
+
+    def start_python(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         begun = subprocess.Popen(
-            [
-                *(*self.hosts.prefix(0), sys.executable, "-m", "rallypoint", "run"),
-                *("--ssh-options", options, "--start-method", "exec", *words),
-            ],
+            [*self.hosts.prefix(0), sys.executable, *words],
             cwd=self.folder,
             env={**os.environ, "RALLY_SITE": self.mark, **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -290,3 +332,69 @@ def test_workers_of_the_hosts_reach_each_other(site: Site) -> None:
     out, err = begun.communicate(timeout=180)
     assert begun.returncode == 0, err
     assert out == "sum 6.0\n"
+
+
+# -- functions ------------------------------------------------------------------------------------
+
+
+def test_a_function_of_a_module_that_only_this_host_has(site: Site) -> None:
+    """A call and results larger than a pipe, and an object of a class that the other hosts do not have."""
+    begun = site.call(
+        "data = bytes(300_000)\n"
+        "found = call(lambda d, box, size: (len(d), helper.total(box, size)), data, helper.Box(10), 200_000)\n"
+        "for length, box in found:\n"
+        "    print(length, type(box) is helper.Box, box.what[:2], len(box.what[2]))\n",
+        *(f"{site.hosts.addr(0)}:1", f"{site.hosts.addr(1)}:2"),
+    )
+    out, err = begun.communicate(timeout=180)
+    assert begun.returncode == 0, err
+    second = site.hosts.addr(1)
+    shown, results = out.splitlines()[:3], out.splitlines()[3:]
+    assert sorted(shown) == [f"[{second}] rank 1", f"[{second}] rank 2", "rank 0"]
+    assert results == [
+        "300000 True (33.0, '1') 200000",
+        "300000 True (33.0, '2') 200000",
+        "300000 True (33.0, '2') 200000",
+    ]
+    assert site.left() == []
+
+
+def test_a_function_that_fails_on_another_host(site: Site) -> None:
+    begun = site.call(
+        "try:\n    call(fails, None, world_size=2)\n"
+        "except WorkersFailed as error:\n"
+        "    root = error.report.root_cause\n"
+        "    print(root.rank, root.host, root.raised.type, root.raised.message)\n"
+        "    print('in fails' in str(error), error.report.world_size)\n",
+        *(site.hosts.addr(0), site.hosts.addr(1)),
+    )
+    out, err = begun.communicate(timeout=180)
+    assert begun.returncode == 0, err
+    assert out.splitlines() == ["1 host-1 ValueError no such luck", "True 2"]
+    assert "the job failed" not in err
+    assert site.left() == []
+
+
+@pytest.mark.long
+def test_a_call_whose_host_cannot_be_reached(site: Site) -> None:
+    begun = site.call(
+        "try:\n    call(fails, None, local_world_size=1)\n"
+        "except LaunchError as error:\n    print(error)\n",
+        *(site.hosts.addr(0), "10.78.0.77"),
+    )
+    out, err = begun.communicate(timeout=180)
+    assert begun.returncode == 0, err
+    assert "nothing could be started on 10.78.0.77" in out
+    assert site.left() == []
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_a_call_that_is_killed(site: Site) -> None:
+    begun = site.call(
+        f"call(lambda: exec({STAY!r}), world_size=2)", site.hosts.addr(0), site.hosts.addr(1)
+    )
+    site.wait_started(0, 1)
+    began = time.monotonic()
+    begun.kill()
+    site.wait_nothing_left(began)
+    begun.communicate(timeout=60)

@@ -16,6 +16,7 @@ from rallypoint.errors import ConfigError, RallyError
 from . import flags
 from .config import LaunchConfig
 from .hosts import report_file
+from .hosts.call_files import Answer, CallFiles
 
 
 _USAGE = """\
@@ -161,7 +162,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     if (problem := limits.working_directory()) is not None:
         raise ConfigError("working directory", None, problem, "cd to another one")
-    report_fd = report_file.inherited()
+    report_fd, call = report_file.inherited(), CallFiles.inherited()
     env = environment.snapshot()
     logs.set_up(env)
     event_sinks.check(env)
@@ -171,7 +172,7 @@ def run(words: Sequence[str]) -> int:
         return launcher.run(given, env, _say)
     from .settings import config_from
 
-    config, remarks = config_from(given, env)
+    config, remarks = config_from(given, env, None if call is None else call.path)
     for remark in remarks:
         _say(remark)
     if "--preflight" in given.values:
@@ -179,15 +180,18 @@ def run(words: Sequence[str]) -> int:
 
         if not doctor.preflight(given.values, _say):
             return 1
-    return launch(config, report_fd)
+    return launch(config, report_fd, call)
 
 
-def launch(config: LaunchConfig, report_fd: int | None = None) -> int:
+def launch(
+    config: LaunchConfig, report_fd: int | None = None, call: CallFiles | None = None
+) -> int:
     """Run a job from this terminal and print how it failed, if it did.
 
     Args:
         config: the job.
         report_fd: where the report goes instead: to the terminal of another host.
+        call: what workers call, if that came from another host.
     """
     from .coordinator import coordination_for
     from .output.console import Console
@@ -197,9 +201,17 @@ def launch(config: LaunchConfig, report_fd: int | None = None) -> int:
     say = _say_json if config.logs.as_json else _say
     coordination = coordination_for(config, say)
     supervisor = Supervisor(
-        config, coordination=coordination, console=Console(), say=say, token=uuid.uuid4().hex
+        config,
+        coordination=coordination,
+        console=Console(),
+        say=say,
+        token=uuid.uuid4().hex,
+        payload_fd=None if call is None else call.call,
     )
     outcome = supervisor.run()
+    if call is not None:
+        report = None if outcome.report is None else outcome.report.to_json()
+        call.write(Answer(results=outcome.results, report=report).to_bytes())
     if outcome.aim is Aim.SUCCEED:
         return 0
     if outcome.report is not None:

@@ -13,16 +13,17 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from rallypoint._core import env as environment, limits, secret
 from rallypoint.errors import ConfigError, LaunchError, RallyError, WorkersFailed
 
-from . import multiprocess_config
+from . import host_functions, multiprocess_config
 from .config import Job, LaunchConfig, LogConfig, RendezvousConfig, StartMethod, TargetKind
 from .coordination import LoneNode, NodeFacts
+from .host_functions import HostLaunch
 from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
 from .output.console import Console
 from .output.report import FailureReport
@@ -65,9 +66,11 @@ def launch_subprocesses(
     *args: Any,
     setup: Callable[[], object] | None = None,
     rank_offset: int = 0,
+    hosts: Sequence[str] = (),
+    ssh_options: str = "",
     **kwargs: Any,
 ) -> list[T]:
-    """Call ``func(*args, **kwargs)`` on ``cfg.world_size`` workers of this machine; their results by rank.
+    """Call ``func(*args, **kwargs)`` on ``cfg.world_size`` workers of this machine, or of ``hosts``; their results by rank.
 
     In each worker, in this order: the variables of its rank are set (as under ``rally run``), ``setup`` is called,
     logging is set up with rank and world size (if ``setup`` has not done so), its CUDA device is made
@@ -88,6 +91,10 @@ def launch_subprocesses(
     and ``master_port``, its own ``rank_offset``, and ``local_world_size`` for the number of its workers. The part
     with ``rank_offset=0`` serves the store, until its own workers have ended.
 
+    With ``hosts`` the workers are on these machines, started over ssh as by ``rally run --hosts`` (docs/several-hosts.md),
+    and the call and its results travel through ssh. Functions and classes that are not from an installed package go
+    by value. If this process ends, or the connection to it, the hosts end their workers.
+
     Blocks: until all workers and their processes have ended.   Threads: may be called from any
     thread; signals are only noticed in the main thread, where Python delivers them.
     Signals: Ctrl-C is forwarded to the workers (a second one kills them), then KeyboardInterrupt is raised here. SIGTERM,
@@ -99,9 +106,12 @@ def launch_subprocesses(
         setup: called without arguments in each worker before the process group is formed, so it
             may configure logging, register a backend, or set variables that a backend reads.
         rank_offset: rank of the first worker.
+        hosts: ``["a", "b:8"]``: the machines, ``b`` with 8 workers. For the others ``cfg.local_world_size`` counts, or an
+            equal share of ``cfg.world_size``.
+        ssh_options: for ssh, as in a shell: ``"-p 2222 -i key"``.
         **kwargs: keyword arguments for ``func``.
     Returns:
-        The results of the workers started here, by rank.
+        The results of the workers started here (with ``hosts``: of all), by rank.
     Raises:
         ConfigError: a setting cannot work, or the call cannot be pickled; nothing has been started.
         WorkersFailed: a worker failed, or its result cannot be pickled; the text is the report.
@@ -111,6 +121,15 @@ def launch_subprocesses(
     multiprocess_config.check(cfg)
     if setup is None:
         _check_arguments(func, args, kwargs)
+    if hosts:
+        if rank_offset:
+            raise ConfigError("rank_offset", rank_offset, "cannot be combined with hosts")
+        launch = host_functions.host_launch(hosts, cfg, ssh_options)
+        call = payload.Call(func, args, kwargs, setup)
+        _flush_streams()
+        return _on_hosts(launch, call)
+    if ssh_options:
+        raise ConfigError("ssh_options", ssh_options, "has no effect without hosts")
     asked, cfg = cfg, cfg.with_sizes()
     assert cfg.world_size is not None
     call = payload.Call(func, args, kwargs, setup)
@@ -233,6 +252,16 @@ def _flush_streams() -> None:
         except (OSError, ValueError):
             pass  # closed, or nobody reads it
     ctypes.CDLL(None).fflush(None)
+
+
+# -- on other hosts -------------------------------------------------------------------------------
+
+
+def _on_hosts(launch: HostLaunch, call: payload.Call) -> list[Any]:
+    ended = host_functions.run(launch, call, environment.snapshot())
+    if ended.signal is not None and ended.verdict.exit_code:
+        _have_its_effect(ended.signal)
+    return host_functions.results(ended, launch)
 
 
 # -- in this process ------------------------------------------------------------------------------
@@ -376,8 +405,7 @@ def _launch_config(
         master_port=cfg.master_port,
         secret=_secret(alone=cfg.local_world_size == cfg.world_size),
         start_method=method,
-        # What each worker would import by itself.
-        preload=("cloudpickle", "rallypoint.launch.worker.payload", "rallypoint.parallel"),
+        preload=host_functions.PRELOAD,
     )
 
 

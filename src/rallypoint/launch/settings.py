@@ -20,6 +20,7 @@ from rallypoint.errors import ConfigError
 
 from .config import (
     DEFAULT_SHUTDOWN_TIMEOUT,
+    Job,
     LaunchConfig,
     LogConfig,
     MetricsPlace,
@@ -54,15 +55,25 @@ _DEVICE_FILES = (
 _NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "standalone")
 
 
-def config_from(given: Given, env: Mapping[str, str]) -> tuple[LaunchConfig, list[str]]:
+def config_from(
+    given: Given, env: Mapping[str, str], function_path: tuple[str, ...] | None = None
+) -> tuple[LaunchConfig, list[str]]:
     """The launch that a command line asks for, and remarks for the user.
+
+    Args:
+        given: the command line.
+        env: variables.
+        function_path: workers run a function that the command line names, with this ``sys.path``; None: a script.
 
     Raises:
         ConfigError: a setting cannot work; named as the user spelled it.
     """
     flags, origins = resolve(given, env)
     values = Values(flags, origins, env)
-    job = target_from(values, given.target)
+    if function_path is None:
+        job = target_from(values, given.target)
+    else:
+        job = Job(kind=TargetKind.FUNCTION, name=given.target[0], path=function_path)
     start_method, python = _start(values, job.kind)
     placement = None
     if not any(values.is_set(name) for name in _NODE_FLAGS):

@@ -1,6 +1,6 @@
 """The side of the terminal: starts a supervisor on every host, shows what they say, ends them with itself.
 
-A thread for each stream passes output on. Heartbeats have a thread of their own: a terminal that stands still (Ctrl-S)
+A thread for each stream passes output on, and one for each host sends its orders. Heartbeats have a thread of their own: a terminal that stands still (Ctrl-S)
 must not end the job.
 """
 
@@ -17,8 +17,9 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 from rallypoint._core import addresses, secret
 from rallypoint._core.clock import Deadline
@@ -28,7 +29,7 @@ from rallypoint.launch.signals import SignalEvents
 
 from . import listing, merging, orders
 from .listing import Host
-from .merging import Part
+from .merging import Part, Verdict
 
 
 # Where the nodes meet if no flag says so: below the ports that the kernel gives to clients.
@@ -42,6 +43,34 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 Say = Callable[..., None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A pickled function call, which the workers of all hosts make.
+
+    Args:
+        data: the pickle.
+        path: the caller's ``sys.path``.
+    """
+
+    data: bytes
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a job on several hosts ended.
+
+    Args:
+        parts: of each host.
+        verdict: of them all.
+        signal: the last one that was passed on to the hosts, or None.
+    """
+
+    parts: tuple[Part, ...]
+    verdict: Verdict
+    signal: int | None
+
+
 def run(given: Given, env: Mapping[str, str], say: Say) -> int:
     """Run the job of a command line on its hosts. Returns the exit code.
 
@@ -49,6 +78,26 @@ def run(given: Given, env: Mapping[str, str], say: Say) -> int:
         given: the command line.
         env: of this process.
         say: prints a line to the user; with ``bare``, as it is.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+    end = run_on_hosts(given, env, say).verdict
+    for remark in end.remarks:
+        say(remark)
+    if end.report:
+        say(end.report, bare=True)
+    return end.exit_code
+
+
+def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | None = None) -> Ended:
+    """The same, without a word about the end.
+
+    Args:
+        given: the command line.
+        env: of this process.
+        say: prints a line to the user.
+        call: what workers call; None: they run the script of the command line.
 
     Raises:
         ConfigError: a setting cannot work.
@@ -74,10 +123,12 @@ def run(given: Given, env: Mapping[str, str], say: Say) -> int:
         words=(),
         secret=_secret(given.values, env),
         token=uuid.uuid4().hex,
+        call_size=0 if call is None else len(call.data),
+        path=() if call is None else call.path,
     )
     parts = [Part(host.name) for host in hosts]
     merger = merging.Merger(parts, common.token)
-    job = _Job(parts, merger, least, say)
+    job = _Job(parts, merger, least, say, b"" if call is None else call.data)
     with SignalEvents(_ENDS) as signals:
         try:
             for index, host in enumerate(hosts):
@@ -91,12 +142,7 @@ def run(given: Given, env: Mapping[str, str], say: Say) -> int:
             job.watch(signals)
         finally:
             job.close()
-    end = merging.verdict(parts, least)
-    for remark in end.remarks:
-        say(remark)
-    if end.report:
-        say(end.report, bare=True)
-    return end.exit_code
+    return Ended(parts=tuple(parts), verdict=merging.verdict(parts, least), signal=job.signal)
 
 
 def _hosts(values: Mapping[str, str]) -> tuple[Host, ...]:
@@ -150,14 +196,20 @@ def _secret(values: Mapping[str, str], env: Mapping[str, str]) -> str | None:
 class _Job:
     """The hosts' processes as this one holds them."""
 
-    def __init__(self, parts: list[Part], merger: merging.Merger, least: int, say: Say) -> None:
+    def __init__(
+        self, parts: list[Part], merger: merging.Merger, least: int, say: Say, call: bytes
+    ) -> None:
         self._parts = parts
         self._merger = merger
         self._least = least
         self._say = say
+        self._call = call
+        self.signal: int | None = None
         self._started: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()  # of the merger
         self._writing = threading.Lock()
+        self._ordered: set[int] = set()  # pids of those that have their orders
+        self._told: list[int] = []  # signals
         self._readers: list[list[threading.Thread]] = []
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="rally-heartbeat", daemon=True)
@@ -184,8 +236,8 @@ class _Job:
         self._readers.append(readers)
         for each in readers:
             each.start()
-        self._write(begun, first_line)
-        os.set_blocking(begun.stdin.fileno(), False)
+        sent = os.dup(begun.stdin.fileno())
+        threading.Thread(target=self._order, args=(begun, sent, first_line), daemon=True).start()
         if index == 0:
             self._heart.start()
 
@@ -245,11 +297,14 @@ class _Job:
         return sum(each.lost for each in self._parts)
 
     def _signal(self, number: int) -> None:
+        self.signal = number
         self._tell_all(number)
         if number == signal.SIGHUP:
             self._patience = Deadline(_HANG_UP)
 
     def _tell_all(self, number: int) -> None:
+        with self._writing:
+            self._told.append(number)
         for begun in self._started:
             self._write(begun, f"{number}\n".encode())
 
@@ -267,10 +322,26 @@ class _Job:
             for begun in list(self._started):
                 self._write(begun, b".\n")
 
+    def _order(self, begun: subprocess.Popen[bytes], stdin: int, first_line: bytes) -> None:
+        """Send the orders, however long that takes; what is told meanwhile follows."""
+        try:
+            for data in (first_line, self._call):
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(stdin, left) :]
+            with self._writing:
+                os.write(stdin, b"".join(b"%d\n" % number for number in self._told) or b".\n")
+                os.set_blocking(stdin, False)
+                self._ordered.add(begun.pid)
+        except OSError:
+            pass  # it has ended
+        finally:
+            os.close(stdin)
+
     def _write(self, begun: subprocess.Popen[bytes], data: bytes) -> None:
         """A host that takes nothing is as good as gone; ssh notices that."""
         with self._writing:
-            if begun.stdin is None or begun.stdin.closed:
+            if begun.pid not in self._ordered or begun.stdin is None or begun.stdin.closed:
                 return
             try:
                 begun.stdin.write(data)
@@ -285,9 +356,19 @@ class _Job:
             with self._lock:
                 text = self._merger.take(index, number, data)
                 try:
-                    shown.buffer.write(text)
-                    shown.flush()
+                    _show(shown, text)
                 except (OSError, ValueError):
                     pass  # a closed terminal ends the job by SIGHUP, not by its output
             if not data:
                 return
+
+
+def _show(stream: TextIO | None, text: bytes) -> None:
+    if stream is None:  # 2>&-
+        return
+    buffer = getattr(stream, "buffer", None)  # a notebook's stream has none
+    if buffer is None:
+        stream.write(text.decode(errors="replace"))
+    else:
+        buffer.write(text)
+    stream.flush()

@@ -7,6 +7,7 @@ hosts is shown once.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ class Part:
         started: its orders were read.
         exit_code: of its supervisor.
         report: its failure report.
+        answer: what came of its part of a function call (:mod:`.call_files`).
         ssh_code: how ssh ended; None while it runs.
     """
 
@@ -42,6 +44,7 @@ class Part:
     started: bool = False
     exit_code: int | None = None
     report: str = ""
+    answer: bytearray = field(default_factory=bytearray)
     ssh_code: int | None = None
 
     @property
@@ -107,6 +110,8 @@ class Merger:
         told = json.loads(record)
         if told["what"] == "started":
             part.started = True
+        elif told["what"] == "answer":
+            part.answer += base64.b64decode(told["data"])
         else:
             part.exit_code, part.report = int(told["exit_code"]), str(told["report"])
 

@@ -7,6 +7,7 @@ a supervisor that is gone.
 
 from __future__ import annotations
 
+import base64
 import os
 import select
 import signal
@@ -16,7 +17,8 @@ import sys
 from rallypoint._core import env as environment, process
 from rallypoint._core.clock import Deadline
 
-from . import report_file
+from . import call_files, report_file
+from .call_files import CallFiles
 from .merging import told
 from .orders import SILENCE, Orders
 
@@ -24,6 +26,7 @@ from .orders import SILENCE, Orders
 # How long the supervisor may take to end once the terminal is gone, before it is killed.
 _PATIENCE = 1.5
 _MAX_ORDERS = 16 * 1024 * 1024
+_PIECE = 24 * 1024
 
 
 def command() -> int:
@@ -34,7 +37,10 @@ def command() -> int:
     orders = Orders.from_line(line)
     _tell(told(orders.token, "started"))
     report_fd = report_file.make()
-    code = _run(orders, report_fd)
+    call = _take_call(orders) if orders.call_size else None
+    code = _run(orders, report_fd, call)
+    if call is not None:
+        _tell_answer(orders.token, call_files.read(call.answer))
     _tell(told(orders.token, "ended", exit_code=code, report=report_file.read(report_fd)))
     return code
 
@@ -52,7 +58,27 @@ def _first_line() -> bytes | None:
     return None
 
 
-def _run(orders: Orders, report_fd: int) -> int:
+def _take_call(orders: Orders) -> CallFiles:
+    call = os.memfd_create("rally-call", 0)
+    left = orders.call_size
+    while left:
+        data = os.read(0, min(left, 1 << 20))
+        if not data:
+            raise SystemExit(1)  # the terminal is gone
+        left -= len(data)
+        while data:
+            data = data[os.write(call, data) :]
+    return CallFiles(call=call, answer=call_files.make(), path=orders.path)
+
+
+def _tell_answer(token: str, answer: bytes) -> None:
+    """In pieces: the terminal takes whole lines."""
+    for at in range(0, len(answer), _PIECE):
+        data = base64.b64encode(answer[at : at + _PIECE]).decode()
+        _tell(told(token, "answer", data=data))
+
+
+def _run(orders: Orders, report_fd: int, call: CallFiles | None) -> int:
     try:
         os.chdir(orders.folder)
     except OSError as error:
@@ -66,6 +92,9 @@ def _run(orders: Orders, report_fd: int) -> int:
         passed.append(secret_fd)
     env = environment.snapshot() | dict(orders.env)
     env[report_file.VARIABLE] = str(report_fd)
+    if call is not None:
+        env |= call.in_environment()
+        passed += [call.call, call.answer]
     me = os.getpid()
     child = subprocess.Popen(
         [sys.executable, "-m", "rallypoint", "run", *words],
@@ -125,7 +154,8 @@ def _code(status: int) -> int:
 def _tell(line: bytes) -> None:
     try:
         sys.stdout.flush()
-        os.write(1, line)
+        while line:
+            line = line[os.write(1, line) :]
     except OSError:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody is there to be told
 

@@ -46,6 +46,8 @@ class Orders:
         words: of ``rally run``.
         secret: the job's; None if it has none.
         token: precedes what its supervisor tells in confidence; workers do not know it.
+        call_size: bytes of a pickled function call that follow this line; 0: workers run a script.
+        path: the caller's ``sys.path``, for a function call.
     """
 
     folder: str
@@ -53,6 +55,8 @@ class Orders:
     words: tuple[str, ...]
     secret: str | None
     token: str
+    call_size: int = 0
+    path: tuple[str, ...] = ()
 
     def to_line(self) -> bytes:
         fields = {name: getattr(self, name) for name in self.__slots__}
@@ -61,7 +65,8 @@ class Orders:
     @classmethod
     def from_line(cls, line: bytes) -> Orders:
         fields: dict[str, Any] = json.loads(line)
-        return cls(**{**fields, "words": tuple(fields["words"])})
+        tuples = {name: tuple(fields[name]) for name in ("words", "path")}
+        return cls(**{**fields, **tuples})
 
 
 def forwarded(env: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:

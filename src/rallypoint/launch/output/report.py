@@ -7,16 +7,17 @@ through :func:`clean`, so it can neither control the terminal nor break the colu
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from rallypoint.control.collectives import collective_waits
 
 from . import stack_lines
-from .failure import WorkerFailure
+from .failure import WorkerFailure, failures_from_json
 from .symptoms import Says, printed
 
 
@@ -31,6 +32,8 @@ MIN_WIDTH = 60
 _OURS = "rallypoint/launch/"
 # A thread that we have started in a worker.
 _OUR_THREAD = "rallypoint/elastic/link.py"
+# What a failure's record says beside its fields.
+_COMPUTED = {"signal_name", "headline"}
 
 _RED, _BOLD, _DIM, _END = "\033[31m", "\033[1m", "\033[2m", "\033[0m"
 
@@ -92,6 +95,20 @@ class FailureReport:
             "victims": [_as_json(victim) for victim in self.victims],
             "log_folder": self.log_folder,
         }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_json` made, perhaps on another host."""
+        root = record["root_cause"]
+        told = [*([] if root is None else [root]), *record["victims"]]
+        plain = [{name: each[name] for name in each.keys() - _COMPUTED} for each in told]
+        return cls(
+            failures=failures_from_json(json.dumps(plain)),
+            world_size=record["world_size"],
+            max_restarts=record["max_restarts"],
+            log_folder=record["log_folder"],
+            reason=record["reason"],
+        )
 
     def text(self, width: int = 100, *, colour: bool = False) -> str:
         return render(self, width=width, colour=colour)

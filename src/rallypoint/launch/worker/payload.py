@@ -24,6 +24,7 @@ import mmap
 import os
 import pickle
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -94,8 +95,13 @@ class CallerFacts:
 # -- in the caller --------------------------------------------------------------------------------
 
 
-def pack(call: Call, facts: CallerFacts) -> int:
+def pack(call: Call, facts: CallerFacts, *, installed_only: bool = False) -> int:
     """Pickle the call into a memory file; the caller owns the descriptor.
+
+    Args:
+        call: what to pickle.
+        facts: what goes with it.
+        installed_only: workers may be on other hosts, which have only what is installed; other modules go by value.
 
     Raises:
         ConfigError: a part of it, which the error names, cannot be pickled.
@@ -105,7 +111,7 @@ def pack(call: Call, facts: CallerFacts) -> int:
         with open(fd, "wb", closefd=False) as file:
             head = facts.to_json()
             file.write(len(head).to_bytes(_LENGTH_BYTES) + head)
-            with _unimportable_by_value(call):
+            with _by_value(call, _is_installed if installed_only else _can_be_imported):
                 try:
                     _dump(call, file)
                 except Exception as error:  # noqa: BLE001  a user's __reduce__ may raise anything
@@ -144,8 +150,8 @@ def _dump(what: object, file: Any) -> None:  # Any: only write() is needed
 
 
 @contextmanager
-def _unimportable_by_value(call: Call) -> Iterator[None]:
-    """Make cloudpickle pickle objects of modules that a worker could not import by value, within the block."""
+def _by_value(call: Call, is_there: Callable[[ModuleType, str], bool]) -> Iterator[None]:
+    """Make cloudpickle pickle objects of modules that a worker does not have by value, within the block."""
     import cloudpickle
 
     things = [_unwrapped(thing) for thing in (call.func, call.setup, *call.args)]
@@ -159,7 +165,7 @@ def _unimportable_by_value(call: Call) -> Iterator[None]:
             if name in sys.modules
             and name not in registered
             and name != "__main__"  # always pickled by value
-            and not _can_be_imported(sys.modules[name], name)
+            and not is_there(sys.modules[name], name)
         ]
         for module in modules:
             cloudpickle.register_pickle_by_value(module)
@@ -168,6 +174,15 @@ def _unimportable_by_value(call: Call) -> Iterator[None]:
         finally:
             for module in modules:
                 cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_installed(module: ModuleType, name: str) -> bool:
+    """Whether it is a part of Python or of an installed package, so that hosts with the same interpreter have it."""
+    file = getattr(module, "__file__", None)
+    if file is None or name.partition(".")[0] == "rallypoint":
+        return True
+    places = {sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return any(os.path.realpath(file).startswith(os.path.realpath(each) + "/") for each in places)
 
 
 def _can_be_imported(module: ModuleType, name: str) -> bool:

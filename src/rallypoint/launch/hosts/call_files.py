@@ -1,0 +1,91 @@
+"""A function call on its way to the supervisor of a host, and what comes back: files without a name.
+
+The call and its results are pickles, which nobody reads here. What comes back is a line of JSON, and then the results
+one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rallypoint._core import env as environment
+
+
+VARIABLE = "RALLY_CALL"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFiles:
+    """The files of one call.
+
+    Args:
+        call: what workers call.
+        answer: for what comes back.
+        path: the caller's ``sys.path``.
+    """
+
+    call: int
+    answer: int
+    path: tuple[str, ...]
+
+    @classmethod
+    def inherited(cls) -> Self | None:
+        """The files that this supervisor was given; workers are not to see them."""
+        text = environment.process_environment().pop(VARIABLE, None)
+        if text is None:
+            return None
+        record = json.loads(text)
+        for name in ("call", "answer"):
+            os.set_inheritable(record[name], False)
+        return cls(call=record["call"], answer=record["answer"], path=tuple(record["path"]))
+
+    def in_environment(self) -> dict[str, str]:
+        """The variable that hands them to a child, which has to inherit the descriptors."""
+        record = {"call": self.call, "answer": self.answer, "path": self.path}
+        return {VARIABLE: json.dumps(record)}
+
+    def write(self, answer: bytes) -> None:
+        with os.fdopen(self.answer, "wb") as file:
+            file.write(answer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What came of a host's part of a call.
+
+    Args:
+        results: of its workers, in rank order; none if it failed.
+        report: why it failed, as JSON; None: no worker did.
+    """
+
+    results: Sequence[bytes] = ()
+    report: Mapping[str, Any] | None = None
+
+    def to_bytes(self) -> bytes:
+        head = {"sizes": [len(each) for each in self.results], "report": self.report}
+        return b"".join([json.dumps(head).encode(), b"\n", *self.results])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        line, _, rest = data.partition(b"\n")
+        head: dict[str, Any] = json.loads(line)
+        results, at = [], 0
+        for size in head["sizes"]:
+            results.append(rest[at : at + size])
+            at += size
+        return cls(results=tuple(results), report=head["report"])
+
+
+def make() -> int:
+    """A file for what comes back, to be inherited."""
+    return os.memfd_create("rally-answer", 0)
+
+
+def read(fd: int) -> bytes:
+    with os.fdopen(fd, "rb") as file:
+        file.seek(0)
+        return file.read()
