@@ -44,6 +44,7 @@ __all__ = [
     "Subscription",
     "WorkerEnded",
     "WorkerReplaced",
+    "WorkerSlow",
     "WorkerStarted",
     "emit",
     "is_wanted",
@@ -170,6 +171,29 @@ class JobHangs(Event):
     missing: tuple[int, ...]
     waiting: tuple[int, ...]
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSlow(Event):
+    """The others wait for a worker in their collectives, for a while and by more than a little. Told by its node, once until it is over.
+
+    Args:
+        generation: of the job.
+        rank: the slow one.
+        share: the part of the time that the others wait for it, from 0 to 1.
+        late: seconds by which it comes later than the others in each step.
+        step: seconds that a step takes, or a part of it that repeats.
+        place: where its main thread is most often, in words; may be empty.
+        differences: what is different about it, in words; may be empty.
+    """
+
+    generation: int
+    rank: int
+    share: float
+    late: float
+    step: float
+    place: str
+    differences: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

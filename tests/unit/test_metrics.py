@@ -51,7 +51,7 @@ def status(**more: Any) -> dict[str, Any]:
 
 def used(**more: Any) -> dict[str, Any]:
     usual = {"rank": 0, "pid": 5, "cpu": 2.0, "memory": 1 << 20, "threads": 3, "children": 0}
-    return {**usual, "collectives": None, **more}
+    return {**usual, "collectives": None, "slowness": None, **more}
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:

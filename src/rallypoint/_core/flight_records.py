@@ -7,6 +7,7 @@ Gloo's. Point-to-point calls over Gloo are not among them.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ _MAX_TEXT: Final = 200
 _MAX_SIZES: Final = 64
 
 Group = Mapping[str, Any]
+Entered = Mapping[str, Any]
 
 
 def compact(
@@ -68,6 +70,71 @@ def compact(
             done[-_DONE:] + pending[: _MOST - _DONE], key=lambda call: call["seq"]
         )
     return list(groups.values())
+
+
+def entered(
+    dumps: Sequence[bytes | str], ranks: Mapping[str, Sequence[int]], most: int
+) -> list[Entered]:
+    """When a rank entered the last calls of each group.
+
+    Args:
+        dumps, ranks: as of :func:`compact`.
+        most: calls in all groups together.
+
+    Returns:
+        For each group and backend with more than one member: ``name``, ``ranks``, and in order of the calls ``seqs``, ``times``
+        (microseconds since the first of them, which was at ``since``, in nanoseconds of the host's wall clock) and ``kinds``
+        (calls of the same operation and sizes have the same).
+    """
+    calls: dict[str, list[tuple[int, int, int]]] = {}
+    members: dict[str, list[int]] = {}
+    for dump in dumps:
+        for each in json.loads(dump).get("entries") or ():
+            group = each["process_group"][0]
+            if each["is_p2p"] or len(ranks.get(group, ())) < 2:
+                continue
+            backend, _, op = each["profiling_name"].rpartition(":")
+            name = f"{group} {backend}"
+            members[name] = list(ranks[group])
+            kind = zlib.crc32(repr((op, each["input_sizes"], each["input_dtypes"])).encode())
+            call = each["collective_seq_id"], each["time_created_ns"], kind
+            calls.setdefault(name, []).append(call)
+    found: list[Entered] = []
+    for name, all_of in calls.items():
+        last = sorted(all_of)[-max(1, most // len(calls)) :]
+        since = last[0][1]
+        found.append(
+            {
+                "name": name,
+                "ranks": members[name],
+                "since": since,
+                "seqs": [seq for seq, _, _ in last],
+                "times": [(at - since) // 1000 for _, at, _ in last],
+                "kinds": [kind for _, _, kind in last],
+            }
+        )
+    return found
+
+
+def are_entered(groups: object) -> bool:
+    """Whether this is what :func:`entered` returns."""
+    return isinstance(groups, list) and all(map(_is_entered, groups))
+
+
+def _is_entered(group: object) -> bool:
+    if not isinstance(group, dict) or type(group.get("since")) is not int:
+        return False
+    columns = [group.get(name) for name in ("seqs", "times", "kinds")]
+    return (
+        isinstance(group.get("name"), str)
+        and _are_numbers(group.get("ranks"))
+        and all(map(_are_numbers, columns))
+        and len({len(each) for each in columns if isinstance(each, list)}) == 1
+    )
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, list) and all(type(each) is int for each in values)
 
 
 def begun(statuses: Sequence[bytes | str]) -> int:

@@ -9,9 +9,10 @@ import socket
 
 # Asks a process for its stacks; no other use of this signal is known.
 STACK_SIGNAL = signal.SIGRTMIN + 22
-# Ask the thread of this name, if there is one, for the worker's last collectives, or for how many it has begun. It answers with a line of
-# JSON.
-ASK_COLLECTIVES, ASK_BEGUN = b"?", b"#"
+# Ask the thread of this name, if there is one, for the worker's last collectives, for how many it has begun, for when it entered
+# them, for where its main thread is, or for the memory of its devices. It answers with a line of JSON.
+ASK_COLLECTIVES, ASK_BEGUN, ASK_ENTERED, ASK_PLACE = b"?", b"#", b"@", b"^"
+ASK_DEVICES = b"$"
 THREAD = "rally-line"
 
 

@@ -27,6 +27,7 @@ usage: rally COMMAND …
   rally ps                             list the jobs of this user on this host
   rally top [JOB]                      show what each worker uses, live; the odd ones are marked
   rally stacks [JOB]                   show where each worker is, the odd ones out first
+  rally memory [JOB]                   show what the memory of each worker is: private, shared, by mapping
   rally logs [JOB | FOLDER]            show what the workers have written
   rally web [JOB]                      serve a page about the jobs on this host
   rally doctor [flags]                 check limits, network, versions and GPUs before a job runs
@@ -39,7 +40,7 @@ usage: rally COMMAND …
 rally run --help lists the flags."""
 
 _COMMANDS = (
-    *("run", "ps", "top", "stacks", "logs", "web", "warm", "doctor"),
+    *("run", "ps", "top", "stacks", "memory", "logs", "web", "warm", "doctor"),
     *("submit", "checkpoints", "secret", "env", "help"),
 )
 
@@ -85,6 +86,11 @@ def _dispatch(words: list[str]) -> int:
 
                 if kept := warm_command.lines():
                     _print(f"\n{kept}")
+            return 0
+        case "memory":
+            from rallypoint.control.memory import command as memory
+
+            _print(memory.command(words[1:]))
             return 0
         case "web":
             from rallypoint.control.web import page_server

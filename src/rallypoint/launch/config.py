@@ -251,6 +251,7 @@ class LaunchConfig:
         spares: how many more processes run up to the session and wait there for a rank, on each node.
         hang_after: seconds without any movement after which a job is told to hang; 0: never.
         on_hang: what else happens then.
+        slow_after: seconds for which a rank must make the others wait before it is told to be slow; 0: never.
         metrics: where metrics are, or None.
         progress: how the progress of the script is shown: ``auto``, ``lines`` or ``off``.
         step_timeout: seconds after which a worker of a session that the others wait for is ended and replaced; 0: never.
@@ -297,6 +298,7 @@ class LaunchConfig:
     step_timeout: float = 0.0
     hang_after: float = 0.0
     on_hang: OnHang = OnHang.TELL
+    slow_after: float = 0.0
     progress: str = "off"
     metrics: MetricsPlace | None = None
     master_addr: str | None = None

@@ -148,6 +148,16 @@ FLAGS: tuple[Flag, ...] = (
         " same on every node",
     ),
     Flag(
+        name="--slow-after",
+        own=True,
+        metavar="S",
+        default="60",
+        env=False,
+        group=_RESTART,
+        help="if the others have waited for a rank for S seconds, in more than a tenth of each step, name it and print what is"
+        " different about it (0: never)",
+    ),
+    Flag(
         name="--shutdown-timeout",
         metavar="S",
         group=_RESTART,

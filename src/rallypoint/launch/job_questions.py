@@ -30,19 +30,24 @@ Look = Callable[[], Mapping[str, Any]]
 
 
 class JobQuestions:
-    """Answers ``stacks`` and ``usage``. Methods are called in the supervisor's loop; what they return is called in another
+    """Answers ``stacks``, ``usage`` and ``memory``. Methods are called in the supervisor's loop; what they return is called in another
     thread, and blocks.
 
     Args:
         coordination: to the other nodes.
         still: by rank of this node, for how many seconds a worker has done nothing.
+        slowness: by rank of this node, how late a worker comes to collectives (:meth:`.SlowWatch.told`).
     """
 
     def __init__(
-        self, coordination: Coordination, still: Callable[[], Mapping[int, float]]
+        self,
+        coordination: Coordination,
+        still: Callable[[], Mapping[int, float]],
+        slowness: Callable[[], Mapping[int, Mapping[str, Any]]],
     ) -> None:
         self._coordination = coordination
         self._still = still
+        self._slowness = slowness
         self._lock = threading.Lock()  # two who ask must not read each other's answers
 
     def everywhere(
@@ -51,7 +56,7 @@ class JobQuestions:
         """About this node's workers, and unless the question says ``here``, about those of all nodes.
 
         Args:
-            question: ``ask`` (``stacks`` or ``usage``), ``ranks`` (empty: all), ``native``, ``by_signal``, ``patience`` in
+            question: ``ask`` (``stacks``, ``usage`` or ``memory``), ``ranks`` (empty: all), ``native``, ``by_signal``, ``patience`` in
                 seconds, ``here``, ``if_still``: other nodes answer only if their workers have done nothing for so long.
             workers: of this node.
             ready: the round.
@@ -171,8 +176,13 @@ class JobQuestions:
             for each in workers
             if each.status is None and each.pid and (not ranks or each.ranks.rank in ranks)
         ]
-        is_for_usage = question.get("ask") == "usage"
-        find = _usage(wanted) if is_for_usage else self._stacks(question, wanted)
+        match question.get("ask"):
+            case "usage":
+                find = _usage(wanted, self._slowness())
+            case "memory":
+                find = _memory(wanted)
+            case _:
+                find = self._stacks(question, wanted)
         host = socket.gethostname()
         return lambda: [{**each, "host": host} for each in find()]
 
@@ -198,7 +208,9 @@ class JobQuestions:
         return look
 
 
-def _usage(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
+def _usage(
+    workers: Sequence[Worker], slowness: Mapping[int, Mapping[str, Any]]
+) -> Callable[[], list[dict[str, Any]]]:
     known = [(each.ranks.rank, each.pid, collectives(each), each.progress()) for each in workers]
     lines = {each.pid: os.dup(each.stacks_fd) for each in workers if each.memory_fd is None}
 
@@ -216,6 +228,7 @@ def _usage(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
                 "pid": pid,
                 "collectives": begun.get(pid) if counted is None else counted,
                 "progress": steps,
+                "slowness": slowness.get(rank),
                 **usage.usage(pid),
                 "at": clock.MONOTONIC.now(),
             }
@@ -223,6 +236,13 @@ def _usage(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
         ]
 
     return look
+
+
+def _memory(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
+    from rallypoint.control.memory import memory_probe  # as above
+
+    known = {each.ranks.rank: (each.pid, os.dup(each.stacks_fd)) for each in workers}
+    return lambda: memory_probe.look(known)
 
 
 def collectives(worker: Worker) -> int | None:

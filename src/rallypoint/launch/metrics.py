@@ -34,6 +34,7 @@ class Metrics:
         place: where they are.
         status: tells what the job does.
         workers: those of this node.
+        slowness: by rank, how late a worker comes to collectives (:meth:`.SlowWatch.told`).
     Raises:
         ConfigError: the port is in use, or the file cannot be written.
     """
@@ -43,8 +44,9 @@ class Metrics:
         place: MetricsPlace,
         status: Callable[[], Mapping[str, Any]],
         workers: Callable[[], Iterable[Worker]],
+        slowness: Callable[[], Mapping[int, Mapping[str, Any]]],
     ) -> None:
-        self._status, self._workers = status, workers
+        self._status, self._workers, self._slowness = status, workers, slowness
         self._counts = openmetrics.Counts()
         self._text, self._at = "", float("-inf")
         self._path = None if place.path is None else Path(place.path)
@@ -81,11 +83,13 @@ class Metrics:
     def _current(self) -> str:
         now = clock.MONOTONIC.now()
         if now - self._at >= AGE:
+            slowness = self._slowness()
             used = [
                 {
                     "rank": each.ranks.rank,
                     "pid": each.pid,
                     "collectives": collectives(each),
+                    "slowness": slowness.get(each.ranks.rank),
                     **usage.usage(each.pid),
                 }
                 for each in self._workers()

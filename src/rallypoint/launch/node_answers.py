@@ -15,6 +15,11 @@ from rallypoint._core import flight_records
 MAX_ANSWER: Final = 64 * 1024 * 1024
 # The numbers in a record of what a worker uses.
 _USED: Final = ("cpu", "memory", "threads", "children", "read", "written", "at")
+# Bytes in a record of its memory, and of a device.
+_SIZES: Final = ("rss", "pss", "shared", "private", "swap", "huge")
+_OF_DEVICES: Final = (
+    *("allocated", "most_allocated", "reserved", "segments", "free", "largest_free"),
+)
 
 
 def key(generation: int, name: str, node_rank: int) -> str:
@@ -52,13 +57,50 @@ def _is_record(each: Mapping[str, Any]) -> bool:
             and all(map(_is_thread, threads))
             and (told is None or flight_records.are_valid(told))
         )
+    if "mappings" in each:  # its memory
+        return _is_memory(each)
     numbers = [each.get(name) for name in _USED]  # what it uses
     return (
         all(isinstance(number, int | float) for number in numbers)
         and isinstance(each.get("collectives"), int | None)
         and _is_progress(each.get("progress"))
+        and _is_slowness(each.get("slowness"))
         and isinstance(each.get("state"), str)
         and isinstance(each.get("host"), str)
+    )
+
+
+def _is_memory(each: Mapping[str, Any]) -> bool:
+    texts = (each.get("name"), each.get("why"), each.get("host"))
+    parts = (each.get("mappings"), each.get("shared_memory"))
+    devices = each.get("devices")
+    return (
+        all(isinstance(text, str) for text in texts)
+        and _are_sizes(each)
+        and all(isinstance(part, list) and all(map(_is_mapping, part)) for part in parts)
+        and isinstance(devices, list)
+        and all(map(_is_device, devices))
+    )
+
+
+def _is_mapping(mapping: object) -> bool:
+    return (
+        isinstance(mapping, dict)
+        and isinstance(mapping.get("name"), str)
+        and type(mapping.get("count")) is int
+        and _are_sizes(mapping)
+    )
+
+
+def _are_sizes(record: Mapping[str, Any]) -> bool:
+    return all(type(record.get(key)) is int for key in _SIZES)
+
+
+def _is_device(device: object) -> bool:
+    return (
+        isinstance(device, dict)
+        and isinstance(device.get("device"), str)
+        and all(type(device.get(key)) is int for key in _OF_DEVICES)
     )
 
 
@@ -72,6 +114,15 @@ def _is_progress(progress: object) -> bool:
         and isinstance(progress.get("late"), bool)
         and isinstance(progress.get("metrics"), dict)
         and all(isinstance(number, int | float | None) for number in numbers)
+    )
+
+
+def _is_slowness(slowness: object) -> bool:
+    if not isinstance(slowness, dict):
+        return slowness is None
+    numbers = [slowness.get(name) for name in ("step", "late", "waits")]
+    return isinstance(slowness.get("slow"), bool) and all(
+        isinstance(number, int | float) for number in numbers
     )
 
 

@@ -106,6 +106,7 @@ def config_from(
         step_timeout=values.seconds("step_timeout"),
         hang_after=values.seconds("hang_after"),
         on_hang=OnHang(values["on_hang"] or OnHang.TELL),
+        slow_after=values.seconds("slow_after"),
         progress=values.text("progress"),
         metrics=_metrics(values),
         master_addr=nodes.master_addr,

@@ -878,6 +878,7 @@ class Supervisor:
             max_restarts=self._config.max_restarts,
             log_folder=None if folder is None else str(folder / f"attempt_{generation}"),
             reason=reason,
+            slow=self._observation.slow_ranks(),
         )
         return write_report(folder, report)
 
@@ -904,6 +905,9 @@ class Supervisor:
             )
             self._folder.keep()
             report = self._report(failures, reason)
+        else:
+            for line in self._observation.slow_ranks():
+                self._say(line)
         self._tell_end(aim, report.cause() if report else "")
         self._finished = Outcome(
             aim=aim,

@@ -12,7 +12,14 @@ from typing import Any
 
 from rallypoint._core import flight_records, process
 from rallypoint._core.clock import Deadline
-from rallypoint._core.stack_line import ASK_BEGUN, ASK_COLLECTIVES, THREAD
+from rallypoint._core.stack_line import (
+    ASK_BEGUN,
+    ASK_COLLECTIVES,
+    ASK_DEVICES,
+    ASK_ENTERED,
+    ASK_PLACE,
+    THREAD,
+)
 
 
 # Two who ask must not read each other's answers.
@@ -39,6 +46,28 @@ def begun(lines: Mapping[int, int], patience: float) -> dict[int, int]:
     told = _ask(lines, ASK_BEGUN, patience)
     found = {pid: answer.get("begun") for pid, answer in told.items()}
     return {pid: number for pid, number in found.items() if isinstance(number, int)}
+
+
+def entered(lines: Mapping[int, int], patience: float) -> dict[int, list[Any]]:
+    """When workers entered their last collectives, by pid (:func:`rallypoint._core.flight_records.entered`). Otherwise as
+    :func:`collectives`."""
+    told = _ask(lines, ASK_ENTERED, patience)
+    found = {pid: answer.get("entered") for pid, answer in told.items()}
+    return {pid: groups for pid, groups in found.items() if flight_records.are_entered(groups)}  # type: ignore[misc]
+
+
+def places(lines: Mapping[int, int], patience: float) -> dict[int, str]:
+    """Where the main threads of workers are in the script's own code, by pid, in words. Otherwise as :func:`collectives`."""
+    told = _ask(lines, ASK_PLACE, patience)
+    found = {pid: answer.get("place") for pid, answer in told.items()}
+    return {pid: place for pid, place in found.items() if isinstance(place, str) and place}
+
+
+def devices(lines: Mapping[int, int], patience: float) -> dict[int, list[dict[str, Any]]]:
+    """What torch's allocator holds on the devices of workers, by pid. Otherwise as :func:`collectives`."""
+    told = _ask(lines, ASK_DEVICES, patience)
+    found = {pid: answer.get("devices") for pid, answer in told.items()}
+    return {pid: each for pid, each in found.items() if isinstance(each, list)}
 
 
 def _ask(lines: Mapping[int, int], question: bytes, patience: float) -> dict[int, dict[str, Any]]:

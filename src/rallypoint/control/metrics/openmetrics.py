@@ -138,6 +138,7 @@ def text(
     counted = [({"state": state}, count) for state, count in states.items()]
     out.family("rally_workers", "gauge", "Workers of this node.", counted)
     _add_usage(out, workers, counts)
+    _add_slowness(out, workers)
     _add_progress(out, status["workers"])
     return "\n".join([*out.lines, "# EOF", ""])
 
@@ -155,6 +156,17 @@ def _add_usage(out: _Text, workers: list[Mapping[str, Any]], counts: Counts) -> 
     ):
         samples = [({"rank": each["rank"]}, each[key]) for each in workers if each[key] is not None]
         out.family(name, "gauge", help_text, samples, unit)
+
+
+def _add_slowness(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:
+    found = [(each["rank"], each["slowness"]) for each in workers if each["slowness"] is not None]
+    for key, name, help_text in (
+        ("late", "rally_worker_late_ratio", "The part of a step that the others wait for it."),
+        ("waits", "rally_worker_wait_ratio", "The part of a step that it waits for others."),
+        ("slow", "rally_worker_slow", "1 if it has made the others wait for long."),
+    ):
+        values = [({"rank": rank}, float(each[key])) for rank, each in found]
+        out.family(name, "gauge", help_text, values)
 
 
 def _add_progress(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:

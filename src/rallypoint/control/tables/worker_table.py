@@ -26,6 +26,7 @@ _HEAD = (
     "READ/s",
     "WRITE/s",
     "COLL/s",
+    "WAIT%",
     "",
 )
 _LEFT = {1, len(_HEAD) - 1}
@@ -47,6 +48,8 @@ class Row:
         steps: per second, of late; None if it is not known.
         late: seconds since its last step, if that is unusual; None otherwise.
         behind: how many collectives others have begun that it has not, in a session.
+        waits: the part of its time in which it waits for others, in percent; None if it is not known.
+        slow: the part of their time in which the others wait for it, if it is slow, in percent; None otherwise.
         state: of the process, as in /proc.
         remark: what is odd about it; empty if nothing is.
     """
@@ -65,6 +68,8 @@ class Row:
     steps: float | None
     late: float | None
     behind: int
+    waits: float | None
+    slow: float | None
     state: str
     remark: str = ""
 
@@ -98,6 +103,7 @@ def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) ->
 
     cpu = rate("cpu")
     progress = now.get("progress") or {}
+    slowness = now.get("slowness") or {}
     return Row(
         rank=now["rank"],
         host=str(now["host"]),
@@ -113,6 +119,8 @@ def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) ->
         steps=progress.get("rate"),
         late=progress["seconds_ago"] if progress.get("late") else None,
         behind=0 if now["collectives"] is None else most - now["collectives"],
+        waits=100 * slowness["waits"] if slowness else None,
+        slow=100 * slowness["late"] if slowness.get("slow") else None,
         state=str(now["state"]),
     )
 
@@ -127,6 +135,8 @@ def _marked(row: Row, usual_cpu: float | None, usual_memory: float | None) -> Ro
         remarks.append("ended")
     if row.behind > 1:
         remarks.append(f"{row.behind} collectives behind")
+    if row.slow is not None:
+        remarks.append(f"slow: the others wait for it {row.slow:.0f} % of the time")
     if row.late is not None:
         remarks.append(f"no step for {duration(row.late)}")
     if usual_cpu is not None and row.cpu is not None and abs(row.cpu - usual_cpu) > ODD_CPU:
@@ -183,6 +193,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if not row.read else size(row.read),
         "-" if not row.written else size(row.written),
         "-" if row.collectives is None else f"{row.collectives:.1f}",
+        "-" if row.waits is None else f"{row.waits:.0f}",
         row.remark,
     )
 

@@ -196,6 +196,7 @@ def _visit(config: LaunchConfig, result: Path, say: Say) -> str:
         accelerator=None,
         max_restarts=0,
         hang_after=0.0,
+        slow_after=0.0,
         step_timeout=0.0,
         start_method=StartMethod.FORKSERVER,
         preload=(),

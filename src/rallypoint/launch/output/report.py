@@ -26,6 +26,7 @@ from .symptoms import Says, printed
 MAX_TRACEBACK_LINES = 14
 MAX_STDERR_LINES = 8
 MAX_VICTIM_LINES = 8
+MAX_SLOW_LINES = 3
 # Nothing is readable in fewer columns: let the terminal wrap.
 MIN_WIDTH = 60
 # The frames below the script are only how we started it.
@@ -49,6 +50,7 @@ class FailureReport:
         log_folder: where this generation's files are, or None.
         report_file: this report as JSON, or None.
         reason: set if no worker is to blame (the fork server was killed, say).
+        slow: ranks of this node that were slow, in words.
     """
 
     failures: tuple[WorkerFailure, ...]
@@ -57,6 +59,7 @@ class FailureReport:
     log_folder: str | None = None
     report_file: str | None = None
     reason: str = ""
+    slow: tuple[str, ...] = ()
 
     @property
     def root_cause(self) -> WorkerFailure | None:
@@ -94,6 +97,7 @@ class FailureReport:
             "root_cause": None if root is None else _as_json(root),
             "victims": [_as_json(victim) for victim in self.victims],
             "log_folder": self.log_folder,
+            "slow": list(self.slow),
         }
 
     @classmethod
@@ -149,6 +153,8 @@ def render(report: FailureReport, *, width: int = 100, colour: bool = False) -> 
     if root is not None:
         lines += _root_lines(root, report, width, paint)
     lines += _victim_lines(report.victims, width)
+    for each in report.slow[:MAX_SLOW_LINES]:
+        lines += _wrapped("  slow         ", each, width, most=2)
     if report.log_folder:
         lines.append(f"  logs         {clean(report.log_folder)}")
     if report.report_file:

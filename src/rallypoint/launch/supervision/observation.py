@@ -23,6 +23,7 @@ from rallypoint.launch.metrics import FILE_INTERVAL, Metrics
 from rallypoint.launch.output import progress_display
 from rallypoint.launch.output.console import Console
 from rallypoint.launch.policy import Phase
+from rallypoint.launch.slow_watch import SlowWatch
 
 from .event_loop import EventLoop
 from .situation import Situation
@@ -68,8 +69,9 @@ class Observation:
         self._on_hang = on_hang
         self._began = clock.MONOTONIC.now()
         self._history = JobHistory()
-        self._questions = JobQuestions(coordination, self._still)
+        self._questions = JobQuestions(coordination, self._still, self._slowness)
         self._hang_watch = HangWatch(config.hang_after, say) if config.hang_after else None
+        self._slow_watch = SlowWatch(config.slow_after, say) if config.slow_after else None
         self._display: progress_display.Display | None = None
         self._control: ControlServer | None = None
         self._metrics: Metrics | None = None
@@ -87,9 +89,13 @@ class Observation:
         self._open_metrics()
         if self._hang_watch is not None:
             self._look_for_hang()
+        if self._slow_watch is not None:
+            self._loop.after(self._slow_watch.interval, self._look_for_slow)
 
     def close(self) -> None:
         """Answer nobody any longer. A second call does nothing."""
+        if self._slow_watch is not None:
+            self._slow_watch.close()
         if self._display is not None:
             self._display.close()
         if self._control is not None:
@@ -117,7 +123,7 @@ class Observation:
         place = self._config.metrics
         if place is None:
             return
-        self._metrics = Metrics(place, self._status, lambda: self._now.workers)
+        self._metrics = Metrics(place, self._status, lambda: self._now.workers, self._slowness)
         server = self._metrics.server
         if server is None:
             self._loop.after(FILE_INTERVAL, self._write_metrics)
@@ -138,12 +144,12 @@ class Observation:
         match question.get("ask"):
             case "status":
                 return self._status()
-            case "stacks" | "usage":
+            case "stacks" | "usage" | "memory":
                 return self._questions.everywhere(question, self._now.workers, self._now.round)
             case "logs":
                 return self._questions.logs(question, self._now.round)
             case other:
-                known = "status, stacks, usage, logs"
+                known = "status, stacks, usage, memory, logs"
                 raise ControlError(f"cannot be asked for {other!r} (known: {known})")
 
     def _status(self) -> dict[str, Any]:
@@ -194,6 +200,23 @@ class Observation:
             )
             if why := watch.hanging(ready.generation):
                 self._on_hang(why)
+
+    # -- slow ranks ---------------------------------------------------------------------------
+
+    def _slowness(self) -> dict[int, dict[str, Any]]:
+        return {} if self._slow_watch is None else self._slow_watch.told()
+
+    def _look_for_slow(self) -> None:
+        """See whether the others wait for a rank of this node; and again in a while."""
+        watch = self._slow_watch
+        assert watch is not None
+        self._loop.after(watch.interval, self._look_for_slow)
+        if self._now.state.phase is Phase.RUNNING and self._now.round is not None:
+            watch.look(self._now.workers, self._now.round.generation)
+
+    def slow_ranks(self) -> tuple[str, ...]:
+        """Which ranks of this node were slow, in words."""
+        return () if self._slow_watch is None else self._slow_watch.summary()
 
     # -- people at the terminal ---------------------------------------------------------------
 

@@ -14,11 +14,14 @@ import select
 import threading
 import time
 import traceback
+from typing import Any
 
 from rallypoint._core import flight_records, stack_line
 from rallypoint.launch import torch_private
 
 
+# Calls whose times are told: an answer has to fit into the line.
+_MOST_ENTERED = 2000
 # Installed packages, Python's own modules, and what starts a worker.
 _NOT_THE_SCRIPT = re.compile(
     r"/(?:site-packages|dist-packages|lib/python3\.\d+)/|/rallypoint/(?:launch|elastic|join)/|^<"
@@ -59,6 +62,12 @@ def _answer(fd: int, inode: int) -> None:
                 answer["begun"] = _begun()
             if stack_line.ASK_COLLECTIVES in asked:
                 answer["collectives"] = _records(_place())
+            if stack_line.ASK_ENTERED in asked:
+                answer["entered"] = _entered()
+            if stack_line.ASK_PLACE in asked:
+                answer["place"] = _place()
+            if stack_line.ASK_DEVICES in asked:
+                answer["devices"] = _devices()
             os.write(fd, json.dumps(answer).encode() + b"\n")
         except BlockingIOError:
             continue  # nobody reads
@@ -71,6 +80,23 @@ def _begun() -> int | None:
         return flight_records.begun(torch_private.flight_records(calls=False))
     except Exception:  # noqa: BLE001  as below
         return None
+
+
+def _entered() -> list[flight_records.Entered]:
+    try:
+        dumps, ranks = torch_private.flight_records(calls=True), torch_private.group_ranks()
+        return flight_records.entered(dumps, ranks, _MOST_ENTERED)
+    except Exception:  # noqa: BLE001  as below
+        return []
+
+
+def _devices() -> list[dict[str, Any]]:
+    from . import device_memory
+
+    try:
+        return device_memory.devices()
+    except Exception:  # noqa: BLE001  as below
+        return []
 
 
 def _place() -> str:
