@@ -73,7 +73,8 @@ def test_a_node_that_cannot_serve_waits_for_others() -> None:
     first = search(1)
     held = answers(Answer.DEAD)
     assert first.choose(0.0, held) == STANDBYS[0]
-    held[STANDBYS[0]] = Answer.SILENT  # it had no port
+    held[STANDBYS[0]] = Answer.SILENT
+    first.note_unable(STANDBYS[0])  # another process has its port
     assert first.choose(0.0, held) is None
     held[STANDBYS[1]] = Answer.SERVES
     assert first.choose(1.0, held) == STANDBYS[1]

@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 # Seconds before a store that did not answer is tried again.
 VISIT_PAUSE = 1.0
+# How much newer a store becomes by a move. With members of the last round, it is newer than with a node that only waited: that
+# one knows no plan.
+MOVE_OF_MEMBER, MOVE_OF_NEWCOMER = 2, 1
 
 
 def new_name() -> str:
@@ -88,6 +91,7 @@ class Connection:
         self._elsewhere = False  # led to another store, which need not know our last round
         self.records: RecordStore | None = None  # None: not connected
         self.moved = False  # since the last round
+        self.is_new = False  # what nodes had noted in the store before is not in this one
 
     def open(self, deadline: Deadline) -> RecordStore:
         """The records in the store; connects first if necessary."""
@@ -119,7 +123,7 @@ class Connection:
 
     def begin_round(self) -> None:
         """This node is a member of a round that has formed."""
-        self.moved = False
+        self.moved = self.is_new = False
         self.settle()
 
     def settle(self) -> bool:
@@ -178,7 +182,7 @@ class Connection:
         self.close(leaving=False)
         self.records = found
         self._moves = age.moves
-        self._elsewhere = True
+        self._elsewhere = self.is_new = True
         newcomer = standing.node.generation is None
         self._guestbook.visit(found.store, serves=False, newcomer=newcomer)
         self._home.redirect(found.store)
@@ -217,6 +221,7 @@ class Connection:
         self.records = records = RecordStore(recovery.store, self._codec)
         self._departures.note_ended(recovery.dead)
         self.moved = self.moved or recovery.moved
+        self.is_new = self.is_new or recovery.moved
         if recovery.moved:
             self._guestbook.visit(recovery.store, serves=self._home.serves, newcomer=False)
         if generation is None and recovery.moved:
@@ -244,7 +249,7 @@ class Connection:
             if self._departures.ids:
                 records.write(plans.ids_key(generation, plan), {"ids": list(self._departures.ids)})
             records.claim(f"{generation}/plan", plan)
-        moves = self._moves + 1
+        moves = self._moves + (MOVE_OF_NEWCOMER if generation is None else MOVE_OF_MEMBER)
 
         def head(held: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
             return {"generation": following} if fields.generation(held) < following else None

@@ -431,7 +431,7 @@ class DynamicRendezvous(RendezvousHandler):
                 self._watch.start(records, member=self._standing.node.generation is not None)
                 return None
             case operations.IsNew():
-                return self._connection.moved
+                return self._connection.is_new
             case operations.LeftOut():
                 return self._listener.on_left_out()
             case operations.Tell(text):

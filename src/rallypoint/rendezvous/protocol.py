@@ -153,9 +153,9 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
     void = 0  # rounds since the last one that were none: their members are still those of that one
     while True:
         if generation is None:
-            generation, entitled, joined = yield from _find_round(node)
-            if joined is not None:
-                return joined
+            generation, entitled, outcome = yield from _find_round(node)
+            if outcome is not None:
+                return outcome
             if not entitled and node.given_rank is not None:
                 # Ranks are given, so a job that runs has all its nodes: this one is another job's, or there twice.
                 taken = yield from _held_by(node.given_rank, generation - 1)
@@ -205,10 +205,13 @@ class _Over:
 def _find_round(node: Node) -> Steps:
     """The first generation without a plan, and whether a stranger may take part right away.
 
-    Or, third, that this node is a member of the running round and did not hear of it.
+    Or, third, an outcome: the job's store is elsewhere; or this node is a member of the running round and did not hear of it.
     """
-    (_, (head, _)) = yield Look(("head", "store"))
+    (_, (head, store, note)) = yield Look(("head", "store", "moved"))
     generation = fields.generation(head)
+    moved = notes.leads_on(note, notes.age(head, store), node.ended_stores)
+    if moved is not None:
+        return generation, False, moved
     while True:
         keys = (f"{generation}/plan", f"{generation}/call")
         (_, (plan, call)) = yield Look(keys)

@@ -4,11 +4,14 @@ The places are, in this order, the old one (perhaps only a connection broke) and
 by rank. The first that is alive will serve, and is given time to start; dead ones are skipped. So all nodes arrive at the
 same place without exchanging messages. A node that is not a standby also checks the hosts of the endpoint, after all
 others: if all members have ended, the nodes that waited meet there again.
+
+A place is one port. A node that has served at its place, and is to serve there once more before the nodes have met, does so at the
+same port: it is the only one that the others know (:meth:`Search.way`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,6 +38,15 @@ class Place:
     port: int
     node_id: str = ""
     watch: int = 0
+
+
+class Way(Enum):
+    """What a node does at the place that it has chosen."""
+
+    VISIT = "visit"  # connect to what is served there
+    AGAIN = "again"  # a store of its own, that the job had moved on from, is the job's once more
+    STANDBY = "standby"  # serve at the port that it keeps for that
+    BIND = "bind"  # serve at the port that it kept for that; what it has served there has ended
 
 
 class Search:
@@ -69,15 +81,24 @@ class Search:
         self._given_up = frozenset(self.dead)
         self._patience = {Answer.ALIVE: alive_patience, Answer.SILENT: silent_patience}
         self._since: dict[Place, float] = {}
+        self._unable: set[Place] = set()  # own places at which another process listens
 
     def is_own(self, place: Place) -> bool:
         return bool(place.node_id) and place.node_id == self._own
+
+    def serves_itself(self, place: Place) -> bool:
+        """Whether going to this place is to serve there."""
+        return self.is_own(place) and place not in self._unable
+
+    def note_unable(self, place: Place) -> None:
+        """This node could not serve at its own place: another process of its machine listens there."""
+        self._unable.add(place)
 
     def to_ask(self) -> tuple[Place, ...]:
         return tuple(
             place
             for place in self.places
-            if not self.is_own(place) and self._node_at(place) not in self._given_up
+            if not self.serves_itself(place) and self._node_at(place) not in self._given_up
         )
 
     def choose(self, now: float, answers: Mapping[Place, Answer]) -> Place | None:
@@ -85,17 +106,20 @@ class Search:
 
         Args:
             now: on this node's clock.
-            answers: the answers so far. A place that turned out to be unusable is ``SILENT``, even
-                our own.
+            answers: the answers so far. A place that turned out to be unusable is ``SILENT``.
         """
         taken = False  # a place before this one may still start to serve
         for index, place in enumerate(self.places):
             if self.is_own(place):
-                later = self.places[index + 1 :]
+                answer = answers.get(place) if place in self._unable else None
+                if answer is Answer.ALIVE:
+                    self._unable.discard(place)  # nobody listens there any more
+                # What serves there is what the others see as this node's.
+                later = self.places[index + (place not in self._unable) :]
                 serving = next((p for p in later if answers.get(p) is Answer.SERVES), None)
                 if serving is not None:
                     return serving
-                if not taken and place not in answers:
+                if not taken and place not in self._unable:
                     return place
                 continue
             gone = self._node_at(place) in self._given_up
@@ -111,6 +135,20 @@ class Search:
             elif place is not self._old:
                 taken = self._awaits(place, answer, now, taken) or taken
         return None
+
+    def way(self, place: Place, *, standby: int | None, left: Collection[int]) -> Way:
+        """What to do at a place that was chosen.
+
+        Args:
+            place: this node's own, or one that serves.
+            standby: the port that this node keeps now; None: none.
+            left: ports at which it still serves stores that the job has moved on from, if the place is on its machine.
+        """
+        if place.port in left:
+            return Way.AGAIN
+        if not self.serves_itself(place):
+            return Way.VISIT
+        return Way.STANDBY if place.port == standby else Way.BIND
 
     def nobody_is_left(self, answers: Mapping[Place, Answer]) -> bool:
         """Whether all nodes that could serve are known to have ended, so that waiting nodes may start over."""

@@ -33,7 +33,7 @@ from rallypoint.rendezvous.store import Store
 from . import door
 from .door import Doorman
 from .greeting import SILENT, Door, Reply
-from .places import Answer, Place, Search
+from .places import Answer, Place, Search, Way
 from .tcpstore import REPLY_TIMEOUT, TcpStore
 
 
@@ -263,8 +263,8 @@ class TcpHome:
         finally:
             deadline.extend(MONOTONIC.now() - began)  # that is time of our own
 
-    def _serve(self, listener: socket.socket) -> Store:
-        """Serve the store on a listening socket; answer there until it is ready."""
+    def _serve(self, listener: socket.socket, node_id: str = "") -> Store:
+        """Serve the store on a listening socket; answer there until it is ready. ``node_id``: of this node, if it is known."""
         doorman = Doorman(listener)
         try:
             serve = self._prepare(listener)
@@ -272,7 +272,7 @@ class TcpHome:
             doorman.hand_on()
         host, port = addresses.reached_at(listener), int(listener.getsockname()[1])
         self._server = _Served(serve(), host, port, self._silence)
-        self._current = Place(host, port)
+        self._current = Place(host, port, node_id)
         return self._server.connect()
 
     def _client(self, place: Place, timeout: float = REPLY_TIMEOUT) -> TcpStore:
@@ -327,7 +327,12 @@ class TcpHome:
                     with contextlib.suppress(RendezvousConnectionError):
                         return self._go_to(choice, search)
                     answers[choice] = Answer.SILENT
-                if search.nobody_is_left(answers) and (store := self._start_over()) is not None:
+                    if search.is_own(choice):
+                        search.note_unable(choice)
+                if (
+                    search.nobody_is_left(answers)
+                    and (store := self._start_over(search)) is not None
+                ):
                     return Recovery(store, True, frozenset(search.dead))
                 if stop.is_set() or deadline.expired():
                     raise RendezvousConnectionError(
@@ -341,7 +346,8 @@ class TcpHome:
     def _search(self, last: LastRound | None) -> Search:
         old = self._current
         own = "" if last is None else last.node_id
-        host_id = "" if last is None else str(last.plan.get("store", ""))
+        # It may have moved since the plan was made.
+        host_id = old.node_id or ("" if last is None else str(last.plan.get("store", "")))
         # The node that has served until now answers at the old place, or not at all.
         others = [
             place
@@ -364,14 +370,14 @@ class TcpHome:
         )
 
     def _go_to(self, place: Place, search: Search) -> Recovery:
-        if search.is_own(place):
-            return self._take_over(place, search)
-        if (left := self._left_at(place)) is not None:
-            # All that served after us have ended: it is the job's once more.
-            again = left.connect()
-            self._left.remove(left)
-            self._server, self._current, self._outside = left, place, place
-            return Recovery(again, True, frozenset(search.dead))
+        is_here = bool(self._left) and addresses.is_this_host(place.addr)
+        left = {each.port: each for each in self._left if is_here}
+        kept = None if self._standby is None else int(self._standby.getsockname()[1])
+        way = search.way(place, standby=kept, left=left)
+        if way is Way.AGAIN:
+            return self._serve_again(left[place.port], place, search)
+        if way is not Way.VISIT:
+            return self._take_over(place, search, way)
         store = self._client(place)
         store.exists("probe")
         moved = place is not self._current
@@ -388,7 +394,7 @@ class TcpHome:
             return Answer.DEAD if alive is Answer.DEAD else answer
         return Answer.ALIVE if alive is Answer.SERVES else alive
 
-    def _start_over(self) -> Store | None:
+    def _start_over(self, search: Search) -> Store | None:
         """Serve at the original place, for nodes that wait there. None if this node cannot."""
         host, port = self._hosts[0]
         try:
@@ -400,21 +406,26 @@ class TcpHome:
         self._say(f"all nodes that served the job's store have ended; serving it here, port {port}")
         store = self._serve(listener)
         self._outside = Place(host, port)
+        self._begin_forwarding(self._outside, search)
         return store
 
-    def _left_at(self, place: Place) -> _Served | None:
-        """The store at a place, if this very node serves it, and the job had moved on from there."""
-        for left in self._left:
-            if left.port == place.port and addresses.is_this_host(place.addr):
-                return left
-        return None
+    def _serve_again(self, left: _Served, place: Place, search: Search) -> Recovery:
+        """Those that served after this node have ended: what it served before is the job's store once more."""
+        again = left.connect()
+        self._say(
+            f"the job's store at {self._current.addr} is lost; serving it here again, port {left.port}"
+        )
+        self._left.remove(left)
+        self._server, self._current, self._outside = left, place, place
+        self._begin_forwarding(place, search)
+        return Recovery(again, True, frozenset(search.dead))
 
-    def _take_over(self, place: Place, search: Search) -> Recovery:
-        listener, self._standby = self._standby, None
-        if listener is None:
-            raise RendezvousConnectionError(
-                "this node cannot serve the store: it has no port for it"
-            )
+    def _take_over(self, place: Place, search: Search, way: Way) -> Recovery:
+        standby = self._standby
+        if way is Way.STANDBY and standby is not None:
+            listener, self._standby = standby, None
+        else:
+            listener = self._bound_again(place)
         try:
             listener.listen(addresses.BACKLOG)
         except OSError:
@@ -427,20 +438,38 @@ class TcpHome:
         self._say(
             f"the job's store at {old.addr}:{old.port} is lost; serving it here, port {place.port}"
         )
-        others = search.places
-        store = self._serve(listener)
+        store = self._serve(listener, place.node_id)
         self._outside = place
-        if self._forward is not None:
-            # Another part of a broken network may have met at any of the places it knew.
-            places = dict.fromkeys([*self._hosts, *((each.addr, each.port) for each in others)])
-            self._forwarder = threading.Thread(
-                target=self._keep_forwarding,
-                args=(self._server, place, tuple(places)),
-                name="rally-forwarder",
-                daemon=True,
-            )
-            self._forwarder.start()
+        self._begin_forwarding(place, search)
         return Recovery(store, True, frozenset(search.dead))
+
+    def _bound_again(self, place: Place) -> socket.socket:
+        """The port of this node's own place, which it does not keep any more.
+
+        Raises:
+            RendezvousConnectionError: another process has it.
+        """
+        try:
+            to = addresses.listening_address(self._bind, place.addr)
+            return addresses.bind_only(to, place.port)
+        except OSError as error:
+            raise RendezvousConnectionError(
+                f"this node cannot serve the store at port {place.port}: {error.strerror}"
+            ) from None
+
+    def _begin_forwarding(self, here: Place, search: Search) -> None:
+        """Lead nodes on that come to other places: a newcomer at the endpoint, and another part of a broken network."""
+        if self._forward is None:
+            return
+        assert self._server is not None
+        places = dict.fromkeys([*self._hosts, *((each.addr, each.port) for each in search.places)])
+        self._forwarder = threading.Thread(
+            target=self._keep_forwarding,
+            args=(self._server, here, tuple(places)),
+            name="rally-forwarder",
+            daemon=True,
+        )
+        self._forwarder.start()
 
     def _keep_forwarding(
         self, server: _Served, here: Place, places: Sequence[tuple[str, int]]

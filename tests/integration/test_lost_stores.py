@@ -1,0 +1,179 @@
+"""The node that serves the job's store is lost again and again: the workers of the others go on, each time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic import free_port, wait_until
+from rallypoint.control.client import connect
+from supervisors import Popen
+
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+NODES, LOSSES = 4, 3
+SCRIPT = """
+import os, pathlib, sys, time
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = pathlib.Path(sys.argv[1])
+torch.manual_seed(0)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+net = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+def over():
+    stop = torch.tensor([float((FOLDER / "stop").exists())])
+    dist.all_reduce(stop)
+    return stop.item() > 0
+
+with elastic.session(net, optimizer) as session:
+    rank, done = dist.get_rank(), False
+    while not done:
+        if session.position % 6 == 5:
+            done = session.run(over)
+            continue
+        with session.step():
+            net(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (FOLDER / f"new {rank}").write_text(f"{session.position} {os.getpid()}")
+        os.replace(FOLDER / f"new {rank}", FOLDER / f"at {rank}")
+        time.sleep(0.02)
+dist.destroy_process_group()
+"""
+
+
+class Node:
+    """One `rally run`, and what it says."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        flags = ["--nnodes", f"{NODES}:{NODES}", "--nproc-per-node", "1", "--spares", "1"]
+        flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "lost", "--insecure"]
+        flags += ["--rdzv-conf", "join_timeout=60", "--max-losses", "100"]
+        script = [str(folder / "train.py"), str(folder)]
+        self.process = Popen(
+            [sys.executable, "-m", "rallypoint", "run", *flags, *script],
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += map(str, self.process.stderr)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._thread.join(60)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def counts(self, text: str) -> int:
+        return sum(text in line for line in list(self.lines))
+
+
+class Job:
+    def __init__(self, folder: Path) -> None:
+        (folder / "train.py").write_text(SCRIPT)
+        self.folder, self.port = folder, free_port()
+        self.nodes: list[Node] = []
+
+    def start(self) -> Node:
+        self.nodes.append(Node(self.folder, self.port))
+        return self.nodes[-1]
+
+    @property
+    def living(self) -> list[Node]:
+        return [node for node in self.nodes if node.is_alive]
+
+    def server(self) -> Node:
+        serving = [node for node in self.living if node.counts("serving it here")]
+        return serving[-1] if serving else self.nodes[0]
+
+    def progress(self) -> dict[int, tuple[int, int]]:
+        """Rank: how far it is, and its pid."""
+        found = {}
+        for rank in range(NODES):
+            path = self.folder / f"at {rank}"
+            text = path.read_text() if path.exists() else ""
+            if text:
+                step, pid = map(int, text.split())
+                found[rank] = step, pid
+        return found
+
+    def trains(self, beyond: int = 0) -> dict[int, tuple[int, int]]:
+        def look() -> dict[int, tuple[int, int]] | None:
+            found = self.progress()
+            all_are = len(found) == NODES and all(step > beyond for step, _ in found.values())
+            return found if all_are else None
+
+        try:
+            return wait_until(look, f"all ranks are beyond step {beyond}", 55)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self}") from None
+
+    def spares_wait(self) -> None:
+        def look() -> bool:
+            told = [connect(str(node.process.pid)).status()["spares"] for node in self.living]
+            return all([each["state"] for each in spares] == ["waiting"] for spares in told)
+
+        wait_until(look, "a spare waits on each node", 60)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"-- {n.process.pid} ({n.process.returncode})\n{''.join(n.lines)}" for n in self.nodes
+        )
+
+
+@pytest.fixture(name="job")
+def _job(tmp_path: Path) -> Iterator[Any]:
+    job = Job(tmp_path)
+    yield job
+    for node in job.nodes:
+        node.close()
+
+
+@pytest.mark.parametrize("comes", ["at once", "later"])
+def test_the_stores_node_is_lost_again_and_again(job: Job, comes: str) -> None:
+    for _ in range(NODES):
+        job.start()
+    job.trains(beyond=5)
+    for loss in range(1, LOSSES + 1):
+        if loss == 2:
+            job.spares_wait()
+        before, victim = job.progress(), job.server()
+        victim.process.send_signal(signal.SIGKILL)
+        victim.process.wait()
+        if comes == "later":
+            wait_until(lambda lost=victim: job.server() is not lost, "another node serves")
+        job.start()
+        began = time.monotonic()
+        after = job.trains(beyond=max(step for step, _ in before.values()) + 5)
+        print(f"loss {loss}: all train again after {time.monotonic() - began:.1f} s")
+        changed = [rank for rank in range(NODES) if before[rank][1] != after[rank][1]]
+        assert len(changed) == 1, f"ranks {changed} are new processes\n{job}"
+    (job.folder / "stop").touch()
+    wait_until(lambda: not job.living, "the job ends", 60)
+    assert sorted(node.process.returncode for node in job.nodes) == [-9] * LOSSES + [0] * NODES, job
