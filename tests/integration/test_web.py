@@ -132,7 +132,7 @@ def test_a_job_with_a_restart_and_its_end(web: Web) -> None:
     while True:  # the workers may still be importing
         answer, text = web.get(f"/stacks?job={web.job.pid}")
         assert answer.status == 200, text
-        if "waits_for_a_file" in json.loads(text)["text"]:
+        if "ranks 0, 1, in waits_for_a_file" in json.loads(text)["text"]:
             break
         assert time.monotonic() < deadline, text
     answer, text = web.get(f"/stacks/1?job={web.job.pid}")

@@ -524,8 +524,11 @@ def test_torch_knows_the_names_and_ranks_of_its_groups() -> None:
     try:
         dist.new_group([0])
         assert list(of_launch.group_ranks().values()) == [[0], [0]]
+        assert dist.group.WORLD in of_launch.process_groups()
+        assert len(of_launch.process_groups()) == 2
     finally:
         dist.destroy_process_group()
+    assert of_launch.process_groups() == []
 
 
 def test_torch_records_collectives_over_gloo() -> None:

@@ -33,7 +33,7 @@ from rallypoint.errors import (
 )
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
-from rallypoint.rendezvous.home import ENDED_WELL
+from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
 from rallypoint.rendezvous.kept_round import Kept
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.record_store import RecordStore
@@ -301,8 +301,13 @@ class PeerNodes:
         try:
             formed = self._rendezvous.next_rendezvous()
         except RendezvousClosedError as closed:
-            if ENDED_WELL in {self._close_is_heard(), str(closed)}:
+            why = self._close_is_heard()
+            if ENDED_WELL in {why, str(closed)}:
                 self._post(NotNeeded())
+                return
+            if why == STOPPED and self._round is not NO_ROUND:
+                # The node that was told so may have no time to tell the members of a round that has ended.
+                self._post(PeerEvent("stopped", -1, self._round.generation))
                 return
             raise
         except RendezvousGracefulExitError:

@@ -20,7 +20,7 @@ from typing import Any, assert_never
 from rallypoint import events
 from rallypoint._core import clock, env as environment, event_sinks, limits, process, secret
 from rallypoint.errors import ConfigError, LaunchError, RallyError
-from rallypoint.rendezvous.home import ENDED_WELL
+from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
 
 from . import policy, signals, store_socket
 from .config import LaunchConfig, OnHang, StartMethod, TargetKind
@@ -387,7 +387,7 @@ class Supervisor:
             case Aim.FAIL:
                 return "" if self._fails_alone else "the job has failed"
             case Aim.SIGNALLED if not (state.elastic and state.signal == signal.SIGTERM):
-                return "the job was told to stop"
+                return STOPPED
             case _:
                 return ""
 
@@ -609,6 +609,8 @@ class Supervisor:
                     self._serve_job_store(event)
                 case PeerEvent("all_done"):
                     self._decide(policy.PeersDone())
+                case PeerEvent("stopped", _) if self._now.state.aim is Aim.SIGNALLED:
+                    self._signals.peers_stop = True
                 case PeerEvent("stopped", node_rank):
                     self._signals.peers_stop = True
                     who = f"node {node_rank}" if node_rank >= 0 else "another node"
@@ -661,6 +663,8 @@ class Supervisor:
                 case NotNeeded():
                     self._say(f"{ENDED_WELL}: this node was not needed")
                     self._decide(policy.NotNeeded())
+                case CoordinationFailed() if self._now.state.aim is Aim.SIGNALLED:
+                    pass  # this node stops, and needs the others no longer
                 case CoordinationFailed(error):
                     raise error
                 case _:

@@ -94,6 +94,12 @@ def group_ranks() -> dict[str, list[int]]:
     }
 
 
+def process_groups() -> list[Any]:
+    """The process groups of this process that were not destroyed."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return [] if c10d is None else list(c10d._world.pg_map)
+
+
 # -- starting like a fresh interpreter ------------------------------------------------------------------------
 
 

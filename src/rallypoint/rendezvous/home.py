@@ -20,6 +20,8 @@ from .store import Store
 
 # The reason that late and waiting nodes are given if the job needs no more.
 ENDED_WELL = "the job has ended well"
+# Why there is no further round if somebody has stopped the job.
+STOPPED = "the job was told to stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

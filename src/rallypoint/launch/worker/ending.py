@@ -36,6 +36,8 @@ _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 CANNOT_FLUSH = 120
 # Seconds to flush files whose locks a daemon thread may hold.
 FLUSH_PATIENCE = 1.0
+# What this process does not drop before it ends.
+_outlives: list[object] = []
 
 
 def without_us(tb: types.TracebackType | None) -> types.TracebackType | None:
@@ -197,6 +199,9 @@ def leave(code: int, *, interrupted: bool, known_modules: Collection[str]) -> No
         _unraisable(error, atexit)
     if not flush_streams():
         code = CANNOT_FLUSH
+    # If the last owner of a group is DDP's reducer, torch ends the group's threads while it holds the GIL, for which one of them
+    # may wait. So groups outlive the script.
+    _outlives.extend(torch_private.process_groups())
     _drop_script(known_modules)
     _end(code, interrupted=interrupted)
 
