@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from elastic import free_port, wait_until
+from elastic import wait_until
+from ports import free_port
 from rallypoint.control.client import connect
 from supervisors import Popen
 

@@ -50,6 +50,7 @@ class Node:
     answers: dict[Place, Answer] = field(default_factory=dict)
     looks_at: tuple[int, ...] = ()  # ports at which it leaves notes
     ended: frozenset[str] = frozenset()
+    knows_plan: bool = False
 
     @property
     def name(self) -> str:
@@ -67,6 +68,7 @@ class Machine:
         self.plan: list[Place] = []
         self.server = ""
         self._count = self._names = 0
+        self.mistaken: list[str] = []  # members that took a newcomer's empty store for theirs
         self.forgotten: list[
             str
         ] = []  # members that were led to a store which does not know their round
@@ -106,6 +108,7 @@ class Machine:
             self._look_for_store(node, hears=hears, slowly=slowly)
             return
         self._keep_a_port(node)
+        node.knows_plan = node.knows_plan or store.plan >= 0
         moved = notes.leads_on(store.note, store.age, node.ended)
         if moved is not None:
             self._follow(node, store, moved)
@@ -133,17 +136,20 @@ class Machine:
             node.search = None
 
     def _search(self, node: Node) -> Search:
-        host = node.current.node_id or self.server
+        host = node.current.node_id or (self.server if node.knows_plan else "")
+        old = node.current
+        if host and host != node.name:
+            old = replace(old, watch=1 + int(host[1:]))
         others = [
             place
-            for place in self.plan
+            for place in (self.plan if node.knows_plan else ())
             if place.node_id != host or (place.node_id == node.name and node.may_serve)
         ]
         if node.name not in [each.node_id for each in others]:
-            known = {each.port for each in (node.current, *others)}
+            known = {each.port for each in (old, *others)}
             others += [] if ENDPOINT in known else [Place(HOST, ENDPOINT)]
         return Search(
-            node.current,
+            old,
             host,
             others,
             own=node.name,
@@ -152,6 +158,11 @@ class Machine:
             silent_patience=2.0,
         )
 
+    def _has_ended(self, node: Node) -> bool:
+        """The node that served what this one has lost."""
+        host = node.current.node_id or self.server
+        return bool(host) and int(host[1:]) not in self.nodes
+
     def _ask(self, place: Place) -> Answer:
         store = self.stores.get(place.port)
         answer = Answer.DEAD
@@ -159,7 +170,7 @@ class Machine:
             answer = Answer.SERVES if store.opens_at <= self.now else Answer.ALIVE
         if not place.watch:
             return answer
-        if int(place.node_id[1:]) not in self.nodes:
+        if place.watch - 1 not in self.nodes:
             return Answer.DEAD
         return answer if answer is Answer.SERVES else Answer.ALIVE
 
@@ -170,7 +181,11 @@ class Machine:
             store = self.stores.get(place.port)
             if store is None or store.opens_at > self.now:
                 return False
-            self._come(node, store, moved=place is not node.current, place=place)
+            is_old = place is search.places[0]
+            is_member = node.generation >= 0 and node.generation == self.generation
+            if is_old and is_member and store.plan != self.generation and self._has_ended(node):
+                self.mistaken.append(node.name)
+            self._come(node, store, moved=not is_old, place=place)
             return True
         if way is Way.AGAIN:
             node.serves = left[place.port]
@@ -191,7 +206,8 @@ class Machine:
         node.at = store
         node.current = Place(HOST, store.port) if place is None else place
         is_member = node.generation >= 0 and node.generation == self.generation
-        if not (moved and (is_member or node.serves is store)):
+        is_empty = is_member and store.age.generation == 0
+        if not (is_empty or (moved and (is_member or node.serves is store))):
             node.moves = store.age.moves
             return
         moves = node.moves + (MOVE_OF_MEMBER if is_member else MOVE_OF_NEWCOMER)
@@ -255,8 +271,8 @@ class Machine:
         for node in self.living:
             self._keep_a_port(node)
             assert node.standby is not None
-            node.generation = self.generation
-            self.plan.append(Place(HOST, node.standby, node.name, 1))
+            node.generation, node.knows_plan = self.generation, True
+            self.plan.append(Place(HOST, node.standby, node.name, 1 + node.number))
             if node.serves is store:
                 self.server = node.name
         return True
@@ -306,6 +322,7 @@ def test_all_that_are_left_meet_at_one_store(
     settle(machine)
     at = {node.name: node.at and node.at.port for node in machine.living}
     assert machine.meet(), f"they wait for one another: {at}"
+    assert not machine.mistaken
     assert not machine.forgotten, "its workers would start anew"
 
 

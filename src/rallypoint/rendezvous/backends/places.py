@@ -32,12 +32,14 @@ class Place:
         port: of the store.
         node_id: the node that would serve there.
         watch: the watch port of that node's process; 0 if there is none.
+        watch_addr: its host, if it is not ``addr``.
     """
 
     addr: str
     port: int
     node_id: str = ""
     watch: int = 0
+    watch_addr: str = ""
 
 
 class Way(Enum):

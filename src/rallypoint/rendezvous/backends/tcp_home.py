@@ -21,6 +21,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -344,10 +345,16 @@ class TcpHome:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _search(self, last: LastRound | None) -> Search:
-        old = self._current
         own = "" if last is None else last.node_id
         # It may have moved since the plan was made.
-        host_id = old.node_id or ("" if last is None else str(last.plan.get("store", "")))
+        host_id = self._current.node_id or ("" if last is None else str(last.plan.get("store", "")))
+        # A newcomer may serve an empty store at the port of one that has ended.
+        host = next(
+            (each for each in _standbys(last) if each.node_id and each.node_id == host_id), None
+        )
+        old = self._current
+        if host is not None and host_id != own:
+            old = replace(old, watch=host.watch, watch_addr=host.addr)
         # The node that has served until now answers at the old place, or not at all.
         others = [
             place
@@ -380,7 +387,7 @@ class TcpHome:
             return self._take_over(place, search, way)
         store = self._client(place)
         store.exists("probe")
-        moved = place is not self._current
+        moved = place is not search.places[0]
         self._current = self._outside = place
         return Recovery(store, moved, frozenset(search.dead))
 
@@ -388,7 +395,7 @@ class TcpHome:
         answer = _probe_store(place.addr, place.port)
         if not place.watch or answer is Answer.SILENT:
             return answer
-        alive = _probe(place.addr, place.watch)
+        alive = _probe(place.watch_addr or place.addr, place.watch)
         if answer is Answer.SERVES:
             # Its process is gone, and another of that machine has its port: no store of ours.
             return Answer.DEAD if alive is Answer.DEAD else answer
