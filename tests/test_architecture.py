@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": {"_core"},
     "launch": {"_core", "control", "rendezvous", "parallel"},
     "parallel": {"_core"},
+    "ray": {"_core", "launch", "rendezvous"},
     "join": {"_core"},
     "elastic": {"_core", "rendezvous", "wire"},
     "wire": {"_core"},
@@ -139,6 +140,8 @@ SANS_IO = {
     "rendezvous/quorum.py",
     "rendezvous/records.py",
     "parallel/layout.py",
+    "ray/roster.py",
+    "ray/sizes.py",
     "elastic/agreement.py",
     "join/schedule.py",
     "wire/auth.py",
@@ -230,6 +233,7 @@ def imports_among(modules: Iterable[Path], *, deferred: bool) -> dict[str, set[s
         full = {
             each.removeprefix(f"{PKG}.")
             for each in imported_names(path, inside_functions=deferred, each_name=True)
+            if each.startswith(f"{PKG}.")  # `import ray` is not our folder of that name
         }
         # A name in a module is not a module: look for the one it is from.
         found = {each if each in paths else each.rpartition(".")[0] for each in full}

@@ -168,7 +168,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     if (problem := limits.working_directory()) is not None:
         raise ConfigError("working directory", None, problem, "cd to another one")
-    report_fd, call = report_file.inherited(), CallFiles.inherited()
+    report_fd, files = report_file.inherited(), CallFiles.inherited()
     env = environment.snapshot()
     logs.set_up(env)
     event_sinks.check(env)
@@ -178,7 +178,9 @@ def run(words: Sequence[str]) -> int:
         return launcher.run(given, env, _say)
     from .settings import config_from
 
-    config, remarks = config_from(given, env, None if call is None else call.path)
+    config, remarks = config_from(
+        given, env, files.path if files is not None and files.call is not None else None
+    )
     for remark in remarks:
         _say(remark)
     if "--preflight" in given.values:
@@ -186,18 +188,18 @@ def run(words: Sequence[str]) -> int:
 
         if not doctor.preflight(given.values, _say):
             return 1
-    return launch(config, report_fd, call)
+    return launch(config, report_fd, files)
 
 
 def launch(
-    config: LaunchConfig, report_fd: int | None = None, call: CallFiles | None = None
+    config: LaunchConfig, report_fd: int | None = None, files: CallFiles | None = None
 ) -> int:
     """Run a job from this terminal and print how it failed, if it did.
 
     Args:
         config: the job.
         report_fd: where the report goes instead: to the terminal of another host.
-        call: what workers call, if that came from another host.
+        files: what workers call, if that came from another host, and what goes back there.
     """
     from .coordinator import coordination_for
     from .output.console import Console
@@ -212,12 +214,13 @@ def launch(
         console=Console(),
         say=say,
         token=uuid.uuid4().hex,
-        payload_fd=None if call is None else call.call,
+        payload_fd=None if files is None else files.call,
     )
     outcome = supervisor.run()
-    if call is not None:
+    if files is not None:
         report = None if outcome.report is None else outcome.report.to_json()
-        call.write(Answer(results=outcome.results, report=report).to_bytes())
+        answer = Answer(results=outcome.results, first_rank=outcome.first_rank, report=report)
+        files.write(answer.to_bytes())
     if outcome.aim is Aim.SUCCEED:
         return 0
     if outcome.report is not None:

@@ -99,7 +99,7 @@ def run(launch: HostLaunch, call: payload.Call, env: Mapping[str, str]) -> Ended
     Raises:
         ConfigError: the call cannot be pickled, or a setting cannot work.
     """
-    return run_on_hosts(_given(launch, call), env, _say, _packed(launch, call))
+    return run_on_hosts(_given(launch, call), env, _say, packed(launch.cfg, call))
 
 
 def _given(launch: HostLaunch, call: payload.Call) -> Given:
@@ -124,10 +124,15 @@ def _bracketed(name: str) -> str:
     return f"{user}{at}[{bare}]" if ":" in bare else name
 
 
-def _packed(launch: HostLaunch, call: payload.Call) -> Call:
+def packed(cfg: MultiprocessConfig, call: payload.Call) -> Call:
+    """A call for workers of other hosts.
+
+    Raises:
+        ConfigError: it cannot be pickled.
+    """
     facts = payload.CallerFacts(
         # Each worker has these in its environment.
-        cfg=replace(launch.cfg, master_addr=None, master_port=None),
+        cfg=replace(cfg, master_addr=None, master_port=None),
         argv=tuple(sys.argv),
         log_level=logging.getLogger().level,
     )

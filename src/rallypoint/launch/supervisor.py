@@ -86,6 +86,7 @@ class Outcome:
         report: of the last generation, if it failed.
         signal: the signal that ended it, or None.
         results: function launches: the result bytes of each local worker, in rank order.
+        first_rank: the rank of the first of them.
         generation: the last one.
     """
 
@@ -93,6 +94,7 @@ class Outcome:
     report: FailureReport | None
     signal: int | None
     results: tuple[bytes, ...]
+    first_rank: int
     generation: int
 
 
@@ -918,8 +920,15 @@ class Supervisor:
             report=report,
             signal=self._now.state.signal,
             results=self._results if aim is Aim.SUCCEED else (),
+            first_rank=self._first_rank,
             generation=self._now.state.generation,
         )
+
+    @property
+    def _first_rank(self) -> int:
+        found = self._now.round
+        before = 0 if found is None else sum(found.workers_of_nodes[: found.node_rank])
+        return self._config.rank_offset + before
 
     def _tell_end(self, aim: Aim, cause: str) -> None:
         events.emit(

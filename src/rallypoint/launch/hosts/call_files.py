@@ -1,4 +1,4 @@
-"""A function call on its way to the supervisor of a host, and what comes back: files without a name.
+"""A function call on its way to the supervisor of a host, and what comes back of a job: files without a name.
 
 The call and its results are pickles, which nobody reads here. What comes back is a line of JSON, and then the results
 one after the other.
@@ -20,15 +20,15 @@ VARIABLE = "RALLY_CALL"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallFiles:
-    """The files of one call.
+    """The files of one job.
 
     Args:
-        call: what workers call.
+        call: what workers call; None: they run a script.
         answer: for what comes back.
         path: the caller's ``sys.path``.
     """
 
-    call: int
+    call: int | None
     answer: int
     path: tuple[str, ...]
 
@@ -39,9 +39,14 @@ class CallFiles:
         if text is None:
             return None
         record = json.loads(text)
-        for name in ("call", "answer"):
-            os.set_inheritable(record[name], False)
+        for fd in (record["call"], record["answer"]):
+            if fd is not None:
+                os.set_inheritable(fd, False)
         return cls(call=record["call"], answer=record["answer"], path=tuple(record["path"]))
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return tuple(each for each in (self.call, self.answer) if each is not None)
 
     def in_environment(self) -> dict[str, str]:
         """The variable that hands them to a child, which has to inherit the descriptors."""
@@ -55,18 +60,21 @@ class CallFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came of a host's part of a call.
+    """What came of a host's part of a job.
 
     Args:
-        results: of its workers, in rank order; none if it failed.
+        results: of a call, of its workers in rank order; none if it failed.
+        first_rank: of its workers.
         report: why it failed, as JSON; None: no worker did.
     """
 
     results: Sequence[bytes] = ()
+    first_rank: int = 0
     report: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
-        head = {"sizes": [len(each) for each in self.results], "report": self.report}
+        sizes = [len(each) for each in self.results]
+        head = {"sizes": sizes, "first_rank": self.first_rank, "report": self.report}
         return b"".join([json.dumps(head).encode(), b"\n", *self.results])
 
     @classmethod
@@ -77,7 +85,7 @@ class Answer:
         for size in head["sizes"]:
             results.append(rest[at : at + size])
             at += size
-        return cls(results=tuple(results), report=head["report"])
+        return cls(results=tuple(results), first_rank=head["first_rank"], report=head["report"])
 
 
 def make() -> int:

@@ -125,6 +125,7 @@ def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | No
         token=uuid.uuid4().hex,
         call_size=0 if call is None else len(call.data),
         path=() if call is None else call.path,
+        answers=call is not None,
     )
     parts = [Part(host.name) for host in hosts]
     merger = merging.Merger(parts, common.token)

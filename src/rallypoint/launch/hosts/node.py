@@ -37,10 +37,10 @@ def command() -> int:
     orders = Orders.from_line(line)
     _tell(told(orders.token, "started"))
     report_fd = report_file.make()
-    call = _take_call(orders) if orders.call_size else None
-    code = _run(orders, report_fd, call)
-    if call is not None:
-        _tell_answer(orders.token, call_files.read(call.answer))
+    files = _take_call(orders) if orders.answers else None
+    code = _run(orders, report_fd, files)
+    if files is not None:
+        _tell_answer(orders.token, call_files.read(files.answer))
     _tell(told(orders.token, "ended", exit_code=code, report=report_file.read(report_fd)))
     return code
 
@@ -59,14 +59,14 @@ def _first_line() -> bytes | None:
 
 
 def _take_call(orders: Orders) -> CallFiles:
-    call = os.memfd_create("rally-call", 0)
+    call = os.memfd_create("rally-call", 0) if orders.call_size else None
     left = orders.call_size
     while left:
         data = os.read(0, min(left, 1 << 20))
         if not data:
             raise SystemExit(1)  # the terminal is gone
         left -= len(data)
-        while data:
+        while data and call is not None:
             data = data[os.write(call, data) :]
     return CallFiles(call=call, answer=call_files.make(), path=orders.path)
 
@@ -78,7 +78,7 @@ def _tell_answer(token: str, answer: bytes) -> None:
         _tell(told(token, "answer", data=data))
 
 
-def _run(orders: Orders, report_fd: int, call: CallFiles | None) -> int:
+def _run(orders: Orders, report_fd: int, files: CallFiles | None) -> int:
     try:
         os.chdir(orders.folder)
     except OSError as error:
@@ -92,9 +92,9 @@ def _run(orders: Orders, report_fd: int, call: CallFiles | None) -> int:
         passed.append(secret_fd)
     env = environment.snapshot() | dict(orders.env)
     env[report_file.VARIABLE] = str(report_fd)
-    if call is not None:
-        env |= call.in_environment()
-        passed += [call.call, call.answer]
+    if files is not None:
+        env |= files.in_environment()
+        passed += files.descriptors
     me = os.getpid()
     child = subprocess.Popen(
         [sys.executable, "-m", "rallypoint", "run", *words],

@@ -48,6 +48,7 @@ class Orders:
         token: precedes what its supervisor tells in confidence; workers do not know it.
         call_size: bytes of a pickled function call that follow this line; 0: workers run a script.
         path: the caller's ``sys.path``, for a function call.
+        answers: the report is wanted as data too, and the results of a call.
     """
 
     folder: str
@@ -57,6 +58,7 @@ class Orders:
     token: str
     call_size: int = 0
     path: tuple[str, ...] = ()
+    answers: bool = False
 
     def to_line(self) -> bytes:
         fields = {name: getattr(self, name) for name in self.__slots__}

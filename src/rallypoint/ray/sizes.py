@@ -1,0 +1,127 @@
+"""The sizes of a job on Ray: bundles, and what `rally run` is told of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rallypoint.errors import ConfigError
+from rallypoint.launch.flags import FLAGS, Given
+
+
+# What the trainer decides itself.
+_OWN = (
+    *("--nnodes", "--node-rank", "--nproc-per-node", "--rdzv-endpoint", "--rdzv-backend"),
+    *("--rdzv-id", "--standalone", "--master-addr", "--master-port", "--local-addr"),
+    *("--hosts", "--hostfile", "--secret-file", "--insecure"),
+)
+STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How many nodes, and what each of them has.
+
+    Args:
+        least: the fewest nodes that the job runs with.
+        most: how many bundles are asked for.
+        workers: of each node.
+        bundle: the resources of one node.
+        strategy: how Ray places the bundles.
+    """
+
+    least: int
+    most: int
+    workers: int
+    bundle: Mapping[str, float]
+    strategy: str = STRATEGIES[0]
+
+    @property
+    def nodes(self) -> str:
+        """As ``--nnodes`` says them."""
+        return f"{self.least}" if self.least == self.most else f"{self.least}:{self.most}"
+
+
+def sizes_from(
+    num_nodes: int | tuple[int, int],
+    workers_per_node: int | None,
+    resources_per_node: Mapping[str, float] | None,
+    strategy: str,
+) -> Sizes:
+    """The sizes that a trainer's arguments ask for.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    least, most = num_nodes if isinstance(num_nodes, tuple) else (num_nodes, num_nodes)
+    if not 1 <= least <= most:
+        raise ConfigError("num_nodes", num_nodes, "expected N, or (MIN, MAX) with 1 <= MIN <= MAX")
+    if strategy not in STRATEGIES:
+        raise ConfigError("strategy", strategy, f"expected one of {', '.join(STRATEGIES)}")
+    asked = dict(resources_per_node or {})
+    if any(amount < 0 for amount in asked.values()):
+        raise ConfigError("resources_per_node", asked, "expected amounts of 0 or more")
+    gpus = asked.get("GPU", 0)
+    workers = workers_per_node if workers_per_node is not None else max(1, int(gpus))
+    if workers < 1:
+        raise ConfigError("workers_per_node", workers_per_node, "expected 1 or more")
+    if gpus and workers > gpus:
+        problem = f"a node has {gpus:g} GPUs (resources_per_node)"
+        raise ConfigError("workers_per_node", workers_per_node, problem)
+    bundle = {"CPU": float(workers), **asked}
+    return Sizes(
+        least=least,
+        most=most,
+        workers=workers,
+        bundle={name: amount for name, amount in bundle.items() if amount},
+        strategy=strategy,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """Where the nodes meet: at a store that the driver serves.
+
+    Args:
+        run_id: the job's name.
+        host: the driver's address.
+        port: of the store.
+    """
+
+    run_id: str
+    host: str
+    port: int
+
+
+def words_of(
+    given: Given, sizes: Sizes, meeting: Meeting | None, more: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The words of ``rally run``, the same on all nodes.
+
+    Args:
+        given: flags and the target.
+        sizes: of the job.
+        meeting: None: there is one node.
+        more: flags that count where ``given`` has none.
+
+    Raises:
+        ConfigError: a flag is the trainer's own.
+    """
+    for name in _OWN:
+        if name in given.values:
+            raise ConfigError(name, None, "is set by RallyTrainer: leave it out")
+    values = {**more, **given.values, "--nproc-per-node": str(sizes.workers)}
+    if meeting is not None:
+        host = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
+        conf = [each for each in (given.values.get("--rdzv-conf", ""), "is_host=false") if each]
+        values |= {
+            # Membership changes while the job runs, also where the number of nodes is fixed.
+            "--nnodes": sizes.nodes,
+            "--rdzv-backend": "c10d",
+            "--rdzv-endpoint": f"{host}:{meeting.port}",
+            "--rdzv-id": meeting.run_id,
+            "--rdzv-conf": ",".join(conf),
+        }
+    switches = {flag.name for flag in FLAGS if flag.is_switch}
+    flags = [name if name in switches else f"{name}={text}" for name, text in values.items()]
+    return (*flags, "--", *given.target)

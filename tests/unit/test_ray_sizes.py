@@ -1,0 +1,102 @@
+"""Jobs on Ray: sizes, the command line of the nodes, and what becomes of bundles. Without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rallypoint.errors import ConfigError
+from rallypoint.launch import flags
+from rallypoint.ray.roster import Roster
+from rallypoint.ray.sizes import Meeting, sizes_from, words_of
+
+
+def sizes(num_nodes: Any = 2, workers: int | None = None, resources: Any = None) -> Any:
+    return sizes_from(num_nodes, workers, resources, "STRICT_SPREAD")
+
+
+@pytest.mark.parametrize(
+    ("workers", "resources", "expected"),
+    [
+        (None, None, (1, {"CPU": 1.0})),
+        (3, None, (3, {"CPU": 3.0})),
+        (None, {"GPU": 4}, (4, {"CPU": 4.0, "GPU": 4})),
+        (2, {"GPU": 4, "CPU": 0, "x": 1}, (2, {"GPU": 4, "x": 1})),
+    ],
+)
+def test_workers_and_resources(workers: int | None, resources: Any, expected: Any) -> None:
+    found = sizes(2, workers, resources)
+    assert (found.workers, found.bundle) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "workers", "resources"),
+    [(0, 1, None), ((2, 1), 1, None), (1, 0, None), (1, 3, {"GPU": 2}), (1, 1, {"CPU": -1})],
+)
+def test_sizes_that_cannot_be(num_nodes: Any, workers: int, resources: Any) -> None:
+    with pytest.raises(ConfigError):
+        sizes(num_nodes, workers, resources)
+    with pytest.raises(ConfigError, match="strategy"):
+        sizes_from(1, 1, None, "TOGETHER")
+
+
+def test_the_words_of_all_nodes_are_read_back() -> None:
+    given = flags.parse(["--max-restarts", "3", "-m", "--rdzv-conf=lease=2", "train", "--x", "a b"])
+    meeting = Meeting(run_id="job", host="fd00::1", port=7)
+    read = flags.parse(words_of(given, sizes((1, 2)), meeting, {"--preload": "a"}))
+    assert read.target == ("train", "--x", "a b")
+    assert read.values == {
+        "--max-restarts": "3",
+        "--module": "1",
+        "--preload": "a",
+        "--nproc-per-node": "1",
+        "--nnodes": "1:2",
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": "[fd00::1]:7",
+        "--rdzv-id": "job",
+        "--rdzv-conf": "lease=2,is_host=false",
+    }
+    alone = flags.parse(words_of(given, sizes(1), None, {}))
+    assert "--nnodes" not in alone.values
+
+
+def test_flags_that_the_trainer_sets() -> None:
+    with pytest.raises(ConfigError, match="--nnodes"):
+        words_of(flags.parse(["--nnodes=3", "x.py"]), sizes(), None, {})
+
+
+def test_a_bundle_that_is_lost_is_asked_for_until_the_job_is_over() -> None:
+    roster = Roster(2, max_losses=2)
+    for index in range(2):
+        roster.start(index)
+    assert roster.lose(1)
+    assert roster.running == [0]
+    assert not roster.done
+    roster.start(1)
+    roster.end(0, 0, worker_failed=False)
+    assert not roster.done
+    assert not roster.lose(1)
+    assert roster.done
+    assert roster.exit_code == 0
+    assert not roster.lose(1)
+    assert roster.too_many_losses
+
+
+@pytest.mark.parametrize(
+    ("ends", "exit_code"),
+    [
+        ([(0, False), (0, False)], 0),
+        ([(7, True), (0, False)], 7),  # its workers had ended well, another one's had not
+        ([(1, False), (0, False)], 0),  # a node that left, and one that finished the job
+        ([(1, False), (7, True)], 7),
+        ([(3, False), (3, False)], 3),
+    ],
+)
+def test_the_exit_code_of_the_job(ends: list[tuple[int, bool]], exit_code: int) -> None:
+    roster = Roster(len(ends), max_losses=0)
+    for index, (code, failed) in enumerate(ends):
+        roster.start(index)
+        roster.end(index, code, worker_failed=failed)
+    assert roster.done
+    assert roster.exit_code == exit_code
