@@ -434,8 +434,13 @@ class DynamicRendezvous(RendezvousHandler):
                 return self._connection.is_new
             case operations.LeftOut():
                 return self._listener.on_left_out()
-            case operations.Tell(text):
+            case operations.Tell(text, None):
                 return self._say(text)
+            case operations.Tell(text, rest):
+                # Nodes that were given different places do not see each other.
+                towards = self._home.towards()
+                place = "" if towards is None else f", at {towards[0]}:{towards[1]}"
+                return self._say(f"{text}{place}{rest}")
             case _:
                 assert_never(operation)
 

@@ -76,9 +76,15 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Tell the user."""
+    """Tell the user.
+
+    Args:
+        text: what.
+        where: how the text goes on after the place at which nodes meet, if it is to be named.
+    """
 
     text: str
+    where: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -571,7 +571,7 @@ class _Leader:
         if not_yet.reason != self._said and now - self._started > SILENCE:
             self._said = not_yet.reason
             until = min(self._give_up, not_yet.look_at or self._give_up)
-            yield Tell(f"{self._said}; waiting for up to {until - now:.0f} s")
+            yield Tell(self._said, f"; waiting for up to {until - now:.0f} s")
         # A slot that was taken and not yet filled comes first; else the one that may decide.
         hole = next((each for each in range(filled) if each not in self._records), None)
         awaited = max(filled, not_yet.slots - 1) if hole is None else hole
