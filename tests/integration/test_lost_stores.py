@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic import wait_until
+from elastic import listens, wait_until
 from ports import free_port
 from rallypoint.control.client import connect
 from supervisors import Popen
@@ -158,7 +158,9 @@ def _job(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("comes", ["at once", "later"])
 def test_the_stores_node_is_lost_again_and_again(job: Job, comes: str) -> None:
-    for _ in range(NODES):
+    job.start()
+    wait_until(lambda: listens(job.port), "a store")
+    for _ in range(NODES - 1):
         job.start()
     job.trains(beyond=5)
     for loss in range(1, LOSSES + 1):
@@ -168,7 +170,7 @@ def test_the_stores_node_is_lost_again_and_again(job: Job, comes: str) -> None:
         victim.process.send_signal(signal.SIGKILL)
         victim.process.wait()
         if comes == "later":
-            wait_until(lambda lost=victim: job.server() is not lost, "another node serves")
+            wait_until(lambda lost=victim: job.server() is not lost, "another node serves", 30)
         job.start()
         began = time.monotonic()
         after = job.trains(beyond=max(step for step, _ in before.values()) + 5)
