@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -135,10 +136,18 @@ class Job:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self}") from None
 
+    def worker(self, node: Node) -> dict[str, Any]:
+        found: dict[str, Any] = connect(str(node.process.pid)).status()["workers"][0]
+        return found
+
+    def spares(self, node: Node) -> list[int]:
+        """The pids of those that wait."""
+        told = connect(str(node.process.pid)).status()["spares"]
+        return [each["pid"] for each in told if each["state"] == "waiting"]
+
     def spares_wait(self) -> None:
         def look() -> bool:
-            told = [connect(str(node.process.pid)).status()["spares"] for node in self.living]
-            return all([each["state"] for each in spares] == ["waiting"] for spares in told)
+            return all(len(self.spares(node)) == 1 for node in self.living)
 
         wait_until(look, "a spare waits on each node", 60)
 
@@ -180,3 +189,32 @@ def test_the_stores_node_is_lost_again_and_again(job: Job, comes: str) -> None:
     (job.folder / "stop").touch()
     wait_until(lambda: not job.living, "the job ends", 60)
     assert sorted(node.process.returncode for node in job.nodes) == [-9] * LOSSES + [0] * NODES, job
+
+
+def test_a_spare_takes_the_place_of_a_worker_that_is_lost_while_the_nodes_meet(job: Job) -> None:
+    job.start()
+    wait_until(lambda: listens(job.port), "a store")
+    for _ in range(NODES - 1):
+        job.start()
+    job.trains(beyond=5)
+    job.spares_wait()
+    before, victim = job.progress(), job.server()
+    ranks = {job.worker(node)["rank"]: node for node in job.living}
+    lost = next(rank for rank, node in ranks.items() if node is victim)
+    # The next node has the record of the lost one's set-up.
+    other = ranks[(lost + 2) % NODES]
+    (spare,) = job.spares(other)
+    worker = job.worker(other)
+    victim.process.send_signal(signal.SIGKILL)
+    victim.process.wait()
+    # Nobody replaces the node yet, so the others meet and wait.
+    wait_until(lambda: job.server() is not victim, "another node serves", 30)
+    os.kill(worker["pid"], signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{worker['pid']}").exists(), "the worker ends", 30)
+    job.start()
+    after = job.trains(beyond=max(step for step, _ in before.values()) + 5)
+    assert after[worker["rank"]][1] == spare, job
+    kept = [rank for rank in range(NODES) if before[rank][1] == after[rank][1]]
+    assert len(kept) == NODES - 2, job
+    (job.folder / "stop").touch()
+    wait_until(lambda: not job.living, "the job ends", 60)

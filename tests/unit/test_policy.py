@@ -1317,3 +1317,21 @@ def test_after_the_loss_of_nodes_all_others_keep_their_workers_or_none_does(data
         for each in job.members()
     )
     assert "anew" not in found or "takes over" not in found, "newcomers would wait for nobody"
+
+
+@pytest.mark.parametrize(
+    ("phase", "generation", "is_past"),
+    [
+        (Phase.RUNNING, 2, True),
+        (Phase.RUNNING, 3, False),
+        (Phase.REJOINING, 2, True),
+        (Phase.REJOINING, 3, False),
+        (Phase.STOPPING, 2, True),
+        (Phase.JOINING, 2, False),  # the round that is to follow it has not formed
+        (Phase.JOINING, 1, True),
+    ],
+)
+def test_a_late_loss_of_an_earlier_round_is_none_of_the_present_one(
+    phase: Phase, generation: int, is_past: bool
+) -> None:
+    assert policy.is_past(state(generation=3, phase=phase), generation) is is_past

@@ -62,7 +62,7 @@ class Follower(Protocol):
     def nobody_is_left(self, current: Round) -> None:
         """The members for whom this node keeps the store are gone without success."""
 
-    def reader_lost(self, error: RendezvousConnectionError) -> None:
+    def reader_lost(self, current: Round, error: RendezvousConnectionError) -> None:
         """The connection to the store is lost."""
 
 
@@ -111,9 +111,9 @@ class JournalReader:
             self._keep(journal)
         except RendezvousConnectionError as error:
             if not self._ended.is_set():
-                self._follower.reader_lost(error)
+                self._follower.reader_lost(self._round, error)
         except RallyError as error:
-            self._follower.reader_lost(RendezvousConnectionError(str(error)))
+            self._follower.reader_lost(self._round, RendezvousConnectionError(str(error)))
 
     def _heed(self, entry: Mapping[str, Any] | None) -> None:
         if entry is None or self._ended.is_set():

@@ -509,7 +509,8 @@ class PeerNodes:
 
     def _heed_loss(self, loss: Loss) -> None:
         """The neighbour is gone. Called in the pulse's thread."""
-        generation = self._round.generation
+        # Not that of the present round: another one may have just formed, or this one not be known here yet.
+        generation = loss.neighbour.generation
         if loss.left:
             # It announced that itself, or had finished.
             self._requests.put(lambda: self._note_left(generation, loss))
@@ -663,8 +664,9 @@ class PeerNodes:
         self._ending = "all other nodes are gone"
         self._post(PeerEvent("all_done", -1, current.generation))
 
-    def reader_lost(self, error: RendezvousConnectionError) -> None:
-        self._store_lost(error)
+    def reader_lost(self, current: Round, error: RendezvousConnectionError) -> None:
+        if current is self._round:
+            self._store_lost(error)
 
     # -- events ---------------------------------------------------------------------------------
 

@@ -761,6 +761,14 @@ def _can_replace(now: float, state: State, index: int) -> bool:
     )
 
 
+def is_past(state: State, generation: int) -> bool:
+    """Whether news about a generation come too late: workers of a later one run, and the loss of a node was that of the earlier one.
+
+    Where the nodes are about to meet, news of the last one still count.
+    """
+    return generation < state.generation - (state.phase is Phase.JOINING)
+
+
 def is_at_full_strength(state: State) -> bool:
     """Whether all workers of all nodes are in a session, so that there is something a spare could take over."""
     return (

@@ -620,8 +620,8 @@ class Supervisor:
                     self._decide(policy.PeersStopped(node_rank))
                 case PeerEvent("reports"):
                     self._gather_until = None
-                case PeerEvent(_, _, generation) if generation < self._now.state.generation - 1:
-                    pass  # about an earlier generation
+                case PeerEvent(_, _, generation) if policy.is_past(self._now.state, generation):
+                    pass
                 case PeerEvent("lost", node_rank):
                     self._causes.note_lost(f"{event.reason}{self._lost_state}")
                     self._decide(policy.PeerLost(node_rank, event.is_own))

@@ -522,11 +522,10 @@ class DynamicRendezvous(RendezvousHandler):
         return RendezvousInfo(made, joined.rank, len(order), members=members, generation=generation)
 
     def _heed_loss(self, loss: Loss) -> None:
-        generation = self._standing.node.generation
         events.emit(
             events.NodeLost(
                 run_id=self._run_id,
-                generation=-1 if generation is None else generation,
+                generation=loss.neighbour.generation,
                 rank=loss.neighbour.rank,
                 certain=loss.certain,
                 reason=loss.reason,

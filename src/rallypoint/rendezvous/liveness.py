@@ -58,12 +58,14 @@ class Neighbour:
         rank: in the round.
         host: its host name, for messages.
         addr: where its process can be watched; None where it cannot.
+        generation: of the round.
     """
 
     node_id: str
     rank: int
     host: str
     addr: tuple[str, int] | None = None
+    generation: int = -1
 
 
 @dataclass(frozen=True, slots=True)

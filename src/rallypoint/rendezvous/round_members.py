@@ -11,19 +11,22 @@ from .liveness import Neighbour
 from .record_store import RecordStore
 
 
-def standbys_in(plan: Mapping[str, Any]) -> Iterator[Neighbour]:
-    """The standbys in a plan that can be watched."""
+def standbys_in(plan: Mapping[str, Any], generation: int) -> Iterator[Neighbour]:
+    """The standbys in a round's plan that can be watched."""
     listed = plan.get("standbys")
     for each in listed if isinstance(listed, list) else ():
         if not isinstance(each, dict):
             continue
         rank, addr, port = each.get("rank"), each.get("addr"), fields.number(each.get("watch"))
         if isinstance(rank, int) and isinstance(addr, str) and 0 < port < 65536:
-            yield Neighbour(node_id=str(each.get("id")), rank=rank, host="", addr=(addr, port))
+            node_id = str(each.get("id"))
+            yield Neighbour(
+                node_id=node_id, rank=rank, host="", addr=(addr, port), generation=generation
+            )
 
 
-def neighbour(rank: int, record: Mapping[str, Any]) -> Neighbour:
-    """A node to watch, from its record."""
+def neighbour(rank: int, record: Mapping[str, Any], generation: int) -> Neighbour:
+    """A node of a round to watch, from its record."""
     facts = record.get("facts")
     watch = facts.get("watch") if isinstance(facts, dict) else None
     addr = None
@@ -31,7 +34,11 @@ def neighbour(rank: int, record: Mapping[str, Any]) -> Neighbour:
         case [str() as host, int() as port] if 0 < port < 65536:
             addr = (host, port)
     return Neighbour(
-        node_id=str(record.get("id")), rank=rank, host=str(record.get("host")), addr=addr
+        node_id=str(record.get("id")),
+        rank=rank,
+        host=str(record.get("host")),
+        addr=addr,
+        generation=generation,
     )
 
 

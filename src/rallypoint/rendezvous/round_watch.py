@@ -55,6 +55,7 @@ class RoundWatch:
         self._pulse: Pulse | None = None
         self._post: WatchPost | None = None
         self._beats = itertools.count(1)
+        self._generation = -1  # of the round whose members are watched
         self._proving = False  # the round is over, and the pulse finds out which members have ended
         self.store_lost = False  # to the pulse, which has ended then
 
@@ -138,21 +139,21 @@ class RoundWatch:
         ranks = [(rank - back) % count for back in range(1, min(NUM_NEIGHBOURS, count - 1) + 1)]
         found = records.look([f"{generation}/node/{order[each]}" for each in ranks])
         nearest = [
-            neighbour(each, record)
+            neighbour(each, record, generation)
             for each, record in zip(ranks, found, strict=True)
             if record is not None
         ]
-        known = {each.node_id: each for each in (*standbys_in(plan), *nearest)}
+        known = {each.node_id: each for each in (*standbys_in(plan, generation), *nearest)}
         known.pop(self._node_id, None)
         self._departures.know(list(known.values()))
         everybody = []
         if rank == 0:
             everybody = [
-                Neighbour(node_id=node_id, rank=each, host="")
+                Neighbour(node_id=node_id, rank=each, host="", generation=generation)
                 for each, node_id in enumerate(self._departures.ids)
                 if each != rank
             ]
-        self._proving = False
+        self._proving, self._generation = False, generation
         look = self._look_after(generation, plan, room=room) if rank == 0 else None
         pulse.watch(nearest, everybody, look)
 
@@ -190,6 +191,8 @@ class RoundWatch:
         return look
 
     def _heed_loss(self, loss: Loss) -> None:
+        if loss.neighbour.generation != self._generation:
+            return  # it was under way when the next round formed, of which that node may be a member
         self._departures.note_loss(loss)
         if not self._proving:
             self._on_loss(loss)

@@ -136,14 +136,14 @@ class Replacements:
         """
         ready, workers = self._now.round, self._now.workers
         assert ready is not None
-        workers.continue_as(ready.generation)
         ended = [list(workers)[index] for index in lost]
-        failures = [workers.failure_of(each) for each in ended]
+        failures = [workers.failure_of(each) for each in ended]  # of the generation before
+        workers.continue_as(ready.generation)
         ranks = [*_ranks_of_newcomers(ready), *(each.ranks.rank for each in ended)]
         self._kept.tell_of_lost_nodes(workers, ready, sorted(ranks), why)
         write_error_files(self._folder.path, tuple(failures))
         for index in lost:
-            self._fill(ready, index)
+            self._fill(ready, index, self.spares.take(index))
 
     def tell_newcomers(self) -> None:
         """This node's workers take the places of a lost node's: tell people."""
