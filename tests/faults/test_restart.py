@@ -6,10 +6,12 @@ import json
 import os
 import re
 import signal
+import sys
 
 import pytest
 
 from ports import free_port
+from supervisors import run
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
@@ -133,3 +135,21 @@ def test_a_success_after_restarts_says_nothing_of_failure(start, tmp_path):
     folder = next((tmp_path / "logs").iterdir())
     assert sorted(path.name for path in folder.iterdir()) == ["attempt_0", "attempt_1"]
     assert "the job failed" not in job.stderr()
+
+
+@pytest.mark.parametrize(("window", "attempts"), [("0.5", 4), ("60", 2), ("0", 2)])
+def test_a_restart_that_was_long_ago_counts_no_longer(tmp_path, window, attempts):
+    """Three attempts fail, each after 0.8 s."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import sys, time\n"
+        "with open('attempts', 'a') as file: file.write('x')\n"
+        "if len(open('attempts').read()) < 4: time.sleep(0.8); sys.exit(7)\n"
+    )
+    flags = ["--nproc-per-node", "1", "--max-restarts", "1", "--restart-window", window]
+    command = [sys.executable, "-m", "rallypoint", "run", *flags, str(script)]
+    done = run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert len((tmp_path / "attempts").read_text()) == attempts, done.stderr
+    assert done.returncode == (0 if attempts == 4 else 7), done.stderr
+    if window == "0.5":
+        assert done.stderr.count("restarting all workers (restart 1 of 1 in 0.5 s)") == 3

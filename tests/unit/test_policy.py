@@ -49,6 +49,7 @@ from rallypoint.launch.policy import (
     Verdict,
     WorkerEnded,
 )
+from rallypoint.rendezvous import plan as plans
 from rallypoint.rendezvous.kept_round import Held, decide as keep_in_round
 
 
@@ -1335,3 +1336,61 @@ def test_a_late_loss_of_an_earlier_round_is_none_of_the_present_one(
     phase: Phase, generation: int, is_past: bool
 ) -> None:
     assert policy.is_past(state(generation=3, phase=phase), generation) is is_past
+
+
+def restarts_of(start: State, failures: list[float]) -> tuple[list[float], float | None]:
+    """One node whose only worker fails at these times: when all restart, and when the job has failed."""
+    now = 0.0
+    current = policy.decide(now, start, RoundFormed(1)).state
+    restarts = []
+    for gap in failures:
+        now += gap
+        failed = policy.decide(now, current, WorkerEnded(0, failed=True))
+        swept = policy.decide(now, failed.state, Swept())
+        join = next((each for each in swept.commands if isinstance(each, Join)), None)
+        if join is None:
+            return restarts, now
+        restarts.append(now)
+        ages = tuple(now - at for at in swept.state.charged)
+        again = RoundFormed(1, join.generation, join.restarts + 1, ages=ages)
+        current = policy.decide(now, swept.state, again).state
+    return restarts, None
+
+
+@given(
+    st.integers(0, 3),
+    st.integers(2, 50),
+    st.lists(st.integers(1, 60).map(float), max_size=12),
+)
+def test_restarts_refill_and_there_are_never_more_of_them_in_a_window(
+    most: int, window: int, failures: list[float]
+) -> None:
+    windowed = state(max_restarts=most, restart_window=float(window))
+    restarts, ended = restarts_of(windowed, failures)
+    for index, at in enumerate(restarts):
+        assert sum(at - window < each <= at for each in restarts[: index + 1]) <= most
+    if ended is not None:
+        assert sum(ended - window < each for each in restarts) == most
+    without, ended_without = restarts_of(state(max_restarts=most), failures)
+    assert len(without) <= most and without == restarts[: len(without)]
+    assert (ended_without is None) == (len(failures) <= most)
+
+
+@given(st.lists(st.lists(st.integers(0, 9).map(float), max_size=3), min_size=1, max_size=4))
+def test_all_nodes_count_the_restarts_that_the_round_counts(told: list[list[float]]) -> None:
+    """Those that have come later know of fewer."""
+    records = [{"facts": {"ages": ages, "restarts": len(ages)}} for ages in told]
+    ages = plans.ages(records)
+    used = plans.restarts(records, whole=True)
+    assert len(ages) == used == max(map(len, told))
+    one = state(restart_window=10.0, charged=(1.0,), restarts=1)
+    other = state(restart_window=10.0)
+    formed = RoundFormed(1, 1, used + 1, ages=ages)
+    ends = [policy.decide(50.0, each, formed).state for each in (one, other)]
+    assert ends[0].charged == ends[1].charged
+    assert len(ends[0].charged) == used + 1
+
+
+def test_ages_that_make_no_sense_do_not_count() -> None:
+    assert plans.ages_in({"ages": [1, "x", None, -3, 2.5]}) == (1.0, 2.5)
+    assert plans.ages_in({"ages": "x"}) == plans.ages_in({}) == ()

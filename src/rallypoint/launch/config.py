@@ -246,6 +246,7 @@ class LaunchConfig:
         num_nodes: number of supervisors the job has, at most.
         min_nodes: how many it can go on with; None: all of them.
         max_restarts: how many times the job is started again after a failure.
+        restart_window: seconds after which a restart no longer counts against ``max_restarts``; 0: it always does.
         max_losses: how many workers in a session are replaced within ``loss_window`` seconds.
         loss_window: see there.
         spares: how many more processes run up to the session and wait there for a rank, on each node.
@@ -292,6 +293,7 @@ class LaunchConfig:
     num_nodes: int = 1
     min_nodes: int | None = None
     max_restarts: int = 0
+    restart_window: float = 0.0
     max_losses: int = 10
     loss_window: float = 600.0
     spares: int = 0

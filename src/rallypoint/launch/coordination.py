@@ -29,6 +29,7 @@ class NodeFacts:
             nodes reach this one.
         store_port: its port.
         restarts: how much of the restart budget is used, as far as this node knows.
+        ages: with a restart window, how many seconds ago these restarts were.
         verdict: what the end of the last generation means for the budget.
         held: workers of a session that this node keeps if the round allows it.
     """
@@ -37,6 +38,7 @@ class NodeFacts:
     store_addr: str = ""
     store_port: int = 0
     restarts: int = 0
+    ages: tuple[float, ...] = ()
     verdict: Verdict = Verdict.NONE
     held: Held | None = None
 
@@ -51,6 +53,7 @@ class RoundReady:
         master_addr: host of the workers' store.
         master_port: its port.
         restarts: how much of the restart budget is used, as all nodes count it.
+        ages: with a restart window, how many seconds ago these restarts were; the newest, which led to this round, has none.
         serves: this node serves the job's store.
         replaced: how many workers of sessions were replaced since then.
         kept: which nodes keep their workers; None: all start anew.
@@ -64,6 +67,7 @@ class RoundReady:
     master_addr: str
     master_port: int
     restarts: int = 0
+    ages: tuple[float, ...] = ()
     serves: bool = False
     replaced: int = 0
     kept: Kept | None = None
@@ -241,6 +245,7 @@ class LoneNode:
                 master_addr=facts.store_addr,
                 master_port=facts.store_port,
                 restarts=facts.restarts + charged,
+                ages=facts.ages,
             )
         )
         os.write(self._write, b"x")

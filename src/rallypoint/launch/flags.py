@@ -88,6 +88,15 @@ FLAGS: tuple[Flag, ...] = (
         help="start all workers again after a failure, at most K times",
     ),
     Flag(
+        name="--restart-window",
+        own=True,
+        metavar="S",
+        default="0",
+        env=False,
+        group=_RESTART,
+        help="seconds after which a restart no longer counts against --max-restarts (0: it always does)",
+    ),
+    Flag(
         name="--max-losses",
         own=True,
         metavar="K",

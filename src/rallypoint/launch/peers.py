@@ -31,6 +31,7 @@ from rallypoint.errors import (
     RendezvousError,
     RendezvousGracefulExitError,
 )
+from rallypoint.rendezvous import plan as plans
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
 from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
@@ -294,6 +295,7 @@ class PeerNodes:
                 "addr": facts.store_addr,
                 "port": facts.store_port,
                 "restarts": facts.restarts,
+                **({"ages": list(facts.ages)} if facts.ages else {}),
                 "verdict": facts.verdict.value,
                 **({} if facts.held is None else {"held": facts.held.to_json()}),
             }
@@ -373,6 +375,7 @@ class PeerNodes:
             master_addr=addr,
             master_port=int(first["port"]) if kept is None or not kept.port else kept.port,
             restarts=int(plan.get("restarts", 0)),
+            ages=plans.ages_in(plan),
             serves=self._rendezvous.serves,
             replaced=0 if kept is None else kept.replaced,
             kept=kept,

@@ -21,6 +21,7 @@ Rules:
 3. The restart budget belongs to the job. The round says how much of it is used, so all nodes agree. A failure is
    charged. In ``elastic`` jobs, a node that is lost, leaves or joins is not. A failure that reports only a lost peer
    (a *symptom*) is charged only if the next round misses no node and no node ended the generation for such a change.
+   With ``restart_window``, restarts that were longer ago count no longer. The round says how long ago each was.
 4. A generation is over when it is ``swept``: none of its processes is left when the next one starts.
 5. An elastic node whose workers have succeeded leaves at once. The node that serves the job's store (``serves``) stays
    until all others have finished, through all their rounds.
@@ -91,6 +92,8 @@ class State:
         elastic: members may come and go; else a lost node is the end.
         serves: this node serves the job's store.
         restarts: how much of the budget is used.
+        restart_window: seconds after which a restart no longer counts; 0: it always does.
+        charged: with a window, when the restarts were that count.
         verdict: what this generation's end means for the budget.
         running: local indices of workers that have not ended.
         kill_at: STOPPING: when SIGKILL is due. LISTENING: when its next step is due.
@@ -120,6 +123,8 @@ class State:
     elastic: bool = False
     serves: bool = False
     restarts: int = 0
+    restart_window: float = 0.0
+    charged: tuple[float, ...] = ()
     verdict: Verdict = Verdict.NONE
     phase: Phase = Phase.JOINING
     generation: int = 0
@@ -158,6 +163,7 @@ class RoundFormed:
         num_workers: how many to start on this node.
         generation: the job's.
         restarts: how much of the job's budget is used.
+        ages: with a window, how many seconds ago these restarts were; one that leads to this round is not among them.
         serves: this node serves the job's store.
         nodes: how many are in the round.
         keepers: ranks of the nodes that keep their workers; the others' take over lost ones. None: all start anew.
@@ -173,6 +179,7 @@ class RoundFormed:
     keepers: frozenset[int] | None = None
     is_keeper: bool = False
     replaced: int = 0
+    ages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +478,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
     """The next state, the commands, and the reason. Total: it accepts every event in every phase."""
     if state.phase is Phase.ENDED:
         return Decision(state, (), "the job has ended")
+    state = _refilled(now, state)
     match event:
         case RoundFormed():
             return _round_formed(now, state, event)
@@ -528,7 +536,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
             new = replace(state, phase=Phase.SWEEPING, kill_at=None)
             return Decision(new, (Sweep(0.0),), f"grace of {state.grace:g} s is over")
         case Swept():
-            return _swept(state)
+            return _swept(now, state)
         case Broken(reason):
             new = replace(state, phase=Phase.ENDED, aim=Aim.FAIL, running=frozenset())
             # An elastic job loses only this node.
@@ -537,6 +545,23 @@ def decide(now: float, state: State, event: Event) -> Decision:
             return Decision(new, (*tell, Finish(Aim.FAIL)), reason)
         case _:
             assert_never(event)
+
+
+def _refilled(now: float, state: State) -> State:
+    """Restarts that were long ago count no longer."""
+    if not state.restart_window:
+        return state
+    charged = tuple(at for at in state.charged if now - at < state.restart_window)
+    return replace(state, charged=charged, restarts=len(charged))
+
+
+def _charged(now: float, state: State, event: RoundFormed) -> State:
+    """All nodes count the restarts that the round counts."""
+    if not state.restart_window:
+        return replace(state, restarts=event.restarts)
+    before = tuple(now - age for age in event.ages)
+    news = (now,) * (event.restarts - len(before))
+    return replace(state, restarts=event.restarts, charged=(*before, *news))
 
 
 _ALIVE = frozenset({Phase.RUNNING, Phase.LISTENING, Phase.SWEEPING, Phase.WAITING})
@@ -548,9 +573,8 @@ def _round_formed(now: float, state: State, event: RoundFormed) -> Decision:
     if state.phase is not Phase.JOINING:
         return _formed_early(state, event)
     state = replace(
-        state,
+        _charged(now, state, event),
         generation=event.generation,
-        restarts=event.restarts,
         serves=event.serves,
         verdict=Verdict.NONE,
     )
@@ -618,10 +642,9 @@ def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
         return _stop(now, new, Aim.RESTART, why, tell="not kept", verdict=Verdict.CHANGED)
     lost = tuple(sorted(state.lost))
     new = replace(
-        _among_keepers(state, event),
+        _among_keepers(_charged(now, state, event), event),
         phase=Phase.RUNNING,
         generation=event.generation,
-        restarts=event.restarts,
         serves=event.serves,
         verdict=Verdict.NONE,
         running=state.running | state.lost,
@@ -887,7 +910,7 @@ def _stop(
         return Decision(new, (*commands, Finish(aim)), why)
     if state.phase is Phase.WAITING:
         # The workers of this node have succeeded and are swept.
-        return _swept(replace(state, phase=Phase.SWEEPING, aim=aim), tuple(commands), why)
+        return _swept(now, replace(state, phase=Phase.SWEEPING, aim=aim), tuple(commands), why)
     if state.phase is Phase.SWEEPING:
         return Decision(replace(state, aim=_overruled(state.aim, aim)), tuple(commands), why)
     if state.phase is Phase.STOPPING:
@@ -952,7 +975,7 @@ def _signalled(now: float, state: State, number: int) -> Decision:
     return Decision(state, (), f"{name} received again")
 
 
-def _swept(state: State, commands: tuple[Command, ...] = (), why: str = "") -> Decision:
+def _swept(now: float, state: State, commands: tuple[Command, ...] = (), why: str = "") -> Decision:
     if state.phase is not Phase.SWEEPING:
         return Decision(state, commands, why or f"swept while {state.phase}")
     if state.aim is Aim.RESTART:
@@ -967,7 +990,7 @@ def _swept(state: State, commands: tuple[Command, ...] = (), why: str = "") -> D
             formed=None,
         )
         if state.formed is not None:
-            decision = _round_formed(0.0, new, state.formed)
+            decision = _round_formed(now, new, state.formed)
             return replace(decision, commands=(*commands, ReportRestart(), *decision.commands))
         if state.is_joining:
             return Decision(new, (*commands, ReportRestart()), why or "waiting for the next round")

@@ -100,6 +100,7 @@ def config_from(
         num_nodes=nodes.num_nodes,
         min_nodes=nodes.min_nodes,
         max_restarts=values.integer("max_restarts", least=0),
+        restart_window=values.seconds("restart_window"),
         max_losses=values.integer("max_losses", least=0),
         loss_window=values.seconds("loss_window"),
         spares=values.integer("spares", least=0),

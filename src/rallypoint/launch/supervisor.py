@@ -134,6 +134,7 @@ class Supervisor:
         self._spawned: dict[str, int] = {}  # pids that the fork server has not reaped
         state = policy.State(
             max_restarts=config.max_restarts,
+            restart_window=config.restart_window,
             grace=config.shutdown_timeout,
             moment=config.cause_timeout,
             num_nodes=config.num_nodes,
@@ -605,6 +606,7 @@ class Supervisor:
                             None if event.kept is None else event.kept.keepers,
                             event.is_keeper,
                             event.replaced,
+                            event.ages,
                         )
                     )
                 case ServeStore():
@@ -747,6 +749,7 @@ class Supervisor:
             store_addr=addr,
             store_port=port,
             restarts=state.restarts,
+            ages=tuple(clock.MONOTONIC.now() - at for at in state.charged),
             verdict=state.verdict,
             held=self._replacements.held(),
         )

@@ -119,6 +119,21 @@ def restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
     return used + int("failed" in verdicts or unexplained)
 
 
+def ages(records: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """How many seconds ago the restarts were that still count, as the node says that counts most of them.
+
+    These are durations, so no two clocks are compared, and a node that has come later counts like the others.
+    """
+    return max((ages_in(fields.facts_in(each)) for each in records), key=len, default=())
+
+
+def ages_in(held: Mapping[str, Any]) -> tuple[float, ...]:
+    """Those that a node tells, or a plan."""
+    told = held.get("ages")
+    numbers = told if isinstance(told, list) else []
+    return tuple(float(age) for age in numbers if isinstance(age, int | float) and age >= 0)
+
+
 def ids_key(generation: int, plan: Mapping[str, Any]) -> str:
     """The key of the ids of a plan's members, by rank. Few nodes need them, so they are not part of the plan."""
     return f"{generation}/ids/{plan.get('by')}"

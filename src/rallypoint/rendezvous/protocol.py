@@ -549,6 +549,8 @@ class _Leader:
         plan = plans.make(f"{self._node.node_id}.{self._slot}", generation, order, spares, records)
         yield Write(plans.ids_key(generation, plan), {"ids": ids})
         here = {arrival.node_id for arrival in arrivals.values()}
+        if ages := plans.ages([records[slot] for slot in order]):
+            plan["ages"] = list(ages)
         plan["restarts"] = plans.restarts(
             [records[slot] for slot in order], whole=not self._members - here
         )

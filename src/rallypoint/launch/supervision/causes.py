@@ -62,6 +62,8 @@ class Causes:
             return f"{self.lost or 'a node joined or left'}; restarting all workers"
         attempt, budget = state.restarts + 2, state.max_restarts + 1
         again = f"attempt {attempt} of {budget}"
+        if state.restart_window:
+            again = f"restart {attempt - 1} of {budget - 1} in {state.restart_window:g} s"
         if state.verdict is Verdict.SUSPECT:
             again = "not counted as an attempt if a node joined or left"
         why = "another node failed"
