@@ -96,6 +96,8 @@ class Net(torch.nn.Module):
         return self.last(torch.nn.functional.dropout(self.norm(self.first(x)).relu(), 0.2))
 
 net = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
+# Changes behind a step's last collective, and counts that in a buffer.
+average = torch.optim.swa_utils.AveragedModel(net.module)
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 data = torch.utils.data.TensorDataset(torch.randn(160, 16), torch.randint(4, (160,)))
@@ -103,7 +105,7 @@ loader = torch.utils.data.DataLoader(data, batch_size=10, shuffle=True)
 torch.manual_seed(100 + rank)
 random.seed(rank)
 seen, scores, pid = [], [], os.getpid()
-with elastic.session(net, optimizer, scheduler) as session:
+with elastic.session(net, optimizer, scheduler, average) as session:
     net.module.first.weight.register_post_accumulate_grad_hook(lambda _: fault("backward"))
     optimizer.register_step_pre_hook(lambda *_: fault("optimizer"))
     optimizer.register_step_pre_hook(lambda *_: fault("node behind"))
@@ -122,6 +124,7 @@ with elastic.session(net, optimizer, scheduler) as session:
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
+                average.update_parameters(net.module)
             fault("between")
         def score():
             fault("validation")
@@ -131,7 +134,8 @@ with elastic.session(net, optimizer, scheduler) as session:
                 dist.broadcast(value, 0, group=pair)
             return value.item()
         scores.append(session.run(score))
-    bits = b"".join(t.detach().numpy().tobytes() for t in (*net.parameters(), *net.buffers()))
+    kept = (*net.parameters(), *net.buffers(), *average.parameters(), *average.buffers())
+    bits = b"".join(t.detach().numpy().tobytes() for t in kept)
     state = optimizer.state_dict()["state"]
     bits += b"".join(each["exp_avg_sq"].numpy().tobytes() for each in state.values())
     end = {

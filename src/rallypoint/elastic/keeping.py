@@ -77,8 +77,18 @@ class Keeping(Protocol):
     def note_collective(self) -> None:
         """A collective of the step under way is about to begin."""
 
+    def buffers_behind(self, steps: int) -> bytes:
+        """Digests of this rank's buffers before the last collective of the step after which so many are complete; empty if they are
+        not known."""
+
     def settle(
-        self, verdict: Verdict, begun: Begun | None, *, receives: bool, is_new: bool
+        self,
+        verdict: Verdict,
+        begun: Begun | None,
+        *,
+        receives: bool,
+        is_new: bool,
+        buffers: bytes,
     ) -> None:
         """All ranks have met and have the state: make this rank's own as it was at the beginning of the next step.
 
@@ -87,6 +97,7 @@ class Keeping(Protocol):
             begun: what the step began with that was under way.
             receives: this rank was not where the others are.
             is_new: it takes a lost one's place.
+            buffers: :meth:`buffers_behind` of the rank whose state is right.
         """
 
     def reach_end(self) -> None:

@@ -41,6 +41,8 @@ _SIGNS = (
 PIECE = 64 << 20
 # A checksum has 64 bits, and integers of tensors have a sign.
 _HALF = 1 << 32
+# The rank whose state is right does not know what its buffers were. (An empty value cannot be waited for.)
+_UNKNOWN = b"-"
 # Outside of training, there is nothing to tell apart.
 LOST: tuple[type[BaseException], ...] = (RuntimeError, RendezvousError, OSError)
 
@@ -210,8 +212,9 @@ class Meeting:
         verdict = judge(standings)
         before, is_new = course.steps, self._is_new
         self._share_place(wiring, verdict, standings)
+        buffers = self._share_buffers(wiring, verdict)
         moved = self._exchange(verdict)
-        self._settle(verdict)
+        self._settle(verdict, buffers)
         self._connect_copies(standings, notice.generation)
         self._barrier()
         self.count_anew()
@@ -291,6 +294,14 @@ class Meeting:
         if self._rank != verdict.source and (place := wiring.wait("place", MEETING)):
             self._keeping.take_place(place)
 
+    def _share_buffers(self, wiring: Wiring, verdict: Verdict) -> bytes:
+        """Tell those who receive the state which buffers are everybody's, not a rank's own. Returns it in these."""
+        if self._rank == verdict.source and verdict.receivers:
+            wiring.set("buffers", self._keeping.buffers_behind(verdict.steps) or _UNKNOWN)
+        if verdict.source is None or self._rank not in verdict.receivers:
+            return b""
+        return wiring.wait("buffers", MEETING)
+
     def _connect_copies(self, standings: Sequence[Standing], generation: int) -> None:
         """All have the state: from here on it is copied to other nodes."""
         if self._copies is None:
@@ -344,7 +355,7 @@ class Meeting:
                 moved += size
         return moved
 
-    def _settle(self, verdict: Verdict) -> None:
+    def _settle(self, verdict: Verdict, buffers: bytes) -> None:
         """Make everything as it was at the beginning of the step to come."""
         begun, course = self.begun, self._course
         if self._copies is not None and verdict.snapshot is not None:
@@ -352,7 +363,9 @@ class Meeting:
         if begun is not None:
             self._objects.drop_gradients(begun.gradients)
         receives = self._rank in verdict.receivers
-        self._keeping.settle(verdict, begun, receives=receives, is_new=self._is_new)
+        self._keeping.settle(
+            verdict, begun, receives=receives, is_new=self._is_new, buffers=buffers
+        )
         self._objects.restore_layouts(verdict.layouts, list(self._kept.groups))
         # From here on this rank can be right.
         self.whole, self._is_new, self._lacks_own = True, False, False

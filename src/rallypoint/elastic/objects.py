@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from .setup_record import Scripted, Unchanged
 
 # Buffers of modules up to this many bytes are kept in each step.
 MAX_BUFFERS = 32 * 1024
+# Bytes of a buffer's digest, by which two ranks compare theirs.
+DIGEST = 8
 _TENSOR = "rallypoint tensor"
 
 
@@ -120,14 +123,30 @@ class Objects:
             return b""
         return b"".join(_bytes(each) for each in self._buffers)
 
-    def fill_buffers(self, data: bytes) -> None:
-        """From :meth:`buffers_as_bytes`."""
+    def fill_buffers(self, data: bytes, left_out: Sequence[bool] = ()) -> None:
+        """From :meth:`buffers_as_bytes`, but for those that are ``left_out``."""
+        left_out = left_out or [False] * len(self._buffers)
         with torch.no_grad():
-            for buffer in self._buffers if data else ():
-                size = buffer.numel() * buffer.element_size()
-                given = torch.frombuffer(bytearray(data[:size]), dtype=buffer.dtype)
-                buffer.copy_(given.view(buffer.shape))
-                data = data[size:]
+            for buffer, part, stays in zip(
+                self._buffers, self._parts(data), left_out, strict=False
+            ):
+                if not stays:
+                    given = torch.frombuffer(bytearray(part), dtype=buffer.dtype)
+                    buffer.copy_(given.view(buffer.shape))
+
+    def digests(self, data: bytes) -> bytes:
+        """Of each buffer in what :meth:`buffers_as_bytes` returned: :data:`DIGEST` bytes."""
+        return b"".join(
+            hashlib.blake2b(part, digest_size=DIGEST).digest() for part in self._parts(data)
+        )
+
+    def _parts(self, data: bytes) -> Iterator[bytes]:
+        """The bytes of each buffer; nothing if there are none."""
+        at = 0
+        for buffer in self._buffers if data else ():
+            size = buffer.numel() * buffer.element_size()
+            yield data[at : at + size]
+            at += size
 
     def gradients(self) -> list[tuple[torch.Tensor, int] | None]:
         """All gradients, and how often each was changed in place."""

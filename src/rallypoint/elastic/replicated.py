@@ -14,7 +14,7 @@ from .copies import Copies
 from .course import Course
 from .keeping import Begun
 from .memory import Memory
-from .objects import Objects
+from .objects import DIGEST, Objects
 from .own_state import OwnState, joined, parted
 from .rng import RandomState
 from .schedule import Held
@@ -112,15 +112,26 @@ class Replicated:
         # A node may be lost behind it, too. What this record does not tell, the one of the next step does.
         self._copy()
 
+    def buffers_behind(self, steps: int) -> bytes:
+        found = (each for each in (self.own, self._before) if each is not None)
+        own = next((each for each in found if each.steps + 1 == steps and each.later), None)
+        return b"" if own is None else self._objects.digests(own.later_buffers)
+
     def settle(
-        self, verdict: Verdict, begun: Begun | None, *, receives: bool, is_new: bool
+        self,
+        verdict: Verdict,
+        begun: Begun | None,
+        *,
+        receives: bool,
+        is_new: bool,
+        buffers: bytes,
     ) -> None:
         if begun is not None and self._course.steps == verdict.steps:
             begun.random.restore()
             self.random = begun.random
             self._objects.restore_buffers(begun.buffers)
         elif receives:
-            self._continue(verdict.steps, is_new=is_new)
+            self._continue(verdict.steps, buffers, is_new=is_new)
 
     def reach_end(self) -> None:
         pass
@@ -188,19 +199,38 @@ class Replicated:
         self._packed = self.own.pack()
         memory.keep(joined(self._packed, self._packed_before))
 
-    def _continue(self, steps: int, *, is_new: bool) -> None:
-        """In a rank that skips to a later step: what is its own is that of this step, too."""
-        known = (each.at(steps) for each in (self.own, self._before) if each is not None)
-        own = next((each for each in known if each is not None), None)
+    def _continue(self, steps: int, theirs: bytes, *, is_new: bool) -> None:
+        """In a rank that skips to a later step: what is its own is that of this step, too.
+
+        Args:
+            steps: where.
+            theirs: digests of the buffers of the rank whose state was received, before the last collective of the step before.
+            is_new: this process takes a lost one's place.
+        """
+        kept = [each for each in (self.own, self._before) if each is not None]
+        known = ((each.at(steps), each.steps == steps) for each in kept)
+        own, is_exact = next((each for each in known if each[0] is not None), (None, False))
         if own is None:
             _log.warning(
                 "this rank's random state at step %d is not known; it continues with another", steps
             )
             return
         own.newest.restore()
-        self._objects.fill_buffers(own.buffers)
+        alike = () if is_exact else _alike(self._objects.digests(own.buffers), theirs)
+        # A buffer that was the same on both ranks then is not this rank's own. It may have changed since, behind the collective:
+        # a count of updates of an average, say. What was received has that.
+        self._objects.fill_buffers(own.buffers, alike)
+        own = replace(own, buffers=self._objects.buffers_as_bytes())
         self.own, self._before, self._packed_before = own, None, b""
         if self._memory is not None:
             self._write(self._memory)
         if is_new and self._course.continue_at(own):
             self.random = own.random
+
+
+def _alike(mine: bytes, theirs: bytes) -> list[bool]:
+    """Of each buffer: whether two ranks' digests are the same. Empty if one of them is not known."""
+    if len(mine) != len(theirs):
+        return []
+    places = range(0, len(mine), DIGEST)
+    return [mine[at : at + DIGEST] == theirs[at : at + DIGEST] for at in places]

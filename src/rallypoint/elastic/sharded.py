@@ -108,8 +108,17 @@ class Sharded:
     def note_collective(self) -> None:
         pass
 
+    def buffers_behind(self, steps: int) -> bytes:
+        return b""
+
     def settle(
-        self, verdict: Verdict, begun: Begun | None, *, receives: bool, is_new: bool
+        self,
+        verdict: Verdict,
+        begun: Begun | None,
+        *,
+        receives: bool,
+        is_new: bool,
+        buffers: bytes,
     ) -> None:
         """Be where the snapshot was taken: with its state, in a loop that gives its batch next."""
         assert verdict.snapshot is not None
