@@ -87,7 +87,8 @@ class Checkpoints:
         self._board: Board | None = None
         self._new_board: Callable[[], Board] | None = None
         self._copy = HostCopy()
-        self._newest = 0  # the step of the newest one that was taken, or loaded
+        self._newest = 0  # the step of the newest one that was due, or loaded
+        self._due = -1  # the step of the newest one that was due
         self._posted: list[str] = []
         self._passed_over: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
@@ -228,15 +229,24 @@ class Checkpoints:
 
         If the one before is still being written, this one is left out.
         """
+        self._take(own, str(own.steps))
+
+    def _take(self, own: OwnState, key: str) -> None:
+        """Take one.
+
+        Args:
+            own: this rank's state.
+            key: of the notes of other ranks.
+        """
         step = own.steps
-        self._newest = step
+        self._newest = self._due = step
         if self._rank != 0:
-            self._post(f"{step}/{self._rank}", own.pack())
+            self._post(f"{key}/{self._rank}", own.pack())
             if not self._is_sharded:
                 return
         if self._is_writing():
             if self._rank != 0:
-                self._post(_part_key(step, self._rank), b'{"problem": "it still writes the last"}')
+                self._post(_part_key(key, self._rank), b'{"problem": "it still writes the last"}')
                 return
             # The first one imports DCP, too.
             if self._tried and not self._is_slow:
@@ -249,7 +259,7 @@ class Checkpoints:
         self._copy.take(self._state.now())
         write = self._write if self._rank == 0 else self._write_part
         self._thread = threading.Thread(
-            target=write, args=(own,), name="rally-checkpoint", daemon=True
+            target=write, args=(own, key), name="rally-checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -262,7 +272,28 @@ class Checkpoints:
         if own is not None and own.steps != self._newest:
             self._join(None)
             self.take(own)
+        elif own is not None and own.steps == self._due:
+            # It was due here, and may have been left out because the one before was still being written.
+            self._join(None)
+            if self._is_missing(own.steps):
+                self._take(own, f"{own.steps}/again")
         self._join(None if own is not None else AFTER_FAILURE)
+
+    def _is_missing(self, step: int) -> bool:
+        """Whether the checkpoint of this step was not written. The same on all ranks that write a part. Blocks: until rank 0 knows."""
+        if self._rank == 0:
+            is_missing = self._written != step
+            if self._is_sharded:
+                self._post(f"{step}/written", b"no" if is_missing else b"yes")
+            return is_missing
+        if not self._is_sharded:
+            return True  # leave the note once more
+        assert self._board is not None
+        try:
+            return self._board.await_note(f"{step}/written", PARTS) == b"no"
+        except Exception as error:  # noqa: BLE001  of any store
+            _log.debug("rank 0 has not said whether step %d is written: %s", step, error)
+            return False
 
     def _join(self, timeout: float | None) -> None:
         if self._thread is not None:
@@ -285,10 +316,10 @@ class Checkpoints:
 
     # -- in the background ------------------------------------------------------------------------
 
-    def _write(self, own: OwnState) -> None:
+    def _write(self, own: OwnState, key: str) -> None:
         step = own.steps
         try:
-            self._write_one(own)
+            self._write_one(own, key)
         except Exception as error:  # noqa: BLE001  whatever it is, training goes on
             _log.warning(
                 "the checkpoint of step %d was not written to %s: %s; training goes on",
@@ -297,12 +328,12 @@ class Checkpoints:
             self._try_to_remove([name_of(step)])
         self._tried += 1
 
-    def _write_one(self, own: OwnState) -> None:
+    def _write_one(self, own: OwnState, key: str) -> None:
         from . import checkpoint_files
 
         started = clock.MONOTONIC.now()
         name = name_of(own.steps)
-        owns = [own.pack(), *self._notes(f"{own.steps}/%d", NOTES)]
+        owns = [own.pack(), *self._notes(f"{key}/%d", NOTES)]
         structure = dict(self._copy.structure)
         nested = dict(self._copy.nested)
         ranks = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in owns]
@@ -319,7 +350,7 @@ class Checkpoints:
             self._storage,
             name,
             nested,
-            (lambda: self._parts(own.steps)) if self._is_sharded else None,
+            (lambda: self._parts(key)) if self._is_sharded else None,
         )
         record = Record(
             step=own.steps,
@@ -335,7 +366,7 @@ class Checkpoints:
         _log.info("checkpoint %s: %.2f s", name, clock.MONOTONIC.now() - started)
         self._prune(name)
 
-    def _write_part(self, own: OwnState) -> None:
+    def _write_part(self, own: OwnState, key: str) -> None:
         """On other ranks than 0: write the parts of sharded tensors, and tell rank 0 where they are."""
         from . import checkpoint_files
 
@@ -347,13 +378,13 @@ class Checkpoints:
             note = part.to_json()
         except Exception as error:  # noqa: BLE001  rank 0 says that the checkpoint is left out
             note = {"problem": str(error)}
-        self._post(_part_key(own.steps, self._rank), json.dumps(note).encode(), self._new_board())
+        self._post(_part_key(key, self._rank), json.dumps(note).encode(), self._new_board())
 
-    def _parts(self, step: int) -> list[Part]:
+    def _parts(self, key: str) -> list[Part]:
         from .checkpoint_files import Part
 
         found = []
-        for number, note in enumerate(self._notes(_part_key(step, "%d"), PARTS), 1):
+        for number, note in enumerate(self._notes(_part_key(key, "%d"), PARTS), 1):
             record = json.loads(note)
             if "problem" in record:
                 raise ElasticError(f"rank {number} has not written its part: {record['problem']}")
@@ -388,6 +419,6 @@ class Checkpoints:
                 _log.debug("%s at %s could not be removed: %s", name, self._storage, error)
 
 
-def _part_key(step: int, rank: int | str) -> str:
+def _part_key(key: str, rank: int | str) -> str:
     """Of the note that says what a rank has written."""
-    return f"{step}/{rank}/part"
+    return f"{key}/{rank}/part"
