@@ -625,3 +625,24 @@ def test_a_rank_that_dies_amid_a_large_message_stops_nobody(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("fault *"))) == 3
     assert (tmp_path / "end 0").read_text() in ("2", "3")
+
+
+DIFFERENT = """
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+net = torch.nn.Linear(2, 2)
+with elastic.session(net):
+    pass
+"""
+
+
+def test_ranks_that_do_not_match_are_an_error_and_nobody_takes_their_place(tmp_path: Path) -> None:
+    flags = ("--nproc-per-node", "3")
+    done = alone(tmp_path, DIFFERENT, "-m", "rallypoint", "run", *flags)
+    assert done.returncode == 1
+    assert "takes its place" not in done.stderr, done.stderr
+    assert "begin with different parameters" in done.stderr, done.stderr

@@ -11,6 +11,7 @@ Worker to supervisor, one JSON record per line:
 - ``{"kind": "kept recovered", ...}``: what a recovery has cost.
 - ``{"kind": "kept left"}``: the session has ended well.
 - ``{"kind": "kept failed", "step": 1204}``: an exception of this rank's own ends it, in this step.
+- ``{"kind": "kept refused"}``: the ranks' sessions do not match, or cannot be kept: this process ends, and so would another one in its place.
 
 Supervisor to worker:
 

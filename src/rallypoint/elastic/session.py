@@ -261,7 +261,11 @@ class Session:
             self._keeping.begin()
             kept.publish()
             kept.link.enter(kept.generation, rank, memory.fd, sharded=sharded, saves=saves)
-            meeting.compare()
+            try:
+                meeting.compare()
+            except ElasticError:
+                kept.link.tell({"kind": "kept refused"})
+                raise
         meeting.count_anew()
         for each in kept.groups:
             each.before = self._before_collective

@@ -188,7 +188,8 @@ class WorkerEnded:
 
     Args:
         symptom: it only reports a lost peer, or the supervisor stopped it.
-        again: it raised what a worker that was replaced had raised at the same step.
+        again: another one in its place would fail alike: it raised what a replaced one had raised at the same step, or its session
+            could not begin.
     """
 
     index: int

@@ -541,8 +541,9 @@ class Supervisor:
         if events.is_wanted():
             events.emit(self._now.workers.end_of(worker))
         index = self._now.workers.index(worker)
-        again = status != 0 and self._kept.has_seen(
-            self._now.workers.failure_of(worker), worker.failed_at
+        again = status != 0 and (
+            self._kept.has_seen(self._now.workers.failure_of(worker), worker.failed_at)
+            or worker.is_refused
         )
         end = policy.WorkerEnded(index, failed=status != 0, symptom=symptom, again=again)
         if self._may_be_ahead(status):
@@ -831,6 +832,8 @@ class Supervisor:
                 self._decide(policy.SessionLeft(index))
             case "kept failed":
                 worker.failed_at = int(record["step"])
+            case "kept refused":
+                worker.is_refused = True
             case _:
                 pass  # the script has written to the descriptor
 
