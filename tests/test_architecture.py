@@ -85,6 +85,8 @@ SANS_IO = {
     "control/stacks/hang_report.py",
     "control/command_line.py",
     "control/slowness/lateness.py",
+    "control/profiling/host_clocks.py",
+    "control/profiling/trace_merging.py",
     "control/slowness/slow_ranks.py",
     "control/slowness/differences.py",
     "control/slowness/slow_words.py",

@@ -32,7 +32,7 @@ shared = mmap.mmap(fd, 8 << 20)
 shared[:] = bytes(8 << 20)
 if rank == 0 and os.fork() == 0:
     time.sleep(1000)
-print("stands", flush=True)
+print("stands\\n", end="", flush=True)
 time.sleep(1000)
 """
 

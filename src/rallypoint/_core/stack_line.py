@@ -13,6 +13,8 @@ STACK_SIGNAL = signal.SIGRTMIN + 22
 # them, for where its main thread is, or for the memory of its devices. It answers with a line of JSON.
 ASK_COLLECTIVES, ASK_BEGUN, ASK_ENTERED, ASK_PLACE = b"?", b"#", b"@", b"^"
 ASK_DEVICES = b"$"
+# Has it record what the process does: followed by JSON and a newline (:mod:`rallypoint.launch.worker.profiling`).
+PROFILE = b"*"
 THREAD = "rally-line"
 
 

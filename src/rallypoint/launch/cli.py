@@ -29,6 +29,7 @@ usage: rally COMMAND …
   rally stacks [JOB]                   show where each worker is, the odd ones out first
   rally memory [JOB]                   show what the memory of each worker is: private, shared, by mapping
   rally logs [JOB | FOLDER]            show what the workers have written
+  rally profile [JOB]                  record what the workers do for some seconds, as one trace
   rally web [JOB]                      serve a page about the jobs on this host
   rally doctor [flags]                 check limits, network, versions and GPUs before a job runs
   rally warm [--stop]                  list or end the processes that rally run --warm keeps
@@ -40,7 +41,7 @@ usage: rally COMMAND …
 rally run --help lists the flags."""
 
 _COMMANDS = (
-    *("run", "ps", "top", "stacks", "memory", "logs", "web", "warm", "doctor"),
+    *("run", "ps", "top", "stacks", "memory", "profile", "logs", "web", "warm", "doctor"),
     *("submit", "checkpoints", "secret", "env", "help"),
 )
 
@@ -91,6 +92,11 @@ def _dispatch(words: list[str]) -> int:
             from rallypoint.control.memory import command as memory
 
             _print(memory.command(words[1:]))
+            return 0
+        case "profile":
+            from rallypoint.control.profiling import command as profile
+
+            _print(profile.command(words[1:]))
             return 0
         case "web":
             from rallypoint.control.web import page_server

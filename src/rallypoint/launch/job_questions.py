@@ -25,12 +25,14 @@ WAY = 2.0
 COUNT_PATIENCE = 0.3
 # Nobody may ask for more seconds.
 MAX_PATIENCE = 120.0
+# Nor have workers recorded for more.
+MAX_SECONDS = 60.0
 
 Look = Callable[[], Mapping[str, Any]]
 
 
 class JobQuestions:
-    """Answers ``stacks``, ``usage`` and ``memory``. Methods are called in the supervisor's loop; what they return is called in another
+    """Answers ``stacks``, ``usage``, ``memory`` and ``profile``. Methods are called in the supervisor's loop; what they return is called in another
     thread, and blocks.
 
     Args:
@@ -56,7 +58,7 @@ class JobQuestions:
         """About this node's workers, and unless the question says ``here``, about those of all nodes.
 
         Args:
-            question: ``ask`` (``stacks``, ``usage`` or ``memory``), ``ranks`` (empty: all), ``native``, ``by_signal``, ``patience`` in
+            question: ``ask`` (``stacks``, ``usage``, ``memory`` or ``profile``), ``ranks`` (empty: all), ``native``, ``by_signal``, ``patience`` in
                 seconds, ``here``, ``if_still``: other nodes answer only if their workers have done nothing for so long.
             workers: of this node.
             ready: the round.
@@ -181,6 +183,8 @@ class JobQuestions:
                 find = _usage(wanted, self._slowness())
             case "memory":
                 find = _memory(wanted)
+            case "profile":
+                find = _profile(question, wanted)
             case _:
                 find = self._stacks(question, wanted)
         host = socket.gethostname()
@@ -245,17 +249,38 @@ def _memory(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
     return lambda: memory_probe.look(known)
 
 
+def _profile(
+    question: Mapping[str, Any], workers: Sequence[Worker]
+) -> Callable[[], list[dict[str, Any]]]:
+    from rallypoint.control.profiling import profile_probe  # as above
+
+    folder = question.get("folder")
+    wanted = profile_probe.Recording(
+        seconds=min(_number(question.get("seconds")), MAX_SECONDS),
+        sampling=question.get("sampling") is True,
+        native=question.get("native") is True,
+        folder=folder if isinstance(folder, str) else None,
+    )
+    known = {each.ranks.rank: (each.pid, os.dup(each.stacks_fd)) for each in workers}
+    return lambda: profile_probe.look(known, wanted)
+
+
 def collectives(worker: Worker) -> int | None:
     """How many a worker in a session has begun, in all groups together."""
     return None if worker.memory_fd is None else sum(progress.read(worker.memory_fd).values())
 
 
-_PASSED_ON = ("ask", "ranks", "native", "by_signal", "patience", "if_still")
+_PASSED_ON = (
+    *("ask", "ranks", "native", "by_signal", "patience", "if_still", "seconds", "sampling"),
+)
 
 
 def _patience(question: Mapping[str, Any]) -> float:
-    wanted = question.get("patience")
-    return min(float(wanted), MAX_PATIENCE) if isinstance(wanted, int | float) else 0.0
+    return min(_number(question.get("patience")), MAX_PATIENCE)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _ranks(question: Mapping[str, Any]) -> list[int]:

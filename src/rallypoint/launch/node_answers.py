@@ -57,6 +57,15 @@ def _is_record(each: Mapping[str, Any]) -> bool:
             and all(map(_is_thread, threads))
             and (told is None or flight_records.are_valid(told))
         )
+    if "trace" in each:
+        texts = (each.get("packed"), each.get("why"), each.get("host"))
+        # A path of another host means nothing here.
+        return (
+            each["trace"] == ""
+            and all(isinstance(text, str) for text in texts)
+            and flight_records.are_entered(each.get("entered"))
+            and isinstance(each.get("whole"), bool)
+        )
     if "mappings" in each:  # its memory
         return _is_memory(each)
     numbers = [each.get(name) for name in _USED]  # what it uses

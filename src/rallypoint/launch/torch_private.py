@@ -7,6 +7,7 @@ the installed torch and Python for each name and its signature.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 import weakref
@@ -69,6 +70,53 @@ def flight_records(*, calls: bool) -> list[bytes]:
         getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     ]
     return [dump(includeCollectives=calls, onlyActive=False) for dump in dumps if dump is not None]
+
+
+def profile(path: str, seconds: float) -> bool:
+    """Record what all threads of this process do, by torch's profiler, and write it as a Chrome trace. Blocks for that time.
+
+    A profiler that the script starts meanwhile goes first: the recording ends early, and the script waits until it is written.
+
+    Args:
+        path: the file; gzipped if its name ends so.
+        seconds: how long.
+    Returns:
+        Whether the recording took its time.
+    Raises:
+        RuntimeError: the script itself is using the profiler.
+    """
+    torch: Any = sys.modules["torch"]
+    profiler: Any = sys.modules["torch.profiler"]
+    inner: Any = sys.modules["torch.autograd.profiler"].profile
+    own, ended, done = threading.get_ident(), threading.Event(), threading.Event()
+    prepare = inner._prepare_trace
+
+    @functools.wraps(prepare)
+    def first(self: Any) -> Any:
+        if threading.get_ident() != own:
+            ended.set()
+            done.wait()
+        return prepare(self)
+
+    inner._prepare_trace = first
+    try:
+        # torch has one profiler per process, and loses its way if a second one begins.
+        every = (each for each in gc.get_objects() if type(each) is inner)
+        if any(each.entered and each.kineto_results is None for each in every):
+            raise RuntimeError("the script itself uses torch's profiler")
+        threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        recording = profiler.profile(experimental_config=threads)
+        recording.start()
+        try:
+            is_whole = not ended.wait(seconds)
+        finally:
+            recording.stop()
+        recording.export_chrome_trace(path)
+        return is_whole
+    finally:
+        if inner._prepare_trace is first:
+            inner._prepare_trace = prepare
+        done.set()
 
 
 def start_thread(call: Callable[..., None], *args: Any) -> None:

@@ -144,12 +144,12 @@ class Observation:
         match question.get("ask"):
             case "status":
                 return self._status()
-            case "stacks" | "usage" | "memory":
+            case "stacks" | "usage" | "memory" | "profile":
                 return self._questions.everywhere(question, self._now.workers, self._now.round)
             case "logs":
                 return self._questions.logs(question, self._now.round)
             case other:
-                known = "status, stacks, usage, memory, logs"
+                known = "status, stacks, usage, memory, profile, logs"
                 raise ControlError(f"cannot be asked for {other!r} (known: {known})")
 
     def _status(self) -> dict[str, Any]:

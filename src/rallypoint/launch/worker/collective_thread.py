@@ -55,8 +55,15 @@ def _answer(fd: int, inode: int) -> None:
         poller.poll()
         try:
             # A script that closes all descriptors may open another one under this number.
-            if os.fstat(fd).st_ino != inode or not (asked := os.read(fd, 64)):
+            if os.fstat(fd).st_ino != inode or not (asked := os.read(fd, 4096)):
                 return
+            asked, profile, rest = asked.partition(stack_line.PROFILE)
+            if profile:
+                request, _, more = rest.partition(b"\n")
+                _profile(request)
+                asked += more
+            if not asked:
+                continue
             answer: dict[str, object] = {}
             if stack_line.ASK_BEGUN in asked:
                 answer["begun"] = _begun()
@@ -73,6 +80,15 @@ def _answer(fd: int, inode: int) -> None:
             continue  # nobody reads
         except OSError:
             return
+
+
+def _profile(request: bytes) -> None:
+    from . import profiling
+
+    try:
+        profiling.start(json.loads(request))
+    except (KeyError, TypeError, ValueError):
+        pass  # it did not come whole; who asked is told that there is no answer
 
 
 def _begun() -> int | None:

@@ -1,0 +1,204 @@
+"""Recording what workers do for some seconds: by torch's profiler inside them, or by py-spy from outside.
+
+A worker's thread is told where to write its trace, and a FIFO on which it says when that is done. A script does nothing for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rallypoint._core import flight_records, process
+from rallypoint._core.clock import Deadline
+from rallypoint._core.stack_line import PROFILE, THREAD
+from rallypoint.control.stacks.stack_probe import find_py_spy
+
+
+# What a worker may take to write its trace, and py-spy to begin and to end.
+WRITING = 55.0
+# Samples per second.
+RATE = 100
+# Bytes of all traces of a node, compressed, that are sent to another one: they pass through the job's store.
+MAX_SENT = 600_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """What is wanted.
+
+    Args:
+        seconds: how long.
+        sampling: by py-spy.
+        native: C frames as well, with py-spy.
+        folder: where the traces go; None: another node asks, so they are in the answer.
+    """
+
+    seconds: float
+    sampling: bool
+    native: bool
+    folder: str | None
+
+
+def look(workers: Mapping[int, tuple[int, int]], wanted: Recording) -> list[dict[str, Any]]:
+    """Record workers. Blocks for the time that is wanted, and until the traces are written.
+
+    Args:
+        workers: by rank, the pid and the supervisor's end of the worker's line; closed here.
+        wanted: how.
+    Returns:
+        For each worker: ``rank``, ``pid``, ``trace`` (the path of the file; empty if there is none, or it is in ``packed``),
+        ``packed`` (the trace, compressed), ``why`` there is none, ``entered``: when it entered its last
+        collectives, and whether it is ``whole``: the script has not ended it by starting torch's profiler.
+    """
+    own = None
+    try:
+        folder = wanted.folder
+        if folder is None:
+            folder = own = tempfile.mkdtemp(prefix="rally-profile-")
+        record = _by_py_spy if wanted.sampling else _by_torch
+        with ThreadPoolExecutor(max(1, len(workers)), thread_name_prefix="rally-profile") as pool:
+            found = list(
+                pool.map(lambda rank: record(rank, *workers[rank], folder, wanted), workers)
+            )
+        return found if own is None else _packed(found)
+    finally:
+        for _, fd in workers.values():
+            os.close(fd)
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+
+
+def _by_torch(rank: int, pid: int, line: int, folder: str, wanted: Recording) -> dict[str, Any]:
+    trace = f"{folder}/rank-{rank}.json"
+    found = {
+        "rank": rank,
+        "pid": pid,
+        "trace": "",
+        "packed": "",
+        "why": "",
+        "entered": [],
+        "whole": True,
+    }
+    if not process.has_thread(pid, THREAD):
+        why = "it has no process group, so no thread that could start torch's profiler (--sampling needs none)"
+        return {**found, "why": why}
+    fifo = f"{folder}/rank-{rank}.fifo"
+    os.mkfifo(fifo, 0o600)
+    request = {"seconds": wanted.seconds, "path": trace, "answer": fifo}
+    with contextlib.ExitStack() as stack:
+        answer = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        stack.callback(os.close, answer)
+        try:
+            pidfd = os.pidfd_open(pid)
+            stack.callback(os.close, pidfd)
+            os.write(line, PROFILE + json.dumps(request).encode() + b"\n")
+        except OSError:
+            return {**found, "why": "it has ended"}
+        told = _answer(answer, pidfd, Deadline(wanted.seconds + WRITING))
+    if not told:
+        state = process.state(pid)
+        why = "it is stopped (SIGSTOP)" if state in {"T", "t"} else "it did not answer in time"
+        return {**found, "why": "it has ended" if state in {"", "Z"} else why}
+    entered = told.get("entered")
+    if flight_records.are_entered(entered):
+        found["entered"] = entered
+    found["whole"] = told.get("whole") is not False
+    why = str(told.get("why", ""))
+    return {**found, "why": why, "trace": "" if why else trace}
+
+
+def _answer(fifo: int, pidfd: int, deadline: Deadline) -> dict[str, Any]:
+    """The line that comes through the FIFO; empty if none does."""
+    poller = select.poll()
+    poller.register(fifo, select.POLLIN)
+    poller.register(pidfd, select.POLLIN)
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        ready = dict(poller.poll((deadline.remaining() or 0.0) * 1000))
+        if fifo not in ready:
+            return {}  # the time is over, or the worker has ended
+        data = os.read(fifo, 1 << 16)
+        if not data:
+            return {}
+        received += data
+    told = json.loads(received)
+    return told if isinstance(told, dict) else {}
+
+
+def _by_py_spy(rank: int, pid: int, _line: int, folder: str, wanted: Recording) -> dict[str, Any]:
+    trace = f"{folder}/rank-{rank}.json"
+    found = {
+        "rank": rank,
+        "pid": pid,
+        "trace": "",
+        "packed": "",
+        "why": "",
+        "entered": [],
+        "whole": True,
+    }
+    program = find_py_spy()
+    if program is None:
+        return {**found, "why": "sampling needs py-spy: pip install py-spy"}
+    words = [program, "record", "--pid", str(pid), "--format", "speedscope", "--output", trace]
+    words += ["--duration", str(max(1, round(wanted.seconds))), "--rate", str(RATE)]
+    words += ["--subprocesses", *(["--native"] if wanted.native else [])]
+    try:
+        ran = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=wanted.seconds + WRITING,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {**found, "why": "py-spy did not end in time"}
+    except OSError as error:
+        return {**found, "why": f"py-spy: {error}"}
+    if not os.path.exists(trace):
+        lines = (ran.stderr or ran.stdout).strip().splitlines()
+        return {**found, "why": f"py-spy: {lines[0] if lines else 'it failed'}"}
+    return {**found, "trace": trace}
+
+
+def _packed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the traces themselves, for a node that cannot read the files."""
+    room = MAX_SENT
+    sent = []
+    for each in found:
+        if not each["trace"]:
+            sent.append(each)
+            continue
+        packed = base64.b64encode(zlib.compress(Path(each["trace"]).read_bytes())).decode()
+        changed = {**each, "trace": "", "packed": packed}
+        if len(packed) > room:
+            size = f"{len(packed) / (1 << 20):.1f} MiB"
+            why = f"its trace is too large to be sent to another node ({size}): ask on its host, with --here"
+            changed = {**changed, "packed": "", "why": why}
+        room -= len(changed["packed"])
+        sent.append(changed)
+    return sent
+
+
+def unpacked(packed: str, most: int = 1 << 30) -> bytes:
+    """The trace in ``packed``.
+
+    Raises:
+        ValueError: it is none, or has more than ``most`` bytes.
+    """
+    try:
+        return zlib.decompressobj().decompress(base64.b64decode(packed), most)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
