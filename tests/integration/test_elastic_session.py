@@ -646,3 +646,76 @@ def test_ranks_that_do_not_match_are_an_error_and_nobody_takes_their_place(tmp_p
     assert done.returncode == 1
     assert "takes its place" not in done.stderr, done.stderr
     assert "begin with different parameters" in done.stderr, done.stderr
+
+
+COMPILED = """
+import json, os, pathlib, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+folder = pathlib.Path(sys.argv[1])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+net = DistributedDataParallel(Net())
+graphs = []
+
+def backend(graph, _):
+    graphs.append(session.position)
+    return graph.forward
+
+compiled = net if sys.argv[2] == "eager" else torch.compile(net, backend=backend)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+with elastic.session(net, optimizer) as session:
+    while session.position < 12:
+        with session.step():
+            if sys.argv[2] == "killed" and session.position == 6 and dist.get_rank() == 1:
+                try:
+                    (folder / "fault").touch(exist_ok=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                except FileExistsError:
+                    pass
+            compiled(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+bits = [parameter.tolist() for parameter in net.parameters()]
+told = {"bits": bits, "graphs": graphs, "recoveries": len(session.history)}
+(folder / f"end {dist.get_rank()}").write_text(json.dumps(told))
+"""
+
+
+@pytest.mark.long
+def test_compiled_ddp_survives_a_loss_without_being_compiled_again(tmp_path: Path) -> None:
+    found = {}
+    for how in ("eager", "calm", "killed"):
+        folder = tmp_path / how
+        folder.mkdir()
+        (folder / "train.py").write_text(COMPILED)
+        done = run(
+            [
+                *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2"),
+                *(str(folder / "train.py"), str(folder), how),
+            ],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+        assert done.returncode == 0, done.stderr
+        found[how] = [json.loads((folder / f"end {rank}").read_text()) for rank in range(2)]
+    for eager, calm, killed in zip(*found.values(), strict=True):
+        assert calm["bits"] == killed["bits"] == eager["bits"]
+    survivor = found["killed"][0]
+    assert survivor["recoveries"] == 1
+    # Where each graph was compiled: in the first step.
+    assert survivor["graphs"] == found["calm"][0]["graphs"] == [0] * len(survivor["graphs"]) != []

@@ -310,6 +310,10 @@ def ddp() -> Iterator[DistributedDataParallel]:
 
 # Attributes of objects: the names, and what each test below finds through our functions.
 ATTRIBUTES = {
+    # elastic: run_uncompiled
+    "_FrameAction",
+    "_FrameExecStrategy",
+    "_dynamo",
     "_C",
     "_Options",
     "_all_gather_result",
@@ -678,6 +682,18 @@ def test_the_message_of_a_traceback_can_be_cut() -> None:
 @pytest.mark.parametrize("name", of_launch.LEARNABLE)
 def test_parts_of_torch_that_are_learned_exist(name: str) -> None:
     assert importlib.util.find_spec(name) is not None
+
+
+def test_a_function_may_be_kept_from_the_compiler() -> None:
+    def runs() -> bool:
+        return torch.compiler.is_compiling()
+
+    def calls(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        return x + 1, runs()
+
+    of_elastic.run_uncompiled(calls)
+    compiled = torch.compile(calls, backend="eager")
+    assert compiled(torch.zeros(1)) == (torch.ones(1), False)
 
 
 def test_every_private_name_is_asked_for_above() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -188,6 +189,9 @@ for _name in (*torch_private.COLLECTIVES, *torch_private.POINT_TO_POINT):
     setattr(KeptGroup, _name, _operation(_name))
 for _name in torch_private.PASSED_ON:
     setattr(KeptGroup, _name, _passed_on(_name))
+for _function in vars(KeptGroup).values():
+    if isinstance(_function, FunctionType):
+        torch_private.run_uncompiled(_function)
 
 
 class Groups:

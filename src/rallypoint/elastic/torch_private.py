@@ -211,6 +211,16 @@ def is_sharded(each: Any) -> bool:
     return any(kind is not None and isinstance(each, kind) for kind in kinds)
 
 
+def run_uncompiled(function: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` neither trace this function nor what it calls: C++ calls it in the midst of compiled code.
+
+    ``torch.compiler.disable`` does that as well, but imports ``torch._dynamo``.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 # The name of the module in a wrapper of ``torch.compile``.
 COMPILED = "_orig_mod"
 
