@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,3 +181,35 @@ def test_mistakes_are_one_line(
         assert main(["profile", *words]) == code, words
         (line,) = capsys.readouterr().err.splitlines()
         assert says in line
+
+
+@pytest.mark.long
+def test_all_nodes_are_recorded_and_their_memory_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "trains.py"
+    script.write_text(TRAINS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [RALLY, "run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "far-profile"]
+    words += ["--insecure", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, str(script)]
+    nodes = [
+        Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ})
+        for _ in range(2)
+    ]
+    try:
+        for node in nodes:
+            assert node.stdout.readline() == b"stands\n"
+        path, asked = tmp_path / "trace.json", str(nodes[0].pid)
+        assert main(["profile", asked, "--seconds", "0.2", "--output", str(path)]) == 0
+        assert capsys.readouterr().out.startswith(f"{path}: ranks 0, 1, 0.2 s, ")
+        assert main(["memory", asked, "--json"]) == 0
+        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [each["rank"] for each in told] == [0, 1]
+        assert all(each["private"] > 1 << 20 for each in told)
+    finally:
+        for node in nodes:
+            node.terminate()
+        for node in nodes:
+            node.communicate(timeout=PATIENCE)

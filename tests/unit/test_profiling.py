@@ -117,6 +117,16 @@ def test_hosts_are_aligned_by_collectives_or_left_apart() -> None:
     assert "the times of b (rank 2) cannot be compared with those of a" in remark
 
 
+def test_hosts_of_the_same_name_have_clocks_of_their_own() -> None:
+    both = [trace(0, clock="one"), trace(2, clock="other", at=99.0)]
+    merged, remarks = trace_merging.chrome(both)
+    first, second = named(merged, "work")
+    assert first["ts"] == second["ts"] and len(remarks) == 1
+    # Containers on one kernel have names of their own, and one clock.
+    merged, remarks = trace_merging.chrome([trace(0, clock="one"), trace(2, host="b", clock="one")])
+    assert remarks == []
+
+
 def test_samples_are_merged() -> None:
     body = {
         "$schema": "s",
@@ -143,6 +153,7 @@ def test_another_node_cannot_name_a_file() -> None:
         "why": "",
         "entered": [],
         "whole": True,
+        "clock": "",
     }
     assert node_answers.processes({"processes": [record]}) == [record]
     assert node_answers.processes({"processes": [{**record, "trace": "/etc/passwd"}]}) == []

@@ -28,6 +28,15 @@ def host_identity() -> str:
     return " ".join((boot, *spaces, f"uid:[{os.geteuid()}]")) if boot else ""
 
 
+def clock_identity() -> str:
+    """Equal for two processes with the same wall clock: those on the same boot of one kernel. Empty if unknown."""
+    try:
+        with open(_BOOT) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def same_host(one: str, other: str) -> bool:
     """Whether two processes with these identities share a host. False if either is unknown."""
     return bool(one) and one == other

@@ -65,6 +65,7 @@ def _is_record(each: Mapping[str, Any]) -> bool:
             and all(isinstance(text, str) for text in texts)
             and flight_records.are_entered(each.get("entered"))
             and isinstance(each.get("whole"), bool)
+            and isinstance(each.get("clock"), str)
         )
     if "mappings" in each:  # its memory
         return _is_memory(each)

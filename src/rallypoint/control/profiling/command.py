@@ -147,6 +147,7 @@ def _traces(processes: Sequence[Mapping[str, Any]]) -> tuple[list[Trace], list[s
                     host=each["host"],
                     body=body,
                     entered=each["entered"],
+                    clock=each["clock"],
                 )
             )
         else:

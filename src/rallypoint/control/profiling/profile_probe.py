@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rallypoint._core import flight_records, process
+from rallypoint._core import flight_records, host, process
 from rallypoint._core.clock import Deadline
 from rallypoint._core.stack_line import PROFILE, THREAD
 from rallypoint.control.stacks.stack_probe import find_py_spy
@@ -60,7 +60,8 @@ def look(workers: Mapping[int, tuple[int, int]], wanted: Recording) -> list[dict
     Returns:
         For each worker: ``rank``, ``pid``, ``trace`` (the path of the file; empty if there is none, or it is in ``packed``),
         ``packed`` (the trace, compressed), ``why`` there is none, ``entered``: when it entered its last
-        collectives, and whether it is ``whole``: the script has not ended it by starting torch's profiler.
+        collectives, and whether it is ``whole``: the script has not ended it by starting torch's profiler;
+        ``clock``: which one its times are of (:func:`rallypoint._core.host.clock_identity`).
     """
     own = None
     try:
@@ -69,9 +70,13 @@ def look(workers: Mapping[int, tuple[int, int]], wanted: Recording) -> list[dict
             folder = own = tempfile.mkdtemp(prefix="rally-profile-")
         record = _by_py_spy if wanted.sampling else _by_torch
         with ThreadPoolExecutor(max(1, len(workers)), thread_name_prefix="rally-profile") as pool:
-            found = list(
-                pool.map(lambda rank: record(rank, *workers[rank], folder, wanted), workers)
-            )
+            clock = host.clock_identity()
+            found = [
+                {**each, "clock": clock}
+                for each in pool.map(
+                    lambda rank: record(rank, *workers[rank], folder, wanted), workers
+                )
+            ]
         return found if own is None else _packed(found)
     finally:
         for _, fd in workers.values():

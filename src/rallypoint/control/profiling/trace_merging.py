@@ -26,6 +26,7 @@ class Trace:
         rank, pid, host: of the worker.
         body: the trace, as JSON.
         entered: when the rank entered its last collectives.
+        clock: which one its times are of; empty: that of its host, whatever other host has the same name.
     """
 
     rank: int
@@ -33,6 +34,11 @@ class Trace:
     host: str
     body: Mapping[str, Any]
     entered: Sequence[Entered] = field(default=())
+    clock: str = ""
+
+    @property
+    def clock_of(self) -> str:
+        return self.clock or self.host
 
 
 def chrome(traces: Sequence[Trace]) -> tuple[dict[str, Any], list[str]]:
@@ -49,7 +55,7 @@ def chrome(traces: Sequence[Trace]) -> tuple[dict[str, Any], list[str]]:
     events: list[dict[str, Any]] = []
     for trace in traces:
         own = int(trace.body.get("baseTimeNanoseconds") or 0)
-        shift = (own - base) / 1000 - shifts[trace.host] * 1e6
+        shift = (own - base) / 1000 - shifts[trace.clock_of] * 1e6
         events += _events(trace, shift)
     kept = {
         key: value for key, value in first.body.items() if key not in {"traceEvents", "traceName"}
@@ -58,25 +64,26 @@ def chrome(traces: Sequence[Trace]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _shifts(traces: Sequence[Trace]) -> tuple[dict[str, float], list[str]]:
-    """By host: seconds to subtract from its times; and what to say about it."""
-    by_host: dict[str, list[Trace]] = {}
+    """By clock: seconds to subtract from its times; and what to say about it."""
+    by_clock: dict[str, list[Trace]] = {}
     for each in traces:
-        by_host.setdefault(each.host, []).append(each)
-    (here, ours), *others = by_host.items()
-    shifts, remarks = {here: 0.0}, []
-    for host, theirs in others:
+        by_clock.setdefault(each.clock_of, []).append(each)
+    (clock, ours), *others = by_clock.items()
+    shifts, remarks, here = {clock: 0.0}, [], ours[0].host
+    for clock, theirs in others:
+        host = theirs[0].host
         found = host_clocks.offset(
             [each.entered for each in ours], [each.entered for each in theirs]
         )
         if found is None:
             # Nothing ties them together: both begin at the same place.
-            shifts[host] = (_begin(theirs) - _begin(ours)) / 1e6
+            shifts[clock] = (_begin(theirs) - _begin(ours)) / 1e6
             remarks.append(
                 f"the times of {host} ({in_words([each.rank for each in theirs])}) cannot be compared with those of {here}:"
                 " both begin at 0"
             )
         else:
-            shifts[host] = found.seconds
+            shifts[clock] = found.seconds
             remarks.append(
                 f"the clock of {host} is aligned to that of {here} by {found.calls} collectives, to within"
                 f" {found.within * 1000:.3g} ms"
