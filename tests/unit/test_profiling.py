@@ -44,7 +44,7 @@ def test_the_difference_of_two_clocks_is_within_its_bounds(
     found = host_clocks.offset([[each] for each in ranks[:2]], [[each] for each in ranks[2:]])
     assert found is not None and found.calls == steps - 1
     assert abs(found.seconds - apart) <= found.within + 1e-5
-    assert found.within < 0.2
+    assert found.within < 0.4, "a step of each side"
 
 
 def test_calls_that_do_not_block_tell_nothing() -> None:
