@@ -38,9 +38,10 @@ def submit() -> Iterator[Callable[..., tuple[str, Path]]]:
     folder.mkdir()
     jobs = []
 
-    def run(*flags: str) -> tuple[str, Path]:
-        line = f"srun {sys.executable} -m rallypoint run {' '.join(flags)} {SAVER}"
+    def run(*flags: str, srun: str = "", sbatch: tuple[str, ...] = ()) -> tuple[str, Path]:
+        line = f"srun {srun} {sys.executable} -m rallypoint run {' '.join(flags)} {SAVER}"
         words = ("sbatch", "--parsable", "-N2", "--ntasks-per-node=1", "-o", str(folder / "log"))
+        words += ("--open-mode=append", *sbatch)
         env = f"--export=ALL,WORKER_NOTES={folder}"
         jobs.append(slurm(*words, env, "--wrap", line).strip())
         return jobs[-1], folder
@@ -76,6 +77,71 @@ def test_a_signal_to_pass_comes_once(submit):
     assert notes(folder, "count.12.*", 2) == ["1", "1"]
     slurm("scancel", job)
     assert notes(folder, "saved.0.*", 2) == ["12:1 15:1 18:1"] * 2
+
+
+def ended(job: str, state: str) -> str:
+    """Waits until a job is in this state; what Slurm says about it."""
+    end = time.monotonic() + 240
+    while f"JobState={state} " not in (told := slurm("scontrol", "show", "job", job)):
+        assert time.monotonic() < end, told
+        time.sleep(0.5)
+    return told
+
+
+@pytest.mark.parametrize("srun", ["", "--no-kill --kill-on-bad-exit=0"])
+def test_an_elastic_job_needs_no_flag_about_where_nodes_meet(submit, srun):
+    job, folder = submit("--nnodes", "1:2", srun=srun)
+    notes(folder, "loop.0.*", 2)
+    slurm("scancel", job)
+    notes(folder, "saved.0.*", 2)
+    log = (folder / "log").read_text()
+    assert log.count("Slurm ends this elastic job when a node is lost") == (not srun), log
+
+
+def test_a_requeued_job_writes_its_last_checkpoint_and_starts_again(submit):
+    job, folder = submit("--nnodes", "1:2", srun="--no-kill", sbatch=("--requeue",))
+    first = notes(folder, "loop.0.*", 2)
+    slurm("scontrol", "requeue", job)
+    notes(folder, "saved.0.*", 2)
+    for path in folder.glob("loop.0.*"):
+        path.unlink()
+    assert notes(folder, "loop.0.*", 2) != first
+    assert "Restarts=1 " in slurm("scontrol", "show", "job", job)
+    slurm("scancel", job)
+    ended(job, "CANCELLED")
+
+
+@pytest.mark.parametrize("signal", [(), ("--signal=TERM@30",)])
+def test_the_time_limit_leaves_time_for_the_last_checkpoint(submit, signal):
+    job, folder = submit("--nnodes", "1:2", srun="--no-kill", sbatch=("--time=1", *signal))
+    notes(folder, "loop.0.*", 2)
+    notes(folder, "saved.0.*", 2)
+    # A job that ends at the early signal has ended by itself, 143 being its own exit code.
+    told = ended(job, "FAILED" if signal else "TIMEOUT")
+    assert not signal or "ExitCode=143:0" in told
+
+
+def test_a_script_requeues_its_job_by_an_exit_code(submit):
+    """The lines of docs/clusters/slurm.md."""
+    job, folder = submit()
+    slurm("scancel", job)
+    script = folder / "again.sh"
+    script.write_text(
+        f"#!/bin/bash\necho start $SLURM_RESTART_COUNT\n"
+        f"srun {sys.executable} -m rallypoint run --no-python"
+        " bash -c '[ -n \"$SLURM_RESTART_COUNT\" ] || exit 75'\n"
+        "code=$?\n"
+        '[ $code -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"\n'
+        "exit $code\n"
+    )
+    log = folder / "again.log"
+    words = ("sbatch", "--parsable", "--requeue", "-N2", "--open-mode=append", "-o", str(log))
+    again = slurm(*words, str(script)).strip()
+    ended(again, "COMPLETED")
+    assert [line for line in log.read_text().splitlines() if line.startswith("start")] == [
+        "start ",
+        "start 1",
+    ]
 
 
 @pytest.mark.parametrize("code", [0, 7])

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.placement.clusters import Cluster, ClusterLevel, Placement, detect
+from rallypoint.launch.placement.clusters import (
+    Cluster,
+    ClusterLevel,
+    Placement,
+    detect,
+    slurm,
+)
 from rallypoint.launch.placement.clusters.detection import BUILT_IN, ordered, place
 from rallypoint.launch.placement.clusters.nodelist import expand_nodelist, first_host
 from rallypoint.launch.placement.clusters.variables import ClusterVariables
@@ -782,3 +788,25 @@ def test_plain_variables_count_where_the_innermost_launcher_has_started_one_task
     assert found is not None
     assert found.source == "MASTER_ADDR/RANK/WORLD_SIZE"
     assert place(ClusterVariables({**SLURM_ONE_PER_NODE, "SKYNET": "1"}), clusters) is None
+
+
+@pytest.mark.parametrize(
+    ("srun", "env", "told"),
+    [
+        ("srun rally run", {}, "a node is lost"),
+        ("srun --no-kill rally run", {}, ""),
+        ("srun -k --kill-on-bad-exit=0 rally run -K", {}, ""),
+        ("srun rally run --no-kill", {}, "a node is lost"),
+        ("srun --no-kill=off rally run", {"SLURM_NO_KILL": "1"}, "a node is lost"),
+        ("srun rally run", {"SLURM_NO_KILL": "1"}, ""),
+        ("srun --no-kill -K rally run", {}, "a task fails"),
+        ("srun --no-kill --kill-on-bad-exit=1 rally run", {}, "a task fails"),
+        ("srun --no-kill rally run", {"SLURM_KILL_BAD_EXIT": "1"}, "a task fails"),
+        ("srun --no-kill -K0 rally run", {}, ""),
+        ("srun --no-kill -K1 rally run", {}, "a task fails"),
+    ],
+)
+def test_whether_slurm_ends_an_elastic_job(srun: str, env: dict[str, str], told: str):
+    remark = slurm.ends_with_a_node(srun.split(), env)
+    assert told in remark
+    assert bool(told) == bool(remark)

@@ -317,6 +317,45 @@ def test_a_flag_about_nodes_silences_the_cluster():
         assert (made.num_nodes, remarks) == (1, [])
 
 
+SLURM_STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+}
+
+
+def test_a_range_of_nodes_leaves_the_place_to_the_cluster():
+    made, remarks = configure("--nnodes 2:4 x.py", **SLURM_STEP)
+    assert (made.min_nodes, made.num_nodes) == (2, 3), "a fourth cannot come"
+    meeting = made.rendezvous
+    assert (meeting.node_rank, meeting.host, meeting.port) == (None, "n1", 15007)
+    assert meeting.run_id == "7.0"
+    assert "Slurm job 7: node 2 of 3" in remarks[0]
+    assert config("--nnodes 2:4 x.py", **SLURM_STEP, MASTER_ADDR="ib1").rendezvous.host == "ib1"
+    requeued = config("--nnodes 2:4 x.py", **SLURM_STEP, SLURM_RESTART_COUNT="2")
+    assert requeued.rendezvous.run_id == "7.0-2"
+    # A place that is given counts.
+    given = config("--nnodes 2:4 --rdzv-endpoint other:1 --rdzv-id j x.py", **SLURM_STEP)
+    assert (given.num_nodes, given.rendezvous.host, given.rendezvous.run_id) == (4, "other", "j")
+
+
+def test_a_range_that_the_tasks_of_a_cluster_cannot_meet():
+    assert "Slurm job 7 has started 3 tasks" in refusal("--nnodes 4:8 x.py", **SLURM_STEP)
+    two_here = SLURM_STEP | {
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_NODEID": "1",
+    }
+    assert "one task per machine" in refusal("--nnodes 2:3 x.py", **two_here)
+
+
 # -- the target -----------------------------------------------------------------------------------
 
 

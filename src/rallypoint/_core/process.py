@@ -123,6 +123,31 @@ def ancestors() -> list[list[str]]:
     return found
 
 
+def find_command(name: str, variable: str, value: str) -> list[str] | None:
+    """The command line of a process of this user on this machine.
+
+    Args:
+        name: its program, without folders.
+        variable: one of its environment.
+        value: the variable's value.
+    Returns:
+        Its words; None if there is no such process.
+    """
+    wanted = os.fsencode(f"{variable}={value}")
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                words = os.fsdecode(file.read()).rstrip("\0").split("\0")
+            if words[0].rpartition("/")[2] != name:
+                continue
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if wanted in file.read().split(b"\0"):
+                    return words
+        except OSError:
+            continue  # it has ended, or belongs to another user
+    return None
+
+
 def _children_by_scan(pid: int) -> list[int]:
     found = []
     for name in os.listdir("/proc"):

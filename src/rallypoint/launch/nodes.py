@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rallypoint.errors import ConfigError
@@ -45,7 +45,7 @@ def nodes_from(values: Values, placement: Placement | None) -> Nodes:
     """
     least, most = _count(values)
     if placement is not None:
-        least = most = placement.num_nodes
+        least, most = _of_tasks(values, placement, least, most)
     backend = _backend(values, a_range=least != most)
     if values.switch("standalone"):
         return _one_node(values, placement, _found("tcpstore"))
@@ -60,6 +60,8 @@ def nodes_from(values: Values, placement: Placement | None) -> Nodes:
     if most == 1:
         return _one_node(values, placement, backend)
     if placement is not None:
+        if least != most:
+            return _elastic_in_cluster(values, placement, backend, least, most)
         return _of_cluster(values, placement, backend)
     if backend.given_ranks:
         return _with_given_ranks(values, backend, least, most)
@@ -79,6 +81,32 @@ def _count(values: Values) -> tuple[int, int]:
     if not 0 < least <= most:
         raise ConfigError(shown, text, "expected at least 1 node, and MIN no larger than MAX")
     return least, most
+
+
+def is_range(text: str) -> bool:
+    """Whether ``--nnodes`` is ``MIN:MAX`` with two different numbers."""
+    least, colon, most = text.partition(":")
+    return bool(colon) and least.strip() != most.strip()
+
+
+def _of_tasks(values: Values, placement: Placement, least: int, most: int) -> tuple[int, int]:
+    """How many nodes a job has whose tasks a cluster has started: all of them, or the range that was given."""
+    if not values.is_set("nnodes"):
+        return placement.num_nodes, placement.num_nodes
+    shown, text = values.shown("nnodes"), values.text("nnodes")
+    if placement.one_worker_per_task:
+        raise ConfigError(
+            shown,
+            text,
+            f"{placement.source} has started {placement.tasks_per_machine} tasks on this machine;"
+            " an elastic job needs one task per machine",
+            "srun --ntasks-per-node=1, and --nproc-per-node for the workers",
+        )
+    if least > placement.num_nodes:
+        problem = f"{placement.source} has started {placement.num_nodes} tasks"
+        raise ConfigError(shown, text, problem, f"--nnodes {placement.num_nodes}, or more nodes")
+    # More nodes than tasks cannot come: the job does not wait for them.
+    return least, min(most, placement.num_nodes)
 
 
 def _backend(values: Values, *, a_range: bool) -> Backend | str:
@@ -152,6 +180,20 @@ def _of_cluster(values: Values, placement: Placement, backend: Backend) -> Nodes
         ),
         master_addr=host if rank == 0 else None,
         master_port=port,
+    )
+
+
+def _elastic_in_cluster(
+    values: Values, placement: Placement, backend: Backend, least: int, most: int
+) -> Nodes:
+    """The tasks meet where the cluster's first one is; ranks are assigned, as any of them may be lost."""
+    found = _of_cluster(values, placement, backend)
+    return replace(
+        found,
+        num_nodes=most,
+        min_nodes=least,
+        rendezvous=replace(found.rendezvous, node_rank=None),
+        master_addr=None,
     )
 
 

@@ -30,8 +30,9 @@ from .config import (
     TargetKind,
 )
 from .flags import BY_NAME, Given, resolve
-from .nodes import nodes_from
+from .nodes import is_range, nodes_from
 from .placement import clusters
+from .placement.clusters import slurm
 from .placement.numa import NumaBinding
 from .target import target_from
 from .values import Values, duration
@@ -52,7 +53,7 @@ _DEVICE_FILES = (
 )
 
 # With one of these flags set the cluster is not asked: they say where this node stands.
-_NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "standalone")
+_NODE_FLAGS = ("node_rank", "master_addr", "rdzv_endpoint", "standalone")
 
 
 def config_from(
@@ -76,7 +77,7 @@ def config_from(
         job = Job(kind=TargetKind.FUNCTION, name=given.target[0], path=function_path)
     start_method, python = _start(values, job.kind)
     placement = None
-    if not any(values.is_set(name) for name in _NODE_FLAGS):
+    if _cluster_decides(values):
         placement = clusters.detect(env, process.ancestors)
     if placement is not None:
         values.remarks.append(placement.describe())
@@ -84,6 +85,8 @@ def config_from(
     if placement is not None:
         _remark_on_one_cpu(values, placement, workers or 1)
     nodes = nodes_from(values, placement)
+    if placement is not None and nodes.min_nodes is not None:
+        _remark_on_lost_nodes(values, placement)
     several_here = placement is not None and placement.one_worker_per_task
     signals, passed = _signals(values)
     config = LaunchConfig(
@@ -135,6 +138,15 @@ def config_from(
     )
     _remark_on_what_has_no_effect(values)
     return config, values.remarks
+
+
+def _cluster_decides(values: Values) -> bool:
+    """Whether the cluster says where nodes meet: no flag does, or ``--nnodes`` gives a range and no place."""
+    if any(values.is_set(name) for name in _NODE_FLAGS):
+        return False
+    return not values.is_set("nnodes") or (
+        is_range(values.text("nnodes")) and not values.is_set("rdzv_backend")
+    )
 
 
 def _start(values: Values, kind: TargetKind) -> tuple[StartMethod, str | None]:
@@ -221,6 +233,16 @@ def _remark_on_one_cpu(values: Values, placement: clusters.Placement, workers: i
     hint = "for more, ask for more CPUs per task (srun --cpus-per-task N, mpirun --bind-to none)"
     who = "this worker and its threads have" if workers == 1 else f"these {workers} workers share"
     values.remarks.append(f"{who} one CPU, to which {placement.source} has bound them; {hint}")
+
+
+def _remark_on_lost_nodes(values: Values, placement: clusters.Placement) -> None:
+    """Slurm's default is to end a job that loses a node. Said once, beside the srun of a batch script."""
+    job = values.env.get("SLURM_JOB_ID", "")
+    if placement.node_rank != 0 or not placement.source.startswith("Slurm"):
+        return
+    srun = process.find_command("srun", "SLURM_JOB_ID", job)
+    if srun is not None and (remark := slurm.ends_with_a_node(srun, values.env)):
+        values.remarks.append(remark)
 
 
 def _secret(values: Values, *, alone: bool) -> bytes | None:

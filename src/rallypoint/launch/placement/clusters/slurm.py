@@ -10,7 +10,9 @@ alone tells nothing: it stays "interactive" in every srun typed into an salloc s
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping, Sequence
 
 from rallypoint.errors import ConfigError
 
@@ -125,13 +127,48 @@ def _place(variables: ClusterVariables) -> Placement | None:
         node_rank=rank.value,
         master_addr=address.text,
         master_port=port.value if port is not None else port_of_step(job_id.value, step_id),
-        run_id=f"{job_id.value}.{step_id}",
+        run_id=_run_id(variables, job_id.value, step_id),
         local_rank=local_rank.value,
         tasks_per_machine=here,
         machine_rank=machine_rank.value,
         num_machines=num_machines.value,
         variables=names(rank, size, address, port or job_id),
     )
+
+
+def ends_with_a_node(srun: Sequence[str], env: Mapping[str, str]) -> str:
+    """What to tell the user whose elastic job Slurm would end when it loses a node; empty if it would not.
+
+    Slurm tells a task nothing about these options; the command line of its srun does.
+
+    Args:
+        srun: the command line of the step's srun.
+        env: the environment; srun also takes its options from there.
+    Returns:
+        One line.
+    """
+    # The program's own options come after its name.
+    options = list(itertools.takewhile(lambda word: "rally" not in word, srun[1:]))
+    words = {word.partition("=")[0]: word.partition("=")[2] for word in options}
+    keeps = env.get("SLURM_NO_KILL") is not None or "-k" in words or "--no-kill" in words
+    keeps = keeps and words.get("--no-kill") != "off"
+    if "-K1" in words:
+        words["-K"] = "1"
+    strict = words.get("--kill-on-bad-exit", words.get("-K", env.get("SLURM_KILL_BAD_EXIT", "0")))
+    if keeps and strict == "0":
+        return ""
+    why = "a task fails" if keeps else "a node is lost"
+    return (
+        f"Slurm ends this elastic job when {why}: use srun --no-kill --kill-on-bad-exit=0,"
+        " and --no-kill for sbatch or salloc as well"
+    )
+
+
+def _run_id(variables: ClusterVariables, job: int, step: int) -> str:
+    """A requeued job has the number it had, and numbers its steps anew: what is left of it elsewhere must not be met."""
+    restarts = variables.number("SLURM_RESTART_COUNT")
+    again = f"-{restarts.value}" if restarts is not None and restarts.value else ""
+    return f"{job}.{step}{again}"
 
 
 def _slurm_tasks(
