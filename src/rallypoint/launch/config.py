@@ -265,6 +265,7 @@ class LaunchConfig:
         signals: signals that are forwarded to the workers and end the job.
         quit_shows_stacks: SIGQUIT does not end the job, though it is one of them: it shows where the workers are.
         passed_signals: signals that are forwarded to the workers, and the job goes on.
+        sigterm_repeats: SIGTERM may come several times for one reason, and does not shorten the grace period then.
         start_method: fork server or plain interpreters.
         preload: modules the fork server imports after torch.
         learned_preload: whether parts of torch that workers import are preloaded for the next ones.
@@ -317,6 +318,7 @@ class LaunchConfig:
     )
     quit_shows_stacks: bool = False
     passed_signals: tuple[signal.Signals, ...] = ()
+    sigterm_repeats: bool = False
     start_method: StartMethod = StartMethod.FORKSERVER
     preload: tuple[str, ...] = ()
     learned_preload: bool = True

@@ -100,6 +100,7 @@ class State:
         asked_again: the workers were asked a second time; LISTENING is about to end.
         signal: the first signal received, if any.
         passed: signals for the workers alone; the job continues.
+        sigterm_repeats: SIGTERM may come several times for one reason, as from Slurm: then it hurries nobody.
         max_losses: how many workers may be replaced in place within ``loss_window`` seconds.
         kept: local indices of workers in a session.
         arriving: local indices of workers that take a lost one's place and have not entered their session.
@@ -135,6 +136,7 @@ class State:
     signal: int | None = None
     peers_done: bool = False
     passed: frozenset[int] = frozenset()
+    sigterm_repeats: bool = False
     max_losses: int = 0
     loss_window: float = 600.0
     kept: frozenset[int] = frozenset()
@@ -970,6 +972,8 @@ def _signalled(now: float, state: State, number: int) -> Decision:
             # It is stopping for another reason: pass the signal on without extending the grace period.
             return replace(decision, commands=(*decision.commands, SignalWorkers(number)))
         return decision
+    if state.sigterm_repeats and number == state.signal == signals.SIGTERM:
+        return Decision(state, (), f"{name} received again, for the same reason")
     if state.phase in {Phase.STOPPING, Phase.RUNNING, Phase.SWEEPING}:
         new = replace(state, phase=Phase.SWEEPING, kill_at=None)
         return Decision(new, (Sweep(0.0),), f"{name} received again: ending now")

@@ -122,6 +122,8 @@ def config_from(
         signals=signals,
         quit_shows_stacks=signal.SIGQUIT not in passed and not values.is_set("signals_to_handle"),
         passed_signals=passed,
+        # At a time limit, and when the grace time of a preemption is over, SIGTERM comes again before SIGKILL.
+        sigterm_repeats=bool(env.get("SLURM_JOB_ID")),
         start_method=start_method,
         preload=tuple(name for name in values.text("preload").split(",") if name),
         learned_preload=not values.switch("no_learned_preload"),

@@ -140,6 +140,7 @@ class Supervisor:
             num_nodes=config.num_nodes,
             elastic=config.elastic,
             passed=frozenset(config.passed_signals),
+            sigterm_repeats=config.sigterm_repeats,
             max_losses=config.max_losses,
             loss_window=config.loss_window,
         )

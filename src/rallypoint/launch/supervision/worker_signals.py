@@ -150,6 +150,8 @@ class WorkerSignals:
         again = "Ctrl-C twice"
         if state.signal is not None:
             again = "Ctrl-C again" if state.signal == signal.SIGINT else "a second signal"
+            if state.sigterm_repeats and state.signal == signal.SIGTERM:
+                again = "SIGINT"
         self._say(
             f"waiting for {in_words(ranks)} ({policy.signal_name(number)}), up to {seconds:.0f} s;"
             f" {again} kills {'them' if len(ranks) > 1 else 'it'}"
