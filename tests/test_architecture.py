@@ -35,7 +35,7 @@ OVER_TORCH = {"parallel", "join", "elastic", "rpc", "compat"}
 # Within launch: folder -> folders of launch it may import.
 LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
     "hosts": set(),
-    "submit": set(),
+    "submit": {"hosts"},
     "placement": set(),
     "output": {"placement"},
     "worker": set(),
@@ -142,6 +142,13 @@ SANS_IO = {
     "rendezvous/quorum.py",
     "rendezvous/records.py",
     "parallel/layout.py",
+    "launch/submit/kubernetes.py",
+    "launch/submit/ray.py",
+    "launch/submit/request.py",
+    "launch/submit/slurm.py",
+    "launch/submit/ssh.py",
+    "launch/submit/template.py",
+    "ray/job_words.py",
     "ray/roster.py",
     "ray/sizes.py",
     "elastic/agreement.py",

@@ -101,7 +101,8 @@ class Site:
         # A line of sshd's configuration sets the mark in the environment of all that it starts.
         (folder / "sshd_config").write_text(
             f"Port {PORT}\nHostKey {folder}/host_key\nAuthorizedKeysFile {folder}/key.pub\n"
-            f"StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\nSetEnv RALLY_SITE={self.mark}\n"
+            f"StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\n"
+            f"SetEnv RALLY_SITE={self.mark} XDG_STATE_HOME={folder}/state\n"
         )
         Path("/run/sshd").mkdir(exist_ok=True)
         for name, text in (("ranks", RANKS), ("stay", STAY), ("sum", SUM)):
@@ -398,3 +399,46 @@ def test_nothing_is_left_of_a_call_that_is_killed(site: Site) -> None:
     begun.kill()
     site.wait_nothing_left(began)
     begun.communicate(timeout=60)
+
+
+# -- rally submit ssh -----------------------------------------------------------------------------
+
+
+def submit(site: Site, *words: str) -> subprocess.Popen[str]:
+    """On hosts 1 and 2, from host 0."""
+    hosts = ("--hosts", f"{site.hosts.addr(1)},{site.hosts.addr(2)}")
+    options = ("--ssh-options", site.options)
+    flags = (*options, "--start-method", "exec")
+    command = ("-m", "rallypoint", "submit", "ssh", *hosts, *options, "--name", "x")
+    return site.start_python(*command, "--", *flags, *words)
+
+
+def test_a_submitted_job_is_followed_to_its_end(site: Site) -> None:
+    begun = submit(site, "ranks.py", "1")
+    out, err = begun.communicate(timeout=180)
+    assert begun.returncode == 7, err
+    lines = out.splitlines()
+    assert any(line.startswith(f"[{site.hosts.addr(2)}] rank 1 of 2") for line in lines), out
+    assert out.count("rally: the job failed") == 1
+    (folder,) = (site.folder / "state" / "rallypoint" / "jobs").iterdir()
+    assert folder.name.startswith("x-")
+    assert (folder / "exit-code").read_text() == "7\n"
+    assert site.left() == []
+
+
+def test_a_submitted_job_goes_on_without_its_terminal(site: Site) -> None:
+    begun = submit(site, "stay.py")
+    site.wait_started(0, 1)
+    begun.kill()
+    begun.communicate(timeout=60)
+    (folder,) = (site.folder / "state" / "rallypoint" / "jobs").iterdir()
+    # Longer than a host waits for a terminal that says nothing.
+    time.sleep(4)
+    there = [*site.hosts.prefix(1), sys.executable, "-m", "rallypoint", "ps"]
+    listed = subprocess.run(there, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "stay.py" in listed
+    assert not (folder / "exit-code").exists()
+    os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
+    wait_until((folder / "exit-code").exists, "it has ended")
+    wait_until(lambda: not site.left(), f"nothing is left; there is {site.left()}", 60)
+    assert (folder / "exit-code").read_text() == f"{128 + signal.SIGTERM}\n"

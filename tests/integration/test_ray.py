@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,9 +59,10 @@ def fails():
         raise ValueError("no such luck")
     time.sleep(1000)
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+cluster = Cluster(initialize_head=True, head_node_args=eval(sys.argv[2]))
 first, second = cluster.add_node(num_cpus=2), cluster.add_node(num_cpus=2)
-ray.init(address=cluster.address)
+if len(sys.argv) == 3:
+    ray.init(address=cluster.address)
 try:
     exec(sys.argv[1])
 finally:
@@ -84,12 +86,18 @@ class Driver:
         (folder / "driver.py").write_text(DRIVER)
         (folder / "ranks.py").write_text(RANKS)
 
-    def start(self, program: str) -> subprocess.Popen[str]:
+    def start(
+        self, program: str, *words: str, head: Mapping[str, Any] | None = None
+    ) -> subprocess.Popen[str]:
+        head = head or {"num_cpus": 0, "include_dashboard": False}
+        # Ray runs a job's command with the cluster's own path.
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         begun = subprocess.Popen(
-            [sys.executable, "driver.py", program],
+            [sys.executable, "driver.py", program, repr(head), *words],
             cwd=self.folder,
             env={
                 **os.environ,
+                "PATH": path,
                 "RALLY_SITE": self.mark,
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_DEDUP_LOGS": "0",
@@ -103,8 +111,8 @@ class Driver:
         self.begun.append(begun)
         return begun
 
-    def run(self, program: str) -> list[str]:
-        begun = self.start(program)
+    def run(self, program: str, *words: str, head: Mapping[str, Any] | None = None) -> list[str]:
+        begun = self.start(program, *words, head=head)
         out, _ = begun.communicate(timeout=240)
         assert begun.returncode == 0, out
         self.wait_nothing_left()

@@ -1,16 +1,31 @@
 """`rally submit`: what engines are given."""
 
+import importlib.util
 import json
+import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.placement import clusters
+from rallypoint.launch.submit import kubernetes, ray, slurm, ssh, template_files
 from rallypoint.launch.submit.command import command
-from rallypoint.launch.submit.kubernetes import manifest
-from rallypoint.launch.submit.request import read
-from rallypoint.launch.submit.slurm import script
+from rallypoint.launch.submit.request import Request, read
+from rallypoint.launch.submit.template import FILES, fill
+from rallypoint.ray import job_words
+
+
+def script(request: Request, python: str) -> str:
+    text, shown = template_files.read("slurm", "", {})
+    return fill(text, slurm.fields(request, python), shown)
+
+
+def manifest(request: Request) -> str:
+    text, shown = template_files.read("k8s", "", {})
+    return fill(text, kubernetes.fields(request), shown)
 
 
 def test_a_script_for_slurm() -> None:
@@ -31,6 +46,7 @@ def test_a_script_for_slurm() -> None:
         "#!/bin/bash",
         *("#SBATCH --job-name=rally", "#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=1"),
         *("#SBATCH --gpus-per-node=8", "#SBATCH --partition=big", "#SBATCH --time=1:00"),
+        "# rally ends the tasks of a failed job itself, and reports first; srun would kill them meanwhile.",
         "exec srun --kill-on-bad-exit=0 /env/python -m rallypoint run --nproc-per-node=8"
         " --max-restarts 2 train.py 'a b'",
     ]
@@ -81,6 +97,8 @@ def test_a_node_of_the_manifest_knows_where_it_stands() -> None:
         ),
         *("slurm --partition big -- x.py", "k8s -- x.py", "k8s --image i --time=1 -- x.py"),
         "k8s --image i --name A_b -- x.py",
+        *("ssh -- x.py", "ssh --hosts a --nodes 2 -- x.py", "ssh --hosts a"),
+        *("ray --nodes 3:2 -- x.py", "ray --nodes a:2 -- x.py", "ray http://x -- x.py"),
     ],
 )
 def test_what_cannot_be_submitted(text: str) -> None:
@@ -95,3 +113,154 @@ def test_a_dry_run_hands_over_nothing(monkeypatch) -> None:
     assert shown[0].startswith("#!/bin/bash")
     with pytest.raises(ConfigError, match="not installed"):
         command(["slurm", "--", "x.py"], shown.append)
+
+
+# -- templates ------------------------------------------------------------------------------------
+
+
+def test_a_line_that_is_an_empty_field_is_left_out() -> None:
+    text = "a\n\n  $x\n$x$y\n"
+    assert fill(text, {"x": "", "y": "$x $$"}, "t") == "a\n\n$x $$\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "a\n$partition",
+            r"line 2 '\$partition'.*no such field.*known: name, nodes.*\$\$partition",
+        ),
+        ("${nodse}", r"did you mean \$nodes"),
+        ("echo $1", "a \\$ without a field.*write \\$\\$"),
+    ],
+)
+def test_a_template_with_other_fields(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fill(text, {"name": "", "nodes": ""}, "slurm.sh")
+
+
+def test_the_first_template_that_is_found(tmp_path: Path, monkeypatch) -> None:
+    site, config = tmp_path / "site", tmp_path / "config"
+    monkeypatch.setattr(template_files, "SITE", site)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
+
+    def shown(*words: str) -> str:
+        found: list[str] = []
+        assert command(["slurm", *words], found.append) == 0
+        return found[0]
+
+    ours = (template_files.OURS / "slurm.sh").read_text().rstrip("\n")
+    assert shown("--print-template") == ours
+    for folder, text in ((site, "site $name"), (config / "rallypoint" / "submit", "mine $name")):
+        folder.mkdir(parents=True)
+        (folder / "slurm.sh").write_text(text)
+        assert shown("--print-template") == text
+        assert shown("--dry-run", "--name", "x", "--", "t.py") == text.replace("$name", "x")
+    named = tmp_path / "named"
+    named.write_text("named")
+    assert shown("--template", str(named), "--dry-run", "--", "t.py") == "named"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        shown("--template", str(tmp_path / "nowhere"), "--print-template")
+
+
+def test_the_docs_name_every_field() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "clusters" / "templates.md").read_text()
+    request = Request(engine="", words=("x",), hosts="a")
+    known = {
+        "slurm": slurm.fields(request, "p"),
+        "k8s": kubernetes.fields(request),
+        "ssh": ssh.fields(request, "p", "/", {}),
+        "ray": ray.fields(request, "ray"),
+    }
+    for engine, file in FILES.items():
+        (row,) = [line for line in docs.splitlines() if line.startswith(f"| `{file}`")]
+        assert {each.strip("`$") for each in row.split("|")[2].replace(",", " ").split()} == set(
+            known[engine]
+        )
+
+
+# -- ssh and Ray ----------------------------------------------------------------------------------
+
+
+def test_a_script_for_ssh(monkeypatch, tmp_path: Path) -> None:
+    """A stand-in for ssh takes what the script gives it."""
+    monkeypatch.setenv("NCCL_DEBUG", "it's $HOME")
+    monkeypatch.setenv("RALLY_SECRET", "0123456789abcdef")
+    shown: list[str] = []
+    words = ["ssh", "--hosts", "me@a,b:8", "--gpus=2", "--ssh-options", "-p 2222", "--dry-run"]
+    assert command([*words, "--", "--max-restarts", "2", "train.py", "a b"], shown.append) == 0
+    (tmp_path / "ssh").write_text('#!/bin/sh\nprintf "%s\\n" "$@"; cat\n')
+    (tmp_path / "ssh").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash"], input=shown[0], text=True, env=env, capture_output=True)
+    *options, host, remote, line = done.stdout.splitlines()
+    assert (options[:3], host) == (["-T", "-p", "2222"], "me@a")
+    assert remote.endswith("-m rallypoint submit --detached")
+    told = ssh.DetachedOrders.from_line(line.encode())
+    assert told.words == [
+        *("--hosts=me@a,b:8", "--nproc-per-node=2", "--max-restarts", "2", "train.py", "a b"),
+    ]
+    assert told.env["NCCL_DEBUG"] == "it's $HOME"
+    assert "0123456789abcdef" not in shown[0]
+
+
+def test_a_script_for_ray_is_read_back() -> None:
+    words = ["ray", "--nodes=1:2", "--gpus", "4", "--working-dir=/my files", "--dry-run", "--"]
+    shown: list[str] = []
+    assert (
+        command([*words, "-r3", "--nproc_per_node", "2", "--", "train.py", "a b"], shown.append)
+        == 0
+    )
+    assert "'--working-dir=/my files'" in shown[0]
+    line = shown[0].splitlines()[-1]
+    _, _, entry = line.partition(" -- ")
+    job = job_words.read(shlex.split(entry)[3:])
+    assert (job.target, job.flags) == (("train.py", "a b"), ("-r3",))
+    assert (job.num_nodes, job.workers, job.resources) == ((1, 2), 2, {"GPU": 4.0})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
+def test_rays_own_parser_takes_it() -> None:
+    program = """
+import json, sys
+from ray.dashboard.modules.job.cli import submit
+context = submit.make_context("submit", json.loads(sys.argv[1]))
+print(json.dumps({name: context.params[name] for name in ("address", "metadata_json", "entrypoint", "working_dir")}))
+"""
+    words = [
+        "ray",
+        "--address=http://h:8265",
+        "--working-dir=.",
+        "--name=n",
+        "--dry-run",
+        "--",
+        "x.py",
+        "a b",
+    ]
+    shown: list[str] = []
+    assert command(words, shown.append) == 0
+    line = shlex.split(shown[0].splitlines()[-1])
+    assert line[0] == "exec"
+    assert line[2:4] == ["job", "submit"]
+    out = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(line[4:])], capture_output=True, check=True
+    ).stdout
+    found = json.loads(out)
+    assert found["address"] == "http://h:8265"
+    assert json.loads(found["metadata_json"]) == {"job_name": "n"}
+    assert found["entrypoint"][-2:] == ["x.py", "a b"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--nodes",
+        "--nodes=x -- x.py",
+        "--what=1 -- x.py",
+        "--nodes=2",
+        "--nodes=2 -- --nproc-per-node=gpu x.py",
+    ],
+)
+def test_what_cannot_run_on_ray(text: str) -> None:
+    with pytest.raises(ConfigError):
+        job_words.read(text.split())

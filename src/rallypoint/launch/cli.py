@@ -23,7 +23,7 @@ _USAGE = """\
 usage: rally COMMAND …
 
   rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
-  rally submit slurm|k8s … -- …        hand such a job to Slurm or Kubernetes
+  rally submit slurm|k8s|ssh|ray … -- …   hand such a job to Slurm, Kubernetes, hosts or Ray
   rally ps                             list the jobs of this user on this host
   rally top [JOB]                      show what each worker uses, live; the odd ones are marked
   rally stacks [JOB]                   show where each worker is, the odd ones out first

@@ -1,10 +1,17 @@
-"""The store at which the nodes of a job on Ray meet. The driver serves it, so each node may be lost."""
+"""The store at which the nodes of a job on Ray meet. The driver holds it, so each node may be lost.
+
+It is served by a process of its own (``python -m`` this module), which ends with the driver: that need not import torch.
+"""
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import uuid
 
 from rallypoint._core import addresses
+from rallypoint.errors import LaunchError
 from rallypoint.rendezvous import versions
 from rallypoint.rendezvous.backends.native_store import StoreServer, load
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
@@ -15,19 +22,33 @@ from rallypoint.rendezvous.records import Codec
 
 
 class JobStore:
-    """A store in this process, until :meth:`close`.
+    """A store on this machine, until :meth:`close`.
 
     Args:
         host: the address of this machine at which nodes reach it.
         run_id: of the job.
         nodes: as ``--nnodes`` says them.
         secret: of the job.
+
+    Raises:
+        LaunchError: it cannot be served.
     """
 
     def __init__(self, host: str, run_id: str, nodes: str, secret: bytes) -> None:
-        load()
-        self.host = host
-        self._server = StoreServer(addresses.bind_store(host, 0))
+        listener = addresses.bind_store(host, 0)
+        self.port: int = listener.getsockname()[1]
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C is for the driver
+        )
+        listener.close()
+        assert self._server.stdout is not None
+        if not self._server.stdout.readline():
+            self.close()
+            raise LaunchError("the store of the job could not be started: see above")
         # What a node does that serves the store of its job: the others look for it there.
         me = Introduction(
             node_id=uuid.uuid4().hex,
@@ -47,13 +68,27 @@ class JobStore:
         finally:
             store.close()
 
-    @property
-    def port(self) -> int:
-        return self._server.port
-
     def close(self) -> None:
-        self._server.close()
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.stdout.close()
+        self._server.wait()
 
 
 def _nobody(_text: str) -> None:
     """There is nobody yet who might not match."""
+
+
+def serve(fd: int) -> None:
+    """Serve a store at a listening socket until standard input ends."""
+    load()
+    server = StoreServer(socket.socket(fileno=fd))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.buffer.read()
+    server.close()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

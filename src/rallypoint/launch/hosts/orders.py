@@ -89,15 +89,21 @@ def forwarded(env: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if goes(name)}
 
 
-def ssh_command(host: Host, options: str, python: str, env: Mapping[str, str]) -> tuple[str, ...]:
-    """The local command that starts a host's part."""
+def ssh_command(
+    host: Host,
+    options: str,
+    python: str,
+    env: Mapping[str, str],
+    command: Sequence[str] = ("node",),
+) -> tuple[str, ...]:
+    """The local command that runs one of ``rally`` on a host: the one that starts a host's part."""
     try:
         chosen = shlex.split(options)
     except ValueError as error:
         raise ConfigError("--ssh-options", options, str(error)) from None
     # Before it reads its orders, the interpreter has to find this package.
     path = [f"PYTHONPATH={env['PYTHONPATH']}"] if env.get("PYTHONPATH") else []
-    there = shlex.join(["env", *path, python, "-m", "rallypoint", "node"])
+    there = shlex.join(["env", *path, python, "-m", "rallypoint", *command])
     return ("ssh", "-T", *chosen, *_SSH_OPTIONS, host.name, f"exec {there}")
 
 

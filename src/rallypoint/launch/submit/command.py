@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
 
+from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError
 
-from . import kubernetes, slurm
-from .request import USAGE, read
+from . import kubernetes, ray, slurm, ssh, template_files
+from .request import USAGE, Request, read
+from .template import fill
+
+
+# What each engine's text is given to, and the program without which that is of no use.
+_CLIENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "slurm": (("sbatch",), "sbatch"),
+    "k8s": (("kubectl", "create", "-f", "-"), "kubectl"),
+    "ssh": (("bash",), "ssh"),
+    "ray": (("bash",), "ray"),
+}
 
 
 def command(words: Sequence[str], show: Callable[[str], None]) -> int:
-    """Submit a job. Returns the exit code of the engine's client.
+    """Submit a job. Returns an exit code; if there is something to be handed over, that of the engine's client.
 
     Raises:
         ConfigError: the command line cannot work, or the client is missing.
@@ -22,15 +35,49 @@ def command(words: Sequence[str], show: Callable[[str], None]) -> int:
     if words and words[0] in {"-h", "--help"}:
         show(USAGE)
         return 0
+    if words and words[0] == "--detached":  # on the first host of `rally submit ssh`
+        from . import detached
+
+        return detached.command(words[1:])
     request = read(words)
-    if request.engine == "slurm":
-        text, client = slurm.script(request, sys.executable), ["sbatch"]
-    else:
-        text, client = kubernetes.manifest(request), ["kubectl", "create", "-f", "-"]
-    if request.dry_run:
-        show(text.rstrip("\n"))
+    env = environment.snapshot()
+    template, shown = template_files.read(request.engine, request.template, env)
+    if request.print_template:
+        show(template.rstrip("\n"))
         return 0
-    if shutil.which(client[0]) is None:
+    text = fill(template, _fields(request, env), shown)
+    if not request.dry_run:
+        _hand_over(request.engine, text)
+    show(text.rstrip("\n"))
+    return 0
+
+
+def _hand_over(engine: str, text: str) -> NoReturn:
+    client, needed = _CLIENTS[engine]
+    if shutil.which(needed) is None and not (needed == "ray" and _own_ray().exists()):
         hint = "--dry-run shows what it would be given"
-        raise ConfigError("rally submit", request.engine, f"{client[0]} is not installed", hint)
-    return subprocess.run(client, input=text.encode(), check=False).returncode
+        raise ConfigError("rally submit", engine, f"{needed} is not installed", hint)
+    # This process becomes the client, so that signals and the end of a terminal reach it.
+    given = os.memfd_create("rally-submit")
+    os.write(given, text.encode())
+    os.lseek(given, 0, os.SEEK_SET)
+    os.dup2(given, 0)
+    os.execvp(client[0], client)
+
+
+def _fields(request: Request, env: Mapping[str, str]) -> Mapping[str, str]:
+    match request.engine:
+        case "slurm":
+            return slurm.fields(request, sys.executable)
+        case "k8s":
+            return kubernetes.fields(request)
+        case "ssh":
+            return ssh.fields(request, sys.executable, os.getcwd(), env)
+        case _:
+            found = shutil.which("ray") is None and _own_ray().exists()
+            return ray.fields(request, str(_own_ray()) if found else "ray")
+
+
+def _own_ray() -> Path:
+    """Ray's command where this interpreter's are, which need not be on the path."""
+    return Path(sys.executable).with_name("ray")

@@ -9,13 +9,22 @@ from dataclasses import dataclass
 from rallypoint.errors import ConfigError
 
 
-ENGINES = ("slurm", "k8s")
+ENGINES = ("slurm", "k8s", "ssh", "ray")
 USAGE = """\
-usage: rally submit slurm [--nodes N] [--gpus N] [--name NAME] [--dry-run] [sbatch options] -- [run flags] train.py …
-       rally submit k8s --image IMAGE [--nodes N] [--gpus N] [--name NAME] [--dry-run] -- [run flags] train.py …
+usage: rally submit slurm [--nodes N] [sbatch options] … -- [run flags] train.py …
+       rally submit k8s --image IMAGE [--nodes N] … -- [run flags] train.py …
+       rally submit ssh --hosts a,b:8 [--ssh-options WORDS] … -- [run flags] train.py …
+       rally submit ray [--nodes N | --nodes MIN:MAX] [options of ray job submit] … -- [run flags] train.py …
 
-Hand a job to Slurm (sbatch) or Kubernetes (kubectl). What follows -- is the command line of `rally run`.
---gpus is per node. --dry-run prints the script or manifest instead."""
+Hand a job to Slurm (sbatch), Kubernetes (kubectl), hosts (ssh) or Ray (ray job submit). What follows -- is the command line
+of `rally run`. With ssh the job goes on when the terminal is closed.
+
+  --gpus N           on each node; a worker for each of them, unless --nproc-per-node says otherwise
+  --name NAME        of the job [rally]
+  --dry-run          print what would be handed over
+  --template FILE    write it from this template, and not from the first that is found in
+                     ~/.config/rallypoint/submit, /etc/rallypoint/submit, or comes with rally
+  --print-template   print the template that would be used, to be changed"""
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 
@@ -30,8 +39,13 @@ class Request:
         gpus: on each node; 0: none are asked for.
         name: of the job.
         image: of the container; Kubernetes alone.
-        options: for the engine's client, as they are; Slurm alone.
+        hosts: as for ``rally run --hosts``; ssh alone.
+        ssh_options: for the connection to the first of them.
+        min_nodes: with how many the job goes on; Ray alone. None: all.
+        options: for the engine's client, as they are; Slurm and Ray alone.
         dry_run: show what would be handed over.
+        template: the file to write it from; empty: the first one that is found.
+        print_template: show that, and submit nothing.
     """
 
     engine: str
@@ -40,8 +54,24 @@ class Request:
     gpus: int = 0
     name: str = "rally"
     image: str = ""
+    hosts: str = ""
+    ssh_options: str = ""
+    min_nodes: int | None = None
     options: tuple[str, ...] = ()
     dry_run: bool = False
+    template: str = ""
+    print_template: bool = False
+
+
+# Options of each engine, with a value.
+_COMMON = ("--name", "--gpus", "--template")
+_OPTIONS = {
+    "slurm": (*_COMMON, "--nodes"),
+    "k8s": (*_COMMON, "--nodes", "--image"),
+    "ssh": (*_COMMON, "--hosts", "--ssh-options"),
+    "ray": (*_COMMON, "--nodes"),
+}
+_CLIENTS = {"slurm": "sbatch", "ray": "ray job submit"}
 
 
 def read(words: Sequence[str]) -> Request:
@@ -53,32 +83,31 @@ def read(words: Sequence[str]) -> Request:
     engine = words[0] if words else None
     if engine not in ENGINES:
         raise ConfigError("rally submit", engine, f"expected one of {', '.join(ENGINES)}")
-    if "--" not in words or not words[list(words).index("--") + 1 :]:
-        hint = f"rally submit {engine} --nodes 2 -- train.py"
-        raise ConfigError("rally submit", None, "expected -- and a script", hint)
-    at = list(words).index("--")
+    at = list(words).index("--") if "--" in words else len(words)
     ours = list(words[1:at])
     values: dict[str, str] = {}
     options = []
-    dry_run = False
+    switches = set()
     while ours:
         word = ours.pop(0)
         name, equals, value = word.partition("=")
-        if word == "--dry-run":
-            dry_run = True
-        elif name in {"--nodes", "--gpus", "--name", "--image"}:
+        if word in {"--dry-run", "--print-template"}:
+            switches.add(word)
+        elif name in _OPTIONS[engine]:
             if not equals and not ours:
                 raise ConfigError(name, None, "expected a value after it")
             values[name] = value if equals else ours.pop(0)
         else:
             options.append(word)
-    if engine == "k8s" and options:
-        raise ConfigError("rally submit k8s", options[0], "no such option")
-    if loose := [each for each in options if not each.startswith("-") or each.split() != [each]]:
-        hint = "write --partition=gpu"
-        raise ConfigError(
-            "rally submit slurm", loose[0], "expected an option of sbatch, without spaces", hint
+    _check_options(engine, options)
+    template = values.get("--template", "")
+    if "--print-template" in switches:
+        return Request(engine=engine, words=(), template=template, print_template=True)
+    if not words[at + 1 :]:
+        hint = (
+            f"rally submit {engine} {'--hosts a,b' if engine == 'ssh' else '--nodes 2'} -- train.py"
         )
+        raise ConfigError("rally submit", None, "expected -- and a script", hint)
     name = values.get("--name", "rally")
     if not _NAME.fullmatch(name):
         raise ConfigError("--name", name, "expected lower-case letters, digits and dashes")
@@ -86,6 +115,15 @@ def read(words: Sequence[str]) -> Request:
         raise ConfigError(
             "--image", None, "Kubernetes needs the image that has torch, rally, and your program"
         )
+    if engine == "ssh" and not values.get("--hosts"):
+        raise ConfigError("--hosts", None, "expected the hosts of the job", "--hosts a,b:8")
+    least = None
+    if engine == "ray" and ":" in values.get("--nodes", ""):
+        text = values["--nodes"]
+        values["--min-nodes"], _, values["--nodes"] = text.partition(":")
+        least = _number(values, "--min-nodes", 1)
+        if least > _number(values, "--nodes", 1):
+            raise ConfigError("--nodes", text, "expected MIN no larger than MAX")
     return Request(
         engine=engine,
         words=tuple(words[at + 1 :]),
@@ -93,9 +131,30 @@ def read(words: Sequence[str]) -> Request:
         gpus=_number(values, "--gpus", 0),
         name=name,
         image=values.get("--image", ""),
+        hosts=values.get("--hosts", ""),
+        ssh_options=values.get("--ssh-options", ""),
+        min_nodes=least,
         options=tuple(options),
-        dry_run=dry_run,
+        dry_run="--dry-run" in switches,
+        template=template,
     )
+
+
+def _check_options(engine: str, options: Sequence[str]) -> None:
+    if options and engine not in _CLIENTS:
+        raise ConfigError(f"rally submit {engine}", options[0], "no such option")
+    # A line of an sbatch script has no quotes.
+    spaces = engine == "ray"
+    loose = [
+        each
+        for each in options
+        if not each.startswith("-") or (each.split() != [each] and not spaces)
+    ]
+    if loose:
+        without = "" if spaces else ", without spaces"
+        problem = f"expected an option of {_CLIENTS[engine]}{without}"
+        hint = "write --address=http://head:8265" if spaces else "write --partition=gpu"
+        raise ConfigError(f"rally submit {engine}", loose[0], problem, hint)
 
 
 def _number(values: dict[str, str], name: str, least: int) -> int:

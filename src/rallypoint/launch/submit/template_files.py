@@ -1,0 +1,40 @@
+"""Where templates are: the file that the user names, the user's, the site's, ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rallypoint.errors import ConfigError
+
+from .template import FILES
+
+
+SITE = Path("/etc/rallypoint/submit")
+OURS = Path(__file__).with_name("templates")
+
+
+def search_path(env: Mapping[str, str]) -> tuple[Path, ...]:
+    """The folders in which templates are looked for, in this order."""
+    config = env.get("XDG_CONFIG_HOME") or (f"{env['HOME']}/.config" if env.get("HOME") else "")
+    users = [Path(config, "rallypoint", "submit")] if config else []
+    return (*users, SITE, OURS)
+
+
+def read(engine: str, named: str, env: Mapping[str, str]) -> tuple[str, str]:
+    """The template of an engine, and the name of its file.
+
+    Args:
+        engine: which one.
+        named: the file that the user names; empty: it is looked for.
+        env: of this process.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    paths = [each / FILES[engine] for each in search_path(env)]
+    path = Path(named) if named else next(each for each in paths if each.exists())
+    try:
+        return path.read_text(), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--template", str(path), f"cannot be read: {error}") from None

@@ -1,0 +1,2 @@
+#!/bin/bash
+exec $ray job submit --metadata-json '{"job_name": "$name"}' $options -- $command
