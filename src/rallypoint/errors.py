@@ -250,7 +250,9 @@ class ElasticError(RallyError, RuntimeError):
 
 
 class MembershipChanged(ElasticError):
-    """A member of the session's groups is lost. ``Session.step`` recovers from it; outside of a step, enter the next one.
+    """A member of the session's groups is lost: raised by every collective under way, and every next one, until all have met again.
+
+    ``Session.step`` recovers from it; outside of a step, enter the next one.
 
     Args:
         ranks: the lost ranks.

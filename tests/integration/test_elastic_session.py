@@ -719,3 +719,59 @@ def test_compiled_ddp_survives_a_loss_without_being_compiled_again(tmp_path: Pat
     assert survivor["recoveries"] == 1
     # Where each graph was compiled: in the first step.
     assert survivor["graphs"] == found["calm"][0]["graphs"] == [0] * len(survivor["graphs"]) != []
+
+
+CHANGED = """
+import json, os, pathlib, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = pathlib.Path(__file__).parent
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+pair = dist.new_group([0, 2])
+net = DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+rank = dist.get_rank()
+caught = []
+
+def attempt(what, collective):
+    try:
+        collective()
+    except elastic.MembershipChanged as changed:
+        caught.append([what, list(changed.ranks), "SIGKILL" in str(changed)])
+
+with elastic.session(net, optimizer) as session:
+    while session.position < 6:
+        if session.position == 3 and rank == 1 and not (FOLDER / "killed").exists():
+            (FOLDER / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if session.position == 3 and rank != 1 and not caught:
+            pending = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2)]
+            attempt("pending", lambda: dist.all_reduce(torch.ones(1)))
+            attempt("also pending", pending[1].wait)
+            attempt("next", dist.barrier)
+            attempt("of a group without the lost one", lambda: dist.all_reduce(torch.ones(1), group=pair))
+            attempt("message", lambda: dist.send(torch.ones(1), 1))
+        with session.step():
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+(FOLDER / f"caught {rank}").write_text(json.dumps([caught, len(session.history)]))
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 3
+"""
+
+
+def test_every_collective_after_a_loss_raises_that_the_members_have_changed(tmp_path: Path) -> None:
+    done = alone(tmp_path, CHANGED, "-m", "rallypoint", "run", "--nproc-per-node", "3")
+    assert done.returncode == 0, done.stderr
+    whats = ["pending", "also pending", "next", "of a group without the lost one", "message"]
+    for rank in (0, 2):
+        caught, recoveries = json.loads((tmp_path / f"caught {rank}").read_text())
+        assert caught == [[what, [1], True] for what in whats]
+        assert recoveries == 1
+    assert json.loads((tmp_path / "caught 1").read_text()) == [[], 1]

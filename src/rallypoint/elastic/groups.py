@@ -18,7 +18,7 @@ from rallypoint._core import rank_watch
 
 from . import torch_private
 from .connections import Wiring
-from .works import KeptMessage, KeptWork, Lives, attended, dispose
+from .works import Explain, KeptMessage, KeptWork, Lives, attended, dispose
 
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class KeptGroup(dist.ProcessGroup):
         self.answerer: Answerer | None = None
         self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
         self.before: Callable[[KeptGroup, str], None] | None = None
+        self.explain: Explain | None = None  # in a session
 
     def connect(self, wiring: Wiring) -> None:
         """Form the inner group.
@@ -107,14 +108,22 @@ class KeptGroup(dist.ProcessGroup):
         answerer = self.answerer
         if answerer is not None:
             return answerer.run(self, operation, (*args, *kwargs.values()))
+        if self.explain is not None and (changed := self.explain(None)) is not None:
+            raise changed
         if self.before is not None:
             self.before(self, operation)
-        work: dist.Work = getattr(self.inner, operation)(*args, **kwargs)
+        try:
+            work: dist.Work = getattr(self.inner, operation)(*args, **kwargs)
+        except RuntimeError as error:
+            changed = None if self.explain is None else self.explain(error)
+            if changed is None:
+                raise
+            raise changed from error
         if self._lives is not None:
             if operation in torch_private.POINT_TO_POINT:
-                work = KeptMessage(work, self._lives, self._timeout)
+                work = KeptMessage(work, self._lives, self._timeout, self.explain)
             else:
-                work = KeptWork(work, self._lives)
+                work = KeptWork(work, self._lives, self.explain)
         if self.observer is not None:
             self.observer(self, operation, (*args, *kwargs.values()), work)
         return work

@@ -74,6 +74,14 @@ class Recovery:
     redone: int = 0
 
 
+def _forget_frames(error: BaseException) -> None:
+    """Tracebacks hold the frames of the step, and with them the old group."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+
+
 def _pieces(contents: torch.Tensor) -> Iterator[torch.Tensor]:
     for begin in range(0, contents.numel(), PIECE):
         yield contents[begin : begin + PIECE]
@@ -117,6 +125,10 @@ class Meeting:
         self.whole = not kept.takes_over
         self.begun: Begun | None = None
         self.history: list[Recovery] = []
+        self._is_under_way = False
+        self._unexplained = (
+            0  # the id of an error for whose explanation this rank has waited in vain
+        )
 
     @property
     def is_due(self) -> bool:
@@ -130,8 +142,23 @@ class Meeting:
             return False
         text = str(error).lower()
         may_be = any(sign in text for sign in _SIGNS) and not self._kept.link.is_stopping
-        patience = PATIENCE if may_be else 0.0
+        patience = PATIENCE if may_be and id(error) != self._unexplained else 0.0
         return self._kept.link.wait(self._kept.generation, patience) is not None
+
+    def change(self, error: BaseException | None) -> MembershipChanged | None:
+        """What a collective of the script raises after a loss.   Blocks: as :meth:`explains`.
+
+        Args:
+            error: that ended it; None: it has not begun.
+        """
+        if self._is_under_way or (error is None and not self.is_due):
+            return None
+        if error is not None and not self.explains(error):
+            self._unexplained = id(error)
+            return None
+        notice = self._kept.link.newest
+        assert notice is not None
+        return MembershipChanged(notice.ranks, notice.why)
 
     def compare(self) -> None:
         """At the first start: whether all ranks have entered the same session.
@@ -175,6 +202,13 @@ class Meeting:
         Args:
             error: by which this rank noticed; raised again if nobody explains it.
         """
+        self._is_under_way = True
+        try:
+            self._recover(error)
+        finally:
+            self._is_under_way = False
+
+    def _recover(self, error: BaseException | None) -> None:
         link = self._kept.link
         notice = link.wait(self._kept.generation, PATIENCE)
         while True:
@@ -183,8 +217,7 @@ class Meeting:
                     raise error
                 raise ElasticError("a peer is gone, and the supervisor does not say why")
             if error is not None:
-                # The traceback holds the frames of the step, and with them the old group.
-                error.__traceback__ = None
+                _forget_frames(error)
             try:
                 self._meet(notice)
             except ElasticError:

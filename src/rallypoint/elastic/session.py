@@ -268,7 +268,7 @@ class Session:
                 raise
         meeting.count_anew()
         for each in kept.groups:
-            each.before = self._before_collective
+            each.before, each.explain = self._before_collective, meeting.change
         return self
 
     def __exit__(
@@ -288,7 +288,7 @@ class Session:
         else:
             kept.link.tell({"kind": "kept failed", "step": self._course.steps})
         for each in kept.groups:
-            each.before = None
+            each.before = each.explain = None
         for hook in self._hooks:
             hook.remove()
         if kept.copies is not None:

@@ -23,6 +23,8 @@ SLICE = 0.25
 GIVEN_UP = "the connections of this collective were shut, as a member is lost"
 
 T = TypeVar("T")
+# What a failed collective raises instead, if a loss explains it; of None: whether a loss was told already.
+Explain = Callable[[BaseException | None], Exception | None]
 
 
 class Lives:
@@ -59,10 +61,12 @@ class KeptWork(dist.Work):
     Args:
         inner: Gloo's.
         lives: of its connections.
+        explain: what is raised instead of an error.
     """
 
-    def __init__(self, inner: dist.Work, lives: Lives) -> None:
+    def __init__(self, inner: dist.Work, lives: Lives, explain: Explain | None = None) -> None:
         super().__init__()
+        self._explain = explain
         self._inner = inner
         self._lives = lives
         self._future: Any = None
@@ -71,8 +75,18 @@ class KeptWork(dist.Work):
         """Block until it has ended.
 
         Raises:
+            MembershipChanged: a member is lost, in a session.
             RuntimeError: it failed, did not end in time, or a member is lost.
         """
+        try:
+            return self._wait(timeout)
+        except RuntimeError as error:
+            changed = None if self._explain is None else self._explain(error)
+            if changed is None:
+                raise
+            raise changed from error
+
+    def _wait(self, timeout: timedelta | None) -> bool:
         inner, lives = self._inner, self._lives
         deadline = Deadline(timeout.total_seconds() if timeout else None)
         while True:
@@ -141,13 +155,16 @@ class KeptMessage(KeptWork):
         inner: Gloo's.
         lives: of its connections.
         timeout: the group's.
+        explain: as above.
     """
 
-    def __init__(self, inner: dist.Work, lives: Lives, timeout: timedelta) -> None:
-        super().__init__(inner, lives)
+    def __init__(
+        self, inner: dist.Work, lives: Lives, timeout: timedelta, explain: Explain | None = None
+    ) -> None:
+        super().__init__(inner, lives, explain)
         self._timeout = timeout
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def _wait(self, timeout: timedelta | None) -> bool:
         # Without a time, Gloo takes the one that its connections were formed with. And it ends the connection with the first
         # wait that is too short, so there are no slices.
         inner, left = self._inner, timeout or self._timeout

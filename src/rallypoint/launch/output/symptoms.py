@@ -57,7 +57,7 @@ _PEER_LOST = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _PEER_LOST_TYPES = {"torch.distributed.DistNetworkError", "torch.distributed.DistStoreError"}
-_PEER_LOST_NAMES = {"PeerLost", "PeerLostError"}
+_PEER_LOST_NAMES = {"PeerLost", "PeerLostError", "MembershipChanged"}
 _CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to connect", re.IGNORECASE
 )
