@@ -42,6 +42,80 @@ def test_each_sample_comes_once_though_the_number_of_ranks_changes(
     assert max(lengths) - min(lengths) <= 1
 
 
+@given(
+    length=st.integers(1, 300),
+    batch_size=st.integers(1, 20),
+    changes=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=6),
+)
+def test_each_sample_comes_once_if_the_batch_of_a_rank_stays(
+    length: int, batch_size: int, changes: list[tuple[int, int]]
+) -> None:
+    sizes: tuple[tuple[int, int], ...] = ()
+    seen: list[int] = []
+    step = 0
+    for number, (steps, size) in enumerate(changes):
+        sizes = sample_order.resized(sizes, step, size)
+        count = sample_order.local_length(length, batch_size, sizes)
+        assert count >= step
+        is_last = number == len(changes) - 1
+        for each in range(step, count if is_last else min(count, step + steps)):
+            first, end = sample_order.local_bounds(length, batch_size, sizes, each)
+            assert first == len(seen)
+            # No rank is without a sample, and none has more than its batch, but where that is one sample.
+            assert size <= end - first
+            assert end - first <= batch_size * size or (batch_size == 1 and end - first < 2 * size)
+            seen += range(first, end)
+            step = each + 1
+    left = range(len(seen), length)
+    assert len(left) < changes[-1][1], "what is left out is less than one sample for each rank"
+    assert sample_order.local_bounds(length, batch_size, sizes, step) == (len(seen), length)
+
+
+@given(
+    length=st.integers(20, 300),
+    batch_size=st.integers(1, 20),
+    steps=st.integers(0, 15),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+)
+def test_what_was_done_does_not_depend_on_what_comes(
+    length: int, batch_size: int, steps: int, sizes: tuple[int, int]
+) -> None:
+    before = sample_order.resized((), 0, sizes[0])
+    steps = min(steps, sample_order.local_length(length, batch_size, before))
+    now = sample_order.resized(before, steps, sizes[1])
+    for step in range(steps):
+        assert sample_order.local_bounds(
+            length, batch_size, now, step
+        ) == sample_order.local_bounds(length, batch_size, before, step)
+
+
+def test_a_rank_s_batch_stays_within_an_epoch_of_several_sizes() -> None:
+    sampler = elastic.Sampler(60, 5, shuffle=False, keep="local")
+    assert len(sampler) == 12
+    # 2 ranks x 5 samples for 3 steps, 6 x 5 for 0, then this one alone.
+    sampler.begin_at(0, 3, [(0, 2), (3, 1)])
+    assert len(sampler) == 3 + 6
+    assert [sampler.size_of(step) for step in range(9)] == [10] * 3 + [5] * 6
+    assert [each for part in sampler for each in part] == list(range(30, 60))
+
+
+def test_a_growth_may_leave_out_fewer_samples_than_ranks_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert sample_order.local_length(7, 2, [(0, 1), (3, 3)]) == 3
+    assert sample_order.local_length(7, 2, [(0, 1), (2, 3)]) == 3
+    sampler = elastic.Sampler(7, 2, keep="local")
+    sampler._sizes = ((0, 1), (3, 3))
+    assert len(list(sampler)) == 3
+    assert "the last 2 samples of epoch 0 are left out" in caplog.text
+
+
+@pytest.mark.parametrize("sizes", [[], [(1, 1)], [(0, 2)]])
+def test_sizes_that_make_no_sense_are_told(sizes: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="present number of ranks"):
+        elastic.Sampler(8, 2, keep="local").begin_at(0, 0, sizes)
+
+
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = [
         tuple(sample_order.order(50, seed, epoch, shuffle=True))
@@ -78,3 +152,5 @@ def test_it_is_a_batch_sampler() -> None:
 def test_wrong_numbers_are_told(length: int, batch_size: int) -> None:
     with pytest.raises(ValueError, match="expected a number from 1 on"):
         elastic.Sampler(length, batch_size)
+    with pytest.raises(ValueError, match='keep is .both., expected "global" or "local"'):
+        elastic.Sampler(4, 4, keep="both")  # type: ignore[arg-type]

@@ -49,6 +49,7 @@ class Place:
         in_body: whether the step under way is in a batch's body.
         counted: whether ``Session.epochs`` counts the epochs.
         begun: the generators when the iteration of this epoch began; None without ``Session.batches``.
+        sizes: with a :class:`.Sampler`, how many ranks have shared this epoch's samples, and from which batch on.
     """
 
     epoch: int = 0
@@ -58,6 +59,7 @@ class Place:
     in_body: bool = False
     counted: bool = False
     begun: RandomState | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
 
     def after(self, *, task: bool) -> Place:
         """The place once the step under way is complete, or the function, if ``task``."""
@@ -141,6 +143,7 @@ class OwnState:
                 place.in_body,
                 place.counted,
             ],
+            "ranks": place.sizes,
             "is_task": self.is_task,
             "states": heads,
             "sizes": [len(part) for part in parts],
@@ -170,7 +173,9 @@ class OwnState:
         random, later, call, behind, begun = states
         assert random is not None
         epoch, batch, tasks, done, in_body, counted = head["place"]
-        place = Place(epoch, batch, tasks, done, in_body, counted, begun)
+        # Checkpoints of earlier versions lack it.
+        sizes = tuple((first, size) for first, size in head.get("ranks", ()))
+        place = Place(epoch, batch, tasks, done, in_body, counted, begun, sizes)
         return cls(
             *(head["steps"], place, random, later, call, behind),
             *(buffers, later_buffers, head["is_task"], loader),

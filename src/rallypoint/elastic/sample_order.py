@@ -1,10 +1,13 @@
 """Which samples belong to which step: a pure function of seed, epoch, step and number of ranks.
 
-An epoch is one order of all samples. A step takes the next ones of that order, and its ranks share them. So the samples of a
-step do not depend on the number of ranks, and a change of that number in the middle of an epoch repeats or leaves out none.
+An epoch is one order of all samples. A step takes the next ones of that order, and its ranks share them. If the batch of a step
+stays, its samples do not depend on the number of ranks at all. If that of a rank stays, they depend on the epoch's *sizes*: how many
+ranks there were, and from which step on. Either way, a change of that number in the middle of an epoch repeats or leaves out none.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -27,6 +30,61 @@ def bounds(length: int, batch_size: int, step: int) -> tuple[int, int]:
     """
     count = steps_of(length, batch_size)
     return step * length // count, (step + 1) * length // count
+
+
+def local_steps_of(length: int, batch_size: int, size: int) -> int:
+    """How many steps so many samples are if each rank has a batch of its own.
+
+    Each rank has at least one sample in each step. (With a batch of one, some ranks have a second one for that.)
+
+    Args:
+        length: number of samples that are left.
+        batch_size: of a rank; the most it takes.
+        size: number of ranks.
+    Returns:
+        The number; 0 if there are fewer samples than ranks.
+    """
+    return min(-(-length // (batch_size * size)), length // size)
+
+
+def local_bounds(
+    length: int, batch_size: int, sizes: Sequence[tuple[int, int]], step: int
+) -> tuple[int, int]:
+    """The samples of a step as a range of the epoch's order, if each rank has a batch of its own.
+
+    Wherever the number of ranks changes, the samples that are left are divided anew into steps of nearly the same size.
+
+    Args:
+        length: number of samples.
+        batch_size: of a rank; the most it takes.
+        sizes: the epoch's: (first step, number of ranks), the first one from step 0 on.
+        step: up to :func:`local_length`, where the range is what no step takes: fewer samples than there are ranks.
+    """
+    done = 0
+    for index, (first, size) in enumerate(sizes):
+        left, count = length - done, local_steps_of(length - done, batch_size, size)
+        is_last = index == len(sizes) - 1
+        end = first + count if is_last else sizes[index + 1][0]
+        if step < end:
+            place = step - first
+            return done + place * left // count, done + (place + 1) * left // count
+        done += (end - first) * left // count if count else 0
+    return done, length
+
+
+def local_length(length: int, batch_size: int, sizes: Sequence[tuple[int, int]]) -> int:
+    """How many steps the epoch has, if each rank has a batch of its own. Arguments as for :func:`local_bounds`."""
+    first, size = sizes[-1]
+    begin, _ = local_bounds(length, batch_size, sizes[:-1], first) if sizes[:-1] else (0, 0)
+    return first + local_steps_of(length - begin, batch_size, size)
+
+
+def resized(sizes: Sequence[tuple[int, int]], step: int, size: int) -> tuple[tuple[int, int], ...]:
+    """An epoch's sizes once it goes on at a step with a number of ranks."""
+    before = tuple(each for each in sizes if each[0] < step)
+    if before and before[-1][1] == size:
+        return before
+    return (*before, (step, size))
 
 
 def order(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:

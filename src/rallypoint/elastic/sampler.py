@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch.utils.data import Sampler as TorchSampler
 
 from . import sample_order
+
+
+_log = logging.getLogger(__name__)
+
+Keep = Literal["global", "local"]
 
 
 class Sampler(TorchSampler[list[int]]):
@@ -20,21 +27,24 @@ class Sampler(TorchSampler[list[int]]):
             for batch in session.batches(loader):
                 ...
 
-    Which samples belong to a step is a function of ``seed``, epoch and step alone, whatever the number of ranks. So a session
+    Which samples belong to a step is a function of ``seed``, epoch and step alone, whatever the number of ranks; with
+    ``keep="local"``, also of the numbers of ranks that the epoch has had, which a session's checkpoints tell. So a session
     continues on another number of ranks with the samples that are left. It skips what was done without fetching it.
 
     ``session.epochs`` and ``session.batches`` tell the sampler where to begin. In a loop of your own, call :meth:`begin_at`.
 
     Args:
         length: number of samples of the dataset.
-        batch_size: samples of a step, over all ranks; the most it takes. The steps of an epoch are of nearly the same size: they
-            differ by one sample at most, and so do the parts of the ranks.
+        batch_size: samples of a step, over all ranks; with ``keep="local"``, those of one rank. The most it takes: the steps of
+            an epoch are of nearly the same size. They differ by one sample at most, and so do the parts of the ranks.
         seed: of the order; the same on all ranks.
         shuffle: whether each epoch has another order.
         group: the ranks that share the samples; None: all ranks, or this process alone if there is no process group.
+        keep: which batch stays when the number of ranks changes: ``"global"``, that of a step, so training goes on as before,
+            or ``"local"``, that of a rank, so memory and time per step stay.
 
     Raises:
-        ValueError: a number is too small, or a step has fewer samples than there are ranks.
+        ValueError: a number is too small, ``keep`` is another word, or a step has fewer samples than there are ranks.
     """
 
     def __init__(
@@ -45,24 +55,48 @@ class Sampler(TorchSampler[list[int]]):
         seed: int = 0,
         shuffle: bool = True,
         group: dist.ProcessGroup | None = None,
+        keep: Keep = "global",
     ) -> None:
+        if keep not in get_args(Keep):
+            raise ValueError(f'elastic.Sampler: keep is {keep!r}, expected "global" or "local"')
         for name, value in (("length", length), ("batch_size", batch_size)):
             if value < 1:
                 raise ValueError(f"elastic.Sampler: {name} is {value}, expected a number from 1 on")
         self._length, self._batch_size = length, batch_size
         self._seed, self._shuffle = seed, shuffle
         self._group = group
+        self._is_local = keep == "local"
         self._epoch = self._first = 0
-        self._place()
+        _, size = self._place()
+        self._sizes: tuple[tuple[int, int], ...] = ((0, size),)
 
-    def begin_at(self, epoch: int, step: int = 0) -> None:
+    def begin_at(
+        self, epoch: int, step: int = 0, sizes: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         """Where the next iteration begins.
 
         Args:
             epoch: its number.
             step: how many of its steps are done.
+            sizes: how many ranks have shared the samples in this epoch, and from which step on: ``[(0, 3), (40, 2)]``, if two
+                do now. Only ``keep="local"`` needs it. None: as many as now.
+        Raises:
+            ValueError: the sizes do not begin at step 0, or do not end with the present number of ranks.
         """
-        self._epoch, self._first = epoch, step
+        now = self.num_ranks
+        sizes = ((0, now),) if sizes is None else tuple(sizes)
+        if not sizes or sizes[0][0] != 0 or sizes[-1][1] != now:
+            raise ValueError(
+                f"elastic.Sampler: sizes are {list(sizes)}, expected some from step 0 on that end with the present number"
+                f" of ranks ({now})"
+            )
+        self._epoch, self._first, self._sizes = epoch, step, sizes
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share the samples."""
+        _, size = self._place()
+        return size
 
     def size_of(self, step: int) -> int:
         """How many samples a step of an epoch has over all ranks.
@@ -72,24 +106,44 @@ class Sampler(TorchSampler[list[int]]):
         Returns:
             The number: to weigh the losses of unequal parts.
         """
-        first, end = sample_order.bounds(self._length, self._batch_size, step)
+        first, end = self._bounds(step)
         return end - first
 
     def __len__(self) -> int:
+        if self._is_local:
+            return sample_order.local_length(self._length, self._batch_size, self._sizes)
         return sample_order.steps_of(self._length, self._batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         samples = sample_order.order(self._length, self._seed, self._epoch, shuffle=self._shuffle)
         first, self._first = self._first, 0
         for step in range(first, len(self)):
-            start, end = sample_order.bounds(self._length, self._batch_size, step)
-            # Asked anew: the number of ranks may have changed.
+            start, end = self._bounds(step)
+            # Asked anew: a spare may have become another rank.
             yield sample_order.share(samples[start:end], *self._place())
+        _, left = self._bounds(len(self) - 1) if len(self) else (0, 0)
+        if left < self._length:
+            _log.warning(
+                "elastic.Sampler: the last %d samples of epoch %d are left out: fewer than there are ranks",
+                self._length - left,
+                self._epoch,
+            )
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        if self._is_local:
+            return sample_order.local_bounds(self._length, self._batch_size, self._sizes, step)
+        return sample_order.bounds(self._length, self._batch_size, step)
 
     def _place(self) -> tuple[int, int]:
         rank, size = 0, 1
         if dist.is_initialized():
             rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if self._is_local:
+            if self._length < size:
+                raise ValueError(
+                    f"elastic.Sampler: the dataset has {self._length} samples, fewer than there are ranks ({size})"
+                )
+            return rank, size
         smallest = self._length // len(self)
         if smallest < size:
             raise ValueError(

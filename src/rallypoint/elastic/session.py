@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rallypoint._core import step_reports
 from rallypoint.errors import ElasticError
 
-from . import loader_state, process, torch_private
+from . import loader_state, process, sample_order, torch_private
 from .board import boards
 from .checkpoints import Checkpoints
 from .copies import Copies
@@ -95,6 +95,8 @@ class Session:
         self._random_behind: RandomState | None = None  # the last step of a loop without batches
         self._ranks_before: int | None = None  # of a checkpoint with another number of them
         self._hooks: list[Any] = []
+        self._on_resize: list[Callable[[int, int], object]] = []
+        self._has_begun = False
 
     # -- for users ----------------------------------------------------------------------------------
 
@@ -107,6 +109,27 @@ class Session:
     def history(self) -> tuple[Recovery, ...]:
         """All recoveries that this process took part in."""
         return () if self._meeting is None else tuple(self._meeting.history)
+
+    def on_resize(self, callback: Callable[[int, int], object]) -> None:
+        """Have a function called when training continues on another number of ranks than its checkpoint had.
+
+        .. code-block:: python
+
+            session = elastic.session(model, optimizer, checkpoint="runs/a")
+            session.on_resize(scale_learning_rate)
+            with session:
+                ...
+
+        Args:
+            callback: called on all ranks with the numbers of ranks before and now, once the checkpoint is loaded. It may change
+                what the session holds, such as an optimizer, and nothing else: a process that takes a lost one over gets
+                that from the others, and does not call it. The next checkpoint has the change.
+        Raises:
+            ElasticError: the session has begun.
+        """
+        if self._has_begun:
+            raise ElasticError("session.on_resize: the session has begun; call it before `with`")
+        self._on_resize.append(callback)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left, from the one under way on.
@@ -223,7 +246,7 @@ class Session:
     # -- entering and leaving ---------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        kept = self._kept
+        kept, self._has_begun = self._kept, True
         if kept is None and not process.is_worker():
             _say_once(
                 but="" if self._checkpoints is None else "; the session only writes checkpoints"
@@ -442,6 +465,10 @@ class Session:
             own = replace(own, random=now, place=replace(own.place, begun=begun))
             self._ranks_before = loaded.record.ranks
         self._course.continue_at(own)
+        if not loaded.is_own:
+            size = dist.get_world_size() if dist.is_initialized() else 1
+            for callback in self._on_resize:
+                callback(loaded.record.ranks, size)
 
     def _checkpoint_is_due(self) -> bool:
         return self._checkpoints is not None and self._checkpoints.is_due(self._course.steps)
@@ -496,9 +523,12 @@ class Session:
         own = course.begin_batches()
         sampler = getattr(loader, "batch_sampler", None)
         if own is None or own.place.begun is None:
+            self._ranks_before = None
+            sizes: tuple[tuple[int, int], ...] = ()
             if isinstance(sampler, Sampler):
                 sampler.begin_at(course.place.epoch if self._in_epochs else self._iterations - 1)
-            course.place = replace(course.place, batch=0, begun=RandomState.now())
+                sizes = sample_order.resized((), 0, sampler.num_ranks)
+            course.place = replace(course.place, batch=0, begun=RandomState.now(), sizes=sizes)
             return iter(loader)
         self._keeping.begin_batches(anew=True)
         own.place.begun.restore()
@@ -509,7 +539,9 @@ class Session:
         keeps_place: Any = loader if own.loader else None
         skips = not isinstance(sampler, Sampler) and keeps_place is None
         if isinstance(sampler, Sampler):
-            sampler.begin_at(own.place.epoch, 0 if keeps_place else own.place.batch)
+            own = self._resized(own, sampler)
+            first = 0 if keeps_place else own.place.batch
+            sampler.begin_at(own.place.epoch, first, own.place.sizes)
         if keeps_place is not None:
             keeps_place.load_state_dict(loader_state.restored(own.loader))
         iterator = iter(loader)
@@ -517,6 +549,14 @@ class Session:
             next(iterator, None)
         own.random.restore()
         return iterator
+
+    def _resized(self, own: OwnState, sampler: Sampler) -> OwnState:
+        """After a checkpoint, the epoch may go on with another number of ranks."""
+        # Checkpoints of earlier versions do not tell them; there, the batch of a step stayed.
+        sizes = own.place.sizes or ((0, sampler.num_ranks),)
+        sizes = sample_order.resized(sizes, own.place.batch, sampler.num_ranks)
+        self._course.place = replace(self._course.place, sizes=sizes)
+        return replace(own, place=replace(own.place, sizes=sizes))
 
     def _rescaled(self, own: OwnState, ranks: int) -> OwnState:
         """After a checkpoint of another number of ranks: as many samples are skipped as were trained on."""
