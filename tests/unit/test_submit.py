@@ -74,7 +74,7 @@ def test_a_node_of_the_manifest_knows_where_it_stands() -> None:
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"][3:] == ["run", "--nproc_per_node=1", "train.py"]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "2"}}
     assert service["spec"]["selector"] == spec["template"]["metadata"]["labels"]
     assert pod["subdomain"] == service["metadata"]["name"]
     env = {each["name"]: each["value"] for each in container["env"] if "value" in each}
@@ -113,6 +113,37 @@ def test_a_dry_run_hands_over_nothing(monkeypatch) -> None:
     assert shown[0].startswith("#!/bin/bash")
     with pytest.raises(ConfigError, match="not installed"):
         command(["slurm", "--", "x.py"], shown.append)
+
+
+# -- Kubernetes' own word on the manifest ---------------------------------------------------------
+
+MANIFESTS = [
+    ["k8s", "--image", "i", "--", "train.py"],
+    ["k8s", "--image", "r/i:1", "--nodes=4", "--gpus=8", "--name=net", "--", "train.py", 'a "b"'],
+]
+
+
+@pytest.mark.parametrize("words", MANIFESTS)
+def test_the_published_schemas_take_the_manifest(words: list[str]) -> None:
+    """`pip install kubernetes-validate` runs this: it brings the schemas of Kubernetes' releases."""
+    validator = pytest.importorskip("kubernetes_validate")
+    newest = validator.latest_version()
+    for item in json.loads(manifest(read(words)))["items"]:
+        for version in ("1.27", newest):
+            validator.validate(item, version, strict=True)
+        item["spec"]["what"] = 1
+        with pytest.raises(validator.ValidationError):
+            validator.validate(item, newest, strict=True)
+
+
+@pytest.mark.parametrize("words", MANIFESTS)
+def test_the_client_knows_every_field_of_the_manifest(words: list[str]) -> None:
+    """`pip install kubernetes` runs this: what its models do not know would be lost on the way through them."""
+    client = pytest.importorskip("kubernetes.client")
+    api = client.ApiClient()
+    for item in json.loads(manifest(read(words)))["items"]:
+        model = getattr(client, f"V1{item['kind']}").from_dict(item)
+        assert api.sanitize_for_serialization(model) == item
 
 
 # -- templates ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from .request import Request, run_words
 
 def fields(request: Request) -> Mapping[str, str]:
     """The values of the template's fields."""
-    resources = {"limits": {"nvidia.com/gpu": request.gpus}} if request.gpus else {}
+    resources = {"limits": {"nvidia.com/gpu": str(request.gpus)}} if request.gpus else {}
     words = run_words(request)
     return {
         "name": request.name,
