@@ -3,13 +3,15 @@
     rally run --nproc-per-node 2 examples/elastic_digits.py --chaos 0.03
     rally run --nproc-per-node 2 --max-restarts 3 examples/elastic_digits.py --checkpoint runs/digits
     python examples/elastic_digits.py --checkpoint runs/digits
+    rally run --nnodes 2:3 --rdzv-endpoint HOST examples/elastic_digits.py --checkpoint runs/digits --ids runs/ids
 
 With ``--chaos P``, a worker kills itself in a step with this probability. The others keep their process, and another one
 takes the lost one's place (docs/sessions.md). With ``--checkpoint DIR``, a job that is lost as a whole continues
 where its last checkpoint was taken (docs/checkpoints.md). The accuracy at the end is the same with and without all this.
+It may also continue there with more or fewer workers, and the images of the epoch that are left; ``--keep`` chooses their batch.
 
 The 1,797 images of 8x8 pixels come with scikit-learn, so nothing is downloaded. ``--ids DIR`` logs which images each step has
-trained on, one file per rank.
+trained on, one file per rank. (Steps behind the last checkpoint are trained again after a restart, and logged again.)
 """
 
 import argparse
@@ -44,7 +46,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training images")
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images per step, over all ranks"
+        "--batch-size", type=int, default=64, help="images per step, over all ranks (see --keep)"
+    )
+    parser.add_argument(
+        "--keep",
+        choices=("global", "local"),
+        default="global",
+        help="whose batch stays when a job goes on with another number of workers: a step's, or a rank's",
     )
     parser.add_argument(
         "--chaos",
@@ -108,7 +116,7 @@ def main() -> None:
     data, test_images, test_labels = load_data()
     model = DistributedDataParallel(build_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    sampler = elastic.Sampler(len(data), arguments.batch_size)
+    sampler = elastic.Sampler(len(data), arguments.batch_size, keep=arguments.keep)
     loader = DataLoader(data, batch_sampler=sampler)
     torch.manual_seed(1000 + rank)  # each rank drops other units
     completed = 0  # steps, in this process
@@ -126,9 +134,15 @@ def main() -> None:
             with (arguments.ids / f"rank-{rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "ids": numbers.tolist()}) + "\n")
 
-    with elastic.session(
+    def tell(before: int, now: int) -> None:
+        if rank == 0:
+            print(f"{now} workers now, {before} before", file=sys.stderr, flush=True)
+
+    session = elastic.session(
         model, optimizer, checkpoint=arguments.checkpoint, checkpoint_every=arguments.every
-    ) as session:
+    )
+    session.on_resize(tell)
+    with session:
         if rank == 0 and session.position:
             print(f"continues at step {session.position}", file=sys.stderr, flush=True)
         for epoch in session.epochs(arguments.epochs):

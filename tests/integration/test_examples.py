@@ -365,6 +365,26 @@ def images_of_steps(folder: Path) -> dict[tuple[str, int], list[int]]:
     return found
 
 
+@pytest.mark.long
+@pytest.mark.skipif(LAUNCHER != "rally", reason="sessions are kept by rally")
+def test_a_session_goes_on_with_more_workers_and_each_rank_s_batch(tmp_path):
+    train = [EXAMPLES / "elastic_digits.py", "--keep", "local"]
+    train += ["--checkpoint", tmp_path / "checkpoints", "--ids", tmp_path / "ids"]
+    succeed(*command(LAUNCHER), *train, "--epochs", "1", cwd=tmp_path)
+    three = command(LAUNCHER, "--nproc-per-node", "3")
+    done = succeed(*three, *train, "--epochs", "2", cwd=tmp_path)
+    assert "3 workers now, 2 before" in done.stderr
+    steps = {}
+    for (_, step), ids in images_of_steps(tmp_path / "ids").items():
+        steps.setdefault(step, []).extend(ids)
+    # 64 images for each of two ranks, and for each of three. Step 13 is the validation.
+    epochs = range(1, 13), range(14, 22)
+    assert sorted(steps) == [step for epoch in epochs for step in epoch]
+    for epoch in epochs:
+        ids = [each for step in epoch for each in steps[step]]
+        assert len(ids) == len(set(ids)) == 1437
+
+
 @pytest.mark.skipif(LAUNCHER != "rally", reason="others end a job that loses a worker")
 def test_a_session_with_chaos_trains_on_the_same_images_and_ends_the_same(tmp_path):
     train = [*command(LAUNCHER), EXAMPLES / "elastic_digits.py"]
