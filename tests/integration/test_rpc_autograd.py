@@ -3,6 +3,7 @@
 import functools
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -537,6 +538,23 @@ def every_optimizer() -> None:
         failing.step(context_id)
     with pytest.raises(ValueError, match="empty"):
         DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
+    with warnings.catch_warnings():
+        # torch compiles its functional optimizers when they are imported, and calls that deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import PostLocalSGDOptimizer, functional_sgd
+    wrong: Any
+    for wrong, message in (
+        (
+            functional_sgd._FunctionalSGD,
+            "derived from torch.optim.Optimizer, such as torch.optim.SGD",
+        ),
+        (torch.optim.SGD([torch.ones(1)]), "expected a class"),
+        (PostLocalSGDOptimizer, "averages over a process group: use it there"),
+    ):
+        with pytest.raises(TypeError, match=message) as raised:
+            DistributedOptimizer(wrong, references, lr=0.1)
+        # It was refused here: nothing was sent.
+        assert not hasattr(raised.value, "__notes__")
 
 
 def test_an_optimizer_steps_on_every_owner(four: Workers) -> None:

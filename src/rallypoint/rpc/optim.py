@@ -29,6 +29,21 @@ __all__ = ["DistributedOptimizer"]
 _lock = threading.Lock()
 # The optimizers on this worker. References keep them alive; a step names one by its number, which takes less time.
 _local: WeakValueDictionary[int, _LocalOptimizer] = WeakValueDictionary()
+# It takes an optimizer that exists, and averages over a process group, of which calls know nothing.
+_POST_LOCAL_SGD = "PostLocalSGDOptimizer"
+
+
+def _check_class(kind: Any) -> None:
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer_class is {kind!r}: expected a class derived from torch.optim.Optimizer, such as torch.optim.SGD"
+            " (functional optimizers of torch.distributed.optim are not)"
+        )
+    if kind.__name__ == _POST_LOCAL_SGD and kind.__module__.startswith("torch."):
+        raise TypeError(
+            f"optimizer_class is {_POST_LOCAL_SGD}, which averages over a process group: use it there without a"
+            " DistributedOptimizer, or pass the class of the optimizer that it wraps"
+        )
 
 
 class _LocalOptimizer:
@@ -71,9 +86,7 @@ def make_local(
 ) -> _LocalOptimizer:
     """Runs on the owner of the parameters."""
     # A message may contain anything.
-    kind: Any = optimizer_class
-    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        raise TypeError(f"{optimizer_class!r} is not a class of optimizers (torch.optim.Optimizer)")
+    _check_class(optimizer_class)
     return _LocalOptimizer(
         optimizer_class, [each.local_value() for each in parameters], args, kwargs
     )
@@ -101,6 +114,7 @@ class DistributedOptimizer:
         args, kwargs: for each of the optimizers, after its parameters.
 
     Raises:
+        TypeError: ``optimizer_class`` is not a class of optimizers, or one that averages over a process group.
         PeerLost: a worker that has parameters is gone.
         Exception: what the optimizer's class raised. All workers have answered by then; errors of further workers are
             notes of the first one.
@@ -113,6 +127,7 @@ class DistributedOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        _check_class(optimizer_class)
         by_owner: dict[WorkerInfo, list[RRef[Any]]] = defaultdict(list)
         for each in params_rref:
             by_owner[each.owner()].append(each)
