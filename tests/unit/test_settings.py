@@ -345,6 +345,28 @@ def test_a_range_of_nodes_leaves_the_place_to_the_cluster():
     assert (given.num_nodes, given.rendezvous.host, given.rendezvous.run_id) == (4, "other", "j")
 
 
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"JOB_COMPLETION_INDEX": "2", "MASTER_ADDR": "n1", "WORLD_SIZE": "3"},
+        {"RANK": "2", "MASTER_ADDR": "n1", "WORLD_SIZE": "3"},
+        {"VC_TASK_INDEX": "2", "VC_WORKER_HOSTS": "n1,n2,n3", "VC_WORKER_NUM": "3"},
+        {"SKYPILOT_NODE_RANK": "2", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "n1\nn2\nn3"},
+        {
+            "OMPI_COMM_WORLD_RANK": "2",
+            "OMPI_COMM_WORLD_SIZE": "3",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            "MASTER_ADDR": "n1",
+        },
+    ],
+)
+def test_a_range_of_nodes_below_other_engines(env: dict[str, str]):
+    made = config("--nnodes 2:4 x.py", **env)
+    assert (made.min_nodes, made.num_nodes) == (2, 3)
+    assert (made.rendezvous.node_rank, made.rendezvous.host) == (None, "n1")
+
+
 def test_a_range_that_the_tasks_of_a_cluster_cannot_meet():
     assert "Slurm job 7 has started 3 tasks" in refusal("--nnodes 4:8 x.py", **SLURM_STEP)
     two_here = SLURM_STEP | {
