@@ -139,7 +139,7 @@ def test_a_script_requeues_its_job_by_an_exit_code(submit):
     again = slurm(*words, str(script)).strip()
     ended(again, "COMPLETED")
     assert [line for line in log.read_text().splitlines() if line.startswith("start")] == [
-        "start ",
+        "start",
         "start 1",
     ]
 
