@@ -32,6 +32,8 @@ MODULES = {
 SIZES = {"16 B": 16, "1 MiB": MIB, "64 MiB": 64 * MIB}
 WORKERS = 4
 CHAIN, BACKWARD, STEP, EMPTY = "chain of 2 workers", "backward", "optimizer step", "empty context"
+# What a chain cannot be faster than, by much.
+PLAIN = "two plain calls, the same tensors"
 
 
 class AutogradRank(Rank):
@@ -55,6 +57,17 @@ class AutogradRank(Rank):
                 if not bool((self._autograd.get_gradients(context_id)[x][:2] == 2).all()):
                     raise ValueError("the gradient is wrong")
             found.append((ended - began, ended - between))
+        return found[warm_up:]
+
+    def plain(self, num_bytes: int, count: int, warm_up: int) -> list[float]:
+        """Seconds of two calls that take and return the tensor: what a chain passes, without gradients."""
+        x = torch.ones(num_bytes // 4)
+        found = []
+        for _ in range(warm_up + count):
+            began = time.perf_counter()
+            for _ in range(2):
+                self._rpc.rpc_sync(name(1), double, (x,)).sum()
+            found.append(time.perf_counter() - began)
         return found[warm_up:]
 
     def step(self, count: int, warm_up: int) -> list[float]:
@@ -94,10 +107,15 @@ def measure_chain(label: str, num_bytes: int, blocks: int, calls: int) -> Callab
 
     def run(duel: Duel) -> list[dict[str, Any]]:
         found = duel.turns(block, blocks)
-        return [
+        rows = [
             row(f"{what}, {label}", SAME_HOST, "us", _part(found, at), figure(1e6))
             for at, what in enumerate((f"{CHAIN}, forward and backward", f"{CHAIN}, {BACKWARD}"))
         ]
+        # After the chains, so that these are measured as without it.
+        found = duel.turns(
+            lambda group: group.ask([0], "plain", num_bytes, calls, 2)[0], max(1, blocks // 2)
+        )
+        return [*rows, row(f"{PLAIN}, {label}", SAME_HOST, "us", found, figure(1e6))]
 
     return run
 

@@ -5,8 +5,9 @@
 
 The members of a dynamic group all do the same, over and over: open a context, call a chain of other members (some calls
 take no part in the result), run the backward pass, compare the gradient with the known one, and sometimes step an
-optimizer over parameters of several members. Meanwhile members are killed and replaced, and connections are broken, at
-random instants: in forward passes, backward passes and steps.
+optimizer over parameters of several members. Meanwhile members are killed and replaced, connections are broken, and
+members are stopped for a while, which delays all their messages, at random instants: in forward passes, backward passes
+and steps.
 
 Every so many faults the members pause. Then no context, backward pass, gradient or sent tensor may be left on any of
 them. The exit code is 1 if something was left, a gradient was wrong, an error unexpected, or a step took too long.
@@ -51,6 +52,8 @@ TIMEOUT = 20.0
 LATE = 2 * TIMEOUT
 PATIENCE = 30.0
 BETWEEN_PAUSES = 25
+# Seconds. Members notice the loss of another one later than that.
+STOPPED = 0.05, 1.0
 
 
 # -- a member ---------------------------------------------------------------------------------------
@@ -266,6 +269,15 @@ class Process:
             raise TimeoutError(f"{self.name} does not answer within {seconds:g} s")
         return self.pipe.recv()[1]
 
+    def stop(self, seconds: float) -> None:
+        pid = self.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(seconds)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
@@ -330,9 +342,13 @@ class Soak:
 
     def _fault(self) -> None:
         member = self._chance.choice(self._members)
-        if self._chance.random() < 0.75:
+        kind = self._chance.random()
+        if kind < 0.75:
             self.done["kill"] += 1
             self._replace(member)
+        elif kind < 0.85:
+            self.done["stopped"] += 1
+            member.stop(self._chance.uniform(*STOPPED))
         else:
             self.done["broken connection"] += 1
             if member.ask("break_a_connection") == "expelled":
