@@ -62,7 +62,7 @@ def test_a_newcomer_continues_at_the_step_that_the_others_agree_on(
     drawn.append(torch.rand(1))  # of step 6, had this rank lived
     newcomer = Replicated(objects, Course(), taken_over(memories), lambda: None)
     torch.manual_seed(99)
-    newcomer.settle(Verdict(0, (1,), at, ()), None, receives=True, is_new=True)
+    newcomer.settle(Verdict(0, (1,), at, ()), None, receives=True, is_new=True, buffers=b"")
     assert not caplog.records
     # Step 4 again: the others have not seen its end.
     assert torch.equal(torch.rand(1), drawn[at])
@@ -75,5 +75,40 @@ def test_what_nobody_knows_is_said(
     objects, course = Objects([torch.nn.Linear(2, 2)]), Course()
     run_steps(Replicated(objects, course, memories[0], lambda: None), course, 5)
     newcomer = Replicated(objects, Course(), taken_over(memories), lambda: None)
-    newcomer.settle(Verdict(0, (1,), 2, ()), None, receives=True, is_new=True)
+    newcomer.settle(Verdict(0, (1,), 2, ()), None, receives=True, is_new=True, buffers=b"")
     assert "random state at step 2 is not known" in caplog.text
+
+
+class Counts(torch.nn.Module):
+    """A buffer that all ranks have alike and change behind the last collective, and one of each rank's own."""
+
+    def __init__(self, own: float) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("own", torch.full((1,), own))
+
+
+@pytest.mark.usefixtures("generators")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_buffer_that_all_ranks_have_alike_comes_from_the_others(
+    memories: list[Memory], *, is_known: bool
+) -> None:
+    lost, other = Counts(1.0), Counts(2.0)
+    memories.append(Memory())
+    course = Course()
+    source = Replicated(Objects([other]), course, memories[-1], lambda: None)
+    source.begin_step(is_task=False)
+    source.note_collective()
+    other.count += 1  # an average is updated, say
+    course.note_complete(is_task=False)
+    told = source.buffers_behind(1)
+    kept = Replicated(Objects([lost]), Course(), memories[0], lambda: None)
+    kept.begin_step(is_task=False)
+    kept.note_collective()  # it dies behind it
+    place = Counts(0.0)
+    newcomer = Replicated(Objects([place]), Course(), taken_over(memories), lambda: None)
+    place.load_state_dict(other.state_dict())  # what it receives
+    buffers = told if is_known else b"-"
+    newcomer.settle(Verdict(0, (1,), 1, ()), None, receives=True, is_new=True, buffers=buffers)
+    assert place.own.item() == 1.0
+    assert place.count.item() == is_known
