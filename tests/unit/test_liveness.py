@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import pytest
 
 from pace import pace
 from rallypoint.errors import RendezvousConnectionError
+from rallypoint.rendezvous import liveness
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.liveness import BEATS, Loss, Neighbour, Pulse, WatchPost
 from rallypoint.rendezvous.record_store import RecordStore
@@ -438,3 +441,23 @@ def test_while_proof_is_wanted_silence_is_no_loss(watcher, child) -> None:
     child.kill()
     child.wait()
     certain_losses(watcher, {"quiet"})
+
+
+def test_a_connection_that_was_cut_before_anybody_looked_proves_the_end_as_well() -> None:
+    """A process that is killed while it is being connected to: its port goes a moment after the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        line = liveness._Line(Neighbour(node_id="a", rank=0, host="here", addr=("127.0.0.1", port)))
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()  # with a reset
+    try:
+        deadline = time.monotonic() + 10
+        while not line.ended:
+            assert time.monotonic() < deadline
+            poller = select.poll()
+            assert line.register(poller) >= 0
+            poller.poll(1000)
+            line.hear()
+    finally:
+        line.close()

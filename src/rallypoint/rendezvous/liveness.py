@@ -424,10 +424,13 @@ class _Line:
         if sock is None:
             return
         if not self._connected:
-            self._settle(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-            return
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code != errno.ECONNRESET:
+                self._settle(code)
+                return
+            # It was made and cut before this thread looked: the process ended, and its port a moment later.
         try:
-            if sock.recv(64):
+            if self._connected and sock.recv(64):
                 return  # no data is expected here: ignore it
         except BlockingIOError:
             return
