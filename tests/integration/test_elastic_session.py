@@ -156,7 +156,7 @@ dist.destroy_process_group()
 
 
 def trained(
-    folder: Path, faults: list[tuple[int, int, str]], *flags: str, script: str = SCRIPT
+    folder: Path, faults: object, *flags: str, script: str = SCRIPT
 ) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     folder.mkdir()
     path = folder / "train.py"
@@ -655,7 +655,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-folder = pathlib.Path(sys.argv[1])
+folder, how = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 
@@ -673,13 +673,13 @@ def backend(graph, _):
     graphs.append(session.position)
     return graph.forward
 
-compiled = net if sys.argv[2] == "eager" else torch.compile(net, backend=backend)
+compiled = net if how == "eager" else torch.compile(net, backend=backend)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 torch.manual_seed(dist.get_rank())
 with elastic.session(net, optimizer) as session:
     while session.position < 12:
         with session.step():
-            if sys.argv[2] == "killed" and session.position == 6 and dist.get_rank() == 1:
+            if how == "killed" and session.position == 6 and dist.get_rank() == 1:
                 try:
                     (folder / "fault").touch(exist_ok=False)
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -698,21 +698,8 @@ told = {"bits": bits, "graphs": graphs, "recoveries": len(session.history)}
 def test_compiled_ddp_survives_a_loss_without_being_compiled_again(tmp_path: Path) -> None:
     found = {}
     for how in ("eager", "calm", "killed"):
-        folder = tmp_path / how
-        folder.mkdir()
-        (folder / "train.py").write_text(COMPILED)
-        done = run(
-            [
-                *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2"),
-                *(str(folder / "train.py"), str(folder), how),
-            ],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
+        done, found[how] = trained(tmp_path / how, how, script=COMPILED)
         assert done.returncode == 0, done.stderr
-        found[how] = [json.loads((folder / f"end {rank}").read_text()) for rank in range(2)]
     for eager, calm, killed in zip(*found.values(), strict=True):
         assert calm["bits"] == killed["bits"] == eager["bits"]
     survivor = found["killed"][0]

@@ -85,17 +85,15 @@ def look(workers: Mapping[int, tuple[int, int]], wanted: Recording) -> list[dict
             shutil.rmtree(own, ignore_errors=True)
 
 
+def _nothing(rank: int, pid: int) -> dict[str, Any]:
+    """What is told of a worker before anything is known."""
+    nothing = {"trace": "", "packed": "", "why": "", "entered": [], "whole": True}
+    return {"rank": rank, "pid": pid, **nothing}
+
+
 def _by_torch(rank: int, pid: int, line: int, folder: str, wanted: Recording) -> dict[str, Any]:
     trace = f"{folder}/rank-{rank}.json"
-    found = {
-        "rank": rank,
-        "pid": pid,
-        "trace": "",
-        "packed": "",
-        "why": "",
-        "entered": [],
-        "whole": True,
-    }
+    found = _nothing(rank, pid)
     if not process.has_thread(pid, THREAD):
         why = "it has no process group, so no thread that could start torch's profiler (--sampling needs none)"
         return {**found, "why": why}
@@ -144,15 +142,7 @@ def _answer(fifo: int, pidfd: int, deadline: Deadline) -> dict[str, Any]:
 
 def _by_py_spy(rank: int, pid: int, _line: int, folder: str, wanted: Recording) -> dict[str, Any]:
     trace = f"{folder}/rank-{rank}.json"
-    found = {
-        "rank": rank,
-        "pid": pid,
-        "trace": "",
-        "packed": "",
-        "why": "",
-        "entered": [],
-        "whole": True,
-    }
+    found = _nothing(rank, pid)
     program = find_py_spy()
     if program is None:
         return {**found, "why": "sampling needs py-spy: pip install py-spy"}
