@@ -31,7 +31,7 @@ from hypothesis import given, settings, strategies as st
 
 from ports import free_port
 from rallypoint.errors import ConfigError
-from rallypoint.launch.flags import FLAGS, find, parse, resolve
+from rallypoint.launch.command_line.flags import FLAGS, find, parse, resolve
 from stub_torch import STUB
 
 

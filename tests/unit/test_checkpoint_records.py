@@ -22,7 +22,7 @@ from rallypoint._core.checkpoint_records import (
 )
 from rallypoint._core.storage import Directory
 from rallypoint.errors import ConfigError
-from rallypoint.launch import checkpoint_table
+from rallypoint.launch.command_line import checkpoint_table
 
 
 def record(step: int) -> Record:

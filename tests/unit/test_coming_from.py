@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from rallypoint.launch import flags
+from rallypoint.launch.command_line import flags
 
 
 pytest.importorskip("torch")  # the names that are looked up are in packages that import it

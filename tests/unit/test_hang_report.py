@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.control.stacks import hang_report
-from rallypoint.launch.stillness import Standstill, Stillness
+from rallypoint.launch.watching.stillness import Standstill, Stillness
 
 
 def process(rank: int, *files: str, line: int = 1, name: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import ControlError
-from rallypoint.launch.hang_watch import HangWatch
+from rallypoint.launch.watching.hang_watch import HangWatch
 
 
 AFTER = 0.02

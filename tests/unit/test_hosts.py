@@ -3,7 +3,7 @@
 import pytest
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.flags import parse
+from rallypoint.launch.command_line.flags import parse
 from rallypoint.launch.hosts.listing import Host, read_file, read_list
 from rallypoint.launch.hosts.merging import Merger, Part, must_end, told, verdict
 from rallypoint.launch.hosts.orders import (

@@ -15,9 +15,9 @@ from rallypoint._core.log_folder import OLDER, LogFile
 from rallypoint._core.log_records import Line, Origin
 from rallypoint.control.logs import log_answers, log_lines, log_reading
 from rallypoint.errors import ConfigError
-from rallypoint.launch import flags
+from rallypoint.launch.command_line import flags
+from rallypoint.launch.command_line.values import Values
 from rallypoint.launch.output import rotation
-from rallypoint.launch.values import Values
 
 
 def origin(rank: int = 0, stream: str = "stdout") -> Origin:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.control.memory import mappings, memory_table
-from rallypoint.launch import node_answers
+from rallypoint.launch.coordination import node_answers
 from rallypoint.launch.worker import device_memory
 
 

@@ -8,7 +8,7 @@ import zlib
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.launch import node_answers
+from rallypoint.launch.coordination import node_answers
 
 
 JSON = st.recursive(

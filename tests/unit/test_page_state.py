@@ -8,7 +8,7 @@ import pytest
 
 from rallypoint.control.tables import worker_table
 from rallypoint.control.web import page_state
-from rallypoint.launch.job_history import MOST, JobHistory
+from rallypoint.launch.watching.job_history import MOST, JobHistory
 
 
 def usage(rank: int, **more: Any) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.launch.journal_reader import Round
-from rallypoint.launch.peers import PeerNodes
+from rallypoint.launch.coordination.journal_reader import Round
+from rallypoint.launch.coordination.peers import PeerNodes
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.record_store import RecordStore
 from rallypoint.rendezvous.records import Codec

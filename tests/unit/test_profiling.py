@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from rallypoint.control.profiling import host_clocks, trace_merging
 from rallypoint.control.profiling.trace_merging import Trace
-from rallypoint.launch import node_answers
+from rallypoint.launch.coordination import node_answers
 
 
 def entered(times: list[float], first: int = 1) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch import flags
+from rallypoint.launch.command_line import flags
 from rallypoint.ray.roster import Roster
 from rallypoint.ray.sizes import Meeting, sizes_from, words_of
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch import settings
+from rallypoint.launch.command_line import settings
+from rallypoint.launch.command_line.flags import parse
+from rallypoint.launch.command_line.settings import config_from
 from rallypoint.launch.config import LaunchConfig, StartMethod, StreamChoice, Streams, TargetKind
-from rallypoint.launch.flags import parse
-from rallypoint.launch.settings import config_from
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +278,7 @@ def test_several_nodes_without_a_secret_are_warned_of_unless_they_say_insecure(t
 
 
 def test_the_users_own_file_is_used_where_several_nodes_meet(tmp_path):
-    from rallypoint.launch import secret_file
+    from rallypoint.launch.command_line import secret_file
 
     home = {"HOME": str(tmp_path)}
     told = secret_file.command([], home)

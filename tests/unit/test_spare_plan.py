@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from rallypoint.launch import spare_plan
-from rallypoint.launch.spare_plan import Plan
+from rallypoint.launch.supervision import spare_plan
+from rallypoint.launch.supervision.spare_plan import Plan
 
 
 def filled(plan: Plan, num_workers: int) -> Plan:

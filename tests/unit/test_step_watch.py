@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from rallypoint.launch import step_watch
-from rallypoint.launch.step_watch import Standstill, StepWatch, behind
+from rallypoint.launch.coordination import step_tables
+from rallypoint.launch.watching.step_watch import Standstill, StepWatch, behind
 
 
 ALL, PAIR, OTHERS = 1, 2, 3
@@ -51,9 +51,9 @@ def test_all_nodes_must_stand_still_since_the_same_meeting():
 
 def test_what_another_node_says_is_checked():
     tables = {0: {ALL: 3}, 5: {}}
-    assert step_watch.from_json(step_watch.to_json(tables)) == tables
+    assert step_tables.from_json(step_tables.to_json(tables)) == tables
     for wrong in (None, [], {"a": {}}, {"1": 2}, {"1": {"x": 1}}):
-        assert step_watch.from_json(wrong) == {}
+        assert step_tables.from_json(wrong) == {}
 
 
 @given(

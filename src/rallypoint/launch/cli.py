@@ -13,7 +13,7 @@ import rallypoint
 from rallypoint._core import env as environment, event_sinks, limits, logs
 from rallypoint.errors import ConfigError, RallyError
 
-from . import flags
+from .command_line import flags
 from .config import LaunchConfig
 from .hosts import report_file
 from .hosts.call_files import Answer, CallFiles
@@ -83,7 +83,7 @@ def _dispatch(words: list[str]) -> int:
 
             _print(ps.command(words[1:]))
             if words == ["ps"]:
-                from . import warm_command
+                from .command_line import warm_command
 
                 if kept := warm_command.lines():
                     _print(f"\n{kept}")
@@ -108,7 +108,7 @@ def _dispatch(words: list[str]) -> int:
             logs.set_up(environment.snapshot())
             return doctor.command(words[1:], _print, _say)
         case "warm":
-            from . import warm_command
+            from .command_line import warm_command
 
             _print(warm_command.command(words[1:]))
             return 0
@@ -121,7 +121,7 @@ def _dispatch(words: list[str]) -> int:
 
             return worker_logs.command(words[1:])
         case "checkpoints":
-            from . import checkpoint_table
+            from .command_line import checkpoint_table
 
             _print(checkpoint_table.command(words[1:]))
             return 0
@@ -134,7 +134,7 @@ def _dispatch(words: list[str]) -> int:
 
             return node.command()
         case "secret":
-            from . import secret_file
+            from .command_line import secret_file
 
             _print(secret_file.command(words[1:], environment.snapshot()))
             return 0
@@ -182,7 +182,7 @@ def run(words: Sequence[str]) -> int:
         from .hosts import launcher
 
         return launcher.run(given, env, _say)
-    from .settings import config_from
+    from .command_line.settings import config_from
 
     config, remarks = config_from(
         given, env, files.path if files is not None and files.call is not None else None
@@ -207,7 +207,7 @@ def launch(
         report_fd: where the report goes instead: to the terminal of another host.
         files: what workers call, if that came from another host, and what goes back there.
     """
-    from .coordinator import coordination_for
+    from .coordination.coordinator import coordination_for
     from .output.console import Console
     from .policy import Aim
     from .supervisor import Supervisor

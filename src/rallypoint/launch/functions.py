@@ -22,7 +22,7 @@ from rallypoint.errors import ConfigError, LaunchError, RallyError, WorkersFaile
 
 from . import host_functions, multiprocess_config
 from .config import Job, LaunchConfig, LogConfig, RendezvousConfig, StartMethod, TargetKind
-from .coordination import LoneNode, NodeFacts
+from .coordination.interface import LoneNode, NodeFacts
 from .host_functions import HostLaunch
 from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
 from .output.console import Console

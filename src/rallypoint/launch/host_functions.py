@@ -14,8 +14,8 @@ from typing import Any
 
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 
+from .command_line.flags import Given
 from .config import StartMethod
-from .flags import Given
 from .hosts import listing
 from .hosts.call_files import Answer
 from .hosts.launcher import Call, Ended, run_on_hosts

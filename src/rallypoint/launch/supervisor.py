@@ -22,9 +22,9 @@ from rallypoint._core import clock, env as environment, event_sinks, limits, pro
 from rallypoint.errors import ConfigError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
 
-from . import policy, signals, store_socket
+from . import policy, signals
 from .config import LaunchConfig, OnHang, StartMethod, TargetKind
-from .coordination import (
+from .coordination.interface import (
     Coordination,
     CoordinationFailed,
     NodeAsked,
@@ -35,7 +35,6 @@ from .coordination import (
     ServeStore,
 )
 from .generation import Generation, Worker
-from .kept_workers import KeptWorkers
 from .output.console import Console
 from .output.failure import WorkerFailure, in_order_of_blame
 from .output.relay import Relay
@@ -47,14 +46,16 @@ from .policy import Aim, Phase
 from .server.channel import Message
 from .server.server_process import ServerProcess
 from .signals import SignalEvents
-from .spawner import Spawner
+from .supervision import store_socket
 from .supervision.causes import Causes
 from .supervision.event_loop import EventLoop
 from .supervision.hung_workers import HungWorkers
+from .supervision.kept_workers import KeptWorkers
 from .supervision.observation import Observation
 from .supervision.replacements import Replacements, tell_start
 from .supervision.server_requests import ServerRequests
 from .supervision.situation import Situation
+from .supervision.spawner import Spawner
 from .supervision.worker_signals import WorkerSignals
 from .worker.job import WorkerFds
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch import flags as run_flags
+from rallypoint.launch.command_line import flags as run_flags
 
 
 USAGE = """\

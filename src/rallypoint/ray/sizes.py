@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.flags import FLAGS, Given
+from rallypoint.launch.command_line.flags import FLAGS, Given
 
 
 # What the trainer decides itself.

@@ -22,8 +22,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rallypoint._core import env as environment, secret
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
-from rallypoint.launch import flags as run_flags, host_functions
-from rallypoint.launch.flags import Given
+from rallypoint.launch import host_functions
+from rallypoint.launch.command_line import flags as run_flags
+from rallypoint.launch.command_line.flags import Given
 from rallypoint.launch.hosts import orders
 from rallypoint.launch.hosts.call_files import Answer
 from rallypoint.launch.hosts.orders import Orders

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError, RallyError
-from rallypoint.launch import flags
+from rallypoint.launch.command_line import flags
 from rallypoint.launch.config import (
     Job,
     LaunchConfig,
@@ -124,7 +124,7 @@ def examine(values: Mapping[str, str], say: Say) -> Examination:
         values: flags of ``rally run``.
         say: prints a remark.
     """
-    from rallypoint.launch.settings import config_from
+    from rallypoint.launch.command_line.settings import config_from
 
     # What the job would run does not matter: something that is always there.
     without = {"--module", "--no-python", "--start-method", "--warm", "--preflight"}
@@ -161,7 +161,7 @@ def _together(config: LaunchConfig, say: Say) -> Examination:
 
 def _network_of_workers(config: LaunchConfig) -> Mapping[str, str]:
     """The variables by which workers would use the interface that leads to the other nodes."""
-    from rallypoint.launch.network import choice_for
+    from rallypoint.launch.coordination.network import choice_for
 
     host = config.rendezvous.host
     if not host:
@@ -171,7 +171,7 @@ def _network_of_workers(config: LaunchConfig) -> Mapping[str, str]:
 
 def _visit(config: LaunchConfig, result: Path, say: Say) -> str:
     """Run one worker on each node, which visit each other. Returns why that did not work; or empty."""
-    from rallypoint.launch.coordinator import coordination_for
+    from rallypoint.launch.coordination.coordinator import coordination_for
     from rallypoint.launch.output.console import Console
     from rallypoint.launch.supervisor import Supervisor
 

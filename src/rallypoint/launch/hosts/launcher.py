@@ -24,7 +24,7 @@ from typing import IO, TextIO
 from rallypoint._core import addresses, secret
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
-from rallypoint.launch.flags import Given
+from rallypoint.launch.command_line.flags import Given
 from rallypoint.launch.signals import SignalEvents
 
 from . import listing, merging, orders

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.flags import FLAGS, Given
+from rallypoint.launch.command_line.flags import FLAGS, Given
 
 from .listing import Host
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from rallypoint._core import clock, progress
 from rallypoint.launch.config import LaunchConfig
-from rallypoint.launch.coordination import Coordination, RoundReady
+from rallypoint.launch.coordination.interface import Coordination, RoundReady
+from rallypoint.launch.coordination.step_tables import Tables
 from rallypoint.launch.generation import Worker
 from rallypoint.launch.policy import Phase
 from rallypoint.launch.server.channel import Message
-from rallypoint.launch.step_watch import Standstill, StepWatch, Tables
+from rallypoint.launch.watching.step_watch import Standstill, StepWatch
 
 from .event_loop import EventLoop
 from .situation import Situation

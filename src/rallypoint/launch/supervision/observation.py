@@ -13,17 +13,17 @@ from typing import Any
 from rallypoint._core import clock
 from rallypoint.control.server import Answer, ControlServer
 from rallypoint.errors import ControlError, RallyError
-from rallypoint.launch import status
 from rallypoint.launch.config import LaunchConfig
-from rallypoint.launch.coordination import Coordination, NodeAsked
-from rallypoint.launch.hang_watch import HangWatch
-from rallypoint.launch.job_history import JobHistory
-from rallypoint.launch.job_questions import JobQuestions
-from rallypoint.launch.metrics import FILE_INTERVAL, Metrics
+from rallypoint.launch.coordination.interface import Coordination, NodeAsked
 from rallypoint.launch.output import progress_display
 from rallypoint.launch.output.console import Console
 from rallypoint.launch.policy import Phase
-from rallypoint.launch.slow_watch import SlowWatch
+from rallypoint.launch.watching import status
+from rallypoint.launch.watching.hang_watch import HangWatch
+from rallypoint.launch.watching.job_history import JobHistory
+from rallypoint.launch.watching.job_questions import JobQuestions
+from rallypoint.launch.watching.metrics import FILE_INTERVAL, Metrics
+from rallypoint.launch.watching.slow_watch import SlowWatch
 
 from .event_loop import EventLoop
 from .situation import Situation

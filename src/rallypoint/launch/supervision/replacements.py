@@ -9,15 +9,15 @@ from dataclasses import replace
 from rallypoint import events
 from rallypoint.launch import policy
 from rallypoint.launch.config import LaunchConfig
-from rallypoint.launch.coordination import RoundReady
+from rallypoint.launch.coordination.interface import RoundReady
 from rallypoint.launch.generation import Worker
-from rallypoint.launch.kept_workers import KeptWorkers
 from rallypoint.launch.output.failure import WorkerFailure
 from rallypoint.launch.output.reportfiles import write_error_files
 from rallypoint.launch.output.run_folder import RunFolder
 from rallypoint.launch.server.channel import Channel, Message
-from rallypoint.launch.spares import Spares
-from rallypoint.launch.spawner import Spawner
+from rallypoint.launch.supervision.kept_workers import KeptWorkers
+from rallypoint.launch.supervision.spares import Spares
+from rallypoint.launch.supervision.spawner import Spawner
 from rallypoint.rendezvous.kept_round import Held
 
 from .event_loop import EventLoop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rallypoint.launch import policy
-from rallypoint.launch.coordination import RoundReady
+from rallypoint.launch.coordination.interface import RoundReady
 from rallypoint.launch.generation import Generation
 
 

@@ -10,9 +10,9 @@ from rallypoint._core.rank_words import in_words
 from rallypoint.control.collectives import collective_probe
 from rallypoint.launch import policy
 from rallypoint.launch.config import LaunchConfig, TargetKind
-from rallypoint.launch.kept_workers import KeptWorkers
 from rallypoint.launch.output.failure import WorkerFailure
 from rallypoint.launch.policy import Aim, Phase
+from rallypoint.launch.supervision.kept_workers import KeptWorkers
 
 from .event_loop import EventLoop
 from .server_requests import ServerRequests

@@ -1,6 +1,6 @@
 """The supervisor's interface to the other nodes.
 
-With one node it is :class:`LoneNode`; several nodes meet through a rendezvous (:mod:`rallypoint.launch.peers`). Both
+With one node it is :class:`LoneNode`; several nodes meet through a rendezvous (:mod:`rallypoint.launch.coordination.peers`). Both
 look the same to the supervisor: requests return at once, their results are events, and a descriptor is readable while
 events are waiting.
 """
@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rallypoint.launch.output.failure import WorkerFailure
+from rallypoint.launch.policy import Verdict
 from rallypoint.rendezvous.kept_round import Held, Kept
-
-from .output.failure import WorkerFailure
-from .policy import Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 from rallypoint.control.tables.quantities import duration
 from rallypoint.errors import ConfigError
-
-from .server import warm_client
+from rallypoint.launch.server import warm_client
 
 
 HELP = """\

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint import events
 from rallypoint._core import clock
-
-from .generation import Worker
+from rallypoint.launch.generation import Worker
 
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from rallypoint._core import clock, progress
 from rallypoint._core.rank_words import in_words
 from rallypoint.control import usage
 from rallypoint.errors import ControlError, RallyError
-
-from . import node_answers
-from .coordination import Coordination, NodeAsked, RoundReady
-from .generation import Worker
+from rallypoint.launch.coordination import node_answers
+from rallypoint.launch.coordination.interface import Coordination, NodeAsked, RoundReady
+from rallypoint.launch.generation import Worker
 
 
 # What another node may take longer, for the way there and back.

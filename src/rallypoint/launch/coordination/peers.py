@@ -31,6 +31,14 @@ from rallypoint.errors import (
     RendezvousError,
     RendezvousGracefulExitError,
 )
+from rallypoint.launch.config import LaunchConfig
+from rallypoint.launch.output.failure import (
+    WorkerFailure,
+    failures_from_json,
+    failures_to_json,
+    in_order_of_blame,
+)
+from rallypoint.launch.server.job_store import hosting
 from rallypoint.rendezvous import plan as plans
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
@@ -39,9 +47,8 @@ from rallypoint.rendezvous.kept_round import Kept
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.record_store import RecordStore
 
-from . import network, node_answers, step_watch
-from .config import LaunchConfig
-from .coordination import (
+from . import network, node_answers, step_tables
+from .interface import (
     CoordinationEvent,
     CoordinationFailed,
     NodeAsked,
@@ -54,13 +61,6 @@ from .coordination import (
 from .journal import Journal
 from .journal_reader import NO_ROUND, JournalReader, Round
 from .meeting import rendezvous_for
-from .output.failure import (
-    WorkerFailure,
-    failures_from_json,
-    failures_to_json,
-    in_order_of_blame,
-)
-from .server.job_store import hosting
 
 
 # How long leaving may take. The node that serves the store waits until the others have read the last entries.
@@ -76,7 +76,7 @@ Say = Callable[[str], None]
 
 
 class PeerNodes:
-    """Implements :class:`~rallypoint.launch.coordination.Coordination` for several nodes.
+    """Implements :class:`~rallypoint.launch.coordination.interface.Coordination` for several nodes.
 
     Args:
         config: of this node.
@@ -159,7 +159,7 @@ class PeerNodes:
     def tell_standstill(
         self, generation: int, meeting: int, progress: Mapping[int, Mapping[int, int]]
     ) -> None:
-        more = {"meeting": meeting, "progress": step_watch.to_json(progress)}
+        more = {"meeting": meeting, "progress": step_tables.to_json(progress)}
         self._requests.put(lambda: self._append("standstill", generation, **more))
 
     def ask_nodes(
@@ -582,7 +582,7 @@ class PeerNodes:
             case "lost":
                 self._heed_lost(current, entry)
             case "standstill":
-                progress = step_watch.from_json(entry.get("progress"))
+                progress = step_tables.from_json(entry.get("progress"))
                 meeting = entry.get("meeting")
                 if isinstance(meeting, int):
                     self._post(

@@ -9,17 +9,16 @@ from typing import Any
 
 from rallypoint._core import addresses, rank_watch, stack_line
 from rallypoint._core.log_records import Origin
-
-from .config import LaunchConfig, LogConfig, TargetKind
-from .coordination import RoundReady
-from .generation import Generation, Worker
-from .output.console import Console
-from .output.relay import Relay
-from .output.run_folder import RunFolder
-from .output.worker_streams import StreamFactory, WorkerStreams
-from .placement import worker_env
-from .placement.ranks import WorkerRanks, assign
-from .server.channel import Channel
+from rallypoint.launch.config import LaunchConfig, LogConfig, TargetKind
+from rallypoint.launch.coordination.interface import RoundReady
+from rallypoint.launch.generation import Generation, Worker
+from rallypoint.launch.output.console import Console
+from rallypoint.launch.output.relay import Relay
+from rallypoint.launch.output.run_folder import RunFolder
+from rallypoint.launch.output.worker_streams import StreamFactory, WorkerStreams
+from rallypoint.launch.placement import worker_env
+from rallypoint.launch.placement.ranks import WorkerRanks, assign
+from rallypoint.launch.server.channel import Channel
 
 
 class Spawner:
@@ -269,7 +268,7 @@ class Spawner:
     def _cpus_of(self, ranks: WorkerRanks) -> list[int] | None:
         if self._config.numa_binding is None:
             return None
-        from .placement import numa, topology
+        from rallypoint.launch.placement import numa, topology
 
         found = topology.read_topology(env=self._env)
         chosen = numa.choose_cpus(

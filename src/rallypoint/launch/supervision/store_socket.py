@@ -6,8 +6,7 @@ import socket
 
 from rallypoint._core import addresses
 from rallypoint.errors import ConfigError
-
-from .config import LaunchConfig
+from rallypoint.launch.config import LaunchConfig
 
 
 def bind(config: LaunchConfig) -> tuple[str, socket.socket]:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rallypoint._core import clock
+from rallypoint.launch.config import LaunchConfig
+from rallypoint.launch.coordination.interface import RoundReady
+from rallypoint.launch.generation import Worker
+from rallypoint.launch.server.channel import Channel
 
 from . import spare_plan
-from .config import LaunchConfig
-from .coordination import RoundReady
-from .generation import Worker
-from .server.channel import Channel
 from .spawner import Spawner
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rallypoint.errors import ConfigError
+from rallypoint.launch.config import DEFAULT_RUN_ID, RendezvousConfig
+from rallypoint.launch.placement.clusters import Placement
 from rallypoint.rendezvous.backend import Backend, Endpoint
 from rallypoint.rendezvous.catalogue import catalogue, did_you_mean, parse_endpoint
 from rallypoint.rendezvous.defaults import COMMON_OPTIONS, MASTER_PORT, RENDEZVOUS_PORT
 from rallypoint.rendezvous.parameters import RendezvousParameters
 from rallypoint.rendezvous.registry import rendezvous_handler_registry
 
-from .config import DEFAULT_RUN_ID, RendezvousConfig
-from .placement.clusters import Placement
 from .values import Values
 
 

@@ -17,9 +17,9 @@ from rallypoint import events
 from rallypoint._core import clock
 from rallypoint.control import usage
 from rallypoint.errors import RallyError
+from rallypoint.launch.coordination.interface import RoundReady
+from rallypoint.launch.generation import Worker
 
-from .coordination import RoundReady
-from .generation import Worker
 from .stillness import Standstill, Stillness
 
 

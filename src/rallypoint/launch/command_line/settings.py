@@ -17,8 +17,7 @@ from typing import cast
 
 from rallypoint._core import limits, process, secret
 from rallypoint.errors import ConfigError
-
-from .config import (
+from rallypoint.launch.config import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     Job,
     LaunchConfig,
@@ -29,11 +28,12 @@ from .config import (
     StreamChoice,
     TargetKind,
 )
+from rallypoint.launch.placement import clusters
+from rallypoint.launch.placement.clusters import slurm
+from rallypoint.launch.placement.numa import NumaBinding
+
 from .flags import BY_NAME, Given, resolve
 from .nodes import is_range, nodes_from
-from .placement import clusters
-from .placement.clusters import slurm
-from .placement.numa import NumaBinding
 from .target import target_from
 from .values import Values, duration
 

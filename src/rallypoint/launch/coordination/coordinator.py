@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .config import LaunchConfig
-from .coordination import Coordination, LoneNode
+from rallypoint.launch.config import LaunchConfig
+
+from .interface import Coordination, LoneNode
 
 
 def coordination_for(config: LaunchConfig, say: Callable[[str], None]) -> Coordination:

@@ -6,11 +6,7 @@ stand still and nobody is behind, nothing tells a hang from long work, so nobody
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-
-# Rank -> group -> the collectives that it has begun there.
-Tables = Mapping[int, Mapping[int, int]]
+from rallypoint.launch.coordination.step_tables import Tables
 
 
 def behind(tables: Tables) -> tuple[int, ...]:
@@ -33,26 +29,6 @@ def behind(tables: Tables) -> tuple[int, ...]:
             late.update(rank for rank, count in begun.items() if count < most)
             waiting.update(rank for rank, count in begun.items() if count > least)
     return tuple(sorted(late - waiting))
-
-
-def to_json(tables: Tables) -> dict[str, dict[str, int]]:
-    """The tables as a record."""
-    return {
-        str(rank): {str(group): count for group, count in table.items()}
-        for rank, table in tables.items()
-    }
-
-
-def from_json(record: object) -> dict[int, dict[int, int]]:
-    """The tables in a record of another node; empty if it is none."""
-    try:
-        assert isinstance(record, dict)
-        return {
-            int(rank): {int(group): int(count) for group, count in table.items()}
-            for rank, table in record.items()
-        }
-    except (AssertionError, AttributeError, TypeError, ValueError):
-        return {}
 
 
 class StepWatch:

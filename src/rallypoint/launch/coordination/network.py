@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from rallypoint._core import addresses
 from rallypoint._core.interfaces import Interface, interfaces
 from rallypoint.errors import ConfigError
-
-from .placement import network
+from rallypoint.launch.placement import network
 
 
 # Of a network for documentation (RFC 5737), so the default route leads there. Nothing is sent.

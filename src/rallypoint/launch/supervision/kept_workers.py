@@ -7,11 +7,10 @@ from typing import Any
 
 from rallypoint import events
 from rallypoint._core.rank_words import in_words
-
-from .coordination import RoundReady
-from .generation import Generation, Worker
-from .output.failure import WorkerFailure
-from .output.report import explained, in_a_line
+from rallypoint.launch.coordination.interface import RoundReady
+from rallypoint.launch.generation import Generation, Worker
+from rallypoint.launch.output.failure import WorkerFailure
+from rallypoint.launch.output.report import explained, in_a_line
 
 
 class KeptWorkers:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from rallypoint._core import addresses
+from rallypoint.launch.config import DEFAULT_RUN_ID, LaunchConfig
 from rallypoint.rendezvous.backend import Endpoint, HostPort, Meeting
 from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
@@ -15,8 +16,6 @@ from rallypoint.rendezvous.plugged import PluggedRendezvous
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
 from rallypoint.rendezvous.registry import rendezvous_handler_registry
-
-from .config import DEFAULT_RUN_ID, LaunchConfig
 
 
 def rendezvous_for(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .config import LaunchConfig
-from .coordination import RoundReady
-from .generation import Worker
-from .policy import Phase, State
+from rallypoint.launch.config import LaunchConfig
+from rallypoint.launch.coordination.interface import RoundReady
+from rallypoint.launch.generation import Worker
+from rallypoint.launch.policy import Phase, State
 
 
 def status(

@@ -10,8 +10,8 @@ import stat
 from pathlib import Path
 
 from rallypoint.errors import ConfigError
+from rallypoint.launch.config import Job, TargetKind
 
-from .config import Job, TargetKind
 from .values import Values
 
 

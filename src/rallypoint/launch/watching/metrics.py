@@ -15,9 +15,9 @@ from rallypoint.control import usage
 from rallypoint.control.metrics import openmetrics
 from rallypoint.control.metrics.metrics_server import MetricsServer
 from rallypoint.errors import ConfigError
+from rallypoint.launch.config import MetricsPlace
+from rallypoint.launch.generation import Worker
 
-from .config import MetricsPlace
-from .generation import Worker
 from .job_questions import collectives
 
 

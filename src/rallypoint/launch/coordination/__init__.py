@@ -1,0 +1,1 @@
+"""How the supervisors of a job act together."""
