@@ -431,7 +431,8 @@ def test_two_models_and_objects_of_any_kind(tmp_path: Path) -> None:
 # -- jobs ---------------------------------------------------------------------------------------------
 
 JOB = """
-import hashlib, json, os, pathlib, signal, sys, time
+import hashlib, json, os, pathlib, random, signal, sys, time
+import psutil
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
@@ -442,7 +443,7 @@ def supervisor():
     return int(server.rpartition(")")[2].split()[1])
 
 folder, place = pathlib.Path(sys.argv[1]), sys.argv[2]
-faults = json.loads(sys.argv[3])  # [step, rank], of 100 + rank: the job is told to stop
+faults = json.loads(sys.argv[3])  # [step, rank], of 100 + rank: the job is told to stop, of 200 + rank: all its processes are
 torch.manual_seed(0)
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -450,7 +451,8 @@ net = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.n
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 data = torch.utils.data.TensorDataset(torch.arange(48), torch.randn(48, 4), torch.randint(2, (48,)))
 sampler = torch.utils.data.DistributedSampler(data, shuffle=True, seed=3)
-loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+loaders = 2 if any(who >= 200 for _, who in faults) else 0
+loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler, num_workers=loaders)
 torch.manual_seed(100 + rank)
 with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as session:
     if rank == 0:
@@ -465,7 +467,13 @@ with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as se
                     if (step, who % 100) == (session.position, rank) and not mark.exists():
                         mark.touch()
                         if who >= 100:
-                            os.kill(supervisor(), signal.SIGTERM)
+                            whom = [supervisor()]
+                            if who >= 200:
+                                whom += psutil.Process(whom[0]).children(recursive=True)
+                                whom = [getattr(each, "pid", each) for each in whom]
+                                random.Random(0).shuffle(whom)
+                            for each in whom:
+                                os.kill(each, signal.SIGTERM)
                             while not session._kept.link.is_stopping:
                                 time.sleep(0.01)
                             continue
@@ -539,9 +547,10 @@ def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path) -> No
     assert sorted(first) == list(range(48))
 
 
-def test_a_job_that_is_told_to_stop_takes_a_last_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", [101, 201], ids=["supervisor", "all processes"])
+def test_a_job_that_is_told_to_stop_takes_a_last_checkpoint(tmp_path: Path, who: int) -> None:
     assert job(tmp_path / "calm", []).returncode == 0
-    stopped = job(tmp_path / "job", [[7, 101]])
+    stopped = job(tmp_path / "job", [[7, who]])
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     told = re.search(
         r"told to stop: the last checkpoint, of step (\d+), is written", stopped.stderr
@@ -550,7 +559,7 @@ def test_a_job_that_is_told_to_stop_takes_a_last_checkpoint(tmp_path: Path) -> N
     step = int(told[1])
     assert 8 <= step <= 10, "no more than a few steps later"
     assert (tmp_path / "job" / "checkpoints" / name_of(step) / RECORD).exists()
-    again = job(tmp_path / "job", [[7, 101]])
+    again = job(tmp_path / "job", [[7, who]])
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "job" / "began").read_text().split() == ["0", str(step)]
     assert ends(tmp_path / "job") == ends(tmp_path / "calm")

@@ -19,6 +19,7 @@ import sys
 import termios
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -493,12 +494,18 @@ while True:
         assert seen == list(range(len(seen))) and len(seen) > printed
 
 
+def test_lines_are_whole_in_an_image_that_sets_pythonunbuffered(tmp_path):
+    # Each of these prints would be seven writes.
+    script = "for n in range(2000): print('a', 'b', 'c', n)"
+    done = run(tmp_path, script, *EXEC, "--nproc-per-node", "2", env={"PYTHONUNBUFFERED": "1"})
+    assert Counter(done.stdout.splitlines()) == {f"a b c {n}": 2 for n in range(2000)}
+
+
 def test_blocks_and_no_buffer_are_to_be_had(tmp_path):
     script = "print('lost', end='')\nos._exit(0)"
     words = (*EXEC, "--nproc-per-node", "2")
     assert run(tmp_path, script, *words, "--block-buffered").stdout == ""
     assert run(tmp_path, script, *words, "-u").stdout == "lostlost"
-    assert run(tmp_path, script, *words, env={"PYTHONUNBUFFERED": "1"}).stdout == "lostlost"
     done = run(tmp_path, script, *words, "-u", "--block-buffered")
     assert done.returncode == 2 and "--block-buffered: cannot be combined" in done.stderr
 

@@ -555,12 +555,11 @@ def full_device() -> int:
     ("flags", "python_flags", "env"),
     [
         (BLOCKS, (), {}),
-        ((), (), {"PYTHONUNBUFFERED": "1"}),
         (BLOCKS, (), {"PYTHONIOENCODING": "latin-1:replace"}),
         (BLOCKS, (), {"PYTHONUTF8": "1"}),
         (BLOCKS, (), {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
     ],
-    ids=["default", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "PYTHONUTF8", "C locale"],
+    ids=["default", "PYTHONIOENCODING", "PYTHONUTF8", "C locale"],
 )
 def test_streams_are_made_and_buffered_as_python_does(
     flags: Sequence[str], python_flags: Sequence[str], env: dict[str, str], run: Runner

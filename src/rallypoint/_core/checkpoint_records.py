@@ -133,15 +133,23 @@ def to_remove(
 ) -> list[str]:
     """What goes once a checkpoint is complete.
 
+    An incomplete one of a later step stays: other ranks may be writing their parts of it.
+
+
     Args:
         entries: all that the folder holds.
         written: the one that was completed just now; it stays.
         keep: how many complete ones stay.
         passed_over: complete, but could not be loaded. They stay: someone may want to look at them.
     Returns:
-        Names: incomplete ones, and the oldest complete ones.
+        Names: earlier incomplete ones, and the oldest complete ones.
     """
-    left = [each for each in entries if each.name not in passed_over]
+    done = step_of(written) or 0
+    left = [
+        each
+        for each in entries
+        if each.name not in passed_over and (each.record is not None or each.step <= done)
+    ]
     stay = {each.name for each in to_load(left) if each.name != written}
     newest = sorted(stay, key=lambda name: step_of(name) or 0, reverse=True)[: max(keep - 1, 0)]
     return [each.name for each in left if each.name not in {*newest, written}]

@@ -39,22 +39,33 @@ class Board(Protocol):
 
 
 class _Workers:
-    """In the store of a job's workers."""
+    """In the store of a job's workers, also after another node has begun to serve it.
 
-    def __init__(self, host: str, port: int) -> None:
-        self._wiring = Wiring(host, port, _PREFIX)
+    Args:
+        address: tells where the store is.
+    """
+
+    def __init__(self, address: Callable[[], tuple[str, int]]) -> None:
+        self._address = address
+        self._connected = address()
+        self._wiring = Wiring(*self._connected, _PREFIX)
+
+    def _now(self) -> Wiring:
+        if (address := self._address()) != self._connected:
+            self._connected, self._wiring = address, Wiring(*address, _PREFIX)
+        return self._wiring
 
     def post(self, key: str, note: bytes) -> None:
-        self._wiring.set(key, note)
+        self._now().set(key, note)
 
     def drop(self, key: str) -> None:
-        self._wiring.store().delete(f"{_PREFIX}/{key}")
+        self._now().store().delete(f"{_PREFIX}/{key}")
 
     def peek(self, key: str) -> bytes | None:
-        return self._wiring.store().peek(f"{_PREFIX}/{key}")
+        return self._now().store().peek(f"{_PREFIX}/{key}")
 
     def await_note(self, key: str, timeout: float) -> bytes:
-        return self._wiring.wait(key, timeout)
+        return self._now().wait(key, timeout)
 
 
 class _Default:
@@ -78,9 +89,11 @@ class _Default:
         return bytes(self._store.get(key))
 
 
-def boards(*, is_kept: bool) -> Callable[[], Board] | None:
+def boards(address: Callable[[], tuple[str, int]] | None) -> Callable[[], Board] | None:
     """Makes boards, one for each thread; None where this process is the only rank.
 
+    Args:
+        address: tells where the store of the workers is; None under other launchers.
     Raises:
         ElasticError: it has peers, but no process group.
     """
@@ -94,7 +107,6 @@ def boards(*, is_kept: bool) -> Callable[[], Board] | None:
         return None
     if dist.get_world_size() == 1:
         return None
-    if is_kept:
-        host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-        return lambda: _Workers(host, port)
+    if address is not None:
+        return lambda: _Workers(address)
     return _Default

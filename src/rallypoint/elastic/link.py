@@ -17,7 +17,9 @@ Supervisor to worker:
 
 - ``{"kind": "go", "generation": 0, "host": "127.0.0.1", "port": 29500}``: answers ``session``; with the descriptor of the memory if
   this process takes a lost rank over.
+- ``{"kind": "told"}``: this node is told to stop: a SIGTERM of this process waits for the next record.
 - ``{"kind": "stop"}``: the job is told to stop: take a last checkpoint, and end.
+- ``{"kind": "end"}``: the time for that is over.
 - ``{"kind": "become", "env": {"RANK": "3", …}}``: a spare gets a place: its variables, and with the record the descriptors of its stdout and
   stderr.
 - ``{"kind": "hold"}``: a node is lost, and the others meet again: wait for the next record, however long it takes.
@@ -39,9 +41,13 @@ from rallypoint._core import clock, supervisor_line
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ElasticError
 
+from .termination import Termination, Word
+
 
 # Seconds until the old connections are shut once more, if this process still waits on them.
 AGAIN = 0.25
+# Records about the end of the job.
+WORDS = {each.value for each in Word}
 # Seconds that the supervisor may take to answer.
 ANSWER_PATIENCE = 60.0
 
@@ -82,6 +88,7 @@ class Link:
         self._met = -1
         self._is_held = False
         self.is_stopping = False  # the job is told to stop
+        self.termination = Termination()
         self._thread = threading.Thread(target=self._listen, name="rally-elastic", daemon=True)
         self._thread.start()
 
@@ -203,8 +210,10 @@ class Link:
             self._changed.notify_all()
 
     def _take(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "stop":
-            self.is_stopping = True
+        if record["kind"] in WORDS:
+            word = Word(record["kind"])
+            self.is_stopping = self.is_stopping or word is Word.STOP
+            self.termination.heed(word)
             return
         if record["kind"] == "become":
             with self._changed:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rallypoint._core import step_reports
 from rallypoint.errors import ElasticError
 
-from . import loader_state, process, sample_order, torch_private
+from . import loader_state, process, sample_order, termination, torch_private
 from .board import boards
 from .checkpoints import Checkpoints
 from .copies import Copies
@@ -259,6 +259,16 @@ class Session:
                 ' torch.distributed.init_process_group("gloo") after `import rallypoint.elastic`, before the session'
             )
         kept.await_place(sharded=self._objects.is_sharded)
+        if self._checkpoints is not None:
+            kept.link.termination.begin()
+        try:
+            self._enter(kept)
+        except BaseException:
+            kept.link.termination.end()
+            raise
+        return self
+
+    def _enter(self, kept: KeptProcess) -> None:
         # Whether a lost node takes with it what nobody else has.
         rank, sharded = dist.get_rank(), self._objects.is_sharded and self._num_copies < 2
         saves = self._checkpoints is not None
@@ -292,7 +302,6 @@ class Session:
         meeting.count_anew()
         for each in kept.groups:
             each.before, each.explain = self._before_collective, meeting.change
-        return self
 
     def __exit__(
         self,
@@ -321,6 +330,7 @@ class Session:
         if self._memory is not None:
             self._memory.close()
         self._end_checkpoints(failed=kind is not None)
+        kept.link.termination.end()
 
     def _prepare(self, kept: KeptProcess, memory: Memory) -> Meeting:
         objects, course = self._objects, self._course
@@ -444,7 +454,8 @@ class Session:
     def _begin_checkpoints(self) -> None:
         if self._checkpoints is None:
             return
-        new_board = boards(is_kept=self._kept is not None)
+        kept = self._kept
+        new_board = boards(None if kept is None else lambda: kept.address)
         rank, size = (0, 1) if new_board is None else (dist.get_rank(), dist.get_world_size())
         self._checkpoints.begin(self._objects.given, rank, size, new_board)
 
@@ -488,6 +499,7 @@ class Session:
         if checkpoints.is_last(self._course.steps):
             self._has_stopped = True
             checkpoints.take_last(self._own_now())
+            kept.link.termination.forget()
             # As the supervisor would have ended it: a handler of the script's own runs now.
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -529,7 +541,7 @@ class Session:
                 sampler.begin_at(course.place.epoch if self._in_epochs else self._iterations - 1)
                 sizes = sample_order.resized((), 0, sampler.num_ranks)
             course.place = replace(course.place, batch=0, begun=RandomState.now(), sizes=sizes)
-            return iter(loader)
+            return self._iterate(loader)
         self._keeping.begin_batches(anew=True)
         own.place.begun.restore()
         ranks_before, self._ranks_before = self._ranks_before, None
@@ -544,11 +556,17 @@ class Session:
             sampler.begin_at(own.place.epoch, first, own.place.sizes)
         if keeps_place is not None:
             keeps_place.load_state_dict(loader_state.restored(own.loader))
-        iterator = iter(loader)
+        iterator = self._iterate(loader)
         for _ in range(own.place.batch if skips else 0):
             next(iterator, None)
         own.random.restore()
         return iterator
+
+    def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
+        if self._checkpoints is None or self._kept is None:
+            return iter(loader)
+        with termination.kept_from_children():
+            return iter(loader)
 
     def _resized(self, own: OwnState, sampler: Sampler) -> OwnState:
         """After a checkpoint, the epoch may go on with another number of ranks."""

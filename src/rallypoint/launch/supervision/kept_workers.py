@@ -78,12 +78,28 @@ class KeptWorkers:
 
     def tell_to_stop(self, workers: Generation) -> bool:
         """The job is told to stop: have the workers take a last checkpoint, and end. Returns whether all of them do that."""
-        running = [worker for worker in workers if worker.status is None]
-        if not running or not all(worker.in_session and worker.saves for worker in running):
+        if not self.can_save(workers):
             return False
-        for worker in running:
+        for worker in workers:
             worker.tell({"kind": "stop"})
         return True
+
+    def can_save(self, workers: Generation) -> bool:
+        """Whether all workers that run can take a last checkpoint."""
+        running = [worker for worker in workers if worker.status is None]
+        return bool(running) and all(worker.in_session and worker.saves for worker in running)
+
+    def tell_of_stop(self, workers: Generation) -> None:
+        """This node is told to stop: a worker that was told the same waits for what it is to do."""
+        for worker in workers:
+            if worker.in_session and worker.status is None:
+                worker.tell({"kind": "told"})
+
+    def tell_to_end(self, workers: Generation) -> None:
+        """The time for a last checkpoint is over."""
+        for worker in workers:
+            if worker.in_session and worker.status is None:
+                worker.tell({"kind": "end"})
 
     def hold(self, workers: Generation) -> None:
         """A node is lost: those in a session wait until they are told where to meet."""

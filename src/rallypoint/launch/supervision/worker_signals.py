@@ -88,6 +88,7 @@ class WorkerSignals:
 
             def end() -> None:
                 if self._now.workers is workers and workers.running():
+                    self._kept.tell_to_end(workers)
                     self._send(number)
 
             self._loop.after(self._config.shutdown_timeout * SAVING, end)

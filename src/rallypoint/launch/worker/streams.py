@@ -35,10 +35,10 @@ def make_live(job: Job) -> None:
         stream = getattr(sys, f"__{name}__")
         if type(stream) is not io.TextIOWrapper or stream is not getattr(sys, name):
             continue  # replaced (a notebook), or None
-        unbuffered = stream.write_through  # python -u, PYTHONUNBUFFERED
+        # Not if only PYTHONUNBUFFERED is set, as in many images of containers: what it is for, lines that appear at once,
+        # holds here anyway, and without a buffer the lines of several ranks mix.
+        unbuffered = job.unbuffered
         live = name == "stdout" and not job.block_buffered
-        if unbuffered and name == "stdout" and job.block_buffered:
-            unbuffered = False
         raw = io.FileIO(fd, "wb", closefd=False)
         raw.name = f"<{name}>"
         buffer: Any = raw

@@ -1,0 +1,131 @@
+"""SIGTERM in a worker whose session takes a last checkpoint.
+
+Clusters signal all processes of a job at once. A worker that died of it at once would take the last checkpoint with it. So
+it waits a moment for its supervisor, which was signalled too if the whole job is to stop, and does then as that says. If the
+supervisor says nothing, the signal was for this process alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+
+# Seconds that the supervisor may take to say that it was signalled, too.
+MOMENT = 1.0
+
+
+class Word(Enum):
+    """What the supervisor says."""
+
+    TOLD = "told"  # it was told to stop: wait for its next word
+    STOP = "stop"  # take a last checkpoint
+    END = "end"  # the time for that is over
+
+
+class Decision:
+    """What becomes of a SIGTERM: pure."""
+
+    def __init__(self) -> None:
+        self._is_held = False  # a signal has come, and waits
+        self._is_told = False  # the supervisor knows of the stop
+        self._is_over = False  # signals act as they did before the session
+
+    def signalled(self) -> bool:
+        """SIGTERM has come. Returns whether it acts now."""
+        if self._is_over:
+            return True
+        self._is_held = True
+        return False
+
+    def heard(self, word: Word) -> bool:
+        """The supervisor's word. Returns whether the signal that was held acts now."""
+        self._is_told = True
+        if word is not Word.END:
+            return False
+        return self.over()
+
+    def moment_over(self) -> bool:
+        """The moment after the first signal is over. Returns whether it acts now."""
+        return not self._is_told and self.over()
+
+    def over(self) -> bool:
+        """The session is over: signals act. Returns whether one was held."""
+        self._is_over = True
+        held, self._is_held = self._is_held, False
+        return held
+
+
+class Termination:
+    """Holds this process's SIGTERM while its session runs.
+
+    A handler of the script's own runs when the signal acts.
+    """
+
+    def __init__(self) -> None:
+        self._decision = Decision()
+        self._before: Any = None
+        self._timer: threading.Timer | None = None
+
+    def begin(self) -> None:
+        """Hold signals from now on. Only the main thread can; elsewhere they act at once."""
+        before = signal.getsignal(signal.SIGTERM)
+        # Ignored, or handled by C code of others: theirs.
+        if before in {signal.SIG_IGN, None}:
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._before = before
+            signal.signal(signal.SIGTERM, self._take)
+
+    def heed(self, word: Word) -> None:
+        """The supervisor says something. Called in the thread that listens to it."""
+        if self._decision.heard(word):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def end(self) -> None:
+        """Signals act as they did before :meth:`begin`; so does one that was held."""
+        if self._timer is not None:
+            self._timer.cancel()
+        held = self._decision.over()
+        self._restore()
+        if held:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def forget(self) -> None:
+        """The signal that was held has been heeded."""
+        self._decision.over()
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._before is not None and signal.getsignal(signal.SIGTERM) == self._take:
+            signal.signal(signal.SIGTERM, self._before)
+        self._before = None
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._decision.signalled():
+            self._restore()
+            os.kill(os.getpid(), number)
+        elif self._timer is None:
+            self._timer = threading.Timer(MOMENT, self._give_up)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _give_up(self) -> None:
+        if self._decision.moment_over():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def kept_from_children() -> Generator[None, None, None]:
+    """Processes that are started in the block never get SIGTERM: the last steps still need a loader's workers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,116 @@
+"""What becomes of a SIGTERM in a worker: by example, and by real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rallypoint.elastic import termination
+from rallypoint.elastic.termination import Decision, Termination, Word
+
+
+def test_a_signal_for_this_process_alone_acts_after_a_moment() -> None:
+    decision = Decision()
+    assert not decision.signalled()
+    assert decision.moment_over()
+    assert decision.signalled(), "the same signal, sent again by this process"
+
+
+@pytest.mark.parametrize("word", [Word.TOLD, Word.STOP])
+def test_a_signal_waits_while_the_job_stops(word: Word) -> None:
+    decision = Decision()
+    assert not decision.signalled()
+    assert not decision.heard(word)
+    assert not decision.moment_over()
+    assert not decision.signalled(), "clusters repeat it"
+    assert decision.heard(Word.END)
+    assert decision.signalled()
+
+
+def test_the_word_may_come_before_the_signal() -> None:
+    decision = Decision()
+    assert not decision.heard(Word.STOP)
+    assert not decision.signalled()
+    assert not decision.moment_over()
+    assert not Decision().heard(Word.END), "there is none to act"
+
+
+def test_a_signal_that_was_held_acts_at_the_end() -> None:
+    decision = Decision()
+    assert not decision.over()
+    decision = Decision()
+    decision.signalled()
+    assert decision.over()
+    assert not decision.over(), "once"
+
+
+SCRIPT = """
+import os, signal, sys, time
+from rallypoint.elastic import termination
+from rallypoint.elastic.termination import Termination, Word
+
+termination.MOMENT = float(sys.argv[1])
+if sys.argv[2] == "handler":
+    signal.signal(signal.SIGTERM, lambda *_: (print("mine"), os._exit(3)))
+if sys.argv[2] == "ignored":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+held = Termination()
+held.begin()
+os.kill(os.getpid(), signal.SIGTERM)
+print("lives", flush=True)
+if sys.argv[3] == "stop":
+    held.heed(Word.STOP)
+    held.forget()
+    os.kill(os.getpid(), signal.SIGTERM)
+if sys.argv[3] == "leave":
+    held.end()
+if sys.argv[3] == "end":
+    held.heed(Word.END)
+if sys.argv[3] == "nothing":
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("then", ["stop", "leave", "end", "nothing"])
+@pytest.mark.parametrize(
+    ("script", "code", "said"), [("", -signal.SIGTERM, ""), ("handler", 3, "mine\n")]
+)
+def test_what_the_script_has_set_runs_in_the_end(
+    then: str, script: str, code: int, said: str
+) -> None:
+    moment = "0.1" if then == "nothing" else "60"
+    words = [sys.executable, "-c", SCRIPT, moment, script, then]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (code, f"lives\n{said}"), done.stderr
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    words = [sys.executable, "-c", SCRIPT, "60", "ignored", "leave"]
+    assert subprocess.run(words, timeout=100).returncode == 0
+
+
+def test_children_do_not_get_it() -> None:
+    with termination.kept_from_children():
+        child = subprocess.Popen(
+            [sys.executable, "-c", "print('lives'); input()"], stdin=-1, stdout=-1
+        )
+    assert child.stdin and child.stdout
+    assert child.stdout.readline() == b"lives\n"
+    os.kill(child.pid, signal.SIGTERM)
+    child.communicate(b"\n", timeout=60)
+    assert child.returncode == 0
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_outside_of_the_main_thread_signals_act_at_once() -> None:
+    held = Termination()
+    thread = threading.Thread(target=held.begin)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    held.end()
