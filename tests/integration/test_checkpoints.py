@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,12 +25,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from elastic import wait_until
+from ports import free_port
 from rallypoint import elastic
 from rallypoint._core.checkpoint_folder import entries
 from rallypoint._core.checkpoint_records import RECORD, name_of
 from rallypoint._core.storage import storage_at
 from rallypoint.elastic.checkpoints import Checkpoints
-from supervisors import run
+from supervisors import Popen, run
 
 
 pytestmark = pytest.mark.integration
@@ -443,7 +446,8 @@ def supervisor():
     return int(server.rpartition(")")[2].split()[1])
 
 folder, place = pathlib.Path(sys.argv[1]), sys.argv[2]
-faults = json.loads(sys.argv[3])  # [step, rank], of 100 + rank: the job is told to stop, of 200 + rank: all its processes are
+faults = json.loads(sys.argv[3])  # [step, rank], of 100 + rank: the job is told to stop, of 200 + rank: all its processes are,
+# of 300 + rank: others tell it
 torch.manual_seed(0)
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -467,8 +471,8 @@ with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as se
                     if (step, who % 100) == (session.position, rank) and not mark.exists():
                         mark.touch()
                         if who >= 100:
-                            whom = [supervisor()]
-                            if who >= 200:
+                            whom = [supervisor()] if who < 300 else []
+                            if 200 <= who < 300:
                                 whom += psutil.Process(whom[0]).children(recursive=True)
                                 whom = [getattr(each, "pid", each) for each in whom]
                                 random.Random(0).shuffle(whom)
@@ -563,6 +567,42 @@ def test_a_job_that_is_told_to_stop_takes_a_last_checkpoint(tmp_path: Path, who:
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "job" / "began").read_text().split() == ["0", str(step)]
     assert ends(tmp_path / "job") == ends(tmp_path / "calm")
+
+
+def test_an_elastic_job_whose_nodes_are_all_told_to_stop_takes_a_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    assert job(tmp_path / "calm", []).returncode == 0
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "train.py").write_text(JOB)
+    port = free_port()
+    words = [
+        *(sys.executable, "-m", "rallypoint", "run", "--nnodes", "2:3", "--insecure"),
+        *("--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"),
+        *("--rdzv-conf", "last_call_timeout=2", "train.py", str(folder)),
+        *(str(folder / "checkpoints"), "[[7, 301]]"),
+    ]
+    nodes = [Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        wait_until((folder / "fault 0").exists, "rank 1 in its step")
+        for each in nodes:
+            each.send_signal(signal.SIGTERM)
+            time.sleep(0.3)  # the time between two hosts of a cluster
+        said = [each.communicate(timeout=100)[1] for each in nodes]
+    finally:
+        for each in nodes:
+            each.kill()
+            each.wait()
+    assert [each.returncode for each in nodes] == [128 + signal.SIGTERM] * 2, said
+    told = re.search(r"the last checkpoint, of step (\d+), is written", "".join(said))
+    assert told is not None, said
+    assert "place" not in "".join(said), "nobody takes over: the job stops"
+    assert (folder / "checkpoints" / name_of(int(told[1])) / RECORD).exists()
+    again = job(folder, [[7, 301]])
+    assert again.returncode == 0, again.stderr
+    assert (folder / "began").read_text().split() == ["0", told[1]]
+    assert ends(folder) == ends(tmp_path / "calm")
 
 
 @pytest.mark.long

@@ -859,6 +859,7 @@ def test_a_node_that_is_left_out_ends_its_workers_and_waits_for_the_next_round()
     [
         (PeerFailed(1, 0), "not kept"),
         (SignalReceived(signal.SIGTERM), "leaving"),
+        (SignalReceived(signal.SIGTERM, everywhere=True), "stopped"),
         (SignalReceived(signal.SIGINT), "stopped"),
     ],
 )

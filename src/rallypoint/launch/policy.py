@@ -99,6 +99,7 @@ class State:
         kill_at: STOPPING: when SIGKILL is due. LISTENING: when its next step is due.
         asked_again: the workers were asked a second time; LISTENING is about to end.
         signal: the first signal received, if any.
+        stops_job: all nodes have received it.
         passed: signals for the workers alone; the job continues.
         sigterm_repeats: SIGTERM may come several times for one reason, as from Slurm: then it hurries nobody.
         max_losses: how many workers may be replaced in place within ``loss_window`` seconds.
@@ -134,6 +135,7 @@ class State:
     kill_at: float | None = None
     asked_again: bool = False
     signal: int | None = None
+    stops_job: bool = False
     peers_done: bool = False
     passed: frozenset[int] = frozenset()
     sigterm_repeats: bool = False
@@ -152,6 +154,11 @@ class State:
     is_sharded: bool = False
     is_joining: bool = False
     formed: RoundFormed | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """SIGTERM to one node means preemption: an elastic job continues without it. Ctrl-C stops the job."""
+        return self.elastic and self.signal == signals.SIGTERM and not self.stops_job
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -306,7 +313,10 @@ class PeersStopped:
 
 @dataclass(frozen=True, slots=True)
 class SignalReceived:
+    """``everywhere``: all nodes of an elastic job have received it."""
+
     number: int
+    everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,8 +539,8 @@ def decide(now: float, state: State, event: Event) -> Decision:
             if state.phase is Phase.WAITING:
                 return _end(replace(state, aim=Aim.SIGNALLED), f"node {node_rank} was stopped")
             return _stop(now, state, Aim.SIGNALLED, f"node {node_rank} was told to stop", tell=None)
-        case SignalReceived(number):
-            return _signalled(now, state, number)
+        case SignalReceived(number, everywhere):
+            return _signalled(now, state, number, everywhere=everywhere)
         case GraceOver() if state.phase is Phase.LISTENING:
             return _moment_over(now, state)
         case GraceOver():
@@ -619,7 +629,7 @@ def _formed_early(state: State, event: RoundFormed) -> Decision:
     # The others count on this node.
     new = replace(state, is_joining=False, generation=event.generation, serves=event.serves)
     what = {Aim.RESTART: "not kept", Aim.FAIL: "failed"}.get(state.aim, "stopped")
-    if state.aim is Aim.SIGNALLED and state.elastic and state.signal == signals.SIGTERM:
+    if state.aim is Aim.SIGNALLED and state.leaves:
         what = "leaving"
     return Decision(new, (TellPeers(what),), why)
 
@@ -956,17 +966,15 @@ def _overruled(aim: Aim, by: Aim) -> Aim:
     return max(aim, by, key=order.index)
 
 
-def _signalled(now: float, state: State, number: int) -> Decision:
+def _signalled(now: float, state: State, number: int, *, everywhere: bool) -> Decision:
     name = signal_name(number)
     if number in state.passed:
         # A worker that has not started has no handler; the signal would end it.
         commands = (PassOn(number),) if state.running else ()
         return Decision(state, commands, f"{name} received: for the workers")
     if state.signal is None:
-        state = replace(state, signal=number)
-        # SIGTERM means preemption: an elastic job continues without this node. Ctrl-C stops the job.
-        leaves = state.elastic and number == signals.SIGTERM
-        tell = "leaving" if leaves else "stopped"
+        state = replace(state, signal=number, stops_job=everywhere)
+        tell = "leaving" if state.leaves else "stopped"
         decision = _stop(now, state, Aim.SIGNALLED, f"{name} received", tell=tell)
         if state.phase is Phase.STOPPING:
             # It is stopping for another reason: pass the signal on without extending the grace period.

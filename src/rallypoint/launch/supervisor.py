@@ -54,6 +54,7 @@ from .supervision.kept_workers import KeptWorkers
 from .supervision.observation import Observation
 from .supervision.replacements import Replacements, tell_start
 from .supervision.server_requests import ServerRequests
+from .supervision.shared_stop import SharedStop
 from .supervision.situation import Situation
 from .supervision.spawner import Spawner
 from .supervision.worker_signals import WorkerSignals
@@ -66,7 +67,7 @@ TORCH = ("torch", "torch.distributed")
 DEATH_AHEAD = 1.0
 # Reports of nodes that are no events for others.
 UNTOLD = frozenset(
-    {"all_done", "reports", "in session", "out of session", "standstill", "left out"}
+    {"all_done", "reports", "in session", "out of session", "standstill", "left out", "told"}
 )
 # How long output may still arrive after its writers have ended.
 DRAIN_PATIENCE = 2.0
@@ -235,6 +236,7 @@ class Supervisor:
         )
         ask = self._requests.ask
         self._signals = WorkerSignals(config, loop, now, self._requests, self._kept, say)
+        self._shared_stop = SharedStop(loop, now, self._kept, self._coordination, self._decide)
         self._hung = HungWorkers(config, self._coordination, loop, now, ask)
         self._replacements = Replacements(
             config,
@@ -391,7 +393,7 @@ class Supervisor:
                 return "" if alone else ENDED_WELL
             case Aim.FAIL:
                 return "" if self._fails_alone else "the job has failed"
-            case Aim.SIGNALLED if not (state.elastic and state.signal == signal.SIGTERM):
+            case Aim.SIGNALLED if not state.leaves:
                 return STOPPED
             case _:
                 return ""
@@ -417,7 +419,8 @@ class Supervisor:
             events.emit(events.SignalReceived(name=policy.signal_name(number)))
             if number in config.signals:
                 self._gather_until = None  # do not wait for other nodes' reports
-            self._decide(policy.SignalReceived(number))
+            if not self._shared_stop.begin(number):
+                self._decide(policy.SignalReceived(number))
             self._decide_held_ends()
         elif number == signal.SIGWINCH:
             self._relay.resize()
@@ -616,6 +619,8 @@ class Supervisor:
                     self._serve_job_store(event)
                 case PeerEvent("all_done"):
                     self._decide(policy.PeersDone())
+                case PeerEvent("told", node_rank, generation):
+                    self._shared_stop.hear(node_rank, generation)
                 case PeerEvent("stopped", _) if self._now.state.aim is Aim.SIGNALLED:
                     self._signals.peers_stop = True
                 case PeerEvent("stopped", node_rank):

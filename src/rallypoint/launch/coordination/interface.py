@@ -79,7 +79,7 @@ class PeerEvent:
     """``failed``, ``stopped``, ``leaving``, ``lost``, ``waiting`` (a node, to be admitted).
 
     From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported. From all nodes,
-    this one included: ``in session``, ``out of session``, and ``worker lost``, with ``survivors`` if other workers of the
+    this one included: ``told`` (to stop), ``in session``, ``out of session``, and ``worker lost``, with ``survivors`` if other workers of the
     node are in the session, and ``standstill``, with the ``progress`` of its ranks since a ``meeting``.
     ``not kept``: the round counts on workers of the node that it has had to stop. ``left out``: the next round has formed without this node. ``is_own``: the others have given up this node as lost.
     """
@@ -165,8 +165,8 @@ class Coordination(Protocol):
     def tell(
         self, what: str, generation: int, failures: tuple[WorkerFailure, ...], reason: str = ""
     ) -> None:
-        """``failed``, ``stopped``, ``leaving``, ``done``, ``report`` (all failures of a generation), ``in session`` or
-        ``out of session``.
+        """``failed``, ``stopped``, ``leaving``, ``done``, ``report`` (all failures of a generation), ``in session``,
+        ``out of session``, or ``told``: this node is told to stop, and waits to hear whether the others are.
 
         Args:
             reason: why this node fails or leaves, if neither a worker nor a signal is the cause.

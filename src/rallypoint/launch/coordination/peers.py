@@ -143,7 +143,7 @@ class PeerNodes:
                 self._ask(lambda: self._report(generation, told))
             case "leaving":
                 self._requests.put(lambda: self._say_farewell(generation, reason))
-            case "in session" | "out of session" | "not kept":
+            case "in session" | "out of session" | "not kept" | "told":
                 self._requests.put(lambda: self._append(what, generation))
             case _:
                 more = {"failures": told} | ({"reason": reason} if reason else {})
@@ -588,7 +588,7 @@ class PeerNodes:
                     self._post(
                         PeerEvent(what, node, generation, progress=progress, meeting=meeting)
                     )
-            case "waiting" | "in session" | "out of session" | "not kept":
+            case "waiting" | "in session" | "out of session" | "not kept" | "told":
                 self._post(PeerEvent(what, node, generation))
             case "worker lost":
                 failures = failures_from_json(str(entry.get("failures", "[]")))

@@ -88,7 +88,6 @@ class WorkerSignals:
 
             def end() -> None:
                 if self._now.workers is workers and workers.running():
-                    self._kept.tell_to_end(workers)
                     self._send(number)
 
             self._loop.after(self._config.shutdown_timeout * SAVING, end)
@@ -96,12 +95,14 @@ class WorkerSignals:
         self._send(number)
 
     def _may_save(self, number: int) -> bool:
-        """Whether the whole job is told to stop. In an elastic job, SIGTERM is for this node alone."""
+        """Whether the whole job is told to stop. In an elastic job, SIGTERM may be for this node alone."""
         state = self._now.state
-        leaves = state.elastic and state.num_nodes > 1
+        leaves = state.leaves and state.num_nodes > 1
         return state.aim is Aim.SIGNALLED and number == signal.SIGTERM and not leaves
 
     def _send(self, number: int) -> None:
+        if number == signal.SIGTERM:
+            self._kept.tell_to_end(self._now.workers)
         # A Python script ends its own children: a DataLoader's workers must not die while their trainer still saves. Other
         # programs get the signal as a process group.
         group = self._config.job.kind is TargetKind.PROGRAM

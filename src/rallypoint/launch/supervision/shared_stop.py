@@ -1,0 +1,87 @@
+"""SIGTERM to all nodes of an elastic job: the job is to stop, with a last checkpoint.
+
+SIGTERM to one node means that this one is taken away, and the others go on. A cluster that ends the job tells all nodes,
+at about the same time. So a node that is told waits a moment for the others to be told, too.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from rallypoint.launch import policy
+from rallypoint.launch.coordination.interface import Coordination
+from rallypoint.launch.policy import Phase
+
+from .event_loop import EventLoop
+from .kept_workers import KeptWorkers
+from .situation import Situation
+
+
+# Seconds from the first node that is told to the last.
+MOMENT = 1.0
+
+
+class SharedStop:
+    """Finds out whether all nodes are told to stop.
+
+    Args:
+        loop: of the supervisor.
+        now: what is so on this node.
+        kept: what is told to workers of a session.
+        coordination: with the other nodes.
+        decide: passes an event to the policy.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        now: Situation,
+        kept: KeptWorkers,
+        coordination: Coordination,
+        decide: Callable[[policy.Event], None],
+    ) -> None:
+        self._loop = loop
+        self._now = now
+        self._kept = kept
+        self._coordination = coordination
+        self._decide = decide
+        self._generation = -1
+        self._told: set[int] = set()  # nodes, in that generation
+        self._waits = False
+
+    def begin(self, number: int) -> bool:
+        """This node gets a signal. Returns whether it waits to hear if the others get it, too."""
+        state = self._now.state
+        if self._waits:
+            # Repeated for the same reason. Otherwise, it is in a hurry.
+            return number == signal.SIGTERM and state.sigterm_repeats
+        if (
+            number != signal.SIGTERM
+            or state.signal is not None
+            or not state.elastic
+            or state.nodes < 2
+            or state.phase is not Phase.RUNNING
+            or not self._kept.can_save(self._now.workers)
+        ):
+            return False
+        self._waits = True
+        self._kept.tell_of_stop(self._now.workers)
+        self._coordination.tell("told", state.generation, ())
+        self._loop.after(MOMENT, lambda: self._end(everywhere=False))
+        return True
+
+    def hear(self, node_rank: int, generation: int) -> None:
+        """A node was told to stop, maybe this one."""
+        state = self._now.state
+        if generation != state.generation:
+            return
+        if generation != self._generation:
+            self._generation, self._told = generation, set()
+        self._told.add(node_rank)
+        if len(self._told) >= state.nodes:
+            self._end(everywhere=True)
+
+    def _end(self, *, everywhere: bool) -> None:
+        if self._waits and self._now.state.signal is None:
+            self._decide(policy.SignalReceived(signal.SIGTERM, everywhere=everywhere))
