@@ -1,6 +1,9 @@
 """`rally run --hosts`: lists, orders, and the output of several hosts in one terminal."""
 
+import time
+
 import pytest
+from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line.flags import parse
@@ -82,6 +85,29 @@ def test_flags_that_contradict_the_list(text: str) -> None:
 
 def merger() -> Merger:
     return Merger([Part("a"), Part("b"), Part("c")], "token")
+
+
+@pytest.mark.parametrize("size", [1 << 16, 1 << 20], ids=["64 KiB pieces", "one piece"])
+def test_a_long_line_is_searched_for_its_end_once(size: int) -> None:
+    made = merger()
+    text = b"x" * 300_000
+    before = time.process_time()
+    shown = b"".join(
+        made.take(0, 1, text[start : start + size]) for start in range(0, len(text), size)
+    )
+    assert shown == b""
+    assert made.take(0, 1, b"\nnext") == text + b"\n"
+    assert made.take(0, 1, b"") == b"next\n"
+    # Milliseconds; 35 s when each byte was tried as the start of a line.
+    assert time.process_time() - before < 3
+
+
+@given(st.lists(st.text("ab\r\n", min_size=1), max_size=6))
+def test_lines_are_the_same_in_whatever_pieces_they_come(pieces: list[str]) -> None:
+    made, text = merger(), "".join(pieces).encode()
+    shown = b"".join(made.take(0, 1, each.encode()) for each in (*pieces, ""))
+    unended = text and text[-1:] not in (b"\r", b"\n")
+    assert shown == text + (b"\n" if unended else b"")
 
 
 def test_whole_lines_with_the_host_that_wrote_them() -> None:

@@ -68,7 +68,7 @@ class Merger:
 
     parts: Sequence[Part]
     token: str
-    _rest: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    _rest: dict[tuple[int, int], bytearray] = field(default_factory=dict)
     _said_by: dict[bytes, int] = field(default_factory=dict)
 
     def take(self, index: int, stream: int, data: bytes) -> bytes:
@@ -79,14 +79,18 @@ class Merger:
             stream: 1 or 2.
             data: what it has written; empty: it will write no more.
         """
-        before = self._rest.pop((index, stream), b"")
-        text = before + data
-        lines = _LINES.findall(text)
-        rest = text[sum(map(len, lines)) :]
-        if rest and data:
-            self._rest[index, stream] = rest
-        elif rest:
-            lines.append(rest + b"\n")
+        rest = self._rest.setdefault((index, stream), bytearray())
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        rest += data[:end]
+        # Only text that ends with a line end is searched, and once: on an unfinished line the pattern would look for its
+        # end from each of its bytes, for each piece (35 s for 300 KB).
+        lines = _LINES.findall(bytes(rest)) if end else []
+        if end:
+            rest.clear()
+        rest += data[end:]
+        if rest and not data:
+            lines.append(bytes(rest) + b"\n")
+            rest.clear()
         return b"".join(self._shown(index, stream, line) for line in lines)
 
     def _shown(self, index: int, stream: int, line: bytes) -> bytes:
