@@ -616,6 +616,20 @@ def test_a_record_of_a_node_that_cannot_be_named_is_no_arrival(name: Any) -> Non
     assert len(ranks_of(world, 0)) == 4
 
 
+@pytest.mark.parametrize(
+    "facts", [{"standby": "x" * plans.MAX_ARRIVAL}, {"verdict": ["failed"]}, {"ages": [10**400]}]
+)
+def test_what_a_broken_member_says_fails_no_leader(facts: dict[str, Any]) -> None:
+    world = World()
+    world.table["0/arrivals"] = 1
+    world.table["0/node/0"] = {"id": "broken", "host": "h", "last_rank": 0, "facts": facts}
+    four = [world.add(each, replace(FIXED4, max_nodes=5)) for each in "abcd"]
+    world.run(60)
+    assert len(ranks_of(world, 0).keys() & set("abcd")) == 4
+    said = [text for each in four for text in each.reasons if "ignored" in text]
+    assert len(said) == ("standby" in facts)
+
+
 @pytest.mark.parametrize("what", ["node/0", "node/1", "arrivals", "call", "plan", "head"])
 @pytest.mark.parametrize("step", range(0, 14, 2))
 def test_what_somebody_destroys_while_nodes_arrive_is_put_back(step: int, what: str) -> None:

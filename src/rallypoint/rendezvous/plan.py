@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import fields, kept_round
 from .quorum import Arrival
+from .records import MAX_DEPTH, is_deep
 
 
 # How many nodes at the head of a plan say where they could serve the store.
 NUM_STANDBYS = 16
 # Characters of a plan for each node's id: it is read by thousands, and only has to differ from old ones.
 _DIGEST = 8
+# Characters of a node's record. A plan repeats parts of 1 + NUM_STANDBYS of them, and has to stay below MAX_RECORD.
+MAX_ARRIVAL = 48 * 1024
+# Levels that a plan adds around the parts of a record.
+_DEPTH_OF_PLAN = 2
 
 
 def make(
@@ -84,19 +90,25 @@ def _digest(node_id: object) -> str:
 
 
 def arrival(slot: int, record: Mapping[str, Any]) -> Arrival | None:
-    """A record as an arrival; None if it makes no sense."""
+    """A record as an arrival; None if it makes no sense, or no plan could repeat it."""
     node_id, host = fields.node_id(record.get("id")), record.get("host")
     last_rank, given_rank = record.get("last_rank"), record.get("given_rank")
-    if not node_id:
+    if not node_id or is_deep(record, MAX_DEPTH - _DEPTH_OF_PLAN):
+        return None
+    if len(json.dumps(record)) > MAX_ARRIVAL:
         return None
     return Arrival(
         slot=slot,
         node_id=node_id,
         host=str(host)[: fields.MAX_NAME],
         label=str(record.get("label", ""))[: fields.MAX_NAME],
-        last_rank=last_rank if isinstance(last_rank, int) else None,
-        given_rank=given_rank if isinstance(given_rank, int) else None,
+        last_rank=_rank(last_rank),
+        given_rank=_rank(given_rank),
     )
+
+
+def _rank(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**31 else None
 
 
 def restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
@@ -111,7 +123,7 @@ def restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
         (fields.number(fields.facts_in(each).get("restarts", 0)) for each in records), default=0
     )
     verdicts = {
-        fields.facts_in(each).get("verdict")
+        str(fields.facts_in(each).get("verdict"))
         for each in records
         if isinstance(each.get("last_rank"), int)
     }
@@ -131,7 +143,7 @@ def ages_in(held: Mapping[str, Any]) -> tuple[float, ...]:
     """Those that a node tells, or a plan."""
     told = held.get("ages")
     numbers = told if isinstance(told, list) else []
-    return tuple(float(age) for age in numbers if isinstance(age, int | float) and age >= 0)
+    return tuple(float(age) for age in numbers if isinstance(age, int | float) and 0 <= age < 2**62)
 
 
 def ids_key(generation: int, plan: Mapping[str, Any]) -> str:

@@ -285,6 +285,12 @@ def _take_part(node: Node, generation: int, last: int, settings: Settings, timin
         "given_rank": node.given_rank,
         "facts": node.facts,
     }
+    if plans.arrival(0, record) is None:
+        # The leader ignores such a record, and this node could lead no round with it.
+        raise ValueError(
+            f"what node {node.node_id!r} tells the others is no record: its facts may be too large"
+            f" (a record has at most {plans.MAX_ARRIVAL} characters) or too deeply nested"
+        )
     slot = yield from _arrive(generation, record)
     term, leader = 0, fields.node_id(call.get("leader"))
     while True:
@@ -446,6 +452,7 @@ class _Leader:
         self._enough_since: float | None = None
         self._started: float | None = None
         self._said = ""
+        self._ignored: set[int] = set()  # slots whose records made no sense
 
     def lead(self, last: int) -> Steps:
         """The steps. Returns a plan, or why there is none; and this node's slot."""
@@ -507,6 +514,11 @@ class _Leader:
                 self._records[each] = body
                 if (arrival := plans.arrival(each, body)) is not None:
                     self._arrivals[each] = arrival
+                elif each not in self._ignored:
+                    self._ignored.add(each)
+                    yield Tell(
+                        f"ignored what is in slot {each} of round {generation}: no node's record"
+                    )
         return filled, None
 
     def _standing(self) -> Steps:

@@ -57,7 +57,7 @@ class Codec:
         Raises:
             ValueError: they are more than ``MAX_RECORD``, nested deeper than ``MAX_DEPTH``, or not JSON.
         """
-        if _is_deep(body):
+        if is_deep(body):
             raise ValueError(f"a record nested deeper than {MAX_DEPTH} levels")
         envelope = {"v": RECORD_VERSION, "body": body}
         line = json.dumps(envelope, separators=(",", ":"), allow_nan=False).encode()
@@ -97,7 +97,7 @@ class Codec:
                 " version of rallypoint on all nodes"
             )
         body: dict[str, Any] = envelope["body"]
-        if _is_deep(body):
+        if is_deep(body):
             raise BadRecord(f"nested deeper than {MAX_DEPTH} levels")
         return body
 
@@ -116,9 +116,10 @@ def _finite(text: str) -> float:
 _CONTAINERS = frozenset({dict, list})
 
 
-def _is_deep(body: Body) -> bool:
+def is_deep(body: Body, most: int = MAX_DEPTH) -> bool:
+    """Whether a body is nested deeper than ``most`` levels."""
     level: list[Any] = [body]
-    for _ in range(MAX_DEPTH):
+    for _ in range(most):
         inner: list[Any] = []
         for each in level:
             values = each.values() if isinstance(each, dict) else each
