@@ -6,6 +6,7 @@ A new torch that changes one fails here, by name, with what of ours depends on i
 import ast
 import atexit
 import concurrent.futures.process
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -533,8 +534,13 @@ def test_torch_knows_the_names_and_ranks_of_its_groups() -> None:
         assert list(of_launch.group_ranks().values()) == [[0], [0]]
         assert dist.group.WORLD in of_launch.process_groups()
         assert len(of_launch.process_groups()) == 2
+        group = dist.group.WORLD
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
     finally:
         dist.destroy_process_group()
+    assert of_launch.process_groups() == [group], "its last owner is the model"
+    del model
+    gc.collect()
     assert of_launch.process_groups() == []
 
 

@@ -143,9 +143,20 @@ def group_ranks() -> dict[str, list[int]]:
 
 
 def process_groups() -> list[Any]:
-    """The process groups of this process that were not destroyed."""
+    """The process groups of this process that were not destroyed, and those that modules of DDP hold."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    return [] if c10d is None else list(c10d._world.pg_map)
+    if c10d is None:
+        return []
+    groups = list(c10d._world.pg_map)
+    ddp: Any = sys.modules.get("torch.nn.parallel.distributed")
+    if ddp is not None:
+        kinds = [ddp.DistributedDataParallel]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        # Objects refer to their class. What a fork server has imported is frozen, so not looked at: this takes a millisecond.
+        held = (each for kind in kinds for each in gc.get_referrers(kind) if type(each) is kind)
+        groups += (each.__dict__.get("process_group") for each in held)
+    return groups
 
 
 # -- starting like a fresh interpreter ------------------------------------------------------------------------
