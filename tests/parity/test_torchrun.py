@@ -122,13 +122,14 @@ if end == "on signal":
     signal.signal(signal.SIGUSR1, on_signal)
 seen = {"argv": sys.argv, "name": __name__, "file": __file__, "cwd": os.getcwd()}
 seen |= {"path0": sys.path[0], "package": __package__, "env": dict(os.environ)}
-note(f"{attempt}.{rank}.json", json.dumps(seen))
 # A line is one write: under torchrun (python -u) print would make two, and lines of two ranks could mix.
 sys.stdout.write(f"out of rank {rank}: apple\\n")
 sys.stdout.write(f"out of rank {rank}: pear\\n")
 sys.stdout.flush()
 sys.stderr.write(f"err of rank {rank}: orange, pear\\n")
 sys.stderr.flush()
+# Last: rank 1 fails once rank 0 has written this.
+note(f"{attempt}.{rank}.json", json.dumps(seen))
 if end == "well" or (end == "fails at first" and attempt != "0"):
     sys.exit(0)
 if rank == "1":

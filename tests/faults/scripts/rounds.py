@@ -57,6 +57,7 @@ def main() -> None:
             dist.all_reduce(total)
             time.sleep(0.002)
     if args.dies > GENERATION:
+        dist.barrier()  # all have noted their sum
         if GENERATION % dist.get_world_size() == RANK:
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
