@@ -482,6 +482,7 @@ with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as se
                                 time.sleep(0.01)
                             continue
                         os.kill(os.getpid(), signal.SIGKILL)
+                session.local["ids"] = session.local.get("ids", 0) + int(ids.sum())
                 torch.nn.functional.cross_entropy(net(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -490,7 +491,7 @@ with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as se
             # So that no checkpoint of these short steps is left out.
             session._checkpoints._join(None)
 bits = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
-end = [session.position, hashlib.sha256(bits).hexdigest(), torch.rand(1).item()]
+end = [session.position, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), session.local["ids"]]
 (folder / f"end {rank}").write_text(json.dumps(end))
 dist.destroy_process_group()
 """

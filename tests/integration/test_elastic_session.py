@@ -119,6 +119,8 @@ with elastic.session(net, optimizer, scheduler, average) as session:
                 fault("stop")
                 fault("node")
                 fault("leave")
+                session.local["sum"] = session.local.get("sum", rank) * 0.9 + x.sum().item()
+                session.local.setdefault("steps", []).append(session.position)
                 loss = torch.nn.functional.cross_entropy(net(x) * (1 + random.random()), y)
                 loss.backward()
                 optimizer.step()
@@ -144,6 +146,7 @@ with elastic.session(net, optimizer, scheduler, average) as session:
         "random": [torch.rand(1).item(), random.random()],
         "rate": scheduler.get_last_lr(),
         "score": scores[-1],
+        "local": session.local,
         "pid": pid,
         "recoveries": len(session.history),
         # Where Gloo has lost a message, a group's threads and descriptors stay until its time-out.
@@ -186,7 +189,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 def assert_same_end(ends: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     for rank, (end, wanted) in enumerate(zip(ends, expected, strict=True)):
-        for what in ("steps", "bits", "random", "rate", "score"):
+        for what in ("steps", "bits", "random", "rate", "score", "local"):
             assert end[what] == wanted[what], f"rank {rank}: {what}"
 
 

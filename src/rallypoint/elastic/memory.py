@@ -15,8 +15,8 @@ from rallypoint._core import progress
 from rallypoint.errors import ElasticError
 
 
-# Bytes of one slot.
-SLOT = 256 * 1024
+# Bytes of one slot. Both, and what lies before them, end before the first snapshot (:mod:`.slots`).
+SLOT = 384 * 1024
 # Sequence number, length, then the checksum of both and the data.
 _HEAD = struct.Struct("!QII")
 _SIZE = progress.SIZE + 2 * SLOT

@@ -1,4 +1,4 @@
-"""The random generators of a process: torch's, the current device's, Python's and NumPy's.
+"""The random generators of a process: torch's, the current device's, Python's and NumPy's; and a session's local values.
 
 Their state is looked at several times in each step, so that must be cheap: Python's and NumPy's are read as bytes from where the
 generators keep them, and what has not changed is not made anew.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import torch_private
+from .local_values import LocalValues
 
 
 # As the Mersenne Twister of Python and NumPy holds it: 624 words of key, and a position among them.
@@ -25,7 +26,7 @@ _KEY = 4 * _WORDS
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The state of all generators.
+    """The state of all generators, and what else changes in one rank alone.
 
     Args:
         torch_state: of the CPU's generator.
@@ -33,6 +34,7 @@ class RandomState:
         python: key and position (native words) of ``random``'s generator.
         python_gauss: the number that its ``gauss`` will return next, if it holds one.
         numpy: kind, key, position, has_gauss and gauss of ``numpy.random``'s generator, if NumPy is in use.
+        local: the values of ``session.local``.
     """
 
     torch_state: bytes
@@ -40,6 +42,7 @@ class RandomState:
     python: bytes
     python_gauss: float | None
     numpy: tuple[str, bytes, int, int, float] | None
+    local: bytes = b""
 
     @classmethod
     def now(cls) -> RandomState:
@@ -51,6 +54,7 @@ class RandomState:
         python, gauss = _python_now()
         numpy = _numpy.now()
         cpu = _bytes(torch.get_rng_state())
+        local = b"" if _local is None else _local.pack()
         last = _last
         if (
             last is not None
@@ -59,9 +63,10 @@ class RandomState:
             and last.python == python
             and last.python_gauss == gauss
             and last.device_state == device
+            and last.local == local
         ):
             return last
-        _last = cls(cpu, device, python, gauss, numpy)
+        _last = cls(cpu, device, python, gauss, numpy, local)
         return _last
 
     def equals(self, other: RandomState) -> bool:
@@ -82,6 +87,8 @@ class RandomState:
             kind, key, place, has_gauss, gauss = self.numpy
             numpy.set_state((kind, np.frombuffer(key, dtype=np.uint32), place, has_gauss, gauss))
             _numpy.forget()
+        if _local is not None:
+            _local.restore(self.local)
 
     def pack(self) -> tuple[dict[str, Any], list[bytes]]:
         """As JSON, and bytes that go beside it."""
@@ -94,6 +101,9 @@ class RandomState:
             kind, key, place, has_gauss, gauss = self.numpy
             head["numpy"] = [kind, place, has_gauss, gauss]
             parts.append(key)
+        if self.local:
+            head["local"] = True
+            parts.append(self.local)
         return head, parts
 
     @classmethod
@@ -106,10 +116,18 @@ class RandomState:
         if "numpy" in head:
             kind, place, has_gauss, gauss = head["numpy"]
             numpy = str(kind), left.pop(0), int(place), int(has_gauss), float(gauss)
-        return cls(torch_state, device, python, head["python"], numpy)
+        local = left.pop(0) if head.get("local") else b""
+        return cls(torch_state, device, python, head["python"], numpy, local)
 
 
 _last: RandomState | None = None
+_local: LocalValues | None = None
+
+
+def keep_local(values: LocalValues | None) -> None:
+    """The values of the session that runs belong to the state from now on; None: it has ended."""
+    global _local  # noqa: PLW0603  one process has one session at a time
+    _local = values
 
 
 # -- Python's ---------------------------------------------------------------------------------------------

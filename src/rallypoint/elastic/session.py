@@ -23,6 +23,7 @@ from .copies import Copies
 from .course import Course, Doing
 from .groups import KeptGroup
 from .keeping import Keeping
+from .local_values import LocalValues
 from .meeting import Meeting, Recovery
 from .memory import Memory
 from .objects import Objects
@@ -30,7 +31,7 @@ from .own_state import OwnState
 from .process import KeptProcess
 from .rehearsal import Rehearsal
 from .replicated import Replicated
-from .rng import RandomState
+from .rng import RandomState, keep_local
 from .sampler import Sampler
 from .schedule import Schedule
 from .sharded import Sharded
@@ -97,6 +98,7 @@ class Session:
         self._hooks: list[Any] = []
         self._on_resize: list[Callable[[int, int], object]] = []
         self._has_begun = False
+        self._local = LocalValues()
 
     # -- for users ----------------------------------------------------------------------------------
 
@@ -109,6 +111,24 @@ class Session:
     def history(self) -> tuple[Recovery, ...]:
         """All recoveries that this process took part in."""
         return () if self._meeting is None else tuple(self._meeting.history)
+
+    @property
+    def local(self) -> LocalValues:
+        """Small values of this rank alone: a dict of numbers, texts, and lists and dicts of these, 16 KiB at most.
+
+        They are kept in each step, as the random generators are: a process that takes this rank over has them as they were,
+        and a step that runs again begins with those of then. Checkpoints have them, too; on another number of ranks, all
+        begin with those of the script. Set them before the last collective of a step, such as the one in ``backward``: what a
+        rank does behind it may be lost with it.
+
+        .. code-block:: python
+
+            with session.step():
+                session.local["tokens"] = session.local.get("tokens", 0) + batch.numel()
+                loss_of(model, batch).backward()
+                optimizer.step()
+        """
+        return self._local
 
     def on_resize(self, callback: Callable[[int, int], object]) -> None:
         """Have a function called when training continues on another number of ranks than its checkpoint had.
@@ -247,6 +267,7 @@ class Session:
 
     def __enter__(self) -> Self:
         kept, self._has_begun = self._kept, True
+        keep_local(self._local)
         if kept is None and not process.is_worker():
             _say_once(
                 but="" if self._checkpoints is None else "; the session only writes checkpoints"
@@ -309,11 +330,17 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        try:
+            self._leave(failed=kind is not None)
+        finally:
+            keep_local(None)
+
+    def _leave(self, *, failed: bool) -> None:
         kept, meeting = self._kept, self._meeting
         if kept is None or meeting is None:
-            self._end_checkpoints(failed=kind is not None)
+            self._end_checkpoints(failed=failed)
             return
-        if kind is None:
+        if not failed:
             self._keeping.reach_end()
             meeting.confirm()
             kept.link.tell({"kind": "kept left"})
@@ -329,7 +356,7 @@ class Session:
         self._keeping.close()
         if self._memory is not None:
             self._memory.close()
-        self._end_checkpoints(failed=kind is not None)
+        self._end_checkpoints(failed=failed)
         kept.link.termination.end()
 
     def _prepare(self, kept: KeptProcess, memory: Memory) -> Meeting:
