@@ -19,7 +19,8 @@ import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600)]
 
-SAVER = Path(__file__).parents[1] / "faults" / "scripts" / "saver.py"
+SCRIPTS = Path(__file__).parents[1] / "faults" / "scripts"
+SAVER = SCRIPTS / "saver.py"
 
 
 def slurm(*words: str) -> str:
@@ -38,8 +39,10 @@ def submit() -> Iterator[Callable[..., tuple[str, Path]]]:
     folder.mkdir()
     jobs = []
 
-    def run(*flags: str, srun: str = "", sbatch: tuple[str, ...] = ()) -> tuple[str, Path]:
-        line = f"srun {srun} {sys.executable} -m rallypoint run {' '.join(flags)} {SAVER}"
+    def run(
+        *flags: str, srun: str = "", sbatch: tuple[str, ...] = (), script: Path = SAVER
+    ) -> tuple[str, Path]:
+        line = f"srun {srun} {sys.executable} -m rallypoint run {' '.join(flags)} {script}"
         words = ("sbatch", "--parsable", "-N2", "--ntasks-per-node=1", "-o", str(folder / "log"))
         words += ("--open-mode=append", *sbatch)
         env = f"--export=ALL,WORKER_NOTES={folder}"
@@ -58,6 +61,24 @@ def notes(folder: Path, pattern: str, count: int) -> list[str]:
         assert time.monotonic() < end, (folder / "log").read_text()
         time.sleep(0.2)
     return [path.read_text() for path in found]
+
+
+@pytest.mark.parametrize("nodes", [(), ("--nnodes", "2:3")], ids=["fixed", "elastic"])
+def test_scancel_has_a_session_take_its_last_checkpoint(submit, nodes):
+    job, folder = submit(
+        *("--nproc-per-node", "2", "--rdzv-conf", "last_call_timeout=3", *nodes),
+        script=SCRIPTS / "endless_session.py",
+    )
+    notes(folder, "began.*", 4)
+    time.sleep(3)
+    slurm("scancel", job)
+    notes(folder, "checkpoints/*/checkpoint.json", 1)
+    log = folder / "log"
+    deadline = time.monotonic() + 60
+    while "all workers have ended" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    assert log.read_text().count("told to stop: the last checkpoint, of step") == 1
 
 
 def test_scancel_lets_all_workers_write_their_last_checkpoint(submit):

@@ -31,6 +31,8 @@ MORE = {"graph_loop.py": "torch_geometric", "recorded.py": "torch"}
 SLOW_TO_FAIL = {"rl_loop.py": "torchrl"}
 # What is run in continuous integration, in half a minute: packages that are small and start fast.
 SAMPLE_OF_RESULTS, SAMPLE_OF_REPORTS = {"hydra_app.py", "accelerate_loop.py"}, {"hydra_app.py"}
+# Under torchrun an interpreter runs torch's destructors at its end, and now and then they abort it.
+ABORTS = "terminate called without an active exception"
 # As docs/frameworks.md has it: each rank a folder of its own.
 ARGUMENTS = {"hydra_app.py": ("hydra.run.dir=${oc.env:WILD_OUT}/hydra/${oc.env:RANK}", "lr=0.04")}
 
@@ -66,6 +68,8 @@ def test_results_are_those_of_torchrun_to_the_bit(
 ) -> None:
     ours = trained(script, args)
     theirs = run("torchrun", script, tmp_path / "torchrun", args=args)
+    if ABORTS in theirs.stderr:
+        theirs = run("torchrun", script, tmp_path / "again", args=args)
     assert (ours.code, theirs.code) == (0, 0), ours.stderr + theirs.stderr
     assert len(ours.told) == 2 and ours.told == theirs.told
 
