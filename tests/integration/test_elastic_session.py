@@ -714,7 +714,7 @@ def test_compiled_ddp_survives_a_loss_without_being_compiled_again(tmp_path: Pat
 
 
 CHANGED = """
-import json, os, pathlib, signal, sys
+import json, os, pathlib, signal, sys, time
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
@@ -739,9 +739,12 @@ with elastic.session(net, optimizer) as session:
     while session.position < 6:
         if session.position == 3 and rank == 1 and not (FOLDER / "killed").exists():
             (FOLDER / "killed").touch()
+            while len(list(FOLDER.glob("waits *"))) < 2:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         if session.position == 3 and rank != 1 and not caught:
             pending = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2)]
+            (FOLDER / f"waits {rank}").touch()
             attempt("pending", lambda: dist.all_reduce(torch.ones(1)))
             attempt("also pending", pending[1].wait)
             attempt("next", dist.barrier)

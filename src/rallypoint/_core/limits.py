@@ -12,6 +12,8 @@ from pathlib import Path
 FILES_PER_WORKER = 3
 # Private memory of a fork of a Python process with torch, at least.
 MEMORY_PER_WORKER = 8 << 20
+# The most processes that Linux allows on machines of 64 bits (include/linux/threads.h).
+PID_MAX_LIMIT = 4 * 1024 * 1024
 
 
 def explain(error: BaseException) -> str | None:
@@ -51,7 +53,9 @@ def most_processes() -> tuple[int, str]:
     if os.geteuid() != 0:  # root is exempt
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         found.append((None if soft == resource.RLIM_INFINITY else soft, "RLIMIT_NPROC, ulimit -u"))
-    return min((limit, name) for limit, name in found if limit is not None)
+    known = ((limit, name) for limit, name in found if limit is not None)
+    # Without /proc, the kernel's own bound is what is left.
+    return min(known, default=(PID_MAX_LIMIT, "PID_MAX_LIMIT"))
 
 
 def why_not(workers: int) -> str | None:

@@ -1,0 +1,127 @@
+"""SIGTERM to the nodes of an elastic job: one is taken away, or all are to stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, strategies as st
+
+from rallypoint.launch import policy
+from rallypoint.launch.generation import Generation
+from rallypoint.launch.policy import Phase, SignalReceived, State
+from rallypoint.launch.supervision.shared_stop import MOMENT, SharedStop
+from rallypoint.launch.supervision.situation import Situation
+
+
+class Node:
+    """A node, all of whose workers can take a last checkpoint. What it decides, its policy heeds."""
+
+    def __init__(self, rank: int, nodes: int = 3, **state: Any) -> None:
+        known = {"elastic": True, "num_nodes": nodes, "nodes": nodes, "phase": Phase.RUNNING}
+        known |= {"running": frozenset({0}), "max_restarts": 0, "grace": 30.0}
+        self.now = Situation(State(**{**known, **state}), Generation(0, rank))
+        self.decided: list[policy.Event] = []
+        self.told: list[str] = []
+        self.saves = True
+        self.moment_over: Callable[[], None] | None = None
+        # What it asks of the loop, of the workers, and of the other nodes.
+        self.stop = SharedStop(
+            cast("Any", self), self.now, cast("Any", self), cast("Any", self), self.decide
+        )
+
+    def decide(self, event: policy.Event) -> None:
+        self.decided.append(event)
+        self.now.state = policy.decide(0.0, self.now.state, event).state
+
+    def after(self, delay: float, call: Callable[[], None]) -> None:
+        assert delay == MOMENT
+        self.moment_over = call
+
+    def can_save(self, _: Generation) -> bool:
+        return self.saves
+
+    def tell_of_stop(self, _: Generation) -> None:
+        self.told.append("workers")
+
+    def tell(self, what: str, generation: int, _: object) -> None:
+        self.told.append(what)
+
+
+ALONE, ALL = SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGTERM, everywhere=True)
+
+
+def test_a_node_that_is_told_alone_leaves_after_a_moment() -> None:
+    node = Node(1)
+    assert node.stop.begin(signal.SIGTERM)
+    assert node.told == ["workers", "told"]
+    node.stop.hear(1, 0)
+    assert node.decided == []
+    assert node.moment_over is not None
+    node.moment_over()
+    assert node.decided == [ALONE]
+    assert node.now.state.leaves
+
+
+@given(st.permutations([0, 1, 2]), st.integers(0, 2))
+def test_nodes_that_are_all_told_stop_the_job(order: list[int], at: int) -> None:
+    """Its own signal comes before, between or behind the others' words."""
+    node = Node(0)
+    words = [each for each in order if each != 0]
+    for each in words[:at]:
+        node.stop.hear(each, 0)
+    assert node.stop.begin(signal.SIGTERM)
+    for each in (0, *words[at:]):
+        node.stop.hear(each, 0)
+    assert node.decided == [ALL]
+    assert not node.now.state.leaves
+    assert node.moment_over is not None
+    node.moment_over()
+    assert node.decided == [ALL], "once"
+
+
+def test_others_that_are_told_do_not_stop_a_node_that_is_not() -> None:
+    node = Node(0)
+    for each in (1, 2):
+        node.stop.hear(each, 0)
+    assert node.decided == []
+
+
+def test_words_of_another_generation_do_not_count() -> None:
+    node = Node(0)
+    node.stop.hear(1, 0)
+    node.now.state = replace(node.now.state, generation=1)
+    node.stop.hear(2, 0)
+    assert node.stop.begin(signal.SIGTERM)
+    node.stop.hear(0, 1)
+    node.stop.hear(2, 1)
+    assert node.decided == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"elastic": False},
+        {"nodes": 1},
+        {"phase": Phase.STOPPING},
+        {"signal": signal.SIGTERM},
+    ],
+    ids=str,
+)
+def test_where_nothing_is_to_be_found_out_nobody_waits(state: dict[str, Any]) -> None:
+    assert not Node(0, **state).stop.begin(signal.SIGTERM)
+    assert not Node(0).stop.begin(signal.SIGINT)
+    without = Node(0)
+    without.saves = False
+    assert not without.stop.begin(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_second_signal_is_haste_unless_the_cluster_repeats_it(repeats: bool) -> None:
+    node = Node(0, sigterm_repeats=repeats)
+    assert node.stop.begin(signal.SIGTERM)
+    assert node.stop.begin(signal.SIGTERM) is repeats
+    assert not node.stop.begin(signal.SIGINT)
