@@ -770,3 +770,53 @@ def test_every_collective_after_a_loss_raises_that_the_members_have_changed(tmp_
         assert caught == [[what, [1], True] for what in whats]
         assert recoveries == 1
     assert json.loads((tmp_path / "caught 1").read_text()) == [[], 1]
+
+
+AUGMENTED = """
+import hashlib, json, os, pathlib, random, signal, sys
+import numpy as np
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = pathlib.Path(sys.argv[1])
+FAULTS = json.loads(sys.argv[2])
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+    def __getitem__(self, index):
+        return torch.randn(8) + index * random.random() + np.random.rand()
+
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+net = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+sampler = elastic.Sampler(96, 12)
+loader = torch.utils.data.DataLoader(Noisy(), batch_sampler=sampler, num_workers=1)
+with elastic.session(net, optimizer) as session:
+    for epoch in session.epochs(2):
+        for x in session.batches(loader):
+            with session.step():
+                for number, (step, who) in enumerate(FAULTS):
+                    mark = FOLDER / f"fault {number}"
+                    if (step, who) == (session.position, rank) and not mark.exists():
+                        mark.touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                net(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    bits = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
+(FOLDER / f"end {rank}").write_text(json.dumps(hashlib.sha256(bits).hexdigest()))
+dist.destroy_process_group()
+"""
+
+
+def test_random_transforms_in_worker_processes_are_the_same_after_a_loss(tmp_path: Path) -> None:
+    _, calm = trained(tmp_path / "calm", [], script=AUGMENTED)
+    done, ends = trained(tmp_path / "job", [[3, 1], [9, 0]], script=AUGMENTED)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "job").glob("fault *"))) == 2
+    assert len(ends) == 3 and ends == calm

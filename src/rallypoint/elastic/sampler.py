@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler as TorchSampler
 
 from . import sample_order
+from .samples import Sample
 
 
 _log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Sampler(TorchSampler[list[int]]):
         self._group = group
         self._is_local = keep == "local"
         self._epoch = self._first = 0
+        self.seeds_samples = False  # a session's loader has worker processes
         _, size = self._place()
         self._sizes: tuple[tuple[int, int], ...] = ((0, size),)
 
@@ -120,7 +122,10 @@ class Sampler(TorchSampler[list[int]]):
         for step in range(first, len(self)):
             start, end = self._bounds(step)
             # Asked anew: a spare may have become another rank.
-            yield sample_order.share(samples[start:end], *self._place())
+            share = sample_order.share(samples[start:end], *self._place())
+            if self.seeds_samples:
+                share = [Sample.of(each, self._seed, self._epoch) for each in share]
+            yield share
         _, left = self._bounds(len(self) - 1) if len(self) else (0, 0)
         if left < self._length:
             _log.warning(

@@ -6,17 +6,18 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from rallypoint._core import step_reports
 from rallypoint.errors import ElasticError
 
-from . import loader_state, process, sample_order, termination, torch_private
+from . import loader_state, process, sample_order, samples, termination, torch_private
 from .board import boards
 from .checkpoints import Checkpoints
 from .copies import Copies
@@ -590,9 +591,14 @@ class Session:
         return iterator
 
     def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
-        if self._checkpoints is None or self._kept is None:
-            return iter(loader)
-        with termination.kept_from_children():
+        with ExitStack() as stack:
+            if isinstance(loader, DataLoader) and loader.num_workers:
+                sampler = loader.batch_sampler
+                if isinstance(sampler, Sampler):
+                    sampler.seeds_samples = True
+                    stack.enter_context(samples.seeded(loader))
+            if self._checkpoints is not None and self._kept is not None:
+                stack.enter_context(termination.kept_from_children())
             return iter(loader)
 
     def _resized(self, own: OwnState, sampler: Sampler) -> OwnState:

@@ -1,0 +1,89 @@
+"""What a sample draws depends on the sample alone."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from rallypoint import elastic
+from rallypoint.elastic import samples
+from rallypoint.elastic.samples import Sample, SeededDataset
+
+
+class Noisy(Dataset[list[float]]):
+    """Each sample is its index, and draws of three generators."""
+
+    opened = False
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> list[float]:
+        assert type(index) is int
+        return [index, random.random(), torch.rand(1).item(), np.random.rand()]
+
+
+def read(
+    data: Dataset[list[float]], epoch: int, workers: int, batch: int, seed: int = 3
+) -> list[list[float]]:
+    """All samples as a session's loader reads them, in the order of their indices."""
+    sampler = elastic.Sampler(24, batch, seed=seed)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
+    sampler.begin_at(epoch)
+    sampler.seeds_samples = True
+    with samples.seeded(loader):
+        iterator = iter(loader)
+    assert loader.dataset is data
+    found = [
+        [each[row].item() for each in columns]
+        for columns in iterator
+        for row in range(len(columns[0]))
+    ]
+    return sorted(found)
+
+
+def test_whoever_reads_a_sample_gets_the_same() -> None:
+    expected = read(Noisy(), 1, workers=1, batch=4)
+    assert read(Noisy(), 1, workers=2, batch=6) == expected
+    draws = [draw for _, *each in expected for draw in each]
+    assert len(set(draws)) == len(draws), "samples differ, and generators do"
+
+
+def test_epochs_and_seeds_differ() -> None:
+    one, other, third = (
+        read(Noisy(), *each[:1], workers=2, batch=4, seed=each[1])
+        for each in ((0, 3), (1, 3), (0, 4))
+    )
+    for pair in ((one, other), (one, third), (other, third)):
+        assert all(a[0] == b[0] and a[1:] != b[1:] for a, b in zip(*pair, strict=True))
+
+
+def test_a_dataset_that_reads_whole_batches_is_seeded_for_each() -> None:
+    data = Subset(Noisy(), range(24))
+    assert read(data, 0, workers=1, batch=4) == read(data, 0, workers=2, batch=4)
+
+
+def test_it_looks_like_the_dataset_that_it_stands_for() -> None:
+    data = Noisy()
+    stand_in = SeededDataset(data)
+    assert isinstance(stand_in, Noisy) and len(stand_in) == 24
+    stand_in.opened = True
+    assert data.opened
+    with pytest.raises(AttributeError):
+        _ = stand_in.nothing
+    again = pickle.loads(pickle.dumps(stand_in))
+    assert type(again) is SeededDataset and again.opened
+
+
+def test_an_index_travels_with_its_seed() -> None:
+    sample = Sample.of(7, 0, 0)
+    again = pickle.loads(pickle.dumps(sample))
+    assert (again, again.seed, type(again)) == (7, sample.seed, Sample)
+    state = random.getstate()
+    samples.seed_for(7)
+    assert random.getstate() == state, "a plain index changes nothing"
