@@ -839,6 +839,34 @@ def test_a_fork_server_that_is_killed_costs_its_node_and_is_told_to_the_others(
     assert not process.is_running(store)
 
 
+def test_a_node_whose_store_ends_with_it_waits_until_the_others_have_read_why(
+    local: Cluster,
+) -> None:
+    """A follower that stood still for a moment would otherwise find the store gone, and take the node for lost."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    for index in range(2):
+        local.start(f"n{index}", *words("1:2"), "--rdzv-endpoint", endpoint)
+    first = local.formed(2)
+    local.goes_on(first)
+    server, store = next(
+        (node, pid) for node in local.nodes if (pid := process_of_store(node, endpoint))
+    )
+    other = next(node for node in local.nodes if node is not server)
+    fork_server = psutil.Process(store).ppid()
+    other.signal(signal.SIGSTOP)
+    os.kill(fork_server, signal.SIGKILL)
+    why = f"its fork server (pid {fork_server}) was killed by SIGKILL"
+    time.sleep(1.5)  # nothing happens that could be waited for: the node stays
+    assert server.alive, local
+    other.signal(signal.SIGCONT)
+    assert server.wait() == 1
+    assert why in server.says()
+    second = local.formed(1, after=first.generation)
+    local.goes_on(second)
+    assert f"failed: {why}" in other.says()
+    finish(local, other.name)
+
+
 def test_the_stores_process_ends_with_a_killed_supervisor(local: Cluster) -> None:
     flags = words("1:2")
     endpoint = start_local(local, 2, *flags)

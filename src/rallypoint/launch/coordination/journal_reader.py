@@ -38,6 +38,7 @@ class Round:
         self.store_lost = False
         self.unheard = False  # the store was lost: entries of this node are not read
         self.reported = False
+        self.said_farewell = False  # this node leaves, and the store that it serves ends with it
 
 
 NO_ROUND = Round(-1, -1, 0)
@@ -99,6 +100,10 @@ class JournalReader:
     def look(self, key: str) -> dict[str, Any] | None:
         """Read a record over the reader's connection. Called in its thread."""
         return self._records.look([key])[0]
+
+    def mark(self, key: str) -> None:
+        """Write an empty record over the reader's connection. Called in its thread."""
+        self._records.write(key, {})
 
     def _run(self) -> None:
         journal = Journal(self._records, self._round.generation)

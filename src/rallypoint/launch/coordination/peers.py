@@ -69,6 +69,8 @@ LEAVE_PATIENCE = 5.0
 MAX_FAILURES_TOLD = 64
 # At most this many characters of another node's reason are shown.
 MAX_REASON = 300
+# How long the node that serves the store stays for nodes that have not read that it leaves: one may be suspended.
+FAREWELL_PATIENCE = 3.0
 # How long the store is kept so that spare nodes can read that they are not needed.
 SPARES_PATIENCE = 2.0
 
@@ -405,6 +407,7 @@ class PeerNodes:
         if current.kept_for == generation:
             serves = self._rendezvous.serves
             self._append("leaving", generation, serves=serves, reason=reason)
+            current.said_farewell = serves
             return
         # The others continue without this node, but use its store.
         entry = {"what": "leaving", "node": -1, "serves": self._rendezvous.serves}
@@ -500,8 +503,17 @@ class PeerNodes:
             if rendezvous.serves and ending:
                 records.wait(f"{kept_for}/all_left", deadline.remaining() or 0.0)
                 self._wait_for_spares(records)
+            elif current.said_farewell:
+                self._await_those_who_hear(records, current)
         except RallyError:
             pass  # the others are already gone
+
+    def _await_those_who_hear(self, records: RecordStore, current: Round) -> None:
+        """Wait until the others have read that the store ends. Who has not would take this node for lost."""
+        deadline = Deadline(FAREWELL_PATIENCE)
+        for rank in range(current.num_nodes):
+            if rank != current.rank and rank not in current.gone:
+                records.wait(_heard(current.generation, rank), deadline.remaining() or 0.0)
 
     def _wait_for_spares(self, records: RecordStore) -> None:
         """Wait until all spares have read that there will be no round. Some may have gone silently: hence the timeout."""
@@ -612,10 +624,17 @@ class PeerNodes:
                     self._requests.put(self._rendezvous.abandon_store)
                 reason = str(entry.get("reason", ""))[:MAX_REASON]
                 self._post(PeerEvent("leaving", node, generation, reason=reason))
+                if current.store_lost:
+                    self._mark_as_heard(current)
             case "failed" | "hangs" | "stopped" if not own:
                 failures = failures_from_json(str(entry.get("failures", "[]")))
                 reason = str(entry.get("reason", ""))[:MAX_REASON]
                 self._post(PeerEvent(what, node, generation, failures, reason))
+
+    def _mark_as_heard(self, current: Round) -> None:
+        """The node that serves the store waits for this mark before it ends."""
+        if self._reader is not None:
+            self._reader.mark(_heard(current.generation, current.rank))
 
     def _heed_lost(self, current: Round, entry: Mapping[str, Any]) -> None:
         assert self._rendezvous is not None
@@ -683,3 +702,8 @@ class PeerNodes:
                     os.write(self._write, b"x")
                 except BlockingIOError:
                     pass  # the pipe is readable already
+
+
+def _heard(generation: int, rank: int) -> str:
+    """The key of the mark that a node has read of the end of the store."""
+    return f"{generation}/heard/{rank}"
