@@ -587,6 +587,17 @@ def test_peers_hear_of_the_symptom_at_once_and_of_the_cause_again():
     assert there.commands == (AskWorkers(),)
 
 
+def test_a_worker_that_dies_of_a_nodes_signal_is_no_failure_to_the_others():
+    """They had the consequence first, then heard that the node leaves. A failure after that would end their job."""
+    before = elastic(0, restarts=1, num_nodes=2, nodes=2, moment=MOMENT)
+    heard = policy.decide(0.0, before, PeerFailed(1, 0, symptom=True))
+    told = policy.decide(0.1, heard.state, SignalReceived(signal.SIGTERM))
+    assert TellPeers("leaving") in told.commands
+    ended = policy.decide(0.2, told.state, WorkerEnded(0, True))
+    assert ended.commands == (Sweep(min(policy.LEFTOVER_GRACE, GRACE)),)
+    assert ended.state.aim is Aim.SIGNALLED
+
+
 # -- sessions: a lost worker is replaced, the others keep what they have --------------------------
 
 
@@ -976,6 +987,8 @@ def test_whatever_happens(start, steps):
                 started_in.add(generation)
             if isinstance(command, Join | StartWorkers | ReportRestart):
                 assert not told_to_stop, "a signal led to a restart"
+            if command == TellPeers("failed") and not isinstance(event, Broken):
+                assert before.signal is None, "a failure was told after the signal that ended it"
         if before.phase is Phase.ENDED:
             assert not decision.commands, "it went on after Finish"
         commands += decision.commands

@@ -764,8 +764,8 @@ def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: b
         return Decision(replace(new, has_left=True), (), f"worker {index} has ended well")
     elif state.phase is Phase.STOPPING:
         commands: tuple[Command, ...] = ()
-        if failed and not symptom and state.verdict is Verdict.SUSPECT:
-            # The cause arrives after its consequence.
+        if failed and not symptom and state.verdict is Verdict.SUSPECT and state.signal is None:
+            # The cause arrives after its consequence. (Told to stop, the worker most likely ends of the same signal.)
             aim, verdict = _after_failure(state, symptom)
             state = replace(state, aim=_overruled(state.aim, aim), verdict=verdict)
             commands = (TellPeers("failed"),) if state.num_nodes > 1 else ()
@@ -916,7 +916,9 @@ def _stop(
     commands: list[Command] = []
     order = list(Verdict)
     state = replace(state, verdict=max(state.verdict, verdict, key=order.index))
-    if tell is not None and state.num_nodes > 1:
+    # Others have heard that this node was told to stop or to leave. A failure now would be held against them.
+    late = tell == "failed" and state.signal is not None
+    if tell is not None and state.num_nodes > 1 and not late:
         commands.append(TellPeers(tell))
     if state.phase is Phase.JOINING:
         new = replace(state, phase=Phase.ENDED, aim=aim)
