@@ -426,3 +426,37 @@ def test_ctrl_c_while_it_still_imports_ends_without_a_traceback():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_a_file_that_hides_a_module_of_the_standard_library_is_named(tmp_path: Path):
+    (tmp_path / "train.py").write_text("print('ran')")
+    (tmp_path / "random.py").write_text("def draw(): return 4")
+    # Not a fork of this process, which has imported Python's own.
+    done = subprocess.run(
+        [RALLY, "run", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == AT_RUN_TIME
+    told = " ".join(done.stderr.partition("rally: ")[2].split())
+    assert "random.py beside the script hides a module of the standard library: rename it" in told
+
+
+def test_without_proc_no_job_is_started(tmp_path: Path):
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare")
+    (tmp_path / "train.py").write_text("print('ran')")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f"umount -l /proc && exec {RALLY} run train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (AT_RUN_TIME, ""), done.stderr
+    assert done.stderr.startswith("rally: /proc is not mounted")
+    assert done.stderr.count("\n") == 1

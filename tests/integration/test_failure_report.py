@@ -464,6 +464,42 @@ if rank == 1:
     assert "rank 1 still ran when all others had failed" in " ".join(result.summary.split())
 
 
+def test_a_rank_that_ends_while_others_need_it_is_named(tmp_path):
+    result = run(tmp_path, TOGETHER, failure="if rank == 1: sys.exit(0)", workers=3)
+    assert (result.root["rank"], result.root["exit_code"], result.code) == (1, 0, 1), result.summary
+    assert result.report["left_early"] == [1]
+    assert {each["rank"] for each in result.report["victims"]} == {0, 2}
+    assert "rank 1 ended while other ranks still needed it; 2 others failed" in result.summary
+    assert "  needed by    rank" in result.summary
+    assert "dist.all_reduce" in result.summary
+
+
+def test_a_rank_that_ends_early_is_not_blamed_for_the_error_of_another(tmp_path):
+    failure = """
+if rank == 1:
+    sys.exit(0)
+if rank == 2:
+    time.sleep(0.5)
+    raise ValueError("bad shard")
+"""
+    result = run(tmp_path, TOGETHER, failure=failure, workers=3)
+    assert (result.root["rank"], result.report["left_early"]) == (2, []), result.summary
+
+
+def test_of_ranks_that_wait_in_vain_the_report_says_who_had_ended(tmp_path):
+    failure = """
+import datetime
+if rank == 2:
+    time.sleep(0.5)
+    os._exit(0)
+dist.monitored_barrier(timeout=datetime.timedelta(seconds=2))
+"""
+    flags = ("--cause-timeout", "1")
+    result = run(tmp_path, TOGETHER, *flags, failure=failure, workers=3)
+    assert "rank 2" in result.summary
+    assert "exit code 0" in result.summary
+
+
 @pytest.mark.parametrize("flags", [(), ("--redirects", "3")], ids=["console", "redirects"])
 def test_what_was_printed_before_a_bare_exit_is_shown(tmp_path, flags):
     failure = """

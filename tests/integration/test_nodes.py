@@ -339,6 +339,20 @@ def test_a_master_pod_that_calls_itself_localhost_is_reached_by_its_name_elsewhe
     assert [node.records()[0]["MASTER_ADDR"] for node in nodes] == list(addrs)
 
 
+def test_a_rank_of_another_node_that_ended_early_is_named_on_all(start, tmp_path) -> None:
+    (tmp_path / "leaves.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() != 3:\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    nodes = two_nodes(start, rest=("leaves.py",))
+    assert [node.wait() for node in nodes] == [1, 1]
+    for node in nodes:
+        assert "rank 3 ended while other ranks still needed it; 3 others failed" in node.says()
+
+
 # -- hosts of their own ---------------------------------------------------------------------------
 
 

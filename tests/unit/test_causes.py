@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rallypoint.launch import policy
-from rallypoint.launch.output.failure import WorkerFailure
+from rallypoint.launch.output.failure import Raised, WorkerFailure
 from rallypoint.launch.policy import Verdict
 from rallypoint.launch.supervision.causes import Causes
 
@@ -72,15 +72,15 @@ def test_an_echo_of_another_node_does_not_hide_what_was_told_before() -> None:
 
 def test_the_verdict_names_a_loss_only_if_no_worker_is_to_blame() -> None:
     causes = Causes(failures=(KILLED, STOPPED), lost="its fork server is gone")
-    assert causes.verdict(None) == ((KILLED, STOPPED), "")
+    assert causes.verdict(None) == ((KILLED, STOPPED), "", ())
     causes = Causes(failures=(STOPPED,), lost="its fork server is gone")
-    assert causes.verdict(None) == ((STOPPED,), "its fork server is gone")
+    assert causes.verdict(None) == ((STOPPED,), "its fork server is gone", ())
 
 
 def test_failures_that_other_nodes_told_fill_missing_reports() -> None:
     elsewhere = dataclasses.replace(KILLED, host="b", node_rank=1, rank=5)
     causes = Causes(failures=(STOPPED,), of_peers=(elsewhere,))
-    failures, reason = causes.verdict(())
+    failures, reason, _ = causes.verdict(())
     assert (failures[0], reason) == (elsewhere, "")
     assert causes.verdict((KILLED,))[0] == (KILLED,)
 
@@ -90,3 +90,35 @@ def test_workers_that_start_again_forget_it() -> None:
     assert causes.of_this_node == "a"
     causes.begin()
     assert causes == Causes()
+
+
+LEFT = dataclasses.replace(KILLED, rank=3, local_rank=3, exit_code=0, signal=None, at=0.5)
+LOST = Raised(
+    type="RuntimeError", message="Connection closed by peer", traceback="", at=1.0, timestamp=1
+)
+ALONE = dataclasses.replace(KILLED, rank=0, local_rank=0, exit_code=1, signal=None, raised=LOST)
+
+
+def test_a_rank_that_left_early_is_to_blame_if_all_others_only_lost_a_peer() -> None:
+    causes = Causes(failures=(ALONE, STOPPED), left_early=(LEFT,))
+    assert causes.verdict(None) == ((LEFT, ALONE, STOPPED), "", (3,))
+    told = causes.why_all_restart(state(Verdict.FAILED))
+    assert told.startswith("rank 3 ended while other ranks still needed it; restarting")
+
+
+def test_a_rank_that_left_early_explains_nothing_beside_a_cause() -> None:
+    causes = Causes(failures=(KILLED, ALONE), left_early=(LEFT,))
+    assert causes.verdict(None) == ((KILLED, ALONE), "", ())
+
+
+def test_of_several_that_left_early_the_first_is_shown_and_all_are_named() -> None:
+    later = dataclasses.replace(LEFT, rank=4, at=0.7)
+    causes = Causes(failures=(ALONE,), left_early=(later, LEFT))
+    assert causes.verdict(None) == ((LEFT, ALONE), "", (3, 4))
+    # Reported by another node.
+    assert Causes().verdict((ALONE, later, LEFT)) == ((LEFT, ALONE), "", (3, 4))
+
+
+def test_ranks_that_ended_well_do_not_fail_a_job_by_themselves() -> None:
+    causes = Causes(left_early=(LEFT,), lost="node 1 is lost")
+    assert causes.verdict(None) == ((), "node 1 is lost", ())

@@ -156,6 +156,7 @@ OF_EACH_KIND = {
     Says.MISSING: failing(0, 9.0, "RuntimeError", MISSING),
     Says.CONNECTION: failing(0, 9.0, "ConnectionRefusedError", "[Errno 111] Connection refused"),
     Says.TIMED_OUT: failing(0, 9.0, "RuntimeError", "Timed out waiting 8000ms for recv operation"),
+    Says.LEFT_EARLY: failure(0, exit_code=0, at=9.0),
     Says.PEER_LOST: failing(0, 9.0, *PEER),
     Says.STOPPED: killed(0, signal.SIGTERM, stopped_by_us=True, at=9.0),
 }  # fmt: skip
@@ -164,7 +165,7 @@ OF_EACH_KIND = {
 @pytest.mark.parametrize(("says", "worker"), OF_EACH_KIND.items())
 def test_what_a_failure_says(says, worker):
     assert worker.says() is says
-    assert worker.is_symptom() == (says in {*list(Says)[4:8], Says.MASKED})
+    assert worker.is_symptom() == (says in {*list(Says)[4:9], Says.MASKED})
 
 
 @given(
@@ -179,7 +180,7 @@ def test_who_says_the_most_is_to_blame_on_whatever_host_and_whenever(kinds, host
     ]
     report = FailureReport(failures=in_order_of_blame(failures), world_size=6)
     assert report.root_cause.says() is min(kinds)
-    assert report.is_known == (min(kinds) <= Says.MISSING)
+    assert report.is_known == (min(kinds) <= Says.MISSING or min(kinds) is Says.LEFT_EARLY)
     assert report.to_json()["cause_known"] == report.is_known
 
 

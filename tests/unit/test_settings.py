@@ -500,3 +500,19 @@ def test_workers_that_the_cluster_has_bound_to_one_cpu(monkeypatch):
     assert not [each for each in configure("x.py")[1] if "CPU" in each]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 4})
     assert not [each for each in configure("x.py", **task)[1] if "CPU" in each]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("x.py --nproc-per-node 2", "--nproc-per-node"),
+        ("x.py --lr 1 --nproc_per_node=2", "--nproc_per_node"),
+        ("-m x --nnodes 2", "--nnodes"),
+        ("--nproc-per-node 2 x.py --nproc-per-node 3", None),  # the script has one of its own
+        ("x.py -- --nproc-per-node 2", None),
+        ("x.py --epochs 2", None),
+    ],
+)
+def test_a_flag_after_the_script_is_remarked_on(line, named):
+    remarks = configure(line)[1]
+    assert [each.partition(" ")[0] for each in remarks] == ([named] if named else [])

@@ -89,6 +89,11 @@ class _Adoption:
 _adoption = _Adoption()
 
 
+def is_proc_mounted() -> bool:
+    """Whether there is a ``/proc``, without which no process is found here."""
+    return os.path.exists("/proc/self/stat")
+
+
 def children(pid: int) -> list[int]:
     """The direct children of a process, including zombies; empty if it is gone."""
     found: list[int] = []

@@ -264,6 +264,15 @@ class Generation:
         """The failures of all workers that have failed, in rank order."""
         return tuple(self._failure_of(worker) for worker in self._workers if worker.status)
 
+    def left_early(self) -> tuple[WorkerFailure, ...]:
+        """The ends of the workers that succeeded before any worker was stopped, in rank order."""
+        at = self._stopped_at
+        return tuple(
+            self._failure_of(worker)
+            for worker in self._workers
+            if worker.status == 0 and (at is None or worker.ended_at < at)
+        )
+
     def _failure_of(self, worker: Worker) -> WorkerFailure:
         code = os.waitstatus_to_exitcode(worker.status or 0)
         number = -code if code < 0 else None

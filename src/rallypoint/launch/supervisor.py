@@ -36,7 +36,7 @@ from .coordination.interface import (
 )
 from .generation import Generation, Worker
 from .output.console import Console
-from .output.failure import WorkerFailure, in_order_of_blame
+from .output.failure import in_order_of_blame
 from .output.relay import Relay
 from .output.report import FailureReport, in_a_line
 from .output.reportfiles import write_error_files, write_report
@@ -47,7 +47,7 @@ from .server.channel import Message
 from .server.server_process import ServerProcess
 from .signals import SignalEvents
 from .supervision import store_socket
-from .supervision.causes import Causes
+from .supervision.causes import Causes, WhyFailed
 from .supervision.event_loop import EventLoop
 from .supervision.hung_workers import HungWorkers
 from .supervision.kept_workers import KeptWorkers
@@ -273,6 +273,11 @@ class Supervisor:
 
     def _start_server(self) -> ServerProcess:
         config = self._config
+        if not process.is_proc_mounted():
+            raise LaunchError(
+                "/proc is not mounted: the processes of a job are found there"
+                " (mount -t proc proc /proc; in a chroot, before entering it)"
+            )
         if config.start_method is StartMethod.FORK:
             assert self._call is not None
             with environment.overlay({"RALLY_JOB": self._token}):
@@ -322,7 +327,7 @@ class Supervisor:
             for message, _fds in server.channel.receive():
                 self._hear(message)
             if server.pidfd in ready and self._finished is None:
-                self._requests.note_end()
+                self._requests.note_end(is_ready=self._server_ready)
             if coordination.fileno() in ready:
                 self._hear_peers()
             self._observation.serve(ready)
@@ -445,7 +450,7 @@ class Supervisor:
                     " (it must be importable before workers start: check its name and PYTHONPATH)"
                     if message["module"] in self._config.preload
                     else f"cannot import {message['module']}: {message['error']}"
-                    f" (in {sys.executable})"
+                    f" (in {sys.executable}){self._server.why_imports_fail()}"
                 )
             case "spawned" if message["lasts"]:
                 self._server.keep(message["pid"])
@@ -863,6 +868,7 @@ class Supervisor:
         self._requests.tell_what_is_left(left)
         self._now.workers.drain(DRAIN_PATIENCE)
         failures = self._causes.failures = in_order_of_blame(self._now.workers.failures())
+        self._causes.left_early = self._now.workers.left_early()
         self._results = self._now.workers.results()
         cause = in_a_line(failures[0]) if failures else ""
         self._observation.note_end(
@@ -887,16 +893,17 @@ class Supervisor:
             worker.close()
         self._now.workers = Generation(self._now.state.generation, 0)
 
-    def _report(self, failures: tuple[WorkerFailure, ...], reason: str = "") -> FailureReport:
+    def _report(self, why: WhyFailed) -> FailureReport:
         folder = self._folder.path
         generation = self._now.state.generation
         world = sum(self._now.round.workers_of_nodes) if self._now.round else 0
         report = FailureReport(
-            failures=failures,
+            failures=why.failures,
             world_size=self._config.world_size or world,
             max_restarts=self._config.max_restarts,
             log_folder=None if folder is None else str(folder / f"attempt_{generation}"),
-            reason=reason,
+            reason=why.reason,
+            left_early=why.left_early,
             slow=self._observation.slow_ranks(),
         )
         return write_report(folder, report)
@@ -907,7 +914,7 @@ class Supervisor:
         if aim is Aim.FAIL and not alone:
             patience = self._config.shutdown_timeout + GATHER_PATIENCE
             self._gather_until = clock.MONOTONIC.now() + patience
-            self._coordination.tell("report", self._now.state.generation, self._causes.failures)
+            self._coordination.tell("report", self._now.state.generation, self._causes.ends)
 
     @property
     def _fails_alone(self) -> bool:
@@ -919,11 +926,9 @@ class Supervisor:
         report = None
         if aim is Aim.FAIL:
             several = self._config.num_nodes > 1
-            failures, reason = self._causes.verdict(
-                self._coordination.reports() if several else None
-            )
+            why = self._causes.verdict(self._coordination.reports() if several else None)
             self._folder.keep()
-            report = self._report(failures, reason)
+            report = self._report(why)
         else:
             for line in self._observation.slow_ranks():
                 self._say(line)

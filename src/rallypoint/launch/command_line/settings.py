@@ -54,6 +54,8 @@ _DEVICE_FILES = (
 
 # With one of these flags set the cluster is not asked: they say where this node stands.
 _NODE_FLAGS = ("node_rank", "master_addr", "rdzv_endpoint", "standalone")
+# Flags that scripts rarely have.
+_SIZE_FLAGS = frozenset(("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"))
 
 
 def config_from(
@@ -73,6 +75,7 @@ def config_from(
     values = Values(flags, origins, env)
     if function_path is None:
         job = target_from(values, given.target)
+        _remark_on_flags_after_target(values, job)
     else:
         job = Job(kind=TargetKind.FUNCTION, name=given.target[0], path=function_path)
     start_method, python = _start(values, job.kind)
@@ -140,6 +143,20 @@ def config_from(
     )
     _remark_on_what_has_no_effect(values)
     return config, values.remarks
+
+
+def _remark_on_flags_after_target(values: Values, job: Job) -> None:
+    """A job's size and place among the script's arguments: the user may have meant them for us."""
+    for word in job.args:
+        if word == "--":
+            return
+        dest = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and dest in _SIZE_FLAGS and not values.is_set(dest):
+            values.remarks.append(
+                f"{word.partition('=')[0]} comes after {job.name}, so the script gets it;"
+                " flags of rally run come before the script"
+            )
+            return
 
 
 def _cluster_decides(values: Values) -> bool:

@@ -7,7 +7,8 @@ handlers, and a peer that loses its connection may die first. So:
   without an exception, when it was reaped;
 * a failure that only says "my peer is gone" is a symptom if another one says more (:mod:`.symptoms`);
 * a worker that we stopped before it raised anything is a victim, unless it was handling an exception
-  at that time and no other worker has an error of its own.
+  at that time and no other worker has an error of its own;
+* a worker whose script ended well is to blame if all others only lost a peer: it left them.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Raised:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFailure:
-    """One failed or stopped worker.
+    """One failed or stopped worker, or one that left before the others failed (exit code 0).
 
     Args:
         exit_code: the exit code, or None if a signal ended the worker.
@@ -132,6 +133,11 @@ class WorkerFailure:
             return f"signal {self.signal}"
 
     @property
+    def left_early(self) -> bool:
+        """Whether it did not fail, but ended before the others had failed."""
+        return self.exit_code == 0 and not self.stopped_by_us
+
+    @property
     def command_exit_code(self) -> int:
         """The exit code as a shell reports it."""
         if self.says() in {Says.HANDLED, Says.PRINTED}:
@@ -143,6 +149,8 @@ class WorkerFailure:
     def says(self) -> Says:
         """How much this failure says about the root cause."""
         raised = self.raised
+        if self.left_early:
+            return Says.LEFT_EARLY
         if self.stopped_by_us:
             if raised is not None and raised.handled and not symptoms.is_ordinary(raised.type):
                 found = raised.says()
@@ -171,6 +179,8 @@ class WorkerFailure:
     def headline(self) -> str:
         """What happened, in a few words."""
         raised = self.raised
+        if self.left_early:
+            return "ended while other ranks still needed it"
         if self.hung and raised is None:
             return "hung"
         if self.stopped_by_us and raised is not None and raised.handled:

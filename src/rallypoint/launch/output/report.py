@@ -50,6 +50,7 @@ class FailureReport:
         log_folder: where this generation's files are, or None.
         report_file: this report as JSON, or None.
         reason: set if no worker is to blame (the fork server was killed, say).
+        left_early: ranks whose scripts ended well before the others failed, if that may explain the failures.
         slow: ranks of this node that were slow, in words.
     """
 
@@ -59,6 +60,7 @@ class FailureReport:
     log_folder: str | None = None
     report_file: str | None = None
     reason: str = ""
+    left_early: tuple[int, ...] = ()
     slow: tuple[str, ...] = ()
 
     @property
@@ -69,7 +71,7 @@ class FailureReport:
     def is_known(self) -> bool:
         """Whether a worker reported the cause; if not, the root cause is only the first worker to notice."""
         root = self.root_cause
-        return root is None or root.says() <= Says.MISSING
+        return root is None or root.says() <= Says.MISSING or root.left_early
 
     @property
     def victims(self) -> tuple[WorkerFailure, ...]:
@@ -96,6 +98,7 @@ class FailureReport:
             "cause_known": root is not None and self.is_known,
             "root_cause": None if root is None else _as_json(root),
             "victims": [_as_json(victim) for victim in self.victims],
+            "left_early": list(self.left_early),
             "log_folder": self.log_folder,
             "slow": list(self.slow),
         }
@@ -112,6 +115,7 @@ class FailureReport:
             max_restarts=record["max_restarts"],
             log_folder=record["log_folder"],
             reason=record["reason"],
+            left_early=tuple(record.get("left_early", ())),
         )
 
     def text(self, width: int = 100, *, colour: bool = False) -> str:
@@ -256,6 +260,8 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
     because = root.cause or _mismatch(report) or _because(root, report)
     if because:
         lines += _wrapped("  because      ", because, width, most=3)
+    if root.left_early:
+        return lines + _needed_by(report.victims, width, paint)
     raised = root.raised
     if raised is not None and raised.is_exit:
         text = f"{root.exit_code} (SystemExit: {raised.message})"
@@ -285,6 +291,16 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
     return lines
 
 
+def _needed_by(victims: Sequence[WorkerFailure], width: int, paint: _Paint) -> list[str]:
+    """Where the others were when a rank had left them: the stack of the first of them."""
+    for each in victims:
+        if each.raised is not None and each.raised.traceback:
+            stack = stack_lines.of(each.raised.traceback, MAX_TRACEBACK_LINES)
+            place = _wrapped("  needed by    ", f"rank {each.rank}, which was here", width)
+            return place + _block(stack, width, MAX_TRACEBACK_LINES, paint)
+    return []
+
+
 def _mismatch(report: FailureReport) -> str:
     """Collectives of the ranks that do not match."""
     return collective_waits.mismatch(
@@ -304,8 +320,16 @@ def _because(root: WorkerFailure, report: FailureReport) -> str:
             return "likely: the other ranks only report a lost peer"
         case Says.MISSING:
             ranks = compact(root.accused)
-            return f"rank{'s' * (len(root.accused) > 1)} {ranks} never arrived" if ranks else ""
-        case Says.CONNECTION | Says.TIMED_OUT | Says.PEER_LOST if report.victims:
+            left = _left_early(report.left_early)
+            told = [f"rank{'s' * (len(root.accused) > 1)} {ranks} never arrived"] if ranks else []
+            return "; ".join([*told, left] if left else told)
+        case Says.LEFT_EARLY:
+            left = _left_early([rank for rank in report.left_early if rank != root.rank])
+            mine = "it ended without an error (exit code 0), and the others lost a peer"
+            return f"{mine}; {left}" if left else mine
+        case Says.CONNECTION | Says.TIMED_OUT | Says.PEER_LOST if (
+            report.victims or report.left_early
+        ):
             return _who_is_missing(report)
         case _:
             return ""
@@ -313,11 +337,19 @@ def _because(root: WorkerFailure, report: FailureReport) -> str:
 
 def _who_is_missing(report: FailureReport) -> str:
     """If all failures are symptoms: the ranks that were still running after the others had failed."""
+    if report.left_early:
+        return f"{_left_early(report.left_early)}, and it lost a peer, or one never arrived"
     left = [each.rank for each in report.victims if each.says() is Says.STOPPED]
     if not left:
         return "it lost a peer, as did all others; no rank reported an error of its own"
     ranks = f"rank{'s' * (len(left) > 1)} {compact(left)}"
     return f"it lost a peer, or one never arrived; {ranks} still ran when all others had failed"
+
+
+def _left_early(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return ""
+    return f"rank{'s' * (len(ranks) > 1)} {compact(ranks)} had ended with exit code 0 before that"
 
 
 def _is_number(text: str) -> bool:

@@ -26,8 +26,9 @@ class Says(IntEnum):
     MISSING = 4  # names the rank that never arrived
     CONNECTION = 5  # a connection failed, perhaps to no peer at all
     TIMED_OUT = 6  # a peer did not arrive in time
-    PEER_LOST = 7  # a peer closed its connection
-    STOPPED = 8  # nothing: we stopped it
+    LEFT_EARLY = 7  # did not fail: its script ended while other ranks still needed it
+    PEER_LOST = 8  # a peer closed its connection
+    STOPPED = 9  # nothing: we stopped it
 
 
 # One exception: the name of its type, and its message.

@@ -20,7 +20,7 @@ from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap
 from rallypoint.launch.worker.job import WorkerFds
 
-from . import warm_client
+from . import hidden_modules, warm_client
 from .channel import Channel, Message, socket_pair
 from .warm_client import Warm
 
@@ -49,6 +49,7 @@ class ServerProcess:
             job, and all its descendants are the job's, marked or not, except these.
         forked: the server is a fork of this program: its forks have the mark in memory only.
         warm: the server is a fork of a warm server, so it is no child of this process.
+        path: the folder that it imports from before all others, if there is one.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ServerProcess:
         *,
         forked: bool = False,
         warm: Warm | None = None,
+        path: str | None = None,
     ) -> None:
         self.pid = pid
         self.channel = channel
@@ -69,6 +71,7 @@ class ServerProcess:
         self._strangers = strangers
         self._forked = forked
         self._warm = warm is not None
+        self._path = path
         self._since = process.started(pid)
         self._lasting: set[int] = set()
         self._reaped: int | None = None
@@ -144,7 +147,8 @@ class ServerProcess:
         channel = Channel(ours)
         with _in_file(secret) as fds:
             channel.send(hello, fds)
-        started = cls._of(child.pid, channel, token, strangers=strangers)
+        path = bootstrap.import_path(job)
+        started = cls._of(child.pid, channel, token, strangers=strangers, path=path)
         started.why_cold = why_cold
         return started
 
@@ -304,6 +308,16 @@ class ServerProcess:
             number = os.WTERMSIG(status)
             return f"was killed by {signal.Signals(number).name}"
         return f"exited with code {os.waitstatus_to_exitcode(status)}"
+
+    def why_imports_fail(self) -> str:
+        """What in the script's folder may have made its imports fail, as the end of a sentence; or nothing."""
+        found = hidden_modules.hidden(self._path)
+        if not found:
+            return ""
+        names = f"{', '.join(found[:3])}{', …' if len(found) > 3 else ''}"
+        hides, them = ("hides a module", "it") if len(found) == 1 else ("hide modules", "them")
+        # The folder last: a long one may be cut off.
+        return f"; {names} beside the script {hides} of the standard library: rename {them} (in {self._path})"
 
     def kill_orphans(self, patience: float = KILL_PATIENCE) -> list[int]:
         """Kill the orphans of a dead server, or the descendants of one that does not die.

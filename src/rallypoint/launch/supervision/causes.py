@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rallypoint.launch.output.failure import WorkerFailure, in_order_of_blame
 from rallypoint.launch.output.report import in_a_line
+from rallypoint.launch.output.symptoms import Says
 from rallypoint.launch.policy import State, Verdict
+
+
+class WhyFailed(NamedTuple):
+    """Why the job has failed.
+
+    Args:
+        failures: those to blame first.
+        reason: in words, what else is the reason; or nothing.
+        left_early: ranks whose scripts ended well before the others failed; empty if that explains nothing.
+    """
+
+    failures: tuple[WorkerFailure, ...]
+    reason: str
+    left_early: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -16,6 +32,7 @@ class Causes:
 
     Args:
         failures: of this node's workers, those to blame first.
+        left_early: of this node's workers, those that did not fail and ended before any was stopped.
         of_peers: what other nodes have told of theirs.
         not_of_workers: in words, if no worker is to blame.
         lost: which node or fork server is gone, in words.
@@ -23,6 +40,7 @@ class Causes:
     """
 
     failures: tuple[WorkerFailure, ...] = ()
+    left_early: tuple[WorkerFailure, ...] = ()
     of_peers: tuple[WorkerFailure, ...] = ()
     not_of_workers: str = ""
     lost: str = ""
@@ -68,25 +86,32 @@ class Causes:
             again = "not counted as an attempt if a node joined or left"
         why = "another node failed"
         # If another node reported first, its failure is the cause.
-        failures = in_order_of_blame((*self.of_peers, *self.failures))
+        failures = in_order_of_blame((*self.of_peers, *self.failures, *self.left_early))
         if failures:
             why = f"rank {failures[0].rank} {in_a_line(failures[0])}"
         return f"{self.not_of_workers or self.lost or why}; restarting all workers ({again})"
 
-    def verdict(
-        self, of_nodes: Sequence[WorkerFailure] | None
-    ) -> tuple[tuple[WorkerFailure, ...], str]:
+    @property
+    def ends(self) -> tuple[WorkerFailure, ...]:
+        """How this node's workers ended, as far as that may explain why the job failed."""
+        return (*self.failures, *self.left_early)
+
+    def verdict(self, of_nodes: Sequence[WorkerFailure] | None) -> WhyFailed:
         """Why the job has failed.
 
         Args:
-            of_nodes: what all nodes have reported, if there are several; empty if reports are missing.
-        Returns:
-            The failures, those to blame first; and in words what else is the reason, or nothing.
+            of_nodes: what all nodes have reported (:attr:`ends`), if there are several; empty if reports are missing.
         """
-        failures = self.failures
-        if of_nodes is not None:
-            # If reports are missing: use what other nodes told, which may include the cause.
-            failures = in_order_of_blame(of_nodes or (*self.of_peers, *failures))
+        # If reports are missing: use what other nodes told, which may include the cause.
+        ordered = in_order_of_blame(of_nodes or (*self.of_peers, *self.ends))
+        if all(each.left_early for each in ordered):
+            ordered = ()  # nobody needed them
+        if ordered and ordered[0].says() < Says.MISSING:
+            left_early: tuple[int, ...] = ()
+        else:
+            left_early = tuple(sorted(each.rank for each in ordered if each.left_early))
+        failures = tuple(each for each in ordered if not each.left_early or each is ordered[0])
         # Workers that only lost their peers, or were stopped, are not to blame.
         blameless = all(each.stopped_by_us or each.is_symptom() for each in failures)
-        return tuple(failures), self.not_of_workers or (self.lost if blameless else "")
+        reason = self.not_of_workers or (self.lost if blameless else "")
+        return WhyFailed(failures, reason, left_early)

@@ -70,10 +70,12 @@ class ServerRequests:
         for message in self._server.unheard():
             self._execute(message)
 
-    def note_end(self) -> None:
+    def note_end(self, *, is_ready: bool) -> None:
         """Its pidfd is ready: see whether it is gone."""
         if self._server.wait(0):
             reason = f"its fork server (pid {self._server.pid}) {self._server.how_it_ended()}"
+            if not is_ready:
+                reason += self._server.why_imports_fail()
             self._let_go()
             self._on_gone(reason, self._server.kill_orphans())
 
