@@ -449,6 +449,8 @@ def test_init_dist_names_what_it_does_not_take(args, kwargs, words):
 def test_a_config_in_another_place_is_named(start):
     with pytest.raises(ConfigError, match=r"cfg 1.0: expected a MultiprocessConfig .*func, cfg"):
         start(abs, 1.0, MultiprocessConfig(world_size=2))
+    with pytest.raises(ConfigError, match=r"abs.*: expected a MultiprocessConfig .*func, cfg"):
+        start(MultiprocessConfig(world_size=2), abs)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -694,6 +696,26 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "top of the script\nTrue [True, True]\n"
+
+
+def test_the_report_shows_the_file_and_the_line_of_a_function_of_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from rallypoint.launch import MultiprocessConfig, launch_subprocesses\n"
+        "def main():\n"
+        "    def nested(batch):\n"
+        "        return batch['image']\n"
+        "    def work():\n"
+        "        return nested({})\n"
+        "    launch_subprocesses(work, MultiprocessConfig(world_size=2, backend='gloo'))\n"
+        "main()\n"
+    )
+    done = supervisors.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, imports=IMPORTS
+    )
+    report = done.stderr.partition("root cause")[2]
+    assert re.search(r'script\.py", line 4, in nested', report), done.stderr
+    assert "│     return batch['image']" in report
 
 
 NOTEBOOK = """

@@ -940,6 +940,15 @@ def test_functions_without_a_name_travel_by_value_where_that_is_asked_for():
             kind = type("Nameless", (), {"value": 5})
             assert rpc.rpc_sync("w1", lambda: kind()).value == 5
 
+            # Its traceback names its file, which cloudpickle leaves out.
+            mine = {"__name__": "__main__"}
+            code = "def blow():\n    return {}['no such key']"
+            exec(compile(code, "/home/ada/train.py", "exec"), mine)
+            with pytest.raises(KeyError) as caught:
+                rpc.rpc_sync("w1", mine["blow"])
+            told = "".join(traceback.format_exception(caught.value))
+            assert 'File "/home/ada/train.py", line 2, in blow' in told
+
         workers.on(0, case)
         workers.run(rpc_workers.leave)
 

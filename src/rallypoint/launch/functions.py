@@ -117,8 +117,8 @@ def launch_subprocesses(
         WorkersFailed: a worker failed, or its result cannot be pickled; the text is the report.
         LaunchError: the job's processes could not be run, or a result cannot be unpickled here.
     """
-    _check_calls(func, setup)
     multiprocess_config.check(cfg)
+    _check_calls(func, setup)
     if setup is None:
         _check_arguments(func, args, kwargs)
     if hosts:

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TextIO
 
-from rallypoint._core import env as environment, forks
+from rallypoint._core import code_files, env as environment, forks
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch import torch_private
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
@@ -146,7 +146,10 @@ def name_of(func: object) -> str:
 def _dump(what: object, file: Any) -> None:  # Any: only write() is needed
     import cloudpickle
 
-    cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(what)
+    class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        dispatch_table = code_files.keeping(cloudpickle.Pickler.dispatch_table)
+
+    ByValue(file, protocol=pickle.HIGHEST_PROTOCOL).dump(what)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rallypoint._core import code_files
 from rallypoint.rpc import torch_private
 from rallypoint.wire.frames import check
 
@@ -97,6 +98,8 @@ def _by_value() -> type:
         import cloudpickle
 
         class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+            dispatch_table = code_files.keeping(cloudpickle.Pickler.dispatch_table)
+
             def __init__(self, file: Any, to: int | None, devices: Devices | None) -> None:
                 self.tensors = tensors = TensorWriter(devices)
                 super().__init__(file, 5, tensors.take)
