@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import inspect
+import io
 import multiprocessing
 import os
 import sys
@@ -16,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 import cloudpickle
+
+from rallypoint._core import code_files
 
 from .torch_private import FIRST_STEP
 
@@ -140,7 +143,7 @@ class Ranks:
         module = sys.modules[inspect.unwrap(getattr(case, "func", case)).__module__]
         cloudpickle.register_pickle_by_value(module)
         try:
-            work = cloudpickle.dumps((case, args))
+            work = _by_value((case, args))
         finally:
             cloudpickle.unregister_pickle_by_value(module)
         for pipe in self._pipes:
@@ -190,6 +193,16 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+
+
+def _by_value(what: object) -> bytes:
+    file = io.BytesIO()
+    _ByValue(file).dump(what)
+    return file.getvalue()
+
+
+class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    dispatch_table = code_files.keeping(cloudpickle.Pickler.dispatch_table)
 
 
 def _rank(pipe: Connection, rank: int, world_size: int, meeting: str, timeout: float) -> None:
