@@ -56,7 +56,7 @@ from rallypoint.elastic.termination import Termination, Word
 
 termination.MOMENT = float(sys.argv[1])
 if sys.argv[2] == "handler":
-    signal.signal(signal.SIGTERM, lambda *_: (print("mine"), os._exit(3)))
+    signal.signal(signal.SIGTERM, lambda *_: (print("mine", flush=True), os._exit(3)))
 if sys.argv[2] == "ignored":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 held = Termination()

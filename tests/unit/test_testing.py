@@ -38,7 +38,9 @@ def test_the_error_of_a_rank_is_in_the_failure() -> None:
 
         assert dist.get_rank() == 0, "only the other one"
 
-    with pytest.raises(CaseFailed, match=r"(?s)^rank 1: .*test_testing.py\", line .*only the other one"):
+    with pytest.raises(
+        CaseFailed, match=r"(?s)^rank 1: .*test_testing.py\", line .*only the other one"
+    ):
         run_ranks(fails, 2)
 
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 
 import rallypoint
-from rallypoint._core import env as environment, event_sinks, limits, logs
+from rallypoint._core import env as environment, event_sinks, limits, logs, standard_streams
 from rallypoint.errors import ConfigError, RallyError
 
 from .command_line import flags
@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        standard_streams.settle()
 
 
 def _dispatch(words: list[str]) -> int:
@@ -263,13 +265,7 @@ def _colour() -> bool:
 
 
 def _say(text: str, *, bare: bool = False) -> None:
-    """Print a line to the user, on stderr. A closed stderr is ignored."""
-    if sys.stderr is None:  # 2>&-
-        return
-    try:
-        print(text if bare else f"rally: {text}", file=sys.stderr, flush=True)  # noqa: T201
-    except OSError:
-        pass
+    standard_streams.say(text if bare else f"rally: {text}")
 
 
 def _say_json(text: str, *, bare: bool = False) -> None:
@@ -284,7 +280,4 @@ def _say_json(text: str, *, bare: bool = False) -> None:
 
 
 def _print(text: str) -> None:
-    try:
-        print(text, flush=True)  # noqa: T201
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `rally … | head`: nothing to add
+    standard_streams.show(text)

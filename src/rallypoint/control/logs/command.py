@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import select
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rallypoint._core import clock, env as environment, log_folder
+from rallypoint._core import clock, env as environment, log_folder, standard_streams
 from rallypoint._core.log_folder import LogFile
 from rallypoint._core.log_records import Line
 from rallypoint.control import client
@@ -64,11 +63,11 @@ def command(words: Sequence[str]) -> int:
         ControlError: there is no such job, or its output is in no file.
     """
     if {"-h", "--help"} & set(words):
-        sys.stdout.write(HELP + "\n")
+        standard_streams.show(HELP)
         return 0
     wanted = _parse(words)
     name = wanted.names[0] if wanted.names else ""
-    colour = sys.stdout.isatty() and not environment.snapshot().get("NO_COLOR")
+    colour = os.isatty(1) and not environment.snapshot().get("NO_COLOR")
     job, folder = _find(name)
     generation = _generation(folder, wanted.generation)
     if not log_folder.log_files(folder, generation):
@@ -77,14 +76,10 @@ def command(words: Sequence[str]) -> int:
     lines = _now(folder, generation, wanted.choice, others)
     if wanted.follow and job is not None:
         lines = _following(job, folder, wanted, others)
-    try:
-        for line in lines:
-            sys.stdout.write(log_lines.shown(line, colour=colour) + "\n")
-            if wanted.follow:
-                sys.stdout.flush()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `rally logs | head`
+    for line in lines:
+        if not standard_streams.show(log_lines.shown(line, colour=colour), flush=wanted.follow):
+            return 0
+    standard_streams.show("", end="")
     return 0
 
 
@@ -197,7 +192,7 @@ def _why_nothing(folder: Path | None, generation: int) -> str:
 
 
 def _remark(text: str) -> None:
-    print(f"rally: {text}", file=sys.stderr)  # noqa: T201
+    standard_streams.say(f"rally: {text}")
 
 
 # -- lines ----------------------------------------------------------------------------------------

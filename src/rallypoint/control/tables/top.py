@@ -13,7 +13,7 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rallypoint._core import env as environment
+from rallypoint._core import env as environment, standard_streams
 from rallypoint._core.clock import MONOTONIC
 from rallypoint.control import client
 from rallypoint.control.stacks import stack_groups
@@ -56,7 +56,7 @@ def command(words: Sequence[str]) -> int:
         ControlError: there is no such job, or it does not answer.
     """
     if {"-h", "--help"} & set(words):
-        _write(HELP)
+        standard_streams.show(HELP)
         return 0
     names, interval, sort, once = _parse(words)
     view = _View(client.connect(*names), sort)
@@ -64,8 +64,8 @@ def command(words: Sequence[str]) -> int:
         view.look()
         select.select([], [], [], min(interval, 1.0))
         view.look()
-        _write("\n".join(view.lines(_width())))
-    elif sys.stdout.isatty() and sys.stdin.isatty():
+        standard_streams.show("\n".join(view.lines(_width())))
+    elif os.isatty(1) and os.isatty(0):
         _on_terminal(view, interval)
     else:
         _one_after_the_other(view, interval)
@@ -148,13 +148,8 @@ class _View:
         return {place for place, row in enumerate(rows, 2) if row.remark}
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def _width() -> int:
-    return shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 1000
+    return shutil.get_terminal_size((120, 24)).columns if os.isatty(1) else 1000
 
 
 def _one_after_the_other(view: _View, interval: float) -> None:
@@ -164,9 +159,10 @@ def _one_after_the_other(view: _View, interval: float) -> None:
         try:
             view.look()
         except ControlError:
-            _write("the job has ended")
+            standard_streams.show("the job has ended")
             return
-        _write("\n".join(view.lines(_width())) + "\n")
+        if not standard_streams.show("\n".join(view.lines(_width())) + "\n"):
+            return
 
 
 # -- on a terminal --------------------------------------------------------------------------------
@@ -203,7 +199,7 @@ def _on_terminal(view: _View, interval: float) -> None:
                     said = "the job has ended"
                     break
     if said:
-        _write(said)
+        standard_streams.show(said)
 
 
 @contextlib.contextmanager

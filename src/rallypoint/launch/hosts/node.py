@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 
-from rallypoint._core import env as environment, process
+from rallypoint._core import env as environment, process, standard_streams
 from rallypoint._core.clock import Deadline
 
 from . import call_files, report_file
@@ -161,4 +161,4 @@ def _tell(line: bytes) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"rally: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    standard_streams.say(f"rally: {text}")

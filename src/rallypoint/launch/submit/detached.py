@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from rallypoint._core import addresses, env as environment, private
+from rallypoint._core import addresses, env as environment, private, standard_streams
 
 from .ssh import DetachedOrders
 
@@ -97,4 +97,4 @@ def _follow(keeper: subprocess.Popen[bytes], folder: Path) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"rally: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    standard_streams.say(f"rally: {text}")
