@@ -20,7 +20,7 @@ from rallypoint.control.client import connect
 from supervisors import Popen
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 NODES, LOSSES = 4, 3
 SCRIPT = """
@@ -149,7 +149,17 @@ class Job:
         def look() -> bool:
             return all(len(self.spares(node)) == 1 for node in self.living)
 
-        wait_until(look, "a spare waits on each node", 60)
+        try:
+            wait_until(look, "a spare waits on each node", 100)
+        except AssertionError as error:
+            states = [connect(str(node.process.pid)).status()["spares"] for node in self.living]
+            raise AssertionError(f"{error}: {states}\n{self}") from None
+
+    def trains_again(self) -> dict[int, tuple[int, int]]:
+        """After a loss: how far all have come once they are beyond what any had reached when it struck."""
+        # Read after the loss: those who live have been going on until then.
+        reached = max(step for step, _ in self.progress().values())
+        return self.trains(beyond=reached + 5)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -182,13 +192,15 @@ def test_the_stores_node_is_lost_again_and_again(job: Job, comes: str) -> None:
             wait_until(lambda lost=victim: job.server() is not lost, "another node serves", 30)
         job.start()
         began = time.monotonic()
-        after = job.trains(beyond=max(step for step, _ in before.values()) + 5)
+        after = job.trains_again()
         print(f"loss {loss}: all train again after {time.monotonic() - began:.1f} s")
         changed = [rank for rank in range(NODES) if before[rank][1] != after[rank][1]]
         assert len(changed) == 1, f"ranks {changed} are new processes\n{job}"
     (job.folder / "stop").touch()
     wait_until(lambda: not job.living, "the job ends", 60)
-    assert sorted(node.process.returncode for node in job.nodes) == [-9] * LOSSES + [0] * NODES, job
+    assert sorted(node.process.returncode for node in job.nodes) == [-9] * LOSSES + [0] * NODES, (
+        str(job)
+    )
 
 
 def test_a_spare_takes_the_place_of_a_worker_that_is_lost_while_the_nodes_meet(job: Job) -> None:
@@ -212,9 +224,9 @@ def test_a_spare_takes_the_place_of_a_worker_that_is_lost_while_the_nodes_meet(j
     os.kill(worker["pid"], signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{worker['pid']}").exists(), "the worker ends", 30)
     job.start()
-    after = job.trains(beyond=max(step for step, _ in before.values()) + 5)
-    assert after[worker["rank"]][1] == spare, job
+    after = job.trains_again()
+    assert after[worker["rank"]][1] == spare, str(job)
     kept = [rank for rank in range(NODES) if before[rank][1] == after[rank][1]]
-    assert len(kept) == NODES - 2, job
+    assert len(kept) == NODES - 2, str(job)
     (job.folder / "stop").touch()
     wait_until(lambda: not job.living, "the job ends", 60)

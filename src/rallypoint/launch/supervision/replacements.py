@@ -144,6 +144,12 @@ class Replacements:
         write_error_files(self._folder.path, tuple(failures))
         for index in lost:
             self._fill(ready, index, self.spares.take(index))
+        stranded = self.spares.drop_stranded(ready)
+        self._end(stranded)
+        for each in stranded:
+            self._loop.forget(each.line)
+            each.close()
+        self.start_spares_soon()
 
     def tell_newcomers(self) -> None:
         """This node's workers take the places of a lost node's: tell people."""
@@ -178,7 +184,10 @@ class Replacements:
 
     def end_spares(self) -> None:
         """End all spares."""
-        names = [each.name for each in self.forget_spares()]
+        self._end(self.forget_spares())
+
+    def _end(self, spares: Sequence[Worker]) -> None:
+        names = [each.name for each in spares]
         if names:
             self._ask(
                 {

@@ -44,7 +44,7 @@ class Spares:
         """Start what is missing. Returns the new ones."""
         started: list[Worker] = []
         while True:
-            self._plan, spare = spare_plan.begin(self._plan, num_workers)
+            self._plan, spare = spare_plan.begin(self._plan, num_workers, _store_of(ready))
             if spare is None:
                 return started
             worker = spawner.spare(ready, spare.index, spare.number, channel)
@@ -85,6 +85,11 @@ class Spares:
                 " no more are started"
             )
 
+    def drop_stranded(self, ready: RoundReady) -> list[Worker]:
+        """Forget those that run the set-up with a store that is lost. Returns them, still to be ended and closed."""
+        self._plan, stranded = spare_plan.drop_stranded(self._plan, _store_of(ready))
+        return [self._workers.pop(each.number) for each in stranded]
+
     def close(self) -> list[Worker]:
         """Forget all. Returns those that there were: their processes may still run."""
         workers = list(self)
@@ -112,3 +117,8 @@ class Spares:
         if config.numa_binding is not None or config.virtual_local_rank:
             return "each rank has its own devices or CPUs"
         return ""
+
+
+def _store_of(ready: RoundReady) -> str:
+    """Where the workers' store is in a round."""
+    return f"{ready.master_addr}:{ready.master_port}"
