@@ -25,6 +25,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 NODES, LOSSES = 4, 3
 SCRIPT = """
 import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+if os.environ.get("RALLY_TAKES_OVER") and not os.environ.get("RALLY_SPARE"):
+    (folder / f"set-up of {os.environ['RANK']}").touch()
+    while (folder / "hold").exists():
+        time.sleep(0.05)
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
@@ -62,8 +67,8 @@ dist.destroy_process_group()
 class Node:
     """One `rally run`, and what it says."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        flags = ["--nnodes", f"{NODES}:{NODES}", "--nproc-per-node", "1", "--spares", "1"]
+    def __init__(self, folder: Path, port: int, spares: int = 1) -> None:
+        flags = ["--nnodes", f"{NODES}:{NODES}", "--nproc-per-node", "1", "--spares", str(spares)]
         flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "lost", "--insecure"]
         flags += ["--rdzv-conf", "join_timeout=60", "--max-losses", "100"]
         script = [str(folder / "train.py"), str(folder)]
@@ -102,8 +107,8 @@ class Job:
         self.folder, self.port = folder, free_port()
         self.nodes: list[Node] = []
 
-    def start(self) -> Node:
-        self.nodes.append(Node(self.folder, self.port))
+    def start(self, spares: int = 1) -> Node:
+        self.nodes.append(Node(self.folder, self.port, spares))
         return self.nodes[-1]
 
     @property
@@ -135,6 +140,15 @@ class Job:
             return wait_until(look, f"all ranks are beyond step {beyond}", 55)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self}") from None
+
+    def begins_anew(self, before: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """Once all ranks are other processes than before."""
+
+        def look() -> dict[int, tuple[int, int]] | None:
+            found = self.progress()
+            return found if all(found[rank][1] != before[rank][1] for rank in before) else None
+
+        return wait_until(look, f"all begin anew: {self}", 100)
 
     def worker(self, node: Node) -> dict[str, Any]:
         found: dict[str, Any] = connect(str(node.process.pid)).status()["workers"][0]
@@ -228,5 +242,34 @@ def test_a_spare_takes_the_place_of_a_worker_that_is_lost_while_the_nodes_meet(j
     assert after[worker["rank"]][1] == spare, str(job)
     kept = [rank for rank in range(NODES) if before[rank][1] == after[rank][1]]
     assert len(kept) == NODES - 2, str(job)
+    (job.folder / "stop").touch()
+    wait_until(lambda: not job.living, "the job ends", 60)
+
+
+@pytest.mark.parametrize(("behind", "num_kept"), [(2, NODES - 2), (1, 0)], ids=["apart", "next"])
+def test_the_store_is_lost_while_a_worker_is_on_its_way_to_the_session(
+    job: Job, behind: int, num_kept: int
+) -> None:
+    """Its set-up needs the store, so another one takes its place. If the lost node's record was its, all start anew."""
+    job.start(spares=0)
+    wait_until(lambda: listens(job.port), "a store")
+    for _ in range(NODES - 1):
+        job.start(spares=0)
+    job.trains(beyond=5)
+    before, victim = job.progress(), job.server()
+    ranks = {job.worker(node)["rank"]: node for node in job.living}
+    lost = next(rank for rank, node in ranks.items() if node is victim)
+    rank = (lost + behind) % NODES
+    (job.folder / "hold").touch()
+    os.kill(before[rank][1], signal.SIGKILL)
+    wait_until(lambda: (job.folder / f"set-up of {rank}").exists(), "another one sets up")
+    victim.process.send_signal(signal.SIGKILL)
+    victim.process.wait()
+    wait_until(lambda: job.server() is not victim, "another node serves", 60)
+    (job.folder / "hold").unlink()
+    job.start(spares=0)
+    after = job.trains_again() if num_kept else job.begins_anew(before)
+    kept = [each for each in range(NODES) if before[each][1] == after[each][1]]
+    assert len(kept) == num_kept, str(job)
     (job.folder / "stop").touch()
     wait_until(lambda: not job.living, "the job ends", 60)

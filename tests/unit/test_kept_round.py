@@ -16,6 +16,7 @@ def member(rank: int | None, **changes: Any) -> dict[str, Any]:
     return {"last_rank": rank, "facts": {"held": held.to_json()}}
 
 
+FOUR: dict[str, Any] = {"workers": (1, 1, 1, 1)}
 NEW = {"last_rank": None, "facts": {}}
 RESTARTS = {"last_rank": 1, "facts": {}}
 
@@ -27,6 +28,24 @@ RESTARTS = {"last_rank": 1, "facts": {}}
         ("two are new", [member(0), NEW, NEW], [2, 2, 1], {0}),
         ("nobody has the record of node 2", [NEW, member(1), NEW], [2, 2, 1], None),
         ("nobody has the record of node 0", [NEW, NEW, member(2)], [2, 2, 1], None),
+        (
+            "a worker with the record of node 0 is about to enter the session",
+            [NEW, member(1, has_records=False), member(2)],
+            [2, 2, 1],
+            None,
+        ),
+        (
+            "it has no other record than its own, and the next node has that",
+            [NEW, member(1, **FOUR), member(2, has_records=False, **FOUR), member(3, **FOUR)],
+            [1, 1, 1, 1],
+            {1, 2, 3},
+        ),
+        (
+            "so are workers of all nodes, and the store is there",
+            [member(0, has_records=False), member(1, has_records=False), NEW],
+            [2, 2, 1],
+            {0, 1},
+        ),
         ("all are back", [member(0), member(1), member(2)], [2, 2, 1], {0, 1, 2}),
         ("fewer nodes", [member(0), member(1)], [2, 2], None),
         ("more nodes", [member(0), member(1), member(2), NEW], [2, 2, 1, 1], None),

@@ -33,16 +33,17 @@ def test_without_spares_none_is_started_and_nothing_is_over() -> None:
     assert not Plan(wanted=0, max_ends=0).is_over
 
 
-def test_a_spare_that_still_needs_a_lost_store_is_dropped_and_another_one_started() -> None:
+def test_spares_that_still_need_a_lost_store_are_dropped_and_others_started_in_their_place() -> (
+    None
+):
     plan = filled(Plan(wanted=2), 2)
     plan = spare_plan.note_ready(plan, 0, is_bound=False)
-    assert spare_plan.drop_stranded(plan, "") == (plan, ())
-    left, stranded = spare_plan.drop_stranded(plan, "10.0.0.2:1234")
-    assert ([each.number for each in left.spares], [each.number for each in stranded]) == ([0], [1])
+    stores = {0: "a:1", 1: "a:1"}
+    assert spare_plan.drop_stranded(plan, stores, "a:1") == (plan, [])
+    left, dropped = spare_plan.drop_stranded(plan, stores, "b:1")
+    assert ([each.number for each in left.spares], dropped) == ([0], [1])
     assert left.ends == (), "it has not ended on its own"
-    again, spare = spare_plan.begin(left, 2, "10.0.0.2:1234")
-    assert spare is not None
-    assert spare_plan.drop_stranded(again, "10.0.0.2:1234")[1] == ()
+    assert spare_plan.begin(left, 2)[1] is not None
 
 
 STEPS = st.lists(

@@ -44,6 +44,7 @@ class Worker:
         pid: 0 until the fork server has reported it.
         said: what it reported.
         takes_over: it took the place of a lost one.
+        store: the workers' store that it was started with; until it is in its session, it needs this one.
         in_session: it can be kept if another worker is lost.
         saves: it takes a last checkpoint if the job is told to stop.
         hung: in words, if it was ended because it hung.
@@ -65,6 +66,7 @@ class Worker:
     pid: int = 0
     said: bytearray = field(default_factory=bytearray)
     takes_over: bool = False
+    store: str = ""
     in_session: bool = False
     saves: bool = False
     hung: str = ""

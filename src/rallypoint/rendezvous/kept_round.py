@@ -5,7 +5,8 @@ these nodes have the ranks that they had, as many nodes take part as before, and
 ranks and world size stay: the workers continue, and the nodes in the free places start the lost ones anew.
 
 The lost ones' set-up is recorded in the workers' store, on node 0, and the next node has a copy of each node's records. If the store
-is lost together with a node and the next one, nobody has them, and all workers start anew.
+is lost together with a node and the next one, nobody has them, and all workers start anew. A worker that takes a lost one's
+place has no records until it is in the session.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Held:
         workers: number of workers of each node, by rank, in that round.
         replaced: how many were replaced since their session began, as far as this node knows.
         has_state: whether any of them is in the session, not only about to enter it.
+        has_records: whether all of them are, so that no record of theirs, and no copy that they have, is missing.
         port: of their store, on node 0.
     """
 
@@ -33,6 +35,7 @@ class Held:
     workers: tuple[int, ...]
     replaced: int = 0
     has_state: bool = True
+    has_records: bool = True
     port: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -41,6 +44,7 @@ class Held:
             "workers": list(self.workers),
             "replaced": self.replaced,
             "has_state": self.has_state,
+            "has_records": self.has_records,
             "port": self.port,
         }
 
@@ -54,6 +58,7 @@ class Held:
             workers=tuple(fields.number(each) for each in held["workers"]),
             replaced=fields.number(held.get("replaced")),
             has_state=held.get("has_state") is True,
+            has_records=held.get("has_records") is True,
             port=fields.number(held.get("port")),
         )
 
@@ -116,7 +121,8 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> Kept
     if before != tuple(workers):
         return None
     count = len(records)
-    pairs_lost = any(not {node, (node + 1) % count} & keepers.keys() for node in range(count))
+    whole = {node for node, each in keepers.items() if each.has_records}
+    pairs_lost = any(not {node, (node + 1) % count} & whole for node in range(count))
     if 0 not in keepers and pairs_lost:
         return None
     return Kept(

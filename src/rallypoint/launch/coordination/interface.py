@@ -73,6 +73,11 @@ class RoundReady:
     is_keeper: bool = False
     network: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def store(self) -> str:
+        """Where the workers' store is."""
+        return f"{self.master_addr}:{self.master_port}"
+
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:

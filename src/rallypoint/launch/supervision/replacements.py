@@ -124,6 +124,7 @@ class Replacements:
             workers=ready.workers_of_nodes,
             replaced=state.replaced,
             has_state=bool(state.kept & state.running),
+            has_records=not (state.arriving or state.lost),
             port=ready.master_port,
         )
 
@@ -142,14 +143,26 @@ class Replacements:
         ranks = [*_ranks_of_newcomers(ready), *(each.ranks.rank for each in ended)]
         self._kept.tell_of_lost_nodes(workers, ready, sorted(ranks), why)
         write_error_files(self._folder.path, tuple(failures))
-        for index in lost:
+        for index in [*lost, *self._end_stranded(ready.store)]:
             self._fill(ready, index, self.spares.take(index))
-        stranded = self.spares.drop_stranded(ready)
-        self._end(stranded)
-        for each in stranded:
+        self.start_spares_soon()
+
+    def _end_stranded(self, store: str) -> list[int]:
+        """End the newcomers and spares whose set-up would wait for a store that is lost. Returns the newcomers' indices."""
+        newcomers = {
+            index: each
+            for index, each in enumerate(self._now.workers)
+            if each.takes_over
+            and not each.in_session
+            and each.status is None
+            and each.store != store
+        }
+        spares = self.spares.drop_stranded(store)
+        self._end([*newcomers.values(), *spares])
+        for each in spares:
             self._loop.forget(each.line)
             each.close()
-        self.start_spares_soon()
+        return list(newcomers)
 
     def tell_newcomers(self) -> None:
         """This node's workers take the places of a lost node's: tell people."""
@@ -186,8 +199,8 @@ class Replacements:
         """End all spares."""
         self._end(self.forget_spares())
 
-    def _end(self, spares: Sequence[Worker]) -> None:
-        names = [each.name for each in spares]
+    def _end(self, workers: Sequence[Worker]) -> None:
+        names = [each.name for each in workers]
         if names:
             self._ask(
                 {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 
@@ -12,14 +13,12 @@ class Spare:
     Args:
         number: unique on the node.
         index: the local index of the worker as which it runs the set-up.
-        store: the workers' store, in which the set-up is recorded.
         is_ready: it waits in the session.
         is_bound: it can take the place of that worker only.
     """
 
     number: int
     index: int
-    store: str = ""
     is_ready: bool = False
     is_bound: bool = False
 
@@ -50,13 +49,12 @@ class Plan:
         return self.wanted > 0 and len(self.ends) > self.max_ends
 
 
-def begin(plan: Plan, num_workers: int, store: str = "") -> tuple[Plan, Spare | None]:
+def begin(plan: Plan, num_workers: int) -> tuple[Plan, Spare | None]:
     """The next spare to start, if one is missing.
 
     Args:
         plan: so far.
         num_workers: on this node.
-        store: the workers' store.
     Returns:
         The plan with it; the spare. It runs the set-up as the worker that the fewest others run it as: of these, as the last.
     """
@@ -64,7 +62,7 @@ def begin(plan: Plan, num_workers: int, store: str = "") -> tuple[Plan, Spare | 
         return plan, None
     taken = [each.index for each in plan.spares]
     index = min(range(num_workers), key=lambda each: (taken.count(each), -each))
-    spare = Spare(number=plan.started, index=index, store=store)
+    spare = Spare(number=plan.started, index=index)
     spares = (*plan.spares, spare)
     return replace(plan, spares=spares, started=plan.started + 1), spare
 
@@ -100,17 +98,18 @@ def note_end(now: float, plan: Plan, number: int) -> Plan:
     return replace(_without(plan, number), ends=(*recent, now))
 
 
-def drop_stranded(plan: Plan, store: str) -> tuple[Plan, tuple[Spare, ...]]:
-    """The workers' store may be another one now: spares that still need the old one would wait for it.
+def drop_stranded(plan: Plan, stores: Mapping[int, str], store: str) -> tuple[Plan, list[int]]:
+    """The workers' store may be another one now. Spares on their way to the session would wait for the old one.
 
     Args:
         plan: so far.
+        stores: by number, the store that each spare was started with.
         store: as it is now.
     Returns:
-        The plan without them; the spares to end.
+        The plan without them; their numbers.
     """
-    stranded = tuple(each for each in plan.spares if not each.is_ready and each.store != store)
-    return replace(plan, spares=tuple(e for e in plan.spares if e not in stranded)), stranded
+    found = [e.number for e in plan.spares if not e.is_ready and stores[e.number] != store]
+    return replace(plan, spares=tuple(e for e in plan.spares if e.number not in found)), found
 
 
 def drop_all(plan: Plan) -> Plan:

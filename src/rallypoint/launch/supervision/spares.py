@@ -44,7 +44,7 @@ class Spares:
         """Start what is missing. Returns the new ones."""
         started: list[Worker] = []
         while True:
-            self._plan, spare = spare_plan.begin(self._plan, num_workers, _store_of(ready))
+            self._plan, spare = spare_plan.begin(self._plan, num_workers)
             if spare is None:
                 return started
             worker = spawner.spare(ready, spare.index, spare.number, channel)
@@ -85,10 +85,11 @@ class Spares:
                 " no more are started"
             )
 
-    def drop_stranded(self, ready: RoundReady) -> list[Worker]:
-        """Forget those that run the set-up with a store that is lost. Returns them, still to be ended and closed."""
-        self._plan, stranded = spare_plan.drop_stranded(self._plan, _store_of(ready))
-        return [self._workers.pop(each.number) for each in stranded]
+    def drop_stranded(self, store: str) -> list[Worker]:
+        """Forget those that still need another store than this. Returns them, to be ended and closed."""
+        stores = {number: each.store for number, each in self._workers.items()}
+        self._plan, found = spare_plan.drop_stranded(self._plan, stores, store)
+        return [self._workers.pop(number) for number in found]
 
     def close(self) -> list[Worker]:
         """Forget all. Returns those that there were: their processes may still run."""
@@ -117,8 +118,3 @@ class Spares:
         if config.numa_binding is not None or config.virtual_local_rank:
             return "each rank has its own devices or CPUs"
         return ""
-
-
-def _store_of(ready: RoundReady) -> str:
-    """Where the workers' store is in a round."""
-    return f"{ready.master_addr}:{ready.master_port}"

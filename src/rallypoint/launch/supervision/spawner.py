@@ -110,7 +110,7 @@ class Spawner:
         settings["env"][worker_env.TAKES_OVER] = "1"
         name = f"worker {ready.generation}.{ranks.local_rank}, replaced {ready.replaced}"
         worker = self._spawn_one(ranks, facts, factory, settings, channel, name)
-        worker.takes_over = True
+        worker.takes_over, worker.store = True, ready.store
         return worker
 
     def spare(self, ready: RoundReady, index: int, number: int, channel: Channel) -> Worker:
@@ -136,7 +136,7 @@ class Spawner:
         streams.stderr = streams.stdout
         streams.to_close.append(streams.stdout)
         worker = self._spawn_with(ranks, streams, settings, channel, name)
-        worker.takes_over = True
+        worker.takes_over, worker.store = True, ready.store
         return worker
 
     def settle(self, ready: RoundReady, index: int, spare: Worker) -> None:
