@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
+from rallypoint._core.progress import COUNTED_FROM
 from rallypoint.launch.coordination import step_tables
 from rallypoint.launch.watching.step_watch import Standstill, StepWatch, behind
 
@@ -28,6 +29,17 @@ def test_who_waits_for_another_one_is_not_to_blame():
 
 def test_groups_are_compared_among_their_members():
     assert behind({0: {ALL: 4, PAIR: 9}, 1: {ALL: 4, PAIR: 9}, 2: {ALL: 4, OTHERS: 1}}) == ()
+
+
+def test_who_does_not_come_to_a_meeting_is_waited_for_whatever_it_has_begun_before():
+    met = {COUNTED_FROM: 4, ALL: 0}
+    assert behind({0: {COUNTED_FROM: 3, ALL: 90}, 1: met, 2: met}) == (0,)
+    # 3 has not noticed the loss: it waits for 0 in a collective from before.
+    tables = {0: {COUNTED_FROM: 3, ALL: 90}, 1: met, 2: met, 3: {COUNTED_FROM: 3, ALL: 91}}
+    assert behind(tables) == (0,)
+    # All have met: the counts are of the same place again.
+    after = {COUNTED_FROM: 5, ALL: 2}
+    assert behind({0: {COUNTED_FROM: 5, ALL: 1}, 1: after, 2: after}) == (0,)
 
 
 def test_a_standstill_lasts_as_long_as_nothing_changes():

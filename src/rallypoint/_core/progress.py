@@ -1,7 +1,8 @@
 """How far a worker of a session has come: numbers at the beginning of its memory, which its supervisor reads without asking.
 
 For each process group: how many collectives the worker has begun in it. A worker that is stuck has begun fewer than those that
-wait for it.
+wait for it. The counts begin anew at certain places, after a loss for example. Each worker comes to these in its own time, so the
+number of the last such place stands beside the counts: those of different places say nothing about each other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from mmap import mmap
 SIZE = 1024
 # One group: its key (0: none), the collectives that were begun.
 _ENTRY = struct.Struct("=QQ")
+# In place of a group's key: the number of the place from which the worker counts.
+COUNTED_FROM = (1 << 64) - 1
 
 
 def key_of(group: str) -> int:
@@ -25,9 +28,14 @@ def key_of(group: str) -> int:
 
 
 def read(fd: int) -> dict[int, int]:
-    """What the worker with this memory has begun: collectives by the key of their group."""
+    """What the worker with this memory has begun: collectives by the key of their group, and :data:`COUNTED_FROM`."""
     found = _ENTRY.iter_unpack(os.pread(fd, SIZE, 0))
     return {key: begun for key, begun in found if key}
+
+
+def collectives(fd: int) -> int:
+    """How many the worker with this memory has begun, in all groups together."""
+    return sum(begun for key, begun in read(fd).items() if key != COUNTED_FROM)
 
 
 class Progress:
@@ -40,19 +48,21 @@ class Progress:
     def __init__(self, memory: mmap) -> None:
         self._memory = memory
         self._begun: dict[str, list[int]] = {}  # group -> its place, its key, its collectives
-        self.restart(())
+        self.restart((), 0)
 
-    def restart(self, groups: Iterable[str]) -> None:
+    def restart(self, groups: Iterable[str], place: int) -> None:
         """Count from 0, at the same place of the program in all members.
 
         Args:
-            groups: to be counted; those beyond the 64th are not.
+            groups: to be counted; those beyond the 63rd are not.
+            place: its number, greater than that of the place before.
         """
         self._begun.clear()
         self._memory[:SIZE] = bytes(SIZE)
-        for place, group in zip(range(0, SIZE, _ENTRY.size), groups, strict=False):
-            self._begun[group] = [place, key_of(group), 0]
-            _ENTRY.pack_into(self._memory, place, *self._begun[group][1:])
+        _ENTRY.pack_into(self._memory, 0, COUNTED_FROM, place)
+        for at, group in zip(range(_ENTRY.size, SIZE, _ENTRY.size), groups, strict=False):
+            self._begun[group] = [at, key_of(group), 0]
+            _ENTRY.pack_into(self._memory, at, *self._begun[group][1:])
 
     def begin(self, group: str) -> None:
         """A collective of this group begins."""

@@ -229,14 +229,19 @@ class Meeting:
                 continue
             return
 
-    def count_anew(self) -> None:
-        """All ranks are at the same place: the supervisor compares the collectives that they begin from here on."""
-        self._memory.progress.restart(group.kept_name for group in self._kept.groups)
+    def count_anew(self, generation: int | None = None) -> None:
+        """All ranks come to this place: the supervisor compares the collectives that they begin from here on.
+
+        Args:
+            generation: the ranks are about to meet in it; None: they have met.
+        """
+        place = 2 * self._kept.generation + 1 if generation is None else 2 * generation
+        self._memory.progress.restart((each.kept_name for each in self._kept.groups), place)
 
     def _meet(self, notice: Notice) -> None:
         kept, course = self._kept, self._course
         wiring = kept.form(notice)
-        self.count_anew()
+        self.count_anew(notice.generation)
         if self._copies is not None:
             self._copies.drain()
         standings = self._introduce(wiring)
@@ -250,8 +255,8 @@ class Meeting:
         self._settle(verdict, buffers)
         self._connect_copies(standings, notice.generation)
         self._barrier()
-        self.count_anew()
         kept.generation = notice.generation
+        self.count_anew()
         recovery = Recovery(
             generation=notice.generation,
             ranks=notice.ranks,

@@ -266,7 +266,7 @@ def _profile(
 
 def collectives(worker: Worker) -> int | None:
     """How many a worker in a session has begun, in all groups together."""
-    return None if worker.memory_fd is None else sum(progress.read(worker.memory_fd).values())
+    return None if worker.memory_fd is None else progress.collectives(worker.memory_fd)
 
 
 _PASSED_ON = (

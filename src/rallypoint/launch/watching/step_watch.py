@@ -2,10 +2,15 @@
 
 A worker that hangs outside of a collective has begun fewer collectives than the members of its groups that wait for it. If all
 stand still and nobody is behind, nothing tells a hang from long work, so nobody is to blame.
+
+After a loss the ranks meet, and count anew from there. One that does not come to the meeting still counts from a place before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from rallypoint._core.progress import COUNTED_FROM
 from rallypoint.launch.coordination.step_tables import Tables
 
 
@@ -22,13 +27,29 @@ def behind(tables: Tables) -> tuple[int, ...]:
     """
     late: set[int] = set()
     waiting: set[int] = set()
-    for group in {group for table in tables.values() for group in table}:
-        begun = {rank: table[group] for rank, table in tables.items() if group in table}
+    for begun in _comparable(tables):
         most, least = max(begun.values()), min(begun.values())
         if most > least:
             late.update(rank for rank, count in begun.items() if count < most)
             waiting.update(rank for rank, count in begun.items() if count > least)
     return tuple(sorted(late - waiting))
+
+
+def _comparable(tables: Tables) -> Iterator[dict[int, int]]:
+    """The counts that may be compared, by rank: from which place the ranks count; and of each group, from the same place."""
+    if not tables:
+        return
+    places = {rank: table.get(COUNTED_FROM, 0) for rank, table in tables.items()}
+    yield places
+    for group in {group for table in tables.values() for group in table} - {COUNTED_FROM}:
+        for place in set(places.values()):
+            begun = {
+                rank: table[group]
+                for rank, table in tables.items()
+                if group in table and places[rank] == place
+            }
+            if begun:
+                yield begun
 
 
 class StepWatch:

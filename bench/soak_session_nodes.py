@@ -1,0 +1,293 @@
+"""Random faults in a row on a session over four hosts; the end must equal that of a run without a loss; prints JSON.
+
+    python bench/soak_session_nodes.py --faults 20
+    python bench/soak_session_nodes.py --faults 500 --spares 1 --output bench/results/soak_session_nodes.json
+
+Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each. The model and its training
+are those of soak_sessions.py. Faults follow one another, some while the one before is being recovered from:
+
+- one worker, two workers, a supervisor, two supervisors, or the node with the store is killed;
+- a worker and the supervisor of another host are killed at once;
+- a worker is stopped (SIGSTOP) and found by ``--step-timeout``; a host is stopped for longer than the lease;
+- a cable is cut and reconnected; a node is preempted.
+
+Killed supervisors are started again on the same host. After each fault all workers must complete further steps. Where nobody has
+what a lost rank needs, all workers may begin anew; how often is in the result. The exit code is 1 if a rank ends otherwise than in
+the undisturbed run, if anything hangs, or if a process is left. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from hosts import Network, address, available, processes_with
+from jobs import RALLY, Progress, machine, publish, spread
+from soak_elastic import (
+    HOSTS,
+    LEASE,
+    MARK,
+    PORT,
+    Host,
+    cut_cable,
+    kill_together,
+    kill_worker,
+    preempt,
+    stop_and_continue,
+)
+from soak_sessions import TRAIN, Board
+
+
+WORKERS_PER_HOST = 2
+RANKS = HOSTS * WORKERS_PER_HOST
+# Seconds until all workers must have completed a step behind a fault.
+PATIENCE = 120.0
+STEP_TIMEOUT = 5.0
+
+
+class SessionHost(Host):
+    """A host whose workers are in a session."""
+
+    def __init__(
+        self,
+        index: int,
+        network: Network,
+        folder: Path,
+        mark: str,
+        steps: int,
+        kind: str,
+        spares: int,
+    ) -> None:
+        super().__init__(index, network, folder, mark)
+        self._script = [str(folder / "train.py"), str(folder), str(steps), kind]
+        self._spares = spares
+
+    def start(self) -> None:
+        endpoint = ",".join(f"{address(i)}:{PORT}" for i in range(HOSTS))
+        conf = f"lease={LEASE},last_call_timeout=2,join_timeout=120"
+        words = [
+            *RALLY,
+            *("--nnodes", f"{HOSTS}:{HOSTS}", "--nproc-per-node", str(WORKERS_PER_HOST)),
+            *("--rdzv-endpoint", endpoint, "--rdzv-conf", conf, "--insecure"),
+            *("--max-restarts", "100000", "--max-losses", "100000", "--shutdown-timeout", "5"),
+            *("--spares", str(self._spares), "--step-timeout", str(STEP_TIMEOUT)),
+            *self._script,
+        ]
+        with (self._folder / f"host{self.index}.log").open("ab") as log:
+            log.write(b"-- started\n")
+            log.flush()
+            self.process = subprocess.Popen(
+                self._network.command(self.index, words),
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+            )
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+def stop_worker(host: Host, network: Network) -> None:
+    worker = host.worker()
+    if worker is not None:
+        worker.suspend()
+
+
+def kill_a_worker(host: Host, network: Network) -> None:
+    if host.worker() is not None:  # it may be on its way
+        with contextlib.suppress(AssertionError, psutil.Error):
+            kill_worker(host, network)
+
+
+def blow(name: str, hosts: list[Host], network: Network, rng: random.Random) -> Callable[[], None]:
+    """What a fault does."""
+    host, other = rng.sample(hosts, 2)
+    match name:
+        case "kill a worker":
+            return partial(kill_a_worker, host, network)
+        case "kill two workers":
+            return lambda: (kill_a_worker(host, network), kill_a_worker(other, network))[0]
+        case "stop a worker":
+            return partial(stop_worker, host, network)
+        case "kill a supervisor":
+            return partial(kill_together, [host])
+        case "kill two supervisors":
+            return partial(kill_together, [host, other])
+        case "kill the store's node":
+            return lambda: kill_together([max(hosts, key=lambda each: each.served())])
+        case "kill a worker and a supervisor":
+            return lambda: (kill_a_worker(other, network), kill_together([host]))[1]
+        case "preempt a node":
+            return partial(preempt, host, network)
+        case "stop a host":
+            return partial(stop_and_continue, host, network)
+        case _:
+            return partial(cut_cable, host, network)
+
+
+KINDS = (
+    *("kill a worker", "kill two workers", "stop a worker", "kill a supervisor"),
+    *("kill two supervisors", "kill the store's node", "kill a worker and a supervisor"),
+    *("preempt a node", "stop a host", "cut a cable"),
+)
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, steps: int, faults: int, progress: Progress) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp(prefix="rally-soak-"))
+    (folder / "train.py").write_text(TRAIN)
+    board = Board(folder, RANKS)
+    mark = f"soak-{os.getpid()}-{faults}"
+    rng = random.Random(options.seed)
+    random.seed(options.seed)
+    found: dict[str, Any] = {"faults": 0}
+    with Network(HOSTS) as network:
+        hosts: list[Host] = [
+            SessionHost(index, network, folder, mark, steps, options.kind, options.spares)
+            for index in range(HOSTS)
+        ]
+        try:
+            for host in hosts:
+                host.start()
+            if faults:
+                found = torment(hosts, network, board, rng, faults, progress)
+            codes = [] if found.get("hangs") else [wait(host, PATIENCE + steps) for host in hosts]
+        finally:
+            left = processes_with(MARK, mark)
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+    ends = [folder / f"end {rank}" for rank in range(RANKS)]
+    found["ends"] = [json.loads(each.read_text()) if each.exists() else None for each in ends]
+    found["codes"], found["left"] = codes, len(left)
+    logs = "".join((folder / f"host{index}.log").read_text() for index in range(HOSTS))
+    found["restarts_of_all"] = logs.count("; restarting all workers") // HOSTS
+    found["folder"] = str(folder)
+    return found
+
+
+def wait(host: Host, patience: float) -> int | None:
+    assert host.process is not None
+    try:
+        return host.process.wait(patience)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def torment(
+    hosts: list[Host],
+    network: Network,
+    board: Board,
+    rng: random.Random,
+    faults: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    struck: Counter[str] = Counter()
+    times: dict[str, list[float]] = defaultdict(list)
+    hangs: list[str] = []
+    kept = lost = 0
+    if not stepping(board, hosts, 0.0):
+        raise SystemExit("the job did not start")
+    for number in range(faults):
+        if not all(host.alive() for host in hosts):
+            break  # the job has ended
+        name = rng.choice(KINDS)
+        time.sleep(rng.uniform(0.0, 0.6))  # a bench may wait by the clock
+        before = [pid for pid, *_ in board.lines()]
+        blow(name, hosts, network, rng)()
+        at = time.monotonic()
+        struck[name] += 1
+        progress.step(f"fault {number}: {name}")
+        if rng.random() < 0.25:
+            continue  # the next one while this one is being recovered from
+        if not stepping(board, hosts, at):
+            hangs.append(f"fault {number}: {name}")
+            break
+        times[name].append(time.monotonic() - at)
+        same = sum(old == new for old, (new, *_) in zip(before, board.lines(), strict=True))
+        kept, lost = kept + same, lost + RANKS - same
+    return {
+        "faults": sum(struck.values()),
+        "kinds": dict(struck),
+        "hangs": hangs,
+        "workers_kept": kept,
+        "workers_replaced": lost,
+        "seconds_to_the_next_step_of_all": {k: spread(v) for k, v in sorted(times.items())},
+    }
+
+
+def stepping(board: Board, hosts: list[Host], since: float) -> bool:
+    """Wait until all ranks have completed a step since then, or the job has ended."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        lines = board.lines()
+        if all(steps >= 1 and last > since for _, steps, last in lines):
+            return True
+        if not any(host.alive() for host in hosts):
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=50, help="how many (50)")
+    parser.add_argument("--spares", type=int, default=0, help="per node (0)")
+    parser.add_argument(
+        "--kind", choices=("ddp", "fsdp2"), default="ddp", help="of the model (ddp)"
+    )
+    parser.add_argument("--seed", type=int, default=7, help="of instants, kinds and victims (7)")
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    if not available():
+        raise SystemExit("needs root and iproute2")
+    steps = max(100, options.faults * 20) // 50 * 50
+    progress = Progress(options.faults + 1)
+    progress.step("a run without a loss")
+    calm = run(options, steps, 0, progress)
+    found = run(options, steps, options.faults, progress)
+    equal = [a == b and a is not None for a, b in zip(calm["ends"], found["ends"], strict=True)]
+    good = all(equal) and not found["hangs"] and not found["left"]
+    for each in (calm, found):
+        if good:
+            shutil.rmtree(each["folder"])
+        del each["ends"]
+    result = {
+        "benchmark": "soak_session_nodes",
+        "machine": machine(),
+        **{name: getattr(options, name) for name in ("kind", "spares", "seed")},
+        "steps": steps,
+        **found,
+        "ranks_with_an_equal_end": sum(equal),
+        "targets": [
+            {"what": "every rank ends bit by bit as without a loss", "holds": all(equal)},
+            {"what": "no fault is followed by a standstill", "holds": not found["hangs"]},
+            {"what": "no process is left", "holds": not found["left"]},
+        ],
+    }
+    return 1 if publish(result, options.output) else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())
