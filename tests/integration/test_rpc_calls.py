@@ -213,6 +213,23 @@ def fail(kind: str) -> None:
             raise StopIteration("at the end")
 
 
+async def fail_later(kind: str) -> None:
+    await asyncio.sleep(0)
+    fail(kind)
+
+
+async def fail_beside(kind: str) -> None:
+    """In a task of its own, which nobody waits for before it has failed."""
+    beside = asyncio.create_task(fail_later(kind))
+    await asyncio.sleep(0.01)
+    await beside
+
+
+async def items_that_fail(kind: str) -> Any:
+    yield 1
+    fail(kind)
+
+
 class Stubborn:
     def __reduce__(self) -> Any:
         raise ZeroDivisionError("I will not go")
@@ -809,6 +826,26 @@ def test_what_would_end_a_program_ends_neither_caller_nor_callee_nor_its_threads
         return rpc.rpc_sync("w1", double, (2,))
 
     assert trio.on(0, case) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("exit", "SystemExit: 3"), ("interrupt", "KeyboardInterrupt")]
+)
+@pytest.mark.parametrize("function", [fail_later, fail_beside])
+def test_what_would_end_a_program_does_not_end_the_loop_of_coroutines(trio, function, kind, words):
+    def case():
+        slow = rpc.rpc_async("w1", doze, (0.2, "slept"))
+        for _ in range(3):
+            with pytest.raises(rpc.RemoteError, match=words):
+                rpc.rpc_sync("w1", function, (kind,), timeout=20)
+            with pytest.raises(rpc.RemoteError, match=words):
+                rpc.remote("w1", function, (kind,)).to_here(timeout=20)
+            with pytest.raises(rpc.RemoteError, match=words):
+                list(rpc.rpc_stream("w1", items_that_fail, (kind,), timeout=20))
+        assert slow.wait() == "slept"
+        return rpc.rpc_sync("w1", doze, (0, "awake"), timeout=20)
+
+    assert trio.on(0, case) == "awake"
 
 
 def test_a_callee_that_cannot_print_its_errors_still_tells_them(trio):
