@@ -165,19 +165,21 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-@contextlib.contextmanager
-def _wait_all() -> Iterator[None]:
-    """Wait for all ``rpc_async`` calls made in the block, unless it is interrupted."""
-    futures = _thread_local_var.future_list = []
-    try:
+class _wait_all(contextlib.AbstractContextManager[None]):  # noqa: N801  # a function in torch
+    """Wait for all ``rpc_async`` calls made in the block, unless it is interrupted.
+
+    A class, since contextlib's generators assign to the exceptions that leave a block, which not every exception allows.
+    """
+
+    def __enter__(self) -> None:
+        self._futures = _thread_local_var.future_list = []
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            yield
-        except Exception:
-            wait_all(futures)
-            raise
-        wait_all(futures)
-    finally:
-        del _thread_local_var.future_list
+            if kind is None or issubclass(kind, Exception):
+                wait_all(self._futures)
+        finally:
+            del _thread_local_var.future_list
 
 
 @contextlib.contextmanager
