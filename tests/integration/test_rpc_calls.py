@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -255,6 +256,28 @@ def fail_by_future(kind: str) -> Any:
     except Exception as error:  # the answer
         answer.set_exception(error)
     return answer
+
+
+@rpc.async_execution
+def fail_with_a_witness(kind: str) -> Any:
+    answer: torch.futures.Future[None] = torch.futures.Future()
+    error = OddError(7, place=kind)
+    error.witness = Witness()
+    witnesses.append(weakref.ref(error.witness))
+    answer.set_exception(error)
+    return answer
+
+
+class Witness:
+    """Lives as long as what refers to it."""
+
+
+witnesses: list[Any] = []
+
+
+def witnesses_left() -> int:
+    gc.collect()
+    return sum(each() is not None for each in witnesses)
 
 
 def unpicklable(kind: str) -> Any:
@@ -907,6 +930,17 @@ def test_an_error_that_forbids_assignments_or_has_no_text_is_told_as_any_other(
                 WAYS_TO_FAIL[way](to, kind)
             if kind == "frozen":
                 assert caught.value.code == 7
+
+    trio.on(0, case)
+
+
+def test_a_future_with_an_error_is_not_kept_once_the_caller_has_it(trio):
+    def case():
+        for _ in range(3):
+            with pytest.raises(OddError):
+                rpc.rpc_sync("w1", fail_with_a_witness, ("here",))
+        # The thread that answered may still be about to let go of it.
+        eventually(lambda: rpc.rpc_sync("w1", witnesses_left) == 0, 10)
 
     trio.on(0, case)
 

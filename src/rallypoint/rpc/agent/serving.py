@@ -324,6 +324,8 @@ class Request:
                 result = finished.value()
             except BaseException as error:  # noqa: BLE001  # sent to the caller
                 self.fail(error, printed=False)
+                # The future keeps the error, which would keep this frame, and so the future.
+                raised.forget_frames(error)
             else:
                 self.answer(result)
 
