@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
+from rallypoint._core.whole_numbers import is_whole
+
 from . import constants
 from .collect import wait_all
 from .connections.messages import FLAG_FOREIGN, Kind
@@ -118,8 +120,14 @@ def rpc_stream(
 
     Raises:
         RpcError: there is no such worker, or this process is not in a group.
+        TypeError: one of the arguments has the wrong type.
+        ValueError: ``window`` is less than 1.
     """
     _, _, content = prepare(func, args, kwargs)
+    if not is_whole(window):
+        raise TypeError(f"window is {window!r}: expected an integer")
+    if window < 1:
+        raise ValueError(f"window is {window!r}: expected at least 1; no item would ever be sent")
     stream: RpcStream[Any] = required_agent().call_stream(to, func, content, timeout, window)
     return stream
 
