@@ -239,6 +239,15 @@ WAYS = {
         message="expected 3 channels",
         traceback="in fail",
     ),
+    "raise a frozen error": Way(
+        "import dataclasses\n    @dataclasses.dataclass(frozen=True)\n    class Frozen(Exception):\n        code: int"
+        "\n    raise Frozen(7)",
+        code=1,
+        headline="raised fail.<locals>.Frozen",
+        raised="fail.<locals>.Frozen",
+        message="7",
+        traceback="in fail",
+    ),
     "an import error": Way(
         "import no_such_module",
         code=1,
@@ -251,7 +260,7 @@ WAYS = {
 
 
 # What differs in a fork is exceptions, exit codes and faults.
-IN_A_FORK = ("raise", "sys.exit(text)", "segfault", "abort")
+IN_A_FORK = ("raise", "raise a frozen error", "sys.exit(text)", "segfault", "abort")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Calls: what arrives, what comes back, how long it may take, and what becomes of it when nobody wants it."""
 
 import asyncio
+import dataclasses
 import functools
 import gc
 import json
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -182,6 +184,18 @@ class OddError(Exception):
         self.place = place
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Nothing can be assigned to it, not even a traceback."""
+
+    code: int
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("I have no text")
+
+
 class LocalOnlyError(Exception):
     def __reduce__(self) -> Any:
         raise TypeError("I do not travel")
@@ -209,8 +223,82 @@ def fail(kind: str) -> None:
             sys.exit(3)
         case "interrupt":
             raise KeyboardInterrupt
+        case "frozen":
+            raise FrozenError(7)
+        case "mute":
+            raise MuteError
         case "stop":
             raise StopIteration("at the end")
+
+
+async def fail_later(kind: str) -> None:
+    await asyncio.sleep(0)
+    fail(kind)
+
+
+async def fail_beside(kind: str) -> None:
+    """In a task of its own, which nobody waits for before it has failed."""
+    beside = asyncio.create_task(fail_later(kind))
+    await asyncio.sleep(0.01)
+    await beside
+
+
+async def items_that_fail(kind: str) -> Any:
+    yield 1
+    fail(kind)
+
+
+@rpc.async_execution
+def fail_by_future(kind: str) -> Any:
+    answer: torch.futures.Future[None] = torch.futures.Future()
+    try:
+        fail(kind)
+    except Exception as error:  # the answer
+        answer.set_exception(error)
+    return answer
+
+
+@rpc.async_execution
+def fail_with_a_witness(kind: str) -> Any:
+    answer: torch.futures.Future[None] = torch.futures.Future()
+    error = OddError(7, place=kind)
+    error.witness = Witness()
+    witnesses.append(weakref.ref(error.witness))
+    answer.set_exception(error)
+    return answer
+
+
+class Witness:
+    """Lives as long as what refers to it."""
+
+
+witnesses: list[Any] = []
+
+
+def witnesses_left() -> int:
+    gc.collect()
+    return sum(each() is not None for each in witnesses)
+
+
+def unpicklable(kind: str) -> Any:
+    return Unpicklable(kind)
+
+
+class Unpicklable:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __reduce__(self) -> Any:
+        return fail(self.kind)
+
+
+async def wait_for_failure(kind: str) -> None:
+    await rpc.rpc_async("w1", fail, (kind,), timeout=20)
+
+
+def wait_at_home(kind: str) -> None:
+    """On a thread of the pool."""
+    rpc.remote(rpc.get_worker_info(), fail, (kind,)).local_value()
 
 
 class Stubborn:
@@ -811,6 +899,87 @@ def test_what_would_end_a_program_ends_neither_caller_nor_callee_nor_its_threads
     assert trio.on(0, case) == 4
 
 
+# Each way to be told of an error of these classes, at the caller.
+WAYS_TO_FAIL: dict[str, Any] = {
+    "sync": lambda to, kind: rpc.rpc_sync(to, fail, (kind,), timeout=20),
+    "async": lambda to, kind: rpc.rpc_async(to, fail, (kind,), timeout=20).wait(),
+    "await": lambda _, kind: asyncio.run(wait_for_failure(kind)),
+    "coroutine": lambda to, kind: rpc.rpc_sync(to, fail_later, (kind,), timeout=20),
+    "future": lambda to, kind: rpc.rpc_sync(to, fail_by_future, (kind,), timeout=20),
+    "then": lambda to, kind: (
+        rpc.rpc_async(to, fail, (kind,), timeout=20).then(lambda done: done.wait()).wait()
+    ),
+    "stream": lambda to, kind: list(rpc.rpc_stream(to, items_that_fail, (kind,), timeout=20)),
+    "remote": lambda to, kind: rpc.remote(to, fail, (kind,), timeout=20).to_here(timeout=20),
+    "local value": lambda to, kind: rpc.rpc_sync(to, wait_at_home, (kind,), timeout=20),
+    "argument": lambda to, kind: rpc.rpc_sync(to, double, (Unpicklable(kind),), timeout=20),
+    "result": lambda to, kind: rpc.rpc_sync(to, unpicklable, (kind,), timeout=20),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("frozen", FrozenError), ("mute", MuteError)], ids=["frozen", "mute"]
+)
+@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+def test_an_error_that_forbids_assignments_or_has_no_text_is_told_as_any_other(
+    trio, way, kind, expected
+):
+    def case():
+        for to in ("w1", "w0"):
+            with pytest.raises(expected) as caught:
+                WAYS_TO_FAIL[way](to, kind)
+            if kind == "frozen":
+                assert caught.value.code == 7
+
+    trio.on(0, case)
+
+
+def test_a_future_with_an_error_is_not_kept_once_the_caller_has_it(trio):
+    def case():
+        for _ in range(3):
+            with pytest.raises(OddError):
+                rpc.rpc_sync("w1", fail_with_a_witness, ("here",))
+        # The thread that answered may still be about to let go of it.
+        eventually(lambda: rpc.rpc_sync("w1", witnesses_left) == 0, 10)
+
+    trio.on(0, case)
+
+
+def test_a_block_that_waits_for_all_lets_any_error_through(trio):
+    def wait_for_all() -> None:
+        with rpc.api._wait_all():
+            futures.append(rpc.rpc_async("w1", double, (2,)))
+            fail("frozen")
+
+    def case():
+        with pytest.raises(FrozenError):
+            wait_for_all()
+        return futures[0].done()
+
+    futures: list[Any] = []
+    assert trio.on(0, case)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("exit", "SystemExit: 3"), ("interrupt", "KeyboardInterrupt")]
+)
+@pytest.mark.parametrize("function", [fail_later, fail_beside])
+def test_what_would_end_a_program_does_not_end_the_loop_of_coroutines(trio, function, kind, words):
+    def case():
+        slow = rpc.rpc_async("w1", doze, (0.2, "slept"))
+        for _ in range(3):
+            with pytest.raises(rpc.RemoteError, match=words):
+                rpc.rpc_sync("w1", function, (kind,), timeout=20)
+            with pytest.raises(rpc.RemoteError, match=words):
+                rpc.remote("w1", function, (kind,)).to_here(timeout=20)
+            with pytest.raises(rpc.RemoteError, match=words):
+                list(rpc.rpc_stream("w1", items_that_fail, (kind,), timeout=20))
+        assert slow.wait() == "slept"
+        return rpc.rpc_sync("w1", doze, (0, "awake"), timeout=20)
+
+    assert trio.on(0, case) == "awake"
+
+
 def test_a_callee_that_cannot_print_its_errors_still_tells_them(trio):
     def close_output():
         sys.stderr.close()
@@ -821,8 +990,16 @@ def test_a_callee_that_cannot_print_its_errors_still_tells_them(trio):
                 rpc.rpc_sync("w1", fail, ("value",))
         assert rpc.rpc_sync("w1", double, (2,)) == 4
 
-    trio.on(1, close_output)
-    trio.on(0, case)
+    class Strange:
+        def write(self, _: str) -> int:
+            raise RuntimeError("I print nothing")
+
+    def replace_output():
+        sys.stderr = Strange()
+
+    for spoil in (close_output, replace_output):
+        trio.on(1, spoil)
+        trio.on(0, case)
 
 
 def test_an_error_crosses_two_workers_with_both_tracebacks(trio):

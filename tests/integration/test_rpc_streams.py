@@ -6,12 +6,15 @@ import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 
 import rpc_workers
+from pace import pace
 from rallypoint import rpc
 from rallypoint.errors import PeerLost
 from rpc_workers import Workers, eventually, timed
@@ -121,6 +124,47 @@ def test_a_stream_is_iterated_in_asyncio_too(pair):
         assert asyncio.run(main()) == [list(range(n)) for n in (30, 40, 50)]
 
     pair.on(0, case)
+
+
+@pytest.mark.parametrize("window", [1, 3, 16])
+@pytest.mark.parametrize("source", [count, count_later])
+def test_several_threads_and_tasks_share_the_items_of_one_stream_and_all_hear_its_end(
+    pair, source, window
+):
+    def case():
+        stream = rpc.rpc_stream("w1", source, (200,), window=window)
+
+        async def take_later() -> list[int]:
+            return [each async for each in stream]
+
+        async def take_in_tasks() -> list[int]:
+            return list(chain(*await asyncio.gather(*(take_later() for _ in range(3)))))
+
+        with ThreadPoolExecutor(4) as threads:
+            taking = [threads.submit(list, stream) for _ in range(3)]
+            taking.append(threads.submit(lambda: asyncio.run(take_in_tasks())))
+            # The stream's own limit is a minute: who does not hear of the end waits until then.
+            return sorted(chain(*(each.result(20 * pace()) for each in taking)))
+
+    assert pair.on(0, case) == list(range(200))
+
+
+def test_who_waits_for_an_item_hears_that_another_one_has_closed_the_stream(pair):
+    def case():
+        stream = rpc.rpc_stream("w1", waits_for_item)
+        assert next(stream) == 0.0
+
+        async def take_later() -> list[float]:
+            return [each async for each in stream]
+
+        with ThreadPoolExecutor(3) as threads:
+            waiting = [threads.submit(list, stream), threads.submit(list, stream)]
+            waiting.append(threads.submit(lambda: asyncio.run(take_later())))
+            time.sleep(0.2)
+            stream.close()
+            return [each.result(10 * pace()) for each in waiting]
+
+    assert pair.on(0, case) == [[], [], []]
 
 
 @pytest.mark.parametrize("window", [1, 5, 16])

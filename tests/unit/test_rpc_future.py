@@ -1,5 +1,6 @@
 """A failure that somebody looks at is not reported as one that nobody looks at."""
 
+import dataclasses
 import logging
 import threading
 
@@ -64,6 +65,26 @@ def test_a_mistake_in_a_callback_is_a_runtime_error_as_with_torchs_futures():
     ) as caught:
         following.wait()
     assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_callback_may_raise_what_has_no_text_or_cannot_be_changed():
+    @dataclasses.dataclass(frozen=True)
+    class Strange(Exception):
+        code: int
+
+        def __str__(self):
+            raise ValueError("I have no text")
+
+    def spoil(_):
+        raise Strange(3)
+
+    future = RpcFuture()
+    following = future.then(spoil)
+    future.set_result(1)
+    assert following.done()
+    with pytest.raises(RuntimeError, match="Strange") as caught:
+        following.wait()
+    assert caught.value.__cause__.code == 3
 
 
 def test_a_failure_that_a_callback_passes_on_stays_what_it_was():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -54,6 +55,72 @@ def alone():
 def test_a_rank_outside_the_group_is_refused_before_anybody_is_waited_for(rank, world_size, told):
     with pytest.raises(ConfigError, match=told):
         rpc.init_rpc("me", rank=rank, world_size=world_size, store=dist.HashStore())
+
+
+@pytest.mark.parametrize(
+    "given", [{"rank": "0"}, {"world_size": "2"}, {"rank": None}, {"rank": 0.0}]
+)
+def test_a_rank_or_size_that_is_no_whole_number_is_named_with_what_to_write(given):
+    (name, value), *_ = given.items()
+    with pytest.raises(TypeError) as caught:
+        rpc.init_rpc("me", **{"rank": 0, "world_size": 2, **given}, store=dist.HashStore())
+    assert str(caught.value) == (
+        f"{name} is {value!r}: expected an integer, as in {name}=int(os.environ['{name.upper()}'])"
+    )
+
+
+def test_a_rank_may_be_a_number_of_torch():
+    rpc.init_rpc("me", rank=torch.tensor(0), world_size=torch.tensor(1), store=dist.HashStore())
+    assert rpc.rpc_sync("me", add_one, (1,)) == 2
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("forever", [math.inf, 1e308, 1e12, 0])
+def test_a_limit_too_large_to_count_is_none(forever, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    options = rpc.NativeRpcBackendOptions(rpc_timeout=forever)
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+    assert rpc.rpc_sync("me", add_one, (1,)) == 2
+    assert rpc.rpc_sync("me", add_one, (1,), timeout=forever) == 2
+    assert list(rpc.rpc_stream("me", iter, ([1, 2],), timeout=forever)) == [1, 2]
+    value = rpc.remote("me", add_one, (1,), timeout=forever)
+    assert (value.to_here(timeout=forever), value.rpc_sync(timeout=forever).bit_length()) == (2, 2)
+    rpc.shutdown(timeout=forever)
+
+
+def test_a_limit_of_many_days_is_no_more_than_a_store_can_wait(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    options = rpc.NativeRpcBackendOptions(rpc_timeout=86_400 * 365)
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+    assert rpc.rpc_sync("me", add_one, (1,)) == 2
+    rpc.shutdown(timeout=-1)
+
+
+@pytest.mark.parametrize("way", ["sync", "async", "stream", "remote", "to_here", "shutdown"])
+def test_a_limit_that_is_no_number_is_named(alone, way):
+    ways = {
+        "sync": lambda: rpc.rpc_sync("me", add_one, (1,), timeout=math.nan),
+        "async": lambda: rpc.rpc_async("me", add_one, (1,), timeout=math.nan),
+        "stream": lambda: rpc.rpc_stream("me", iter, ([],), timeout=math.nan),
+        "remote": lambda: rpc.remote("me", add_one, (1,), timeout=math.nan),
+        "to_here": lambda: rpc.RRef(1).to_here(timeout=math.nan),
+        "shutdown": lambda: rpc.shutdown(timeout=math.nan),
+    }
+    with pytest.raises(
+        ValueError, match=r"^timeout is nan: expected seconds, 0 \(no limit\) or more$"
+    ):
+        ways[way]()
+    assert rpc.rpc_sync("me", add_one, (1,)) == 2
+
+
+@pytest.mark.parametrize(
+    ("window", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)]
+)
+def test_a_window_that_lets_nothing_through_is_refused(alone, window, kind):
+    with pytest.raises(kind, match=f"window is {window}: expected"):
+        rpc.rpc_stream("me", iter, ([1],), window=window)
 
 
 def test_who_is_missing_is_told_and_a_second_attempt_meets_the_others(monkeypatch):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rallypoint._core import clock
+from rallypoint._core import clock, raised
 from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
 
 from .agreement import Standing, Verdict, judge
@@ -72,14 +72,6 @@ class Recovery:
     transferred: float
     bytes_moved: int
     redone: int = 0
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Tracebacks hold the frames of the step, and with them the old group."""
-    cause: BaseException | None = error
-    while cause is not None:
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
 
 
 def _pieces(contents: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -217,7 +209,8 @@ class Meeting:
                     raise error
                 raise ElasticError("a peer is gone, and the supervisor does not say why")
             if error is not None:
-                _forget_frames(error)
+                # They hold the frames of the step, and with them the old group.
+                raised.forget_frames(error)
             try:
                 self._meet(notice)
             except ElasticError:

@@ -18,7 +18,7 @@ from .agent.devices import node_devices
 from .connections.acceptor import Site
 from .faulty import FaultyAgent, FaultyRpcBackendOptions
 from .groups.dynamic_group import DynamicGroup
-from .groups.group_store import innermost
+from .groups.group_store import NO_LIMIT, innermost
 from .groups.member import Member, check_name
 from .groups.static_group import StaticGroup
 from .options import (
@@ -27,6 +27,7 @@ from .options import (
     TensorPipeRpcBackendOptions,
 )
 from .registry import BackendType, backend_registered, register_backend
+from .time_limits import limit_of
 
 
 NATIVE = "RALLYPOINT"
@@ -91,9 +92,9 @@ def _init(
         raise TypeError(f"`store` must be a c10d::Store (a TCPStore, say), not {type(store)}")
     options = adopt_options(options, options_kind)
     check_name(name)
-    timeout = options.rpc_timeout or None
+    timeout = limit_of(options.rpc_timeout, "rpc_timeout")
     if timeout is not None:
-        store.set_timeout(timedelta(seconds=timeout))
+        store.set_timeout(min(timedelta(seconds=timeout), NO_LIMIT))
     trust = trusts.agree(store, options.secret, world_size, insecure=options.insecure)
     agent = kind(name, options, trust)
     try:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
+from rallypoint._core.whole_numbers import is_whole
+
 from . import constants
 from .collect import wait_all
 from .connections.messages import FLAG_FOREIGN, Kind
@@ -118,8 +120,14 @@ def rpc_stream(
 
     Raises:
         RpcError: there is no such worker, or this process is not in a group.
+        TypeError: one of the arguments has the wrong type.
+        ValueError: ``window`` is less than 1.
     """
     _, _, content = prepare(func, args, kwargs)
+    if not is_whole(window):
+        raise TypeError(f"window is {window!r}: expected an integer")
+    if window < 1:
+        raise ValueError(f"window is {window!r}: expected at least 1; no item would ever be sent")
     stream: RpcStream[Any] = required_agent().call_stream(to, func, content, timeout, window)
     return stream
 
@@ -165,19 +173,21 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-@contextlib.contextmanager
-def _wait_all() -> Iterator[None]:
-    """Wait for all ``rpc_async`` calls made in the block, unless it is interrupted."""
-    futures = _thread_local_var.future_list = []
-    try:
+class _wait_all(contextlib.AbstractContextManager[None]):  # noqa: N801  # a function in torch
+    """Wait for all ``rpc_async`` calls made in the block, unless it is interrupted.
+
+    A class, since contextlib's generators assign to the exceptions that leave a block, which not every exception allows.
+    """
+
+    def __enter__(self) -> None:
+        self._futures = _thread_local_var.future_list = []
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            yield
-        except Exception:
-            wait_all(futures)
-            raise
-        wait_all(futures)
-    finally:
-        del _thread_local_var.future_list
+            if kind is None or issubclass(kind, Exception):
+                wait_all(self._futures)
+        finally:
+            del _thread_local_var.future_list
 
 
 @contextlib.contextmanager

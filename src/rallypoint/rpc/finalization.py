@@ -15,6 +15,7 @@ from .current_agent import leave_group, required_agent, set_current_agent
 from .current_call import SERVING
 from .gather import GatherTimeout, _all_gather
 from .groups.dynamic_group import DynamicGroup
+from .time_limits import limit_of
 
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
         graceful: whether to wait first. In a static group this is collective: it blocks until all workers have called
             ``shutdown`` and no calls are in progress. In a dynamic group it blocks until this worker has no calls in
             progress.
-        timeout: seconds to wait; 0: no limit.
+        timeout: seconds to wait; 0: no limit; negative: the default timeout of calls.
 
     Raises:
         DeadlineExceeded: some workers did not call ``shutdown`` in time, which the error names, or calls were still in
@@ -76,13 +77,14 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
             "shutdown() was called by a function that serves a call, and would wait for that call to end: signal the main"
             " thread (threading.Event) to call shutdown(), or use graceful=False"
         )
-    deadline = Deadline(timeout or None)
+    limit = limit_of(agent.default_timeout if timeout < 0 else timeout)
+    deadline = Deadline(limit)
     patience = _CLOSING
     try:
         if graceful:
             first: dict[str, Any] | None = None
             if not isinstance(agent.group, DynamicGroup):
-                first = _wait_all_workers(timeout)
+                first = _wait_all_workers(limit or 0)
             left = deadline.remaining()
             # Without an argument if there is no limit: programs and torch's tests replace this function.
             _delete_all_user_and_unforked_owner_rrefs(*(() if left is None else (left,)))

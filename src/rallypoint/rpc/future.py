@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from torch.futures import Future
 
-from rallypoint._core import forks
+from rallypoint._core import forks, raised
 from rallypoint.errors import CallCancelled, RallyError, RemoteError, RpcError
+from rallypoint.wire.remote_error import message_of
 
 from .connections.calls import Call
 from .current_agent import ELSEWHERE
@@ -44,18 +45,17 @@ def again(error: BaseException) -> BaseException:
     kind = type(error)
     try:
         made: BaseException = copy.copy(error)
-        if type(made) is not kind or str(made) != str(error):
+        if type(made) is not kind or message_of(made) != message_of(error):
             raise TypeError
     except Exception:  # noqa: BLE001  # its constructor takes other arguments
         try:
             made = kind.__new__(kind, *error.args)
-            made.args = error.args
+            raised.set_args(made, error.args)
             vars(made).update(vars(error))
         except Exception:  # noqa: BLE001  # better a leak than another error
             return error
-    made.__cause__ = error.__cause__
-    made.__suppress_context__ = error.__suppress_context__
-    error.__traceback__ = None
+    raised.set_cause(made, error.__cause__, suppress=error.__suppress_context__)
+    raised.set_traceback(error, None)
     return made
 
 
@@ -63,7 +63,7 @@ def _failed(done: Future[Any]) -> bool:
     try:
         Future.value(done)
     except BaseException as error:  # noqa: BLE001
-        forget_frames(error)  # the future keeps it, and it would keep this frame
+        raised.forget_frames(error)  # the future keeps it, and it would keep this frame
         return True
     return False
 
@@ -72,23 +72,11 @@ def _of_callback(error: BaseException) -> BaseException:
     """A callback's error as torch's futures raise it, unless its type is informative."""
     if isinstance(error, RuntimeError | RallyError) or not isinstance(error, Exception):
         return error
-    raised = RuntimeError(
-        f"Got the following error when running the callback: {type(error).__name__}: {error}"
+    mistake = RuntimeError(
+        f"Got the following error when running the callback: {type(error).__name__}: {message_of(error)}"
     )
-    raised.__cause__ = error
-    return raised
-
-
-def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an exception that is kept, and of its causes: frames keep all their variables alive."""
-    left: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while left:
-        each = left.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            each.__traceback__ = None
-            left += [each.__cause__, each.__context__]
+    mistake.__cause__ = error
+    return mistake
 
 
 class RpcFuture(Future[T]):
@@ -173,10 +161,10 @@ class RpcFuture(Future[T]):
         try:
             value: T = _wait(self)
         except BaseException as error:  # noqa: BLE001  # a copy of it is raised
-            raised = again(error)
+            copied = again(error)
         else:
             return value
-        raise raised
+        raise copied
 
     def value(self) -> T:
         self._check_process()
@@ -184,8 +172,8 @@ class RpcFuture(Future[T]):
         try:
             return super().value()
         except BaseException as error:  # noqa: BLE001  # a copy of it is raised
-            raised = again(error)
-        raise raised
+            copied = again(error)
+        raise copied
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of the result of ``callback(self)``.
@@ -250,9 +238,9 @@ class RpcFuture(Future[T]):
         """Complete it with an error."""
         if not isinstance(error, Exception):
             # SystemExit and the like would end the wrong program, and torch's futures reject them.
-            error = RemoteError(type(error).__name__, str(error))
+            error = RemoteError(type(error).__name__, message_of(error))
         # The frames refer to this future.
-        forget_frames(error)
+        raised.forget_frames(error)
         if not isinstance(error, CallCancelled):
             self._unseen = error
             if self._is_seen:

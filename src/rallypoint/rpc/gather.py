@@ -13,6 +13,7 @@ from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError
 from . import constants
 from .calling import rpc_async, rpc_sync
 from .current_agent import required_agent
+from .time_limits import limit_of
 
 
 class AllGatherStates:
@@ -164,7 +165,7 @@ def _all_gather(
         )
     leader = names[0]
     seconds = agent.default_timeout if timeout < 0 else timeout
-    limit = seconds or None
+    limit = limit_of(seconds)
     # The names identify the membership: it changes with each join or departure.
     sequence_id = (str(_gatherings.next_number(names)), *names)
     deadline = Deadline(limit)

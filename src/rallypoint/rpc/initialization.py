@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
 from typing import Any
 
 from rallypoint._core import forks
+from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError, RpcError
 
 from . import gather
@@ -61,10 +63,13 @@ def init_rpc(
     Raises:
         RpcError: this process is a member already, the name is taken, or the group cannot be formed.
         DeadlineExceeded: some members did not join in time; the error names them.
-        TypeError: ``backend`` or the options have the wrong type.
+        TypeError: ``rank``, ``world_size``, ``backend`` or the options have the wrong type.
         ConfigError: ``rank`` does not fit ``world_size``.
     """
     backend, options = _choose(backend, rpc_backend_options)
+    rank = _whole("rank", rank, "int(os.environ['RANK'])")
+    if world_size is not None:
+        world_size = _whole("world_size", world_size, "int(os.environ['WORLD_SIZE'])")
     if not _torch_rules:
         _check_rank(rank, world_size)
     agent = member_agent()
@@ -85,6 +90,12 @@ def init_rpc(
     # A failed attempt does not count: the others still use this number.
     with _init_lock:
         _init_count += 1
+
+
+def _whole(name: str, value: Any, example: str) -> int:
+    if not is_whole(value):
+        raise TypeError(f"{name} is {value!r}: expected an integer, as in {name}={example}")
+    return operator.index(value)
 
 
 def _check_rank(rank: int, world_size: int | None) -> None:

@@ -12,7 +12,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from rallypoint._core import raised
 from rallypoint.errors import RpcError
+from rallypoint.wire.remote_error import message_of
 
 from . import constants
 from .autograd.context import within
@@ -223,9 +225,10 @@ def _gather(calls: Sequence[tuple[WorkerInfo, Any]]) -> list[Any]:
         except Exception as error:  # noqa: BLE001  # raised below
             if first is None:
                 first = error
-                first.add_note(f"This was raised on worker {owner.name!r}.")
+                raised.add_note(first, f"This was raised on worker {owner.name!r}.")
             else:
-                first.add_note(f"Worker {owner.name!r} raised {type(error).__name__}: {error}")
+                text = f"{type(error).__name__}: {message_of(error)}"
+                raised.add_note(first, f"Worker {owner.name!r} raised {text}")
     if first is not None:
         raise first
     return values

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from rallypoint._core import forks
 from rallypoint.errors import RpcError, RpcTimeout
@@ -30,8 +30,15 @@ WINDOW = 16
 WINDOW_NAME = " window"
 
 
+# There is no item left, and none will come.
+_END: Final = object()
+
+
 class ItemChannel(Generic[T]):
-    """Receives items and grants credit. The call refers to it; the user has an :class:`RpcStream`."""
+    """Receives items and grants credit. The call refers to it; the user has an :class:`RpcStream`.
+
+    Several threads and tasks may take items: each item goes to one of them, and the end to all.
+    """
 
     def __init__(self, decode: Callable[[Frame], T], window: int) -> None:
         self._decode = decode
@@ -43,7 +50,8 @@ class ItemChannel(Generic[T]):
         self._taken = 0
         self._ended = False
         self._closed = False
-        self._wake: Callable[[], None] | None = None
+        # One for each task that waits.
+        self._wakers: list[Callable[[], None]] = []
 
     def begun(self, call: Call, outgoing: Outgoing) -> None:
         self._call = call
@@ -58,56 +66,61 @@ class ItemChannel(Generic[T]):
                 wanted = True
                 self._items.append(frame)
                 self._changed.notify()
-            wake = self._wake
+            wakers = tuple(self._wakers)
         if not wanted:
             self._discard(frame)
-        elif wake is not None:
+            return
+        for wake in wakers:
             wake()
 
     def on_done(self, _: Call) -> None:
         with self._changed:
-            self._changed.notify()
-            wake = self._wake
-        if wake is not None:
+            self._changed.notify_all()
+            wakers = tuple(self._wakers)
+        for wake in wakers:
             wake()
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        frame = self._take_now()
-        if frame is None:
+        found = self._poll()
+        if found is None:
             pool = ThreadPool.current()
             if pool is None:
-                frame = self._wait()
+                found = self._wait()
             else:
                 with pool.waiting():
-                    frame = self._wait()
-        return self._accept(frame)
+                    found = self._wait()
+        return self._accept(found)
 
-    def _wait(self) -> Frame | None:
+    def _poll(self) -> Any:
+        """The next item's frame, ``_END``, or None: wait. Takes no lock."""
+        call = self._call
+        assert call is not None
+        # In this order: the last item comes before the end.
+        is_over = call.done or self._closed
+        try:
+            return self._items.popleft()
+        except IndexError:
+            return _END if is_over else None
+
+    def _wait(self) -> Any:
         if DUE:
             run_due()
         call = self._call
         assert call is not None
         with self._changed:
             left = None if call.deadline is None else max(0.0, call.deadline - time.monotonic())
-            if not self._changed.wait_for(lambda: self._items or call.done, left):
-                raise RpcTimeout(call.seconds, call.describe())
-            return self._items.popleft() if self._items else None
+            found = self._changed.wait_for(self._poll, left)
+        if found is None:
+            raise RpcTimeout(call.seconds, call.describe())
+        return found
 
-    def _take_now(self) -> Frame | None:
-        try:
-            return self._items.popleft()
-        except IndexError:
-            return None
-
-    def _accept(self, frame: Frame | None) -> T:
-        if frame is not None:
-            self._taken += 1
-            if self._taken * 2 >= self._window:
-                self._give_credit()
-            return self._decode(frame)
+    def _accept(self, found: Any) -> T:
+        if found is not _END:
+            self._give_credit()
+            return self._decode(found)
         call = self._call
         assert call is not None
         if not self._ended:
@@ -120,7 +133,12 @@ class ItemChannel(Generic[T]):
         raise StopIteration
 
     def _give_credit(self) -> None:
-        taken, self._taken = self._taken, 0
+        """Note that an item was taken, and grant credit for half a window at once."""
+        with self._changed:
+            self._taken += 1
+            if self._taken * 2 < self._window:
+                return
+            taken, self._taken = self._taken, 0
         call, outgoing = self._call, self._outgoing
         if call is not None and outgoing is not None and not call.done:
             outgoing.tell(Kind.CREDIT, call.number, taken.to_bytes(8, "little"))
@@ -129,12 +147,11 @@ class ItemChannel(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        frame = self._take_now()
-        if frame is None:
+        while (found := self._poll()) is None:
+            # Another one may take what comes.
             await self._wait_async()
-            frame = self._take_now()
         try:
-            return self._accept(frame)
+            return self._accept(found)
         except StopIteration:
             raise StopAsyncIteration from None
 
@@ -149,16 +166,17 @@ class ItemChannel(Generic[T]):
                 loop.call_soon_threadsafe(event.set)
 
         with self._changed:
-            if self._items or call.done:
+            if self._items or call.done or self._closed:
                 return
-            self._wake = wake
+            self._wakers.append(wake)
         try:
             left = None if call.deadline is None else max(0.0, call.deadline - time.monotonic())
             await asyncio.wait_for(event.wait(), left)
         except TimeoutError:
             raise RpcTimeout(call.seconds, call.describe()) from None
         finally:
-            self._wake = None
+            with self._changed:
+                self._wakers.remove(wake)
 
     def close(self) -> None:
         """Stop, and close the generator. Idempotent."""
@@ -170,6 +188,10 @@ class ItemChannel(Generic[T]):
             self._closed = True
             left = list(self._items)
             self._items.clear()
+            self._changed.notify_all()
+            wakers = tuple(self._wakers)
+        for wake in wakers:
+            wake()
         for frame in left:
             self._discard(frame)
 

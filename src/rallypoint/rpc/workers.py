@@ -11,6 +11,7 @@ from .agent.agent import Agent
 from .current_agent import required_agent
 from .groups.dynamic_group import DynamicGroup
 from .groups.member import Member
+from .time_limits import limit_of
 from .worker_info import WorkerInfo
 
 
@@ -51,7 +52,9 @@ def wait_for(names: str | Sequence[str], timeout: float | None = None) -> tuple[
     """
     group = _dynamic_group()
     wanted = [names] if isinstance(names, str) else list(names)
-    found: Collection[Member] = group.wait_for(wanted, timeout)
+    # Unlike elsewhere, 0 is a limit, and less has passed: this argument has None for no limit.
+    limit = timeout if timeout is None or timeout <= 0 else limit_of(timeout)
+    found: Collection[Member] = group.wait_for(wanted, limit)
     return tuple(WorkerInfo(each.name, each.id) for each in found)
 
 

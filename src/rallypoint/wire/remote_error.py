@@ -85,14 +85,14 @@ def describe(error: BaseException, limit: int = LIMIT) -> Description:
         limit: characters of the message, of the notes, of the traceback, and bytes of the pickled exception;
             what is longer is cut, and says so; an exception whose message was cut is not rebuilt.
     """
-    message = _message(error)
+    message = message_of(error)
     short = _cut(message, limit)
     whole = short == message
     return {
         "type": _type_name(type(error)),
         "message": short,
         "notes": _notes(error, limit),
-        "traceback": _cut(_traceback(error), limit),
+        "traceback": _cut(traceback_text(error), limit),
         "error": _freeze(error, limit) if whole else b"",
     }
 
@@ -123,7 +123,7 @@ def _by_parts(error: BaseException, limit: int) -> bytes:
 def _is_same(error: BaseException, made: BaseException) -> bool:
     return (
         type(made) is type(error)
-        and _same_text(_message(made), _message(error))
+        and _same_text(message_of(made), message_of(error))
         and _alike(made.args, error.args)
         and _filled(made) == _filled(error)
     )
@@ -220,7 +220,7 @@ def rebuild(
     if isinstance(frozen, bytes) and frozen:
         try:
             made = _thaw(frozen, load)
-            if _type_name(type(made)) != kind or not _same_text(_message(made), message):
+            if _type_name(type(made)) != kind or not _same_text(message_of(made), message):
                 made = None
             else:
                 object.__setattr__(made, "__cause__", RemoteTraceback(trace, worker))
@@ -260,7 +260,8 @@ def _set_notes(error: BaseException, notes: object) -> None:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """``str(error)``. Never raises."""
     try:
         return _clean(str(error))
     except BaseException as failure:  # noqa: BLE001  a user's __str__ may raise anything
@@ -279,7 +280,8 @@ def _notes(error: BaseException, limit: int) -> list[str]:
         return []
 
 
-def _traceback(error: BaseException) -> str:
+def traceback_text(error: BaseException) -> str:
+    """As Python prints it, causes included. Never raises."""
     try:
         return _clean("".join(traceback.format_exception(error)))
     except BaseException as failure:  # noqa: BLE001  the same

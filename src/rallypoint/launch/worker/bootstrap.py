@@ -270,7 +270,7 @@ def _run(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> 
         ending.flush_quietly()  # output precedes the traceback
     if error is None:
         return _Outcome(0)
-    error.__traceback__ = ending.without_us(error.__traceback__)
+    ending.forget_us(error)
     if isinstance(error, SystemExit):
         code = ending.exit_code(error)
         if code != 0 and told:

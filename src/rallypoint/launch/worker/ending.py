@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any, NoReturn
 
+from rallypoint._core import raised
 from rallypoint.launch import torch_private
 
 
@@ -45,6 +46,11 @@ def without_us(tb: types.TracebackType | None) -> types.TracebackType | None:
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OURS):
         tb = tb.tb_next
     return tb
+
+
+def forget_us(error: BaseException) -> None:
+    """Remove the first frames of an exception's traceback that belong to this package."""
+    raised.set_traceback(error, without_us(error.__traceback__))
 
 
 # -- an uncaught exception -------------------------------------------------------------------
@@ -82,7 +88,7 @@ def show(error: BaseException) -> int:
     second = _call_hook(hook, error)
     if second is None:
         return 1
-    second.__traceback__ = without_us(second.__traceback__)
+    forget_us(second)
     if isinstance(second, SystemExit):
         return exit_code(second)
     _say("Error in sys.excepthook:\n")
@@ -109,7 +115,7 @@ def _say(text: str) -> None:
 
 def _unraisable(error: BaseException, where: object) -> None:
     """Print "Exception ignored in: …", or call the hook that the script has set for this."""
-    error.__traceback__ = without_us(error.__traceback__)
+    forget_us(error)
     hook: Any = getattr(sys, "unraisablehook", sys.__unraisablehook__)
     try:
         if hook is sys.__unraisablehook__:  # needs a type that only the interpreter can create

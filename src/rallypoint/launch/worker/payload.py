@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TextIO
 
-from rallypoint._core import code_files, env as environment, forks
+from rallypoint._core import code_files, env as environment, forks, raised
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch import torch_private
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
@@ -347,7 +347,8 @@ def _load(packed: memoryview) -> Call:
 
 def _show_less(error: BaseException) -> None:
     """Remove our own frame from the traceback."""
-    error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+    frames = error.__traceback__
+    raised.set_traceback(error, frames and frames.tb_next)
 
 
 def run_in_fork(fds: WorkerFds, call: Call, facts: CallerFacts) -> None:

@@ -9,16 +9,21 @@ from typing import Any
 
 import torch
 
+from rallypoint._core import raised
 from rallypoint.errors import RemoteError
-from rallypoint.wire.remote_error import RemoteTraceback, describe
+from rallypoint.wire.remote_error import RemoteTraceback, describe, message_of
 
 
 _MISSING_NAME = re.compile(r"Can't get attribute '([^']*)'")
 _OURS = os.path.join(os.path.dirname(__file__), "")
 
 
-def without_our_frames(frames: TracebackType | None) -> TracebackType | None:
-    """A stack without its first frames, which are this package's."""
+def forget_our_frames(error: BaseException) -> None:
+    """Remove the first frames of an error's traceback, which are this package's."""
+    raised.set_traceback(error, _without_ours(raised.traceback_of(error)))
+
+
+def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     while (
         frames is not None
         and frames.tb_next is not None
@@ -31,9 +36,9 @@ def without_our_frames(frames: TracebackType | None) -> TracebackType | None:
 def translated(error: BaseException) -> BaseException:
     """The error that torch would raise, where that is another one."""
     if isinstance(error, torch.jit.Error):
-        scripted: BaseException = RuntimeError(str(error))
+        scripted: BaseException = RuntimeError(message_of(error))
         return scripted.with_traceback(error.__traceback__)
-    if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
+    if type(error) is AttributeError and "Can't get attribute" in message_of(error):
         made: BaseException = RuntimeError(
             f"{error}. The callee does not have this {_kind_of(error)}: functions and classes are sent by name, not as"
             " code. Define it on both sides, or set the option pickle_by_value."
@@ -65,9 +70,9 @@ def as_value(error: BaseException, worker: str) -> Exception:
     told = describe(error)
     if not isinstance(error, Exception):
         return RemoteError(told["type"], told["message"], told["traceback"], worker)
-    error.__cause__ = RemoteTraceback(told["traceback"], worker)
-    error.__context__ = None
-    error.__traceback__ = None
+    raised.set_cause(error, RemoteTraceback(told["traceback"], worker))
+    raised.forget_context(error)
+    raised.set_traceback(error, None)
     return error
 
 

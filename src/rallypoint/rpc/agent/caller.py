@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +35,7 @@ from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.rpc.stream import WINDOW, WINDOW_NAME, ItemChannel, RpcStream
 from rallypoint.rpc.threads.task_queue import TaskQueue
 from rallypoint.rpc.threads.thread_pool import ThreadPool
+from rallypoint.rpc.time_limits import FOREVER, limit_of
 from rallypoint.rpc.torch_private import NativeFuture
 from rallypoint.wire.remote_error import RemoteTraceback
 from rallypoint.wire.sharing import Sharing
@@ -425,7 +425,7 @@ class Caller:
             ) from None
         serving = SERVING.get()
         outer = None if serving is None else serving.deadline
-        if not seconds or seconds == math.inf:
+        if not 0 < seconds < FOREVER and limit_of(seconds) is None:
             if outer is None:
                 return None, 0.0
             return outer, max(0.0, outer - time.monotonic())

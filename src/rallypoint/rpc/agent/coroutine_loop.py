@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from contextvars import copy_context
@@ -10,6 +11,9 @@ from typing import Any
 
 from rallypoint.errors import CallCancelled
 from rallypoint.rpc.ports import Answerable
+
+
+logger = logging.getLogger(__name__)
 
 
 class CoroutineLoop:
@@ -65,7 +69,7 @@ class CoroutineLoop:
             if self._loop is None:
                 loop = self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
-                    target=loop.run_forever, name=f"{self._name}-asyncio", daemon=True
+                    target=_run, args=(loop,), name=f"{self._name}-asyncio", daemon=True
                 )
                 self._thread.start()
             return self._loop
@@ -92,3 +96,18 @@ class CoroutineLoop:
         thread.join(timeout)
         if not thread.is_alive():
             loop.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, whatever its tasks raise.
+
+    asyncio keeps a SystemExit or KeyboardInterrupt as the task's result, and then lets it end the loop as well, which
+    would leave all later coroutines without an answer.
+    """
+    while True:
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            logger.info("a coroutine raised %r, which ends no worker", error)
+        else:
+            return

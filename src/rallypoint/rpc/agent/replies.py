@@ -11,7 +11,7 @@ from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.serialization import payload as payloads
 from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.wire.frames import Frame
-from rallypoint.wire.remote_error import rebuild
+from rallypoint.wire.remote_error import message_of, rebuild
 
 
 class Replies:
@@ -59,4 +59,4 @@ def _harmless(error: BaseException, worker: str) -> BaseException:
     if isinstance(error, Exception):
         return error
     traceback = getattr(error.__cause__, "traceback", "")
-    return RemoteError(type(error).__name__, str(error), traceback, worker)
+    return RemoteError(type(error).__name__, message_of(error), traceback, worker)

@@ -7,13 +7,13 @@ import inspect
 import logging
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.futures import Future
 
+from rallypoint._core import raised
 from rallypoint.errors import CallCancelled, NotAllowed, RpcError
 from rallypoint.rpc.autograd.context import CURRENT, Context
 from rallypoint.rpc.autograd.contexts import Contexts
@@ -56,9 +56,9 @@ from rallypoint.rpc.threads.thread_pool import TICK, Job
 from rallypoint.rpc.torch_private import NativeFuture
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
-from rallypoint.wire.remote_error import describe
+from rallypoint.wire.remote_error import describe, traceback_text
 
-from .call_errors import as_value, translated, without_our_frames, wrong_return_type
+from .call_errors import as_value, forget_our_frames, translated, wrong_return_type
 from .counters import is_own
 
 
@@ -324,6 +324,8 @@ class Request:
                 result = finished.value()
             except BaseException as error:  # noqa: BLE001  # sent to the caller
                 self.fail(error, printed=False)
+                # The future keeps the error, which would keep this frame, and so the future.
+                raised.forget_frames(error)
             else:
                 self.answer(result)
 
@@ -402,7 +404,7 @@ class Request:
                 payload, tensors = self._worker.dumps(result, self._incoming.peer, recording)
                 self._reply(REPLY, payload, tensors, later=later)
         except BaseException as error:  # noqa: BLE001  # a result that cannot be pickled
-            error.add_note("The function returned, but its result could not be sent.")
+            raised.add_note(error, "The function returned, but its result could not be sent.")
             self._incoming.active[number] = self
             self.fail(error)
             return
@@ -421,7 +423,7 @@ class Request:
         made = self._made
         if made is not None:
             self._made = None
-            error.__traceback__ = without_our_frames(error.__traceback__)
+            forget_our_frames(error)
             if printed:
                 self._print(error)
             if not made.done():
@@ -430,7 +432,7 @@ class Request:
             return
         if not self._incoming.claim(self._frame.call):
             return
-        error.__traceback__ = without_our_frames(error.__traceback__)
+        forget_our_frames(error)
         if printed and not isinstance(error, (CallCancelled, asyncio.CancelledError)):
             self._print(error)
         payload = dumps_whole(describe(translated(error)))
@@ -440,11 +442,11 @@ class Request:
 
     def _print(self, error: BaseException) -> None:
         # As torch does: the error should also show in the output of the process in which it occurred.
-        text = f"On {self._worker.me}:\n{''.join(traceback.format_exception(error))}"
+        text = f"On {self._worker.me}:\n{traceback_text(error)}"
         try:
             print(text, file=sys.stderr)  # noqa: T201
-        except (OSError, ValueError):
-            # stderr is closed, or cannot encode the text. The caller still gets the error.
+        except Exception:  # noqa: BLE001  # a stream of the program's may raise anything
+            # Or stderr is closed. The caller still gets the error.
             logger.info("%s", text)
 
     def item(self, value: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -199,11 +199,17 @@ def unknown(context_id: object) -> RpcError:
 CURRENT: ContextVar[Context | None] = ContextVar("rallypoint_rpc_autograd", default=None)
 
 
-@contextmanager
-def within(context: Context | None) -> Iterator[None]:
-    """Make calls in this context; None: in none."""
-    token = CURRENT.set(context)
-    try:
-        yield
-    finally:
-        CURRENT.reset(token)
+class within(AbstractContextManager[None]):  # noqa: N801  # it reads as a function
+    """In the block, calls are made in this context; None: in none.
+
+    A class, since contextlib's generators assign to the exceptions that leave a block, which not every exception allows.
+    """
+
+    def __init__(self, context: Context | None) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = CURRENT.set(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        CURRENT.reset(self._token)

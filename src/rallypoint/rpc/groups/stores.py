@@ -17,6 +17,9 @@ from rallypoint._core.addresses import check_host, own_address
 from rallypoint._core.clock import Deadline
 from rallypoint._core.resolver import connecting_to
 from rallypoint.errors import ConfigError
+from rallypoint.rpc.time_limits import limit_of
+
+from .group_store import NO_LIMIT
 
 
 # torch re-exports its names by *.
@@ -47,7 +50,12 @@ def open_store(
         ConfigError: ``init_method`` is invalid.
         torch.distributed.DistNetworkError: the store was not served in time.
     """
-    limit = timedelta(seconds=timeout) if timeout else dist.constants.default_pg_timeout
+    seconds = limit_of(timeout, "rpc_timeout")
+    limit = (
+        dist.constants.default_pg_timeout
+        if seconds is None
+        else min(timedelta(seconds=seconds), NO_LIMIT)
+    )
     _check_host(init_method)
     url = urlsplit(init_method)
     if url.scheme == "file" and url.path:

@@ -29,8 +29,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 
@@ -86,6 +86,24 @@ def waiting() -> AbstractContextManager[None]:
     """Around waiting for another process, on any thread: the pool serves others meanwhile."""
     pool = _mine.pool
     return nullcontext() if pool is None else pool.waiting()
+
+
+class _Waiting(AbstractContextManager[None]):
+    """The block of :meth:`ThreadPool.waiting`.
+
+    A class, since contextlib's generators assign to the exceptions that leave a block, which not every exception allows.
+    """
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> None:
+        self._pool.begin_to_wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.go_on()
 
 
 class ThreadPool:
@@ -149,24 +167,23 @@ class ThreadPool:
         """The pool that the calling thread belongs to."""
         return _mine.pool
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """As the function :func:`waiting`, on a thread of this pool."""
-        if _mine.waits:
-            yield
-            return
+        return nullcontext() if _mine.waits else _Waiting(self)
+
+    def begin_to_wait(self) -> None:
         _mine.waits = 1
         self._step_down()
         with self._lock:
             self._working -= 1
             self._employ()
-        try:
-            yield
-        finally:
-            _mine.waits = 0
-            with self._lock:
-                # Perhaps beyond the limit: a job that has begun goes on.
-                self._working += 1
+
+    def go_on(self) -> None:
+        """After :meth:`begin_to_wait`."""
+        _mine.waits = 0
+        with self._lock:
+            # Perhaps beyond the limit: a job that has begun goes on.
+            self._working += 1
 
     def submit(self, job: Job) -> None:
         """Queue a job for a thread other than the leader."""
