@@ -15,11 +15,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.errors import JoinError
-from rallypoint.join import torch_private
+from rallypoint.join import exchange, torch_private
 from rallypoint.join.members import Member
 from rallypoint.join.run import Run
 from rallypoint.join.schedule import Schedule
-from rallypoint.join.state import Part, dense_parts, share
+from rallypoint.join.state import Part, dense_parts, digest, share
 from rallypoint.join.torch_private import tree_leaves
 
 from .sync_batch_norm import exchanges_statistics
@@ -40,7 +40,9 @@ class DdpMember(Member):
     or changed them.
 
     Gradients not cleared before a backward pass are part of what DDP averages. They are equal on all ranks, but a
-    rank that has run out cannot know that they were kept; so the ranks with inputs contribute its share.
+    rank that has run out cannot know that they were kept; so the ranks with inputs contribute its share. Only those
+    accumulated in an earlier block and not exchanged since differ; :meth:`level` makes them equal if some rank has no
+    inputs to contribute its own with.
 
     Args:
         ddp: the module.
@@ -181,6 +183,22 @@ class DdpMember(Member):
         if before:
             raised = [gradient.clone() for gradient in standing]
             torch_private.after_backward(partial(_lower_unused, before, raised))
+
+    def level(self) -> None:
+        own = [digest(self._gradients()), *[_kind(p.grad) for p in self._parameters]]
+        told = exchange.gather(own, len(own), self.ddp.device, self.group)
+        digests, *kinds = zip(*told, strict=True)
+        if len(set(digests)) == 1:
+            return
+        for parameter, every in zip(self._parameters, kinds, strict=True):
+            if any(every):
+                mean = _held(parameter, max(every)) / self.world_size
+                mean = mean.coalesce() if mean.is_sparse else mean  # a collective takes no other
+                dist.all_reduce(mean, group=self.group)
+                if parameter.grad is None or mean.is_sparse:
+                    parameter.grad = mean
+                else:
+                    parameter.grad.detach().copy_(mean)  # it may be a view of DDP's bucket
 
     def begun_in(self, step: int) -> bool:
         assert self._run is not None
@@ -356,6 +374,19 @@ def _kind(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return MISSING
     return SPARSE if gradient.is_sparse else STRIDED
+
+
+def _held(parameter: nn.Parameter, kind: int) -> torch.Tensor:
+    """The parameter's gradient, or zeros of the given kind."""
+    if parameter.grad is not None:
+        return parameter.grad.detach()
+    if kind == STRIDED:
+        return torch.zeros_like(parameter)
+    # As an embedding has it: sparse in the first dimension.
+    rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_zeros((0, *parameter.shape[1:]))
+    shape = list(parameter.shape)
+    return torch.sparse_coo_tensor(rows, values, shape, is_coalesced=True, check_invariants=False)
 
 
 def _lower_unused(
