@@ -46,6 +46,11 @@ class Course:
         self._to_rehearse = 0  # how many steps until the one to continue with
         self._until_task = False  # rehearse until a function is run
 
+    @property
+    def is_void(self) -> bool:
+        """Whether a loss has made the rest of this body void: the process in the lost one's place does not run it."""
+        return self._is_void or (self.is_back and self.in_body)
+
     # -- loops --------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
@@ -108,8 +113,7 @@ class Course:
         """What to do with a step that begins."""
         if not self.in_body:
             self._is_void = False  # in a loop of the user's own, this is the step that failed
-        is_left_behind = self.is_back and self.in_body
-        if is_left_behind or self._is_void or self._to_rehearse or self._until_task:
+        if self.is_void or self._to_rehearse or self._until_task:
             return Doing.REHEARSE
         return Doing.RUN
 

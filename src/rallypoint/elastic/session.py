@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from rallypoint._core import step_reports
-from rallypoint.errors import ElasticError
+from rallypoint.errors import ElasticError, MembershipChanged
 
 from . import loader_state, process, sample_order, samples, termination, torch_private
 from .board import boards
@@ -323,7 +323,7 @@ class Session:
                 raise
         meeting.count_anew()
         for each in kept.groups:
-            each.before, each.explain = self._before_collective, meeting.change
+            each.before, each.explain = self._before_collective, self._change
 
     def __exit__(
         self,
@@ -442,6 +442,22 @@ class Session:
             self._memory.progress.begin(group.kept_name)
         if self._in_step:
             self._keeping.note_collective()
+
+    def _change(self, error: BaseException | None) -> MembershipChanged | None:
+        """What a collective of the script raises: after a loss, or instead of waiting for a rank that will not come.
+
+        All have met where the step was left, but the process in the lost rank's place is on its way to that step: it does not run
+        what is behind it.
+        """
+        assert self._meeting is not None
+        if error is None and not self._in_step and self._course.is_void:
+            lost = self._meeting.history[-1]
+            behind = (
+                "the step that was left comes again, and its process does not come to this collective: communicate in"
+                " session.step() or session.run()"
+            )
+            return MembershipChanged(lost.ranks, f"{lost.why}; {behind}")
+        return self._meeting.change(error)
 
     # -- rehearsals ---------------------------------------------------------------------------------
 
