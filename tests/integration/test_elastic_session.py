@@ -824,6 +824,32 @@ def test_a_collective_behind_a_step_that_was_left_raises_instead_of_waiting(
         assert told.startswith("lost rank 1: was killed by SIGKILL; the step that was left")
 
 
+TWICE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from rallypoint import elastic
+
+dist.init_process_group("gloo")
+net = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for part in ("first", "second"):
+    with elastic.session(net, optimizer) as session:
+        with session.step():
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(part)
+"""
+
+
+def test_a_second_session_is_refused_by_its_name(tmp_path: Path) -> None:
+    done = alone(tmp_path, TWICE, "-m", "rallypoint", "run", "--nproc-per-node", "2")
+    assert done.returncode != 0
+    assert done.stdout.split() == ["first", "first"]
+    assert "this script has had a session already" in done.stderr
+
+
 AUGMENTED = """
 import hashlib, json, os, pathlib, random, signal, sys
 import numpy as np

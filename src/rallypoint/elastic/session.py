@@ -280,6 +280,7 @@ class Session:
                 "elastic.session: this process has no Gloo group that can be kept; call"
                 ' torch.distributed.init_process_group("gloo") after `import rallypoint.elastic`, before the session'
             )
+        kept.enter()
         kept.await_place(sharded=self._objects.is_sharded)
         if self._checkpoints is not None:
             kept.link.termination.begin()
