@@ -824,6 +824,39 @@ def test_a_collective_behind_a_step_that_was_left_raises_instead_of_waiting(
         assert told.startswith("lost rank 1: was killed by SIGKILL; the step that was left")
 
 
+STRAYED = """
+import os, signal
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from rallypoint import elastic
+
+FOLDER = Path(__file__).parent
+dist.init_process_group("gloo")
+net = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with elastic.session(net, optimizer) as session:
+    for epoch in session.epochs(3):
+        for batch in session.batches([torch.full((1, 2), float(i)) for i in range(4)]):
+            with session.step():
+                if session.position == 2 and dist.get_rank() == 1 and not (FOLDER / "killed").exists():
+                    (FOLDER / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                net(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if session.position % 2 == 0:  # also where the first step of an epoch was left
+                break
+"""
+
+
+def test_leaving_the_loop_behind_a_step_that_was_left_is_an_error(tmp_path: Path) -> None:
+    done = alone(tmp_path, STRAYED, "-m", "rallypoint", "run", "--nproc-per-node", "2")
+    assert done.returncode != 0
+    assert "was left (break, return) behind a step that a loss had ended" in done.stderr
+
+
 TWICE = """
 import torch
 import torch.distributed as dist

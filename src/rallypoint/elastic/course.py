@@ -33,13 +33,15 @@ class Course:
         in_body: and the script has a batch in hand.
         repeats: this batch comes again.
         is_back: a loss has led back to an earlier batch than the one in hand; the iteration begins anew there.
+        has_strayed: the script has left its loop over batches in the rest of a body that a loss has made void, so the step that was
+            lost does not come again.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.place = Place()
         self.in_batches = self.in_body = False
-        self.repeats = self.is_back = False
+        self.repeats = self.is_back = self.has_strayed = False
         self._resume: OwnState | None = None  # where the next iteration begins
         self._tasks_to_skip = 0
         self._is_void = False  # a step has failed: the rest of the body has no effect
@@ -70,6 +72,7 @@ class Course:
         return own
 
     def end_batches(self) -> None:
+        self.has_strayed = self.has_strayed or (self.in_body and self.is_void)
         self.place = replace(self.place, in_body=False)
         self.in_batches = self.in_body = False
 

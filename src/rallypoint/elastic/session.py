@@ -243,6 +243,7 @@ class Session:
         """
         course = self._course
         key = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+        self._check_way()
         doing = course.of_task()
         if doing is Doing.REHEARSE:
             self._note_rehearsed()
@@ -332,10 +333,13 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        failed = kind is not None
         try:
-            self._leave(failed=kind is not None)
+            self._leave(failed=failed or self._course.has_strayed)
         finally:
             keep_local(None)
+        if not failed:
+            self._check_way()
 
     def _leave(self, *, failed: bool) -> None:
         kept, meeting = self._kept, self._meeting
@@ -380,10 +384,19 @@ class Session:
         assert self._meeting is not None
         self._meeting.catch_up(error)
 
+    def _check_way(self) -> None:
+        if self._course.has_strayed:
+            raise ElasticError(
+                "a loop over session.batches was left (break, return) behind a step that a loss had ended, so that step does"
+                " not come again here, and the ranks part. Leave the loop because of something that only a complete step"
+                " changes, such as `session.position >= n`"
+            )
+
     # -- steps ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         course = self._course
+        self._check_way()
         if self._in_step:
             raise ElasticError("session.step() within session.step(): a step contains no other")
         if course.of_step() is Doing.REHEARSE:
@@ -562,6 +575,7 @@ class Session:
     # -- data -------------------------------------------------------------------------------------
 
     def _check_loader(self, loader: Iterable[Any]) -> None:
+        self._check_way()
         self._iterations += 1
         resumes = self._kept is not None or self._checkpoints is not None
         if self._iterations > 1 and not self._in_epochs and resumes:
