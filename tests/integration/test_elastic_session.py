@@ -772,6 +772,117 @@ def test_every_collective_after_a_loss_raises_that_the_members_have_changed(tmp_
     assert json.loads((tmp_path / "caught 1").read_text()) == [[], 1]
 
 
+BEHIND = """
+import os, signal
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from rallypoint import elastic
+
+FOLDER = Path(__file__).parent
+dist.init_process_group("gloo")
+net = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+rank, caught = dist.get_rank(), []
+with elastic.session(net, optimizer) as session:
+    for batch in session.batches([torch.full((1, 2), float(i)) for i in range(6)]):
+        try:
+            with session.step():
+                if session.position == 3 and rank == 1 and not (FOLDER / "killed").exists():
+                    (FOLDER / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                net(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            total = torch.ones(1)
+            dist.all_reduce(total)  # the process in the lost one's place does not come here
+        except elastic.MembershipChanged as changed:
+            if sys.argv[1] == "raise":
+                raise
+            caught.append(str(changed))
+(FOLDER / f"told {rank}").write_text("|".join(map(str, [session.position, *caught])))
+"""
+
+
+@pytest.mark.parametrize("what", ["catch", "raise"])
+def test_a_collective_behind_a_step_that_was_left_raises_instead_of_waiting(
+    tmp_path: Path, what: str
+) -> None:
+    arguments = ["run", "--nproc-per-node", "3"]
+    source = BEHIND.replace("sys.argv[1]", repr(what))
+    done = alone(tmp_path, source, "-m", "rallypoint", *arguments)
+    if what == "raise":
+        assert done.returncode != 0
+        assert "MembershipChanged: lost rank 1" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "told 1").read_text() == "6"
+    for rank in (0, 2):
+        steps, told = (tmp_path / f"told {rank}").read_text().split("|")
+        assert steps == "6"
+        assert told.startswith("lost rank 1: was killed by SIGKILL; the step that was left")
+
+
+STRAYED = """
+import os, signal
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from rallypoint import elastic
+
+FOLDER = Path(__file__).parent
+dist.init_process_group("gloo")
+net = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with elastic.session(net, optimizer) as session:
+    for epoch in session.epochs(3):
+        for batch in session.batches([torch.full((1, 2), float(i)) for i in range(4)]):
+            with session.step():
+                if session.position == 2 and dist.get_rank() == 1 and not (FOLDER / "killed").exists():
+                    (FOLDER / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                net(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if session.position % 2 == 0:  # also where the first step of an epoch was left
+                break
+"""
+
+
+def test_leaving_the_loop_behind_a_step_that_was_left_is_an_error(tmp_path: Path) -> None:
+    done = alone(tmp_path, STRAYED, "-m", "rallypoint", "run", "--nproc-per-node", "2")
+    assert done.returncode != 0
+    assert "was left (break, return) behind a step that a loss had ended" in done.stderr
+
+
+TWICE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from rallypoint import elastic
+
+dist.init_process_group("gloo")
+net = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for part in ("first", "second"):
+    with elastic.session(net, optimizer) as session:
+        with session.step():
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(part)
+"""
+
+
+def test_a_second_session_is_refused_by_its_name(tmp_path: Path) -> None:
+    done = alone(tmp_path, TWICE, "-m", "rallypoint", "run", "--nproc-per-node", "2")
+    assert done.returncode != 0
+    assert done.stdout.split() == ["first", "first"]
+    assert "this script has had a session already" in done.stderr
+
+
 AUGMENTED = """
 import hashlib, json, os, pathlib, random, signal, sys
 import numpy as np

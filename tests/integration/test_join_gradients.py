@@ -266,3 +266,74 @@ def test_gradients_of_parameters_that_no_rank_uses_stay_as_they_were(three: Rank
 
     for rank, found in enumerate(three.run(case)):
         assert all(all(each) for each in found.values()), f"rank {rank}: {found}"
+
+
+# Steps of each rank in each epoch: what is left of an accumulation meets an epoch in which other ranks have no inputs.
+LEFT = [
+    [1, 1, 1],
+    [0, 1, 0],
+    [0, 0, 1],
+    [3, 0, 2],
+    [1, 1, 1],
+    [2, 0, 0],
+    [1, 1, 3],
+    [0, 0, 0],
+    [0, 1, 0],
+]
+
+
+def accumulate(weighting: str, every: int, rank: int | None) -> list[torch.Tensor]:
+    """``every`` passes for each step of the optimizer, counted in each epoch; on all ranks, or in one process (None)."""
+    (model,) = models_of(1)
+    ddp: Any = model if rank is None else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
+    generator = torch.Generator().manual_seed(3)
+    for lengths in LEFT:
+        data = [
+            [
+                (
+                    torch.randn(
+                        1 + (i + r) % 3, FEATURES, generator=generator, dtype=torch.float64
+                    ),
+                    torch.randn(OUTPUTS, generator=generator, dtype=torch.float64),
+                )
+                for i in range(length)
+            ]
+            for r, length in enumerate(lengths)
+        ]
+        with contextlib.ExitStack() as stack:
+            if rank is not None:
+                sizes = [len(x) for x, _ in data[rank]]
+                joined = [ddp, optimizer]
+                stack.enter_context(
+                    Join(joined, steps=sizes, weighting=weighting, accumulation=every)  # type: ignore[arg-type]
+                )
+            for i in range(max(lengths) if rank is None else lengths[rank]):
+                here = [
+                    each[i] for each in (data if rank is None else [data[rank]]) if i < len(each)
+                ]
+                weights = [1.0]
+                if rank is None:
+                    samples = sum(len(x) for x, _ in here)
+                    equal = weighting == "ranks"
+                    weights = [1 / len(here) if equal else len(x) / samples for x, _ in here]
+                exchanges = (i + 1) % every == 0
+                plain = exchanges or rank is None
+                with contextlib.nullcontext() if plain else ddp.no_sync():
+                    losses = [loss_of([ddp], each) for each in here]
+                    total = sum(w * loss for w, loss in zip(weights, losses, strict=True))
+                    (total / every).backward()  # type: ignore[union-attr]
+                if exchanges:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("weighting", ["samples", "ranks"])
+def test_what_is_left_of_an_accumulation_counts_in_an_epoch_in_which_a_rank_has_no_inputs(
+    three: Ranks, weighting: str, every: int
+) -> None:
+    expected = accumulate(weighting, every, None)
+    for found in three.run(lambda: accumulate(weighting, every, dist.get_rank())):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -33,18 +33,25 @@ class Course:
         in_body: and the script has a batch in hand.
         repeats: this batch comes again.
         is_back: a loss has led back to an earlier batch than the one in hand; the iteration begins anew there.
+        has_strayed: the script has left its loop over batches in the rest of a body that a loss has made void, so the step that was
+            lost does not come again.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.place = Place()
         self.in_batches = self.in_body = False
-        self.repeats = self.is_back = False
+        self.repeats = self.is_back = self.has_strayed = False
         self._resume: OwnState | None = None  # where the next iteration begins
         self._tasks_to_skip = 0
         self._is_void = False  # a step has failed: the rest of the body has no effect
         self._to_rehearse = 0  # how many steps until the one to continue with
         self._until_task = False  # rehearse until a function is run
+
+    @property
+    def is_void(self) -> bool:
+        """Whether a loss has made the rest of this body void: the process in the lost one's place does not run it."""
+        return self._is_void or (self.is_back and self.in_body)
 
     # -- loops --------------------------------------------------------------------------------------
 
@@ -65,6 +72,7 @@ class Course:
         return own
 
     def end_batches(self) -> None:
+        self.has_strayed = self.has_strayed or (self.in_body and self.is_void)
         self.place = replace(self.place, in_body=False)
         self.in_batches = self.in_body = False
 
@@ -108,8 +116,7 @@ class Course:
         """What to do with a step that begins."""
         if not self.in_body:
             self._is_void = False  # in a loop of the user's own, this is the step that failed
-        is_left_behind = self.is_back and self.in_body
-        if is_left_behind or self._is_void or self._to_rehearse or self._until_task:
+        if self.is_void or self._to_rehearse or self._until_task:
             return Doing.REHEARSE
         return Doing.RUN
 

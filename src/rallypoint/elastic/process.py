@@ -59,6 +59,7 @@ class KeptProcess:
         self._rank = rank
         self.takes_over = takes_over
         self._is_spare = is_spare
+        self._has_entered = False
         self.recorder = Recorder()
         self._address = host, port
         self._records = Wiring(host, port, RECORDS)
@@ -84,6 +85,20 @@ class KeptProcess:
     def wiring_of(self, generation: int, host: str, port: int) -> Wiring:
         """New connections for a generation."""
         return Wiring(host, port, f"rally/kept/{generation}", generation)
+
+    def enter(self) -> None:
+        """A session begins.
+
+        Raises:
+            ElasticError: it is not the first.
+        """
+        if self._has_entered:
+            raise ElasticError(
+                "elastic.session: this script has had a session already. A process that takes a lost one over begins at the"
+                " script's first line, and would not find the second one: give one session the objects of both, and choose what"
+                " to train by the epoch of `session.epochs` or by `session.position`"
+            )
+        self._has_entered = True
 
     def await_place(self, *, sharded: bool) -> None:
         """In a spare: wait for a place, and become the rank that had it. Blocks: until there is one; elsewhere, not at all.

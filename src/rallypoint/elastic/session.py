@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from rallypoint._core import step_reports
-from rallypoint.errors import ElasticError
+from rallypoint.errors import ElasticError, MembershipChanged
 
 from . import loader_state, process, sample_order, samples, termination, torch_private
 from .board import boards
@@ -243,6 +243,7 @@ class Session:
         """
         course = self._course
         key = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+        self._check_way()
         doing = course.of_task()
         if doing is Doing.REHEARSE:
             self._note_rehearsed()
@@ -280,6 +281,7 @@ class Session:
                 "elastic.session: this process has no Gloo group that can be kept; call"
                 ' torch.distributed.init_process_group("gloo") after `import rallypoint.elastic`, before the session'
             )
+        kept.enter()
         kept.await_place(sharded=self._objects.is_sharded)
         if self._checkpoints is not None:
             kept.link.termination.begin()
@@ -323,7 +325,7 @@ class Session:
                 raise
         meeting.count_anew()
         for each in kept.groups:
-            each.before, each.explain = self._before_collective, meeting.change
+            each.before, each.explain = self._before_collective, self._change
 
     def __exit__(
         self,
@@ -331,10 +333,13 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        failed = kind is not None
         try:
-            self._leave(failed=kind is not None)
+            self._leave(failed=failed or self._course.has_strayed)
         finally:
             keep_local(None)
+        if not failed:
+            self._check_way()
 
     def _leave(self, *, failed: bool) -> None:
         kept, meeting = self._kept, self._meeting
@@ -379,10 +384,19 @@ class Session:
         assert self._meeting is not None
         self._meeting.catch_up(error)
 
+    def _check_way(self) -> None:
+        if self._course.has_strayed:
+            raise ElasticError(
+                "a loop over session.batches was left (break, return) behind a step that a loss had ended, so that step does"
+                " not come again here, and the ranks part. Leave the loop because of something that only a complete step"
+                " changes, such as `session.position >= n`"
+            )
+
     # -- steps ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         course = self._course
+        self._check_way()
         if self._in_step:
             raise ElasticError("session.step() within session.step(): a step contains no other")
         if course.of_step() is Doing.REHEARSE:
@@ -442,6 +456,22 @@ class Session:
             self._memory.progress.begin(group.kept_name)
         if self._in_step:
             self._keeping.note_collective()
+
+    def _change(self, error: BaseException | None) -> MembershipChanged | None:
+        """What a collective of the script raises: after a loss, or instead of waiting for a rank that will not come.
+
+        All have met where the step was left, but the process in the lost rank's place is on its way to that step: it does not run
+        what is behind it.
+        """
+        assert self._meeting is not None
+        if error is None and not self._in_step and self._course.is_void:
+            lost = self._meeting.history[-1]
+            behind = (
+                "the step that was left comes again, and its process does not come to this collective: communicate in"
+                " session.step() or session.run()"
+            )
+            return MembershipChanged(lost.ranks, f"{lost.why}; {behind}")
+        return self._meeting.change(error)
 
     # -- rehearsals ---------------------------------------------------------------------------------
 
@@ -545,6 +575,7 @@ class Session:
     # -- data -------------------------------------------------------------------------------------
 
     def _check_loader(self, loader: Iterable[Any]) -> None:
+        self._check_way()
         self._iterations += 1
         resumes = self._kept is not None or self._checkpoints is not None
         if self._iterations > 1 and not self._in_epochs and resumes:

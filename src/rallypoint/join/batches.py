@@ -38,6 +38,7 @@ class Batches:
         count: returns the number of samples in a batch.
         example: a batch for a rank that has none. None: zeros, shaped like another rank's batch.
         shadow: called in each step after this rank has run out. None: yield the last batch again.
+        begin: called with the first schedule.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Batches:
         count: CountSamples,
         example: Any,
         shadow: Callable[[], None] | None,
+        begin: Callable[[Schedule], None],
     ) -> None:
         self._run = run
         self._loader = loader
@@ -61,6 +63,7 @@ class Batches:
         self._last: Any = example
         self._has_example = example is not None
         self._shadow = shadow
+        self._begin = begin
         self._begun = False
         self._width = 0
 
@@ -135,9 +138,11 @@ class Batches:
     def _window(self, schedule: Schedule, batches: Iterator[Any]) -> Iterator[Any]:
         run = self._run
         run.begin_schedule(schedule)
-        if self._shadow is None and not self._begun and schedule.least == 0 and schedule.total:
-            batches = self._describe(schedule, batches)
-        self._begun = True
+        if not self._begun:
+            self._begun = True
+            self._begin(schedule)
+            if self._shadow is None and schedule.least == 0 < schedule.total:
+                batches = self._describe(schedule, batches)
         for index in range(schedule.total):
             active = schedule.is_active(run.rank, index)
             if active:

@@ -213,7 +213,9 @@ class Join:
                 every, number = exchange.all_inputs(self._own, run.device, run.group)
                 assert every is not None
                 run.notes = Notes(run.group, run.device, number)
-                self._plan(run, Schedule(every, self._weighting), stack)
+                schedule = Schedule(every, self._weighting)
+                self._plan(run, schedule, stack)
+                self._shadow.level(schedule)
             for joinable in self._joinables:
                 if isinstance(joinable, Joinable):
                     torch_private.keep_join_config(joinable, stack)
@@ -510,6 +512,7 @@ class Join:
             count=self._samples,
             example=self._example,
             shadow=None if self._replays else self._shadow_in_loop,
+            begin=self._begin_schedule,
         )
         schedule = batches.agree()
         if not self._replays:
@@ -544,6 +547,10 @@ class Join:
         except Deserted:  # while this rank only shadowed
             pass
         self._stayed = run.step + 1 - run.first if self._replays else run.own
+
+    def _begin_schedule(self, schedule: Schedule) -> None:
+        if not self._replays:  # otherwise each rank contributes its own
+            self._shadow.level(schedule)
 
     def _shadow_in_loop(self) -> None:
         run = self._run

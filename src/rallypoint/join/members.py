@@ -43,6 +43,12 @@ class Member:
         """Why hooks cannot match its collectives, so that the loop's body must be replayed. Empty if they can."""
         return ""
 
+    def level(self) -> None:
+        """Some rank has no inputs: make equal what the ranks hold from before and would combine in the first step.
+
+        Collective.
+        """
+
     def begun_in(self, step: int) -> bool:
         """Whether it has issued this step's collectives; if hooks cannot match them, whether it has issued any."""
         return True

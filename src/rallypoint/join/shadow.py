@@ -15,6 +15,7 @@ from .leaving import Deserted
 from .members import Member
 from .passes import Pass
 from .run import Run
+from .schedule import Schedule
 
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,12 @@ class Shadow:
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
         self._models = [member for member in members if isinstance(member, DdpMember)]
+
+    def level(self, schedule: Schedule) -> None:
+        """Make equal what the ranks hold from before, if some rank has no inputs.   Collective, in this case only."""
+        if schedule.least == 0 < schedule.total:
+            for member in self._members:
+                member.level()
 
     def next_exchange(self, run: Run) -> int:
         """The first step in which this rank has not issued all collectives."""

@@ -51,8 +51,11 @@ def digest(values: Any) -> int:
     found = hashlib.blake2b(text.encode(), digest_size=8)
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.numel():
-            tensor = leaf.detach().contiguous()
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        for tensor in dense_parts(leaf):
+            if not tensor.numel():
+                continue
             if tensor.device.type == "cpu":
                 size = tensor.numel() * tensor.element_size()
                 found.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
@@ -63,9 +66,18 @@ def digest(values: Any) -> int:
     return int.from_bytes(found.digest(), "big") >> 1
 
 
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The contiguous tensors that hold a tensor's content: itself, or the indices and values of a sparse one."""
+    tensor = tensor.detach()
+    if not tensor.is_sparse:
+        return [tensor.contiguous()]
+    tensor = tensor.coalesce()
+    return [tensor.indices().contiguous(), tensor.values().contiguous()]
+
+
 def _shown(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return [str(leaf.dtype), list(leaf.shape)]
+        return [str(leaf.dtype), str(leaf.layout), list(leaf.shape)]
     return repr(leaf)
 
 
@@ -92,7 +104,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 def share(
     values: Any, source: int, device: torch.device, group: dist.ProcessGroup | None, name: str
 ) -> Any:
-    """Broadcast values from rank ``source`` of the group.   Collective: two broadcasts, and one for each tensor.
+    """Broadcast values from rank ``source`` of the group.   Collective: two broadcasts, and one for each tensor (two if it is sparse).
 
     Args:
         values: this rank's values; not modified.
@@ -124,13 +136,20 @@ def share(
     found = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and is_source:
-            sent = leaf.detach().to(device).contiguous()
-            dist.broadcast(sent, **from_source)
+            for part in dense_parts(leaf):
+                dist.broadcast(part.to(device), **from_source)
             found.append(leaf)
         elif isinstance(leaf, _Shape):
-            held = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-            dist.broadcast(held, **from_source)
-            found.append(held.cpu() if leaf.on_cpu else held)
+            held = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in leaf.parts]
+            for part in held:
+                dist.broadcast(part, **from_source)
+            tensor = held[0]
+            if len(held) > 1:
+                indices, values = held
+                tensor = torch.sparse_coo_tensor(
+                    indices, values, leaf.shape, is_coalesced=True, check_invariants=False
+                )
+            found.append(tensor.cpu() if leaf.on_cpu else tensor)
         else:
             found.append(leaf)
     return tree_unflatten(found, structure)
@@ -138,18 +157,21 @@ def share(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Stands for a tensor that is sent separately."""
+    """Stands for a tensor whose parts are sent separately."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     on_cpu: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Shape:
+        parts = tuple((tuple(each.shape), each.dtype) for each in dense_parts(tensor))
+        return cls(tuple(tensor.shape), parts, tensor.device.type == "cpu")
 
 
 def _described(values: Any) -> Any:
     """The values with a shape in place of each tensor; if they cannot be pickled, the error as text."""
-    shapes = tree_map_only(
-        torch.Tensor, lambda t: _Shape(tuple(t.shape), t.dtype, t.device.type == "cpu"), values
-    )
+    shapes = tree_map_only(torch.Tensor, _Shape.of, values)
     try:
         pickle.dumps(shapes)
     except Exception as error:  # noqa: BLE001  # whatever a __reduce__ raises

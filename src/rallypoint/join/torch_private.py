@@ -150,9 +150,49 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
     ddp.reducer._rebuild_buckets()
 
 
-def empty_buckets(ddp: DistributedDataParallel) -> list[Any]:
-    """DDP's gradient buckets (``torch.distributed.GradBucket``), filled with zeros."""
-    return list(ddp.reducer._get_zeros_like_grad_buckets())
+def empty_buckets(ddp: DistributedDataParallel) -> list[Any] | None:
+    """DDP's gradient buckets (``torch.distributed.GradBucket``), filled with zeros.
+
+    None: DDP has not made a sparse one yet, which it does from the first gradient, and again after it has arranged the
+    buckets.
+    """
+    try:
+        return list(ddp.reducer._get_zeros_like_grad_buckets())
+    except RuntimeError:
+        if not has_sparse_gradients(ddp):
+            raise
+        return None
+
+
+def has_sparse_gradients(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP expects sparse gradients; it knows them by these modules."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return any(isinstance(each, kinds) and each.sparse for each in ddp.module.modules())
+
+
+def bucket_gradients(bucket: Any) -> list[torch.Tensor]:
+    """The gradients in a bucket, one for each of its parameters, as views of the bucket's buffer.
+
+    ``GradBucket.gradients()`` has none for a sparse gradient, and the wrong halves of complex ones: the buffer holds
+    them as pairs of real numbers, and it counts the pairs as elements.
+    """
+    buffer = bucket.buffer()
+    if buffer.is_sparse:
+        return [buffer]
+    parameters = bucket.parameters()
+    if buffer.is_complex() or not any(each.is_complex() for each in parameters):
+        return list(bucket.gradients())
+    flat = torch.view_as_complex(buffer.view(-1, 2))
+    parts = flat.split([each.numel() for each in parameters])  # type: ignore[no-untyped-call]
+    return [
+        # The layout of a parameter is that of its gradient, unless it has gaps.
+        part.as_strided(each.shape, each.stride()) if _is_dense(each) else part.view(each.shape)
+        for part, each in zip(parts, parameters, strict=True)
+    ]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def reduce_bucket(ddp: DistributedDataParallel, bucket: Any) -> torch.futures.Future[Any]:

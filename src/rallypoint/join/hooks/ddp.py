@@ -15,11 +15,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.errors import JoinError
-from rallypoint.join import torch_private
+from rallypoint.join import exchange, torch_private
 from rallypoint.join.members import Member
 from rallypoint.join.run import Run
 from rallypoint.join.schedule import Schedule
-from rallypoint.join.state import Part
+from rallypoint.join.state import Part, dense_parts, digest, share
 from rallypoint.join.torch_private import tree_leaves
 
 from .sync_batch_norm import exchanges_statistics
@@ -27,6 +27,8 @@ from .sync_batch_norm import exchanges_statistics
 
 # No step.
 NEVER = -2
+# Kinds of gradients.
+MISSING, STRIDED, SPARSE = range(3)
 
 
 class DdpMember(Member):
@@ -38,7 +40,9 @@ class DdpMember(Member):
     or changed them.
 
     Gradients not cleared before a backward pass are part of what DDP averages. They are equal on all ranks, but a
-    rank that has run out cannot know that they were kept; so the ranks with inputs contribute its share.
+    rank that has run out cannot know that they were kept; so the ranks with inputs contribute its share. Only those
+    accumulated in an earlier block and not exchanged since differ; :meth:`level` makes them equal if some rank has no
+    inputs to contribute its own with.
 
     Args:
         ddp: the module.
@@ -93,7 +97,18 @@ class DdpMember(Member):
         someone_has_none = schedule is not None and schedule.least == 0 < schedule.total
         if someone_has_none and self._has_to_learn:
             return "static_graph learns from each rank's own first backward, and some rank has no inputs"
+        if schedule is not None and self._lacks_buckets(schedule):
+            return (
+                "it learns the form of its sparse gradients from each rank's own first two exchanges of gradients, and some"
+                " rank runs out before"
+            )
         return ""
+
+    def _lacks_buckets(self, schedule: Schedule) -> bool:
+        run = self._run
+        assert run is not None
+        runs_out_early = schedule.least < min(2 * run.accumulation, schedule.total)
+        return runs_out_early and torch_private.empty_buckets(self.ddp) is None
 
     @property
     def _has_to_learn(self) -> bool:
@@ -169,6 +184,22 @@ class DdpMember(Member):
             raised = [gradient.clone() for gradient in standing]
             torch_private.after_backward(partial(_lower_unused, before, raised))
 
+    def level(self) -> None:
+        own = [digest(self._gradients()), *[_kind(p.grad) for p in self._parameters]]
+        told = exchange.gather(own, len(own), self.ddp.device, self.group)
+        digests, *kinds = zip(*told, strict=True)
+        if len(set(digests)) == 1:
+            return
+        for parameter, every in zip(self._parameters, kinds, strict=True):
+            if any(every):
+                mean = _held(parameter, max(every)) / self.world_size
+                mean = mean.coalesce() if mean.is_sparse else mean  # a collective takes no other
+                dist.all_reduce(mean, group=self.group)
+                if parameter.grad is None or mean.is_sparse:
+                    parameter.grad = mean
+                else:
+                    parameter.grad.detach().copy_(mean)  # it may be a view of DDP's bucket
+
     def begun_in(self, step: int) -> bool:
         assert self._run is not None
         return not any(each.module == self._index for each in self._run.passes.missing(step))
@@ -189,7 +220,7 @@ class DdpMember(Member):
 
         Raises:
             Deserted: all ranks have left their loops.
-            JoinError: ``static_graph`` has not learned its graph on this rank.
+            JoinError: ``static_graph`` has not learned its graph on this rank, or DDP the form of sparse gradients.
         """
         ddp, run = self.ddp, self._run
         assert run is not None
@@ -209,6 +240,11 @@ class DdpMember(Member):
         if not self._syncs:
             return
         buckets = torch_private.empty_buckets(ddp)
+        if buckets is None:
+            raise JoinError(
+                "DistributedDataParallel learns the form of its sparse gradients from the rank's own first two exchanges of"
+                " gradients, and this rank ran out before; iterate over join.batches(loader)"
+            )
         reduced = []
         for bucket in buckets:
             self._bring(bucket)
@@ -230,18 +266,20 @@ class DdpMember(Member):
             return
         # DDP divides before its own all-reduce; a user's communication hook divides by itself.
         divisor = 1 if torch_private.has_comm_hook(self.ddp) else run.world_size
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        gradients = torch_private.bucket_gradients(bucket)
+        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
             if parameter.grad is not None:
                 gradient.copy_(parameter.grad / divisor)
 
     def _take(self, bucket: Any, result: torch.Tensor, used: set[int] | None) -> None:
         buffer = bucket.buffer()
-        if result.data_ptr() != buffer.data_ptr():
+        if result.is_sparse or result.data_ptr() != buffer.data_ptr():
             buffer.copy_(result)
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        gradients = torch_private.bucket_gradients(bucket)
+        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
             if used is None or id(parameter) in used:
                 parameter.grad = gradient
-            elif self._clears_by_zeros():
+            elif self._clears_by_zeros() and not buffer.is_sparse:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad = None  # optimizers skip it
@@ -250,7 +288,8 @@ class DdpMember(Member):
         """Whether this rank's loop clears gradients by zeroing them, judging by the gradients it left."""
         if self._zeros is None:
             left = [p.grad for p in self._parameters if p.grad is not None]
-            self._zeros = bool(left) and not any(bool(each.count_nonzero()) for each in left)
+            values = [dense_parts(each)[-1] for each in left]
+            self._zeros = bool(left) and not any(bool(each.count_nonzero()) for each in values)
         return self._zeros
 
     def _used_anywhere(self) -> set[int]:
@@ -288,17 +327,17 @@ class DdpMember(Member):
         torch_private.broadcast_coalesced(self.group, tensors, size, source)
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        gradients = [p.grad for p in self._parameters]
-        return [None if g is None or g.is_sparse else g for g in gradients]
+        return [p.grad for p in self._parameters]
 
     def _share_gradients(self, source: int, is_last_joiner: bool) -> None:
         """Take the gradients of rank ``source``, unless its last backward passes exchanged nothing."""
         parameters = self._parameters
-        there = [p.grad is not None and not p.grad.is_sparse for p in parameters]
+        there = [_kind(p.grad) for p in parameters]
         told = torch.tensor([self._exchanged, *there], dtype=torch.uint8, device=self.ddp.device)
         dist.broadcast(told, group=self.group, group_src=source)
-        exchanged, *flags = [bool(each) for each in told.tolist()]
-        stand = [p for p, flag in zip(parameters, flags, strict=True) if flag]
+        exchanged, *kinds = told.tolist()
+        stand = [p for p, kind in zip(parameters, kinds, strict=True) if kind == STRIDED]
+        sparse = [p for p, kind in zip(parameters, kinds, strict=True) if kind == SPARSE]
         if not exchanged:
             if not is_last_joiner and self._is_spent():
                 for parameter in parameters:
@@ -314,11 +353,14 @@ class DdpMember(Member):
             gradients.append(own.detach())
         if gradients:
             self._broadcast(gradients, source)
+        if sparse:
+            held = [p.grad for p in sparse] if is_source else None
+            gradients += share(held, source, self.ddp.device, self.group, "gradients")
         if is_last_joiner:
             return
         for parameter in parameters:
             parameter.grad = None
-        for parameter, gradient in zip(stand, gradients, strict=True):
+        for parameter, gradient in zip(stand + sparse, gradients, strict=True):
             parameter.grad = gradient
 
     def _is_spent(self) -> bool:
@@ -328,13 +370,33 @@ class DdpMember(Member):
         return self._shadowed if run.schedule is None else not run.pending
 
 
+def _kind(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return MISSING
+    return SPARSE if gradient.is_sparse else STRIDED
+
+
+def _held(parameter: nn.Parameter, kind: int) -> torch.Tensor:
+    """The parameter's gradient, or zeros of the given kind."""
+    if parameter.grad is not None:
+        return parameter.grad.detach()
+    if kind == STRIDED:
+        return torch.zeros_like(parameter)
+    # As an embedding has it: sparse in the first dimension.
+    rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_zeros((0, *parameter.shape[1:]))
+    shape = list(parameter.shape)
+    return torch.sparse_coo_tensor(rows, values, shape, is_coalesced=True, check_invariants=False)
+
+
 def _lower_unused(
     before: list[tuple[torch.Tensor, torch.Tensor]], raised: list[torch.Tensor]
 ) -> None:
     """Undo the scaling for parameters that no rank used: DDP does not touch their gradients."""
     with torch.no_grad():
         for (gradient, old), untouched in zip(before, raised, strict=True):
-            if torch.equal(gradient, untouched):
+            parts = zip(dense_parts(gradient), dense_parts(untouched), strict=True)
+            if all(torch.equal(*each) for each in parts):
                 gradient.copy_(old)
 
 
