@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 
 import rallypoint
-from rallypoint._core import env as environment, event_sinks, limits, logs
+from rallypoint._core import env as environment, event_sinks, limits, logs, standard_streams
 from rallypoint.errors import ConfigError, RallyError
 
 from .command_line import flags
@@ -50,8 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _fill_standard_descriptors()
+    standard_streams.set_up()
+    try:
+        return _exit_code(words)
+    finally:
+        standard_streams.settle()
+
+
+def _exit_code(words: list[str]) -> int:
     try:
         return _dispatch(words)
+    except standard_streams.ReaderGone:  # `rally … | head`: it has seen enough
+        return 0
     except ConfigError as error:
         _say(str(error))
         return 2
@@ -259,7 +269,7 @@ def _width() -> int:
 
 
 def _colour() -> bool:
-    return os.isatty(2) and not environment.get("NO_COLOR")
+    return standard_streams.has_colour(2, environment.snapshot())
 
 
 def _say(text: str, *, bare: bool = False) -> None:
@@ -284,7 +294,4 @@ def _say_json(text: str, *, bare: bool = False) -> None:
 
 
 def _print(text: str) -> None:
-    try:
-        print(text, flush=True)  # noqa: T201
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `rally … | head`: nothing to add
+    standard_streams.write(text + "\n")

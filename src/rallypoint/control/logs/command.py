@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rallypoint._core import clock, env as environment, log_folder
+from rallypoint._core import clock, env as environment, log_folder, standard_streams
 from rallypoint._core.log_folder import LogFile
 from rallypoint._core.log_records import Line
 from rallypoint.control import client
@@ -64,11 +64,11 @@ def command(words: Sequence[str]) -> int:
         ControlError: there is no such job, or its output is in no file.
     """
     if {"-h", "--help"} & set(words):
-        sys.stdout.write(HELP + "\n")
+        standard_streams.write(HELP + "\n")
         return 0
     wanted = _parse(words)
     name = wanted.names[0] if wanted.names else ""
-    colour = sys.stdout.isatty() and not environment.snapshot().get("NO_COLOR")
+    colour = standard_streams.has_colour(1, environment.snapshot())
     job, folder = _find(name)
     generation = _generation(folder, wanted.generation)
     if not log_folder.log_files(folder, generation):
@@ -77,14 +77,10 @@ def command(words: Sequence[str]) -> int:
     lines = _now(folder, generation, wanted.choice, others)
     if wanted.follow and job is not None:
         lines = _following(job, folder, wanted, others)
-    try:
-        for line in lines:
-            sys.stdout.write(log_lines.shown(line, colour=colour) + "\n")
-            if wanted.follow:
-                sys.stdout.flush()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `rally logs | head`
+    for line in lines:
+        text = log_lines.shown(line, colour=colour)
+        standard_streams.write(f"{text}\n", flush=wanted.follow)
+    standard_streams.write("")
     return 0
 
 

@@ -13,7 +13,7 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rallypoint._core import env as environment
+from rallypoint._core import env as environment, standard_streams
 from rallypoint._core.clock import MONOTONIC
 from rallypoint.control import client
 from rallypoint.control.stacks import stack_groups
@@ -65,7 +65,7 @@ def command(words: Sequence[str]) -> int:
         select.select([], [], [], min(interval, 1.0))
         view.look()
         _write("\n".join(view.lines(_width())))
-    elif sys.stdout.isatty() and sys.stdin.isatty():
+    elif _has_screen():
         _on_terminal(view, interval)
     else:
         _one_after_the_other(view, interval)
@@ -149,8 +149,12 @@ class _View:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    standard_streams.write(text + "\n")
+
+
+def _has_screen() -> bool:
+    terminal = environment.get("TERM") or ""
+    return sys.stdout.isatty() and sys.stdin.isatty() and terminal not in standard_streams.DUMB
 
 
 def _width() -> int:
@@ -250,8 +254,7 @@ def _draw(view: _View, text: list[str] | None) -> None:
         out.append("\x1b[K\r\n")
     out.append("\x1b[J")
     out.append(f"\x1b[{rows};1H{foot[:columns]}")
-    sys.stdout.write("".join(out))
-    sys.stdout.flush()
+    standard_streams.write("".join(out))
 
 
 def _room() -> int:
