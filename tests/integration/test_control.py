@@ -582,6 +582,37 @@ def test_a_job_that_hangs_says_who_does_not_come(tmp_path: Path, how: str, says:
         job.stderr.close()
 
 
+LEAVES = """
+import os, sys
+if os.environ["RANK"] == "1":
+    sys.exit()
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+
+
+def test_a_rank_that_has_ended_is_said_to_be_what_the_others_wait_for(tmp_path: Path) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    words = [RALLY, "run", "--nproc-per-node", "3", "--hang-after", "1", str(script)]
+    job = Popen(words, stderr=subprocess.PIPE)
+    shown = b""
+    try:
+        while f"{script}:6 in <module>".encode() not in shown:
+            line = job.stderr.readline()
+            assert line, shown
+            shown += line
+        assert b"rank 1 does not come to a collective in which ranks 0, 2 wait" in shown
+        assert b"; rank 1 has ended\n" in shown
+        words = [RALLY, "stacks", str(job.pid)]
+        asked = subprocess.run(words, capture_output=True, timeout=PATIENCE, check=True)
+        assert asked.stdout.endswith(b"\n\nrank 1 has ended\n")
+    finally:
+        job.kill()
+        job.wait(PATIENCE)
+        job.stderr.close()
+
+
 def test_collectives_of_other_sizes_are_told_although_gloo_aborts_another_rank(
     tmp_path: Path,
 ) -> None:
