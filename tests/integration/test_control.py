@@ -25,7 +25,7 @@ import pytest
 from ports import free_port
 from rallypoint._core import user_folder
 from rallypoint._core.stack_line import STACK_SIGNAL
-from rallypoint.control import messages, sockets
+from rallypoint.control import client, messages, sockets
 from rallypoint.control.client import RunningJob, connect, running
 from rallypoint.control.server import MAX_CONNECTIONS, ControlServer
 from rallypoint.control.stacks.stack_probe import find_py_spy
@@ -344,6 +344,24 @@ def test_a_supervisor_that_does_not_answer_is_told(own_folder: Path) -> None:
     with listener:
         with pytest.raises(ControlError, match="does not answer within 0.1 s: is its supervisor"):
             RunningJob(path).ask({"ask": "status"}, 0.1)
+    path.unlink()
+
+
+@pytest.mark.parametrize("job", ["", "mute", "my job", "pid"])
+def test_a_job_that_does_not_answer_is_not_said_to_be_absent(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], job: str
+) -> None:
+    monkeypatch.setattr(client, "ANSWER_PATIENCE", 0.1)
+    listener, path = sockets.bind("my job" if job == "my job" else "mute")
+    with listener:
+        with pytest.raises(ControlError, match="does not answer within 0.1 s: is its supervisor"):
+            connect(str(os.getpid()) if job == "pid" else job)
+        with pytest.raises(ControlError, match="no job of this user runs"):
+            connect("other")
+        assert main(["ps"]) == 0
+        row = capsys.readouterr().out.splitlines()[1]
+        assert row.startswith(path.name.partition(".")[0])
+        assert "does not answer" in row
     path.unlink()
 
 

@@ -31,7 +31,7 @@ Show what each worker of a job uses, with its children, on all nodes of the job,
   CPU%      of one core          THR, CHILD       threads, child processes
   MEM       resident memory      READ/s, WRITE/s  from and to storage
   STEP      as the script reports it (rallypoint.progress); it/s: steps per second
-  COLL/s    collectives per second (workers in a session of rallypoint.elastic)
+  COLL/s    collectives per second                       WAIT%   of its time in which it waits for others
 
 Columns that nobody has are left out. The last one says what is odd about a rank: stopped, stuck in the kernel, behind,
 busier or idler than the others, more memory.
