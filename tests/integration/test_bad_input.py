@@ -246,6 +246,9 @@ MISTAKES = [
         CUDA_VISIBLE_DEVICES="0,1",
     ),
     # what to run
+    _mistake("--nproc-per-node train.py", "no script given", "the value of --nproc-per-node"),
+    _mistake("--hang-after train.py", "no script given", "the value of --hang-after"),
+    _mistake("--no-python ./train.py", "program './train.py'", "chmod +x ./train.py"),
     _mistake("tran.py", "script 'tran.py'", "did you mean train.py?"),
     _mistake("train", "script 'train'", "did you mean train.py?"),
     _mistake("nowhere/train.py", "script 'nowhere/train.py'", "there is no folder nowhere"),
@@ -361,6 +364,39 @@ def test_port_in_use_on_the_node_that_is_to_serve(asker: Asker, flags: str, opti
     assert answer.exit_code == MISTAKE
     assert f"{option} '{port}': the port is in use" in answer.line
     assert "choose another one, the same on all nodes" in answer.line
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bind 203.0.113.1 --rdzv-endpoint 127.0.0.1:{port}",
+        "--node-rank 0 --master-addr 203.0.113.1 --bind 203.0.113.1 --master-port {port}",
+    ],
+)
+def test_an_address_that_this_machine_does_not_have(asker: Asker, flags: str):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    words = ("--nnodes", "2", "--insecure", *flags.format(port=port).split())
+    answer = asker.ask("run", *words, "train.py")
+    assert answer.exit_code == MISTAKE
+    assert "address to listen on '203.0.113.1': this machine does not have it" in answer.line
+    assert "--bind" in answer.line
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("run", ""), "script '': an empty name"),
+        (("checkpoints", ""), "checkpoints '': expected a place"),
+        (("secret", ""), "secret '': expected a file"),
+    ],
+)
+def test_an_empty_word_is_told_as_such(asker: Asker, words: tuple[str, ...], names: str):
+    answer = asker.ask(*words)
+    assert answer.exit_code == MISTAKE
+    assert names in answer.line
+    assert "is a variable of the shell not set?" in answer.line
 
 
 def test_port_that_is_not_permitted(asker: Asker):

@@ -25,7 +25,7 @@ import pytest
 from ports import free_port
 from rallypoint._core import user_folder
 from rallypoint._core.stack_line import STACK_SIGNAL
-from rallypoint.control import messages, sockets
+from rallypoint.control import client, messages, sockets
 from rallypoint.control.client import RunningJob, connect, running
 from rallypoint.control.server import MAX_CONNECTIONS, ControlServer
 from rallypoint.control.stacks.stack_probe import find_py_spy
@@ -347,6 +347,24 @@ def test_a_supervisor_that_does_not_answer_is_told(own_folder: Path) -> None:
     path.unlink()
 
 
+@pytest.mark.parametrize("job", ["", "mute", "my job", "pid"])
+def test_a_job_that_does_not_answer_is_not_said_to_be_absent(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], job: str
+) -> None:
+    monkeypatch.setattr(client, "ANSWER_PATIENCE", 0.1)
+    listener, path = sockets.bind("my job" if job == "my job" else "mute")
+    with listener:
+        with pytest.raises(ControlError, match="does not answer within 0.1 s: is its supervisor"):
+            connect(str(os.getpid()) if job == "pid" else job)
+        with pytest.raises(ControlError, match="no job of this user runs"):
+            connect("other")
+        assert main(["ps"]) == 0
+        row = capsys.readouterr().out.splitlines()[1]
+        assert row.startswith(path.name.partition(".")[0])
+        assert "does not answer" in row
+    path.unlink()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_another_user_sees_nothing_and_is_not_heard(served: ControlServer) -> None:
     served.path.parent.parent.chmod(0o755)
@@ -578,6 +596,37 @@ def test_a_job_that_hangs_says_who_does_not_come(tmp_path: Path, how: str, says:
         assert job.poll() is None, "the job goes on"
     finally:
         job.terminate()
+        job.wait(PATIENCE)
+        job.stderr.close()
+
+
+LEAVES = """
+import os, sys
+if os.environ["RANK"] == "1":
+    sys.exit()
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+
+
+def test_a_rank_that_has_ended_is_said_to_be_what_the_others_wait_for(tmp_path: Path) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    words = [RALLY, "run", "--nproc-per-node", "3", "--hang-after", "1", str(script)]
+    job = Popen(words, stderr=subprocess.PIPE)
+    shown = b""
+    try:
+        while f"{script}:6 in <module>".encode() not in shown:
+            line = job.stderr.readline()
+            assert line, shown
+            shown += line
+        assert b"rank 1 does not come to a collective in which ranks 0, 2 wait" in shown
+        assert b"; rank 1 has ended\n" in shown
+        words = [RALLY, "stacks", str(job.pid)]
+        asked = subprocess.run(words, capture_output=True, timeout=PATIENCE, check=True)
+        assert asked.stdout.endswith(b"\n\nrank 1 has ended\n")
+    finally:
+        job.kill()
         job.wait(PATIENCE)
         job.stderr.close()
 

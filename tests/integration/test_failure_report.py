@@ -572,10 +572,11 @@ def on_a_terminal(tmp_path: Path, **env: str) -> str:
 
 
 def test_coloured_on_a_terminal_only_and_not_if_asked(tmp_path):
-    coloured = on_a_terminal(tmp_path)
+    coloured = on_a_terminal(tmp_path, TERM="xterm")
     assert "\x1b[" in coloured
     assert re.search("\x1b\\[[0-9;]*m(rally: )?", coloured)
-    assert "\x1b[" not in on_a_terminal(tmp_path, NO_COLOR="1")
+    assert "\x1b[" not in on_a_terminal(tmp_path, TERM="xterm", NO_COLOR="1")
+    assert "\x1b[" not in on_a_terminal(tmp_path, TERM="dumb")
 
 
 # -- the OOM killer --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 
 from pace import pace
 from ports import free_port
+from rallypoint._core import log_folder
 from rallypoint.control.client import connect
 from rallypoint.errors import ControlError
 from rallypoint.launch.cli import main
@@ -181,7 +182,31 @@ def test_output_of_all_nodes(
 
 
 @pytest.mark.parametrize(
-    "words", [["--since", "x"], ["--grep", "("], ["--rank", "a"], ["--no"], ["a", "b"]]
+    "words",
+    [
+        ["--since", "x"],
+        ["--grep", "("],
+        ["--rank", "a"],
+        ["--no"],
+        ["a", "b"],
+        ["--grep"],
+        ["--grep", ""],
+        ["--tail"],
+    ],
 )
 def test_mistakes(words: list[str]) -> None:
     assert main(["logs", *words]) == 2
+
+
+def test_a_rank_that_there_is_not_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt = tmp_path / "run" / "attempt_0"
+    for rank in ("0", "1"):
+        (attempt / rank).mkdir(parents=True)
+        (attempt / rank / "stdout.log").write_text(f"line of {rank}\n")
+    log_folder.note_ranks(attempt, "here", {0: 0, 1: 1})
+    assert main(["logs", str(tmp_path / "run"), "--rank", "1"]) == 0
+    assert "line of 1" in capsys.readouterr().out
+    assert main(["logs", str(tmp_path / "run"), "--rank", "1,9"]) == 1
+    assert capsys.readouterr().err == "rally: no output of rank 9 (there: ranks 0, 1)\n"

@@ -52,6 +52,39 @@ def test_what_is_said(second: dict[str, Any], count: int, says: str) -> None:
     assert hang is not None and says in hang.text.splitlines()[0]
 
 
+def test_who_has_ended_is_named() -> None:
+    processes = [process(0, *COLLECTIVE), process(2, *COLLECTIVE)]
+    hang = hang_report.explain(processes, 60.0, 3, ended=[1])
+    assert hang is not None and (hang.missing, hang.waiting) == ((1,), (0, 2))
+    assert hang.text.splitlines()[0] == (
+        "rank 1 does not come to a collective in which ranks 0, 2 wait: nothing has moved for 60 s; rank 1 has ended"
+    )
+
+
+def test_who_has_ended_is_not_to_blame_if_another_does_not_come() -> None:
+    processes = [process(0, *COLLECTIVE), process(2, "/train.py")]
+    hang = hang_report.explain(processes, 60.0, 3, ended=[1])
+    assert hang is not None and hang.missing == (2,)
+    assert "ended" not in hang.text.splitlines()[0]
+
+
+def test_who_has_ended_and_not_entered_a_recorded_collective_is_named() -> None:
+    call = {
+        "seq": 4,
+        "op": "all_reduce",
+        "sizes": [[10]],
+        "dtype": "Float",
+        "done": False,
+        "seconds": 61.0,
+        "at": "",
+    }
+    group = {"name": "0", "about": "default_pg", "ranks": [0, 1], "calls": [call]}
+    waits = {**process(0, *COLLECTIVE), "collectives": [group]}
+    hang = hang_report.explain([waits], 60.0, 2, ended=[1])
+    assert hang is not None and hang.missing == (1,)
+    assert hang.text.splitlines()[0].endswith("in which rank 0 waits (61 s); rank 1 has ended")
+
+
 @pytest.mark.parametrize("files", [("/serve.py",), RPC, ("/lib/torch/nn/module.py",)])
 def test_nobody_in_a_collective_is_no_hang(files: tuple[str, ...]) -> None:
     assert hang_report.explain([process(0, *files), process(1, *files)], 60.0, 2) is None

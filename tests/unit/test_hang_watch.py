@@ -71,7 +71,7 @@ def test_if_nothing_is_found_out_it_looks_again_ever_more_seldom(
     def nothing() -> Mapping[str, Any]:
         if fails:
             raise ControlError("no answer")
-        return {"processes": [], "moving": False}
+        return {"processes": [], "ended": [], "moving": False}
 
     asked = Asked(nothing)
     said = watch(workers, asked, lambda: len(asked.times) == 4)
@@ -83,8 +83,26 @@ def test_if_nothing_is_found_out_it_looks_again_ever_more_seldom(
 
 def test_nothing_is_asked_twice_while_an_answer_is_on_its_way(workers: list[Any]) -> None:
     go = threading.Event()
-    asked = Asked(lambda: {"processes": [], "moving": go.wait(PATIENCE)})
+    asked = Asked(lambda: {"processes": [], "ended": [], "moving": go.wait(PATIENCE)})
     began = time.monotonic()
     watch(workers, asked, lambda: bool(asked.times) and time.monotonic() - began > 20 * AFTER)
     assert len(asked.times) == 1
     go.set()
+
+
+def test_a_node_whose_workers_have_ended_asks_the_others(workers: list[Any]) -> None:
+    for each in workers:
+        each.status = 0
+        each.ranks.world_size = 3
+    frames = [{"file": "/lib/torch/distributed/distributed_c10d.py", "line": 1, "function": "f"}]
+    process = {"rank": 2, "pid": 1, "name": "", "threads": [{"name": "", "frames": frames}]}
+    found = {"processes": [process], "ended": [0, 1], "moving": False}
+    asked = Asked(lambda: found)
+    said: list[str] = []
+    hang = HangWatch(AFTER, said.append)
+    deadline = time.monotonic() + PATIENCE
+    while not said:
+        assert time.monotonic() < deadline
+        hang.look(workers, SimpleNamespace(node_rank=0, generation=0), asked)  # type: ignore[arg-type]
+        time.sleep(hang.interval)
+    assert "ranks 0, 1 have ended" in said[0]

@@ -82,3 +82,19 @@ def test_a_record_with_anything_else_in_it_is_left_out(data: st.DataObject) -> N
 @pytest.mark.parametrize("body", [None, {}, {"processes": 3}, {"processes": {"a": 1}}])
 def test_an_answer_without_records_has_none(body: dict[str, object] | None) -> None:
     assert node_answers.processes(body) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"ended": [3, 4]}, {3, 4}),
+        ({"ended": [3, "4", True, None]}, {3}),
+        ({"ended": 3}, set()),
+        ({}, set()),
+        (None, set()),
+    ],
+)
+def test_who_has_ended_is_read_with_care(
+    body: dict[str, object] | None, expected: set[int]
+) -> None:
+    assert node_answers.ended(body) == expected

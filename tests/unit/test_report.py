@@ -126,6 +126,21 @@ def test_a_native_fault_shows_the_python_stack_from_the_fault_on():
     assert "last words" in text
 
 
+def test_a_native_fault_within_our_code_shows_the_script_that_called_it():
+    stack = """Fatal Python error: Aborted
+
+Current thread 0x00007f02 (most recent call first):
+  File "/y/torch/distributed/distributed_c10d.py", line 2169 in _new_process_group_helper
+  File "/x/rallypoint/launch/torch_private.py", line 57 in first
+  File "/home/me/train.py", line 7 in <module>
+  File "/x/rallypoint/launch/worker/bootstrap.py", line 306 in _run_script
+  File "<string>", line 1 in <module>
+"""
+    text = render(report(killed(0, signal.SIGABRT, native_stack=stack)))
+    assert "train.py" in text
+    assert "bootstrap.py" not in text
+
+
 def test_a_killed_worker_shows_why_and_its_last_words():
     text = render(
         report(killed(0, signal.SIGKILL, cause="the OOM killer", stderr=("epoch 3", "epoch 4")))

@@ -67,6 +67,53 @@ def test_what_is_above_the_script_is_left_out() -> None:
     assert [each["function"] for each in other["frames"]] == ["wait"]
 
 
+# A print that waits for the reader of a pipe; the first process group, which waits for the others.
+WITHIN = """\
+Current thread 0x00007f00 [main] (most recent call first):
+  File "/x/rallypoint/_core/whole_writes.py", line 37 in _write_some
+  File "/x/rallypoint/launch/worker/streams.py", line 102 in flush
+  File "/home/me/train.py", line 20 in <module>
+  File "/x/rallypoint/launch/worker/bootstrap.py", line 306 in _run_script
+  File "<string>", line 1 in <module>
+"""
+MODULE = """\
+Current thread 0x00007f00 [main] (most recent call first):
+  File "/y/torch/distributed/distributed_c10d.py", line 2169 in _new_process_group_helper
+  File "/x/rallypoint/launch/torch_private.py", line 57 in first
+  File "/home/me/train.py", line 4 in <module>
+  File "<frozen runpy>", line 88 in _run_code
+  File "<frozen runpy>", line 198 in _run_module_as_main
+  File "/x/rallypoint/launch/torch_private.py", line 182 in run_module_as_main
+  File "/x/rallypoint/launch/worker/bootstrap.py", line 302 in _execute
+  File "<string>", line 1 in <module>
+"""
+FORKED = """\
+Current thread 0x00007f00 [main] (most recent call first):
+  File "/home/me/train.py", line 5 in work
+  File "/x/rallypoint/launch/worker/payload.py", line 378 in run_call
+  File "/x/rallypoint/launch/functions.py", line 328 in call_in_fork
+  File "/x/rallypoint/launch/worker/bootstrap.py", line 296 in _execute
+  File "/x/rallypoint/launch/supervisor.py", line 279 in _start_server
+  File "/home/me/train.py", line 10 in <module>
+"""
+OF_CHILD = """\
+Current thread 0x00007f00 [main] (most recent call first):
+  File "/y/torch/utils/data/_utils/worker.py", line 250 in _worker_loop
+  File "/lib/python3.11/multiprocessing/process.py", line 314 in _bootstrap
+  File "/home/me/train.py", line 30 in <module>
+  File "/x/rallypoint/launch/worker/bootstrap.py", line 306 in _run_script
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [(WITHIN, [20, 102, 37]), (MODULE, [4, 57, 2169]), (FORKED, [5]), (OF_CHILD, [250])],
+)
+def test_the_script_is_shown_also_if_it_has_called_our_code(text: str, lines: list[int]) -> None:
+    (main,) = stack_records.from_faulthandler(text)
+    assert [each["line"] for each in main["frames"]] == lines
+
+
 def test_a_process_that_is_still_in_our_code_keeps_its_frames() -> None:
     text = 'Current thread 0x0 (most recent call first):\n  File "/rallypoint/launch/a.py", line 1 in f\n'
     assert [each["function"] for each in stack_records.from_faulthandler(text)[0]["frames"]] == [

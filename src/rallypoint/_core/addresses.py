@@ -27,7 +27,7 @@ def bind_store(host: str | None, port: int, flag: str = "--master-port") -> sock
         flag: the option that set it, for the error.
 
     Raises:
-        ConfigError: the port is in use or may not be bound.
+        ConfigError: the port is in use or may not be bound, or the address is not of this machine.
     """
     sock = _dual_stack() if host is None else _for_host(host, port)
     try:
@@ -41,6 +41,13 @@ def bind_store(host: str | None, port: int, flag: str = "--master-port") -> sock
             problem, hint = IN_USE, "choose another one, or 0 for any free port"
         elif error.errno == errno.EACCES:
             problem, hint = "binding this port is not permitted", "choose one from 1024 up"
+        elif error.errno == errno.EADDRNOTAVAIL and host is not None:
+            raise ConfigError(
+                "address to listen on",
+                host,
+                "this machine does not have it",
+                "`ip addr` shows those that it has; --bind names one, or * for all",
+            ) from None
         else:
             problem, hint = f"cannot listen there: {error.strerror}", ""
         raise ConfigError(flag, str(port), problem, hint) from None

@@ -17,7 +17,7 @@ KNOWN: Mapping[str, str] = {
     "PYTHON_EXEC": "the workers' interpreter; any other than rally's own implies --start-method exec",
     "LOGLEVEL": "log level of rally run itself (DEBUG, INFO, WARNING, ERROR); default WARNING",
     "RALLY_EVENTS": "a file for the job's events, as JSON lines ({host} and {pid} are replaced), or log",
-    "NO_COLOR": "any value: no colour in the failure report, on terminals too",
+    "NO_COLOR": "any value: no colour on terminals either",
     "RALLY_SECRET": "the job's secret, the same on all nodes, 16 bytes or more; --secret-file wins",
     "RALLY_SECRET_FILE": "a file with the job's secret (mode 0600); --secret-file and RALLY_SECRET win",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "seconds between SIGTERM and SIGKILL; --shutdown-timeout wins",

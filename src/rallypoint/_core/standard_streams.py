@@ -1,10 +1,86 @@
-"""What a command writes for its user: the streams may be closed, a pipe that nobody reads, or a file on a full disk."""
+"""What a command prints: in any encoding, and wherever it goes.
+
+``rally … | head`` ends the reader, a disk is full, ``LC_ALL=de_DE.ISO-8859-1`` has no ``│``: none of these is worth a traceback, and
+none changes the exit code of a job.
+"""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import io
+import os
 import sys
+from collections.abc import Mapping
 
 from rallypoint.errors import RallyError
+
+
+# What stands for a character that an encoding lacks; all others are escaped.
+_PLAIN = dict(zip("│├└─━╸…→·µ", ("|", "|", "`", "-", "=", "-", "...", "->", "-", "u"), strict=True))
+# The name by which Python finds :func:`_in_plain`.
+PLAIN = "rallypoint.plain"
+
+# Types of terminals (``TERM``) that cannot move the cursor: Emacs's shell, some consoles of CI; and those that tell nothing.
+DUMB = ("", "dumb")
+
+
+class ReaderGone(RallyError):
+    """Nobody reads what is printed."""
+
+
+def set_up() -> None:
+    """Print what the encoding of stdout and stderr lacks in ASCII, as near as it gets."""
+    codecs.register_error(PLAIN, _in_plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # It has taken effect before it looks for its place in the file: there is none if that has become a pipe (dup2).
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors=PLAIN)
+
+
+def _in_plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    plain = (
+        _PLAIN.get(each) or each.encode("ascii", "backslashreplace").decode() for each in lacking
+    )
+    return "".join(plain), error.end
+
+
+def encoding() -> str:
+    """That of stderr, for text that is written past Python's stream, with :data:`PLAIN` for what it lacks."""
+    codecs.register_error(PLAIN, _in_plain)
+    return getattr(sys.stderr, "encoding", None) or "utf-8"
+
+
+def has_colour(fd: int, env: Mapping[str, str]) -> bool:
+    """Whether a stream shows colours, and the user wants them."""
+    return os.isatty(fd) and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
+
+
+def write(text: str, *, flush: bool = True) -> None:
+    """Write to stdout.
+
+    Args:
+        text: with its newlines.
+        flush: at once. Otherwise a later call may raise.
+
+    Raises:
+        ReaderGone: the other end of the pipe is closed.
+        RallyError: it cannot be written, because the disk is full, say.
+    """
+    if sys.stdout is None:  # 1>&-
+        return
+    try:
+        sys.stdout.write(text)
+        if flush:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise ReaderGone("nobody reads stdout") from None
+    except OSError as error:
+        raise RallyError(f"cannot write to stdout: {error.strerror or error}") from None
 
 
 def say(text: str) -> None:
@@ -17,35 +93,15 @@ def say(text: str) -> None:
         pass
 
 
-def show(text: str, *, end: str = "\n", flush: bool = True) -> bool:
-    """Text on stdout.
-
-    Returns:
-        Whether anybody may read more of it: not after ``| head`` has ended.
-
-    Raises:
-        RallyError: it cannot be written.
-    """
-    if sys.stdout is None:  # >&-
-        return False
-    try:
-        print(text, end=end, flush=flush)  # noqa: T201
-    except BrokenPipeError:
-        return False
-    except OSError as error:
-        raise RallyError(f"cannot write to stdout: {error.strerror}") from None
-    return True
-
-
 def settle() -> None:
-    """At the command's end: what cannot be written does not change its exit code.
-
-    Python exits with 120 if it cannot write what its streams still hold.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
+    """Write what is left; lose it if that fails. Python would end with exit code 120 then, whatever the command's own is."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
         try:
-            if stream is not None:
-                stream.flush()
-        except (OSError, ValueError):
-            setattr(sys, name, None)
+            stream.flush()
+        except OSError:
+            # It stays in the buffer, for Python's own attempt at the very end.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

@@ -102,7 +102,7 @@ class RunningJob:
         Raises:
             ControlError: the job has ended, does not answer in time, or refuses.
         """
-        who = f"the job at {self.path.name} (pid {self.pid})"
+        who = f"job {sockets.safe_id(self.path)} (pid {self.pid})"
         deadline = Deadline(patience)
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as line:
             try:
@@ -163,14 +163,18 @@ def connect(job: str = "") -> RunningJob:
     Returns:
         The job.
     Raises:
-        ControlError: there is none, or several.
+        ControlError: there is none, or several, or it does not answer.
     """
-    found = [(each, told) for each, told in running() if isinstance(told, dict)]
+    every = list(running())
+    found = [(each, told) for each, told in every if isinstance(told, dict)]
+    silent = [(each, told) for each, told in every if isinstance(told, ControlError)]
     exact = [each for each, told in found if job and job in {told["id"], str(each.pid)}]
     near = [each for each, told in found if str(told["id"]).startswith(job)]
     matching = exact or near
     if len(matching) == 1:
         return matching[0]
+    if not matching and (mute := _named(job, silent)):
+        raise mute[0]
     names = ", ".join(f"{told['id']} (pid {each.pid})" for each, told in found)
     if not found:
         raise ControlError("no job of this user runs on this host")
@@ -178,6 +182,14 @@ def connect(job: str = "") -> RunningJob:
         raise ControlError(f"no job {job!r} runs on this host; there are: {names}")
     what = f"several jobs match {job!r}" if job else "several jobs run on this host"
     raise ControlError(f"{what}; name one by its id or pid: {names}")
+
+
+def _named(job: str, silent: Sequence[tuple[RunningJob, ControlError]]) -> list[ControlError]:
+    """Why those that may be meant have not answered."""
+    exact = [told for each, told in silent if job == str(each.pid)]
+    return exact or [
+        told for each, told in silent if sockets.safe_id(each.path).startswith(sockets.safe(job))
+    ]
 
 
 def is_running(job: RunningJob) -> bool:

@@ -21,6 +21,16 @@ def folders() -> list[Path]:
     return [each / _FOLDER for each in user_folder.candidates()]
 
 
+def safe(run_id: str) -> str:
+    """A job's id as it is in the name of its socket."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", run_id)[:_MAX_ID]
+
+
+def safe_id(path: Path) -> str:
+    """What stands for the job's id in the name of a socket."""
+    return path.name.rsplit(".", 3)[0]
+
+
 def bind(run_id: str) -> tuple[socket.socket, Path]:
     """A listening socket under a new name.
 
@@ -28,12 +38,12 @@ def bind(run_id: str) -> tuple[socket.socket, Path]:
         OSError: there is no private folder for it.
     """
     problem: OSError | None = None
-    safe = re.sub(r"[^A-Za-z0-9_-]+", "-", run_id)[:_MAX_ID] or "job"
+    name = safe(run_id) or "job"
     for folder in folders():
         try:
             user_folder.check(folder.parent)
             private.make_folder(folder, exist_ok=True)
-            path = folder / f"{safe}.{os.getpid()}.{secrets.token_hex(4)}.sock"
+            path = folder / f"{name}.{os.getpid()}.{secrets.token_hex(4)}.sock"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 listener.setblocking(False)

@@ -50,8 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _fill_standard_descriptors()
+    standard_streams.set_up()
+    try:
+        return _exit_code(words)
+    finally:
+        standard_streams.settle()
+
+
+def _exit_code(words: list[str]) -> int:
     try:
         return _dispatch(words)
+    except standard_streams.ReaderGone:  # `rally … | head`: it has seen enough
+        return 0
     except ConfigError as error:
         _say(str(error))
         return 2
@@ -66,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    finally:
-        standard_streams.settle()
 
 
 def _dispatch(words: list[str]) -> int:
@@ -261,7 +269,7 @@ def _width() -> int:
 
 
 def _colour() -> bool:
-    return os.isatty(2) and not environment.get("NO_COLOR")
+    return standard_streams.has_colour(2, environment.snapshot())
 
 
 def _say(text: str, *, bare: bool = False) -> None:
@@ -280,4 +288,4 @@ def _say_json(text: str, *, bare: bool = False) -> None:
 
 
 def _print(text: str) -> None:
-    standard_streams.show(text)
+    standard_streams.write(text + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from rallypoint._core import clock, env as environment, log_folder, standard_streams
 from rallypoint._core.log_folder import LogFile
 from rallypoint._core.log_records import Line
+from rallypoint._core.rank_words import in_words
 from rallypoint.control import client
 from rallypoint.errors import ConfigError, ControlError
 
@@ -38,6 +39,7 @@ Output is in files if the job was started with --redirects or --tee (with --log-
 as well, each line has its time: lines of a host are then in the order in which they were written. Otherwise one stream
 follows the other. Of other nodes, the last 512 KiB are shown, and with -f what follows."""
 
+_WITH_VALUE = ("--rank", "--tail", "--since", "--grep", "--generation")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # Seconds between two looks of --follow.
 INTERVAL = 0.5
@@ -63,23 +65,25 @@ def command(words: Sequence[str]) -> int:
         ControlError: there is no such job, or its output is in no file.
     """
     if {"-h", "--help"} & set(words):
-        standard_streams.show(HELP)
+        standard_streams.write(HELP + "\n")
         return 0
     wanted = _parse(words)
     name = wanted.names[0] if wanted.names else ""
-    colour = os.isatty(1) and not environment.snapshot().get("NO_COLOR")
+    colour = standard_streams.has_colour(1, environment.snapshot())
     job, folder = _find(name)
     generation = _generation(folder, wanted.generation)
-    if not log_folder.log_files(folder, generation):
+    files = log_folder.log_files(folder, generation)
+    if not files:
         raise ControlError(_why_nothing(folder, generation))
+    _check_ranks(wanted.choice.ranks, job, {each.origin.rank for each in files})
     others = _Others(job, wanted)
     lines = _now(folder, generation, wanted.choice, others)
     if wanted.follow and job is not None:
         lines = _following(job, folder, wanted, others)
     for line in lines:
-        if not standard_streams.show(log_lines.shown(line, colour=colour), flush=wanted.follow):
-            return 0
-    standard_streams.show("", end="")
+        text = log_lines.shown(line, colour=colour)
+        standard_streams.write(f"{text}\n", flush=wanted.follow)
+    standard_streams.write("")
     return 0
 
 
@@ -93,8 +97,10 @@ def _parse(words: Sequence[str]) -> _Wanted:
     while rest:
         word = rest.pop(0)
         flag, has_value, value = word.partition("=")
-        if flag in {"--rank", "--tail", "--since", "--grep", "--generation"} and not has_value:
+        if flag in _WITH_VALUE and not has_value:
             value = rest.pop(0) if rest else ""
+        if flag in _WITH_VALUE and not value:
+            raise ConfigError("logs", flag, "expected a value", "rally logs --help")
         match flag:
             case "-f" | "--follow":
                 wanted.follow = True
@@ -181,6 +187,23 @@ def _generation(folder: Path, wanted: int | None) -> int:
         what = "any" if wanted is None else str(wanted)
         raise ControlError(f"no output of generation {what} in {folder} (there: {has})")
     return known[-1] if wanted is None else wanted
+
+
+def _check_ranks(
+    wanted: Collection[int], job: client.RunningJob | None, here: Collection[int]
+) -> None:
+    """Others than those of this host's files may be on other nodes of a job that runs. (-1: not known.)
+
+    Raises:
+        ControlError: a rank is nowhere.
+    """
+    if -1 in here:
+        return
+    known = set(here)
+    if job is not None:
+        known |= set(range(job.status()["world_size"]))
+    if unknown := sorted(set(wanted) - known):
+        raise ControlError(f"no output of {in_words(unknown)} (there: {in_words(sorted(known))})")
 
 
 def _why_nothing(folder: Path | None, generation: int) -> str:

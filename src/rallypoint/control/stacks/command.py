@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from rallypoint._core.rank_words import in_words
 from rallypoint.control import client
 from rallypoint.errors import ConfigError
 
@@ -74,6 +75,8 @@ def command(words: Sequence[str]) -> str:
     if "--json" in flags:
         return "\n".join(json.dumps(each) for each in processes)
     parts = [stack_groups.text(processes, all_threads="--threads" in flags)]
+    if ended := [rank for rank in answer["ended"] if not ranks or rank in ranks]:
+        parts.append(f"{in_words(ended)} {'has' if len(ended) == 1 else 'have'} ended")
     parts += [f"node {node} did not answer" for node in answer["silent"]]
     return "\n\n".join(filter(None, parts)) or "no worker runs now"
 

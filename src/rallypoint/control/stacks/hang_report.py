@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ def explain(
     seconds: float,
     world_size: int,
     *,
+    ended: Collection[int] = (),
     working: bool = False,
     by_stacks: bool = True,
 ) -> Hang | None:
@@ -46,6 +47,7 @@ def explain(
         processes: stacks of the workers, with or without children.
         seconds: for how long nobody has moved.
         world_size: how many workers there are.
+        ended: ranks whose worker has ended, as far as is known.
         working: some workers are at work, the others have done nothing for that long.
         by_stacks: with ``working``, whether stacks are enough to tell; otherwise the collectives that ranks have begun must tell.
     Returns:
@@ -56,13 +58,19 @@ def explain(
     known = {each["rank"]: each["collectives"] for each in workers if each.get("collectives")}
     found = collective_waits.verdict(known)
     if found is not None:
+        gone = _have_ended(sorted(set(found.missing) & set(ended)))
         moved = "" if working else f"\nnothing has moved for {seconds:.0f} s"
-        text = f"{found.text}{moved}\n{stack_groups.text(processes)}"
+        text = f"{found.text}{gone}{moved}\n{stack_groups.text(processes)}"
         return Hang(found.missing, found.waiting, text)
     waiting = sorted(each["rank"] for each in workers if _waits(each))
     if not waiting:
         return None
     missing = sorted({each["rank"] for each in workers} - set(waiting))
+    gone = ""
+    if not missing and not working:
+        # Those that are left wait: for whom, if not for those that have ended?
+        missing = sorted(set(ended) - set(waiting))
+        gone = _have_ended(missing)
     others = in_words(waiting)
     one = len(waiting) == 1
     if working:
@@ -77,7 +85,7 @@ def explain(
         comes = "does not come" if len(missing) == 1 else "do not come"
         head = (
             f"{who} {comes} to a collective in which {others} {'waits' if one else 'wait'}: nothing has"
-            f" moved for {seconds:.0f} s"
+            f" moved for {seconds:.0f} s{gone}"
         )
     elif len(workers) < world_size:
         head = f"{others} {'waits' if one else 'wait'} in a collective, and nothing has moved for {seconds:.0f} s"
@@ -92,6 +100,10 @@ def explain(
             " Do their sizes and groups match? Is the network between the nodes up?"
         )
     return Hang(tuple(missing), tuple(waiting), f"{head}\n{stack_groups.text(processes)}")
+
+
+def _have_ended(ranks: Sequence[int]) -> str:
+    return f"; {in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} ended" if ranks else ""
 
 
 def _waits(process: Mapping[str, Any]) -> bool:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rallypoint._core import script_frames
+
 
 Frame = dict[str, Any]  # file, line, function
 Thread = dict[str, Any]  # name, frames
@@ -19,10 +21,6 @@ _THREAD = re.compile(
 )
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
-# Frames of what started the script, or the child of a script.
-_OF_START = re.compile(
-    r"/rallypoint/launch/|/rallypoint/__main__\.py$|^<frozen runpy>$|/multiprocessing/process\.py$"
-)
 _OUR_THREAD = re.compile(r"/rallypoint/launch/worker/collective_thread\.py$")
 
 
@@ -68,9 +66,7 @@ def _trimmed(threads: Sequence[Thread]) -> list[Thread]:
     """Without what is above the script in the main thread, and without our own thread."""
     for thread in threads[:1]:
         frames = thread["frames"]
-        above = [place for place, each in enumerate(frames) if _OF_START.search(each["file"])]
-        if above and above[-1] + 1 < len(frames):
-            thread["frames"] = frames[above[-1] + 1 :]
+        thread["frames"] = frames[script_frames.beginning([each["file"] for each in frames]) :]
     return [each for each in threads if not _is_ours(each)]
 
 

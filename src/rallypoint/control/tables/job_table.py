@@ -14,13 +14,13 @@ _HEAD = ("JOB", "PID", "SINCE", "NODE", "RANKS", "GEN", "RESTARTS", "STATE", "CO
 _COMMAND = 60
 
 
-def table(jobs: Sequence[tuple[int, Mapping[str, Any] | str]]) -> str:
+def table(jobs: Sequence[tuple[str, int, Mapping[str, Any] | str]]) -> str:
     """A row for each job.
 
     Args:
-        jobs: the supervisor's pid, and its status or why it has told none.
+        jobs: its name for one that has told no status, the supervisor's pid, and its status or why it has told none.
     """
-    rows = [_HEAD, *(_row(pid, told) for pid, told in jobs)]
+    rows = [_HEAD, *(_row(*each) for each in jobs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
     lines = []
     for row in rows:
@@ -29,9 +29,9 @@ def table(jobs: Sequence[tuple[int, Mapping[str, Any] | str]]) -> str:
     return "\n".join(lines)
 
 
-def _row(pid: int, told: Mapping[str, Any] | str) -> tuple[str, ...]:
+def _row(name: str, pid: int, told: Mapping[str, Any] | str) -> tuple[str, ...]:
     if isinstance(told, str):
-        return ("?", str(pid), "", "", "", "", "", told, "")
+        return (name, str(pid), "", "", "", "", "", told, "")
     workers = told["workers"]
     alive = sum(each["state"] == "running" for each in workers)
     node = "-" if told["node_rank"] is None else f"{told['node_rank']} of {told['nodes']}"

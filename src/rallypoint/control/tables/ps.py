@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from rallypoint.control import client
+from rallypoint.control import client, sockets
 from rallypoint.errors import ConfigError, ControlError
 
 from . import job_table
@@ -42,7 +42,10 @@ def command(words: Sequence[str]) -> str:
     if not found:
         return "no job of this user runs on this host"
     return job_table.table(
-        [(job.pid, told if isinstance(told, dict) else _reason(told)) for job, told in found]
+        [
+            (sockets.safe_id(job.path), job.pid, told if isinstance(told, dict) else _reason(told))
+            for job, told in found
+        ]
     )
 
 

@@ -31,7 +31,7 @@ Show what each worker of a job uses, with its children, on all nodes of the job,
   CPU%      of one core          THR, CHILD       threads, child processes
   MEM       resident memory      READ/s, WRITE/s  from and to storage
   STEP      as the script reports it (rallypoint.progress); it/s: steps per second
-  COLL/s    collectives per second (workers in a session of rallypoint.elastic)
+  COLL/s    collectives per second                       WAIT%   of its time in which it waits for others
 
 Columns that nobody has are left out. The last one says what is odd about a rank: stopped, stuck in the kernel, behind,
 busier or idler than the others, more memory.
@@ -56,7 +56,7 @@ def command(words: Sequence[str]) -> int:
         ControlError: there is no such job, or it does not answer.
     """
     if {"-h", "--help"} & set(words):
-        standard_streams.show(HELP)
+        _write(HELP)
         return 0
     names, interval, sort, once = _parse(words)
     view = _View(client.connect(*names), sort)
@@ -64,8 +64,8 @@ def command(words: Sequence[str]) -> int:
         view.look()
         select.select([], [], [], min(interval, 1.0))
         view.look()
-        standard_streams.show("\n".join(view.lines(_width())))
-    elif os.isatty(1) and os.isatty(0):
+        _write("\n".join(view.lines(_width())))
+    elif _has_screen():
         _on_terminal(view, interval)
     else:
         _one_after_the_other(view, interval)
@@ -148,6 +148,15 @@ class _View:
         return {place for place, row in enumerate(rows, 2) if row.remark}
 
 
+def _write(text: str) -> None:
+    standard_streams.write(text + "\n")
+
+
+def _has_screen() -> bool:
+    terminal = environment.get("TERM") or ""
+    return os.isatty(1) and os.isatty(0) and terminal not in standard_streams.DUMB
+
+
 def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns if os.isatty(1) else 1000
 
@@ -159,10 +168,9 @@ def _one_after_the_other(view: _View, interval: float) -> None:
         try:
             view.look()
         except ControlError:
-            standard_streams.show("the job has ended")
+            _write("the job has ended")
             return
-        if not standard_streams.show("\n".join(view.lines(_width())) + "\n"):
-            return
+        _write("\n".join(view.lines(_width())) + "\n")
 
 
 # -- on a terminal --------------------------------------------------------------------------------
@@ -199,7 +207,7 @@ def _on_terminal(view: _View, interval: float) -> None:
                     said = "the job has ended"
                     break
     if said:
-        standard_streams.show(said)
+        _write(said)
 
 
 @contextlib.contextmanager
@@ -246,8 +254,7 @@ def _draw(view: _View, text: list[str] | None) -> None:
         out.append("\x1b[K\r\n")
     out.append("\x1b[J")
     out.append(f"\x1b[{rows};1H{foot[:columns]}")
-    sys.stdout.write("".join(out))
-    sys.stdout.flush()
+    standard_streams.write("".join(out))
 
 
 def _room() -> int:

@@ -43,6 +43,10 @@ def command(words: Sequence[str]) -> str:
         raise ConfigError(
             "checkpoints", None, f"expected one place, got {len(places)}", "rally checkpoints PLACE"
         )
+    if not places[0]:  # a path of no parts is the current folder
+        raise ConfigError(
+            "checkpoints", "", "expected a place", "is a variable of the shell not set?"
+        )
     rows = _rows(places[0])
     if "--json" in words:
         return "\n".join(json.dumps(each) for each in rows)

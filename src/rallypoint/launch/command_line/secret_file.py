@@ -39,6 +39,8 @@ def command(words: Sequence[str], env: Mapping[str, str]) -> str:
             )
     if len(names) > 1:
         raise ConfigError("secret", names[1], "expected at most one file", "rally secret --help")
+    if names and not names[0]:
+        raise ConfigError("secret", "", "expected a file", "is a variable of the shell not set?")
     default = secret.user_file(env)
     if not names and default is None:
         raise ConfigError("secret", None, "this user has no home folder", "give a FILE")

@@ -25,14 +25,17 @@ def target_from(values: Values, words: tuple[str, ...]) -> Job:
         ConfigError: there is none, or it cannot be run.
     """
     if not words:
-        raise ConfigError(
-            "run", None, "no script given", "rally run [flags] script.py [its arguments]"
-        )
+        raise ConfigError("run", None, "no script given", _where_it_went(values))
     name, args = words[0], tuple(words[1:])
+    if not name:
+        problem = "an empty name"
+        raise ConfigError("script", name, problem, "is a variable of the shell not set?")
     if values.switch("no_python"):
         if values.switch("module"):
             raise ConfigError("--no-python", None, "cannot be combined with --module")
         if shutil.which(name, path=values.env.get("PATH")) is None:
+            if os.path.isfile(name) and "/" in name:
+                raise ConfigError("program", name, "not executable", f"chmod +x {name}")
             raise ConfigError("program", name, "not found, or not executable", "check the path")
         return Job(kind=TargetKind.PROGRAM, name=name, args=args)
     if values.switch("module"):
@@ -40,6 +43,14 @@ def target_from(values: Values, words: tuple[str, ...]) -> Job:
     _check_not_a_program(name, args, values.env.get("PATH"))
     _check_script(name)
     return Job(kind=TargetKind.SCRIPT, name=name, args=args)
+
+
+def _where_it_went(values: Values) -> str:
+    """`rally run --nproc-per-node train.py`: the flag took the script as its value."""
+    for dest in values:
+        if values.is_set(dest) and values.text(dest).endswith(".py"):
+            return f"{values.text(dest)} is read as the value of {values.shown(dest)}"
+    return "rally run [flags] script.py [its arguments]"
 
 
 def _check_not_a_program(name: str, args: tuple[str, ...], path: str | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rallypoint.errors import ConfigError
 
@@ -30,6 +30,9 @@ class Values:
         self._origins = origins
         self.env = env
         self.remarks: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
 
     def __getitem__(self, dest: str) -> str | None:
         return self._values[dest]

@@ -45,6 +45,12 @@ def processes(body: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     return [each for each in records if isinstance(each, dict) and _is_record(each)]
 
 
+def ended(body: Mapping[str, Any] | None) -> set[int]:
+    """The ranks of workers that have ended, in an answer."""
+    found = (body or {}).get("ended")
+    return {each for each in found if type(each) is int} if isinstance(found, list) else set()
+
+
 def _is_record(each: Mapping[str, Any]) -> bool:
     if type(each.get("rank")) is not int or type(each.get("pid")) is not int:
         return False

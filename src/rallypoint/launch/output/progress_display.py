@@ -14,6 +14,7 @@ import termios
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from rallypoint._core import standard_streams
 from rallypoint.control.tables import step_words
 
 from .console import Console
@@ -49,7 +50,7 @@ def choose(wanted: str, console: Console, say: Callable[[str], None], terminal: 
         terminal: its type, as in ``TERM``.
     """
     is_terminal = console.write_err is None and os.isatty(console.stderr_fd)
-    if wanted == "auto" and is_terminal and terminal not in {"", "dumb"}:
+    if wanted == "auto" and is_terminal and terminal not in standard_streams.DUMB:
         return Bar(console.stderr_fd)
     return Lines(say)
 
@@ -89,6 +90,7 @@ class Bar:
     def __init__(self, fd: int) -> None:
         self.interval = BAR_INTERVAL
         self._fd = fd
+        self._encoding = standard_streams.encoding()
         self._size: tuple[int, int] | None = None  # for which the last row is reserved
 
     def show(self, progress: Mapping[str, Any]) -> None:
@@ -130,7 +132,7 @@ class Bar:
         try:
             if not any(event & select.POLLOUT for _, event in poller.poll(0)):
                 return False
-            os.write(self._fd, text.encode())
+            os.write(self._fd, text.encode(self._encoding, standard_streams.PLAIN))
         except OSError:
             return False
         return True

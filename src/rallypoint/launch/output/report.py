@@ -6,7 +6,6 @@ through :func:`clean`, so it can neither control the terminal nor break the colu
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import unicodedata
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from rallypoint._core import script_frames
 from rallypoint.control.collectives import collective_waits
 
 from . import stack_lines
@@ -29,8 +29,7 @@ MAX_VICTIM_LINES = 8
 MAX_SLOW_LINES = 3
 # Nothing is readable in fewer columns: let the terminal wrap.
 MIN_WIDTH = 60
-# The frames below the script are only how we started it.
-_OURS = "rallypoint/launch/"
+_FILE = re.compile(r'  File "(.*)", line ')
 # A thread that we have started in a worker.
 _OUR_THREAD = "rallypoint/elastic/link.py"
 # What a failure's record says beside its fields.
@@ -389,7 +388,15 @@ def _native(stack: str) -> list[str]:
     if current is None or any(_OUR_THREAD in line for line in current):
         # A signal from outside may reach any thread. The script's is the first, and the last one here.
         current = threads[-1] if threads else []
-    return [*fault, *itertools.takewhile(lambda line: _OURS not in line, current)]
+    return [*fault, *_below_the_start(current)]
+
+
+def _below_the_start(lines: Sequence[str]) -> Sequence[str]:
+    """Without the frames that are only how we started the script. They come last: these lines begin with the most recent call."""
+    frames = [(index, found[1]) for index, line in enumerate(lines) if (found := _FILE.match(line))]
+    frames.reverse()
+    first = script_frames.beginning([file for _, file in frames])
+    return lines[: frames[first][0] + 1] if frames else lines
 
 
 def _victim_lines(victims: Sequence[WorkerFailure], width: int) -> list[str]:

@@ -56,7 +56,7 @@ def _hand_over(engine: str, text: str) -> NoReturn:
     client, needed = _CLIENTS[engine]
     if shutil.which(needed) is None and not (needed == "ray" and _own_ray().exists()):
         hint = "--dry-run shows what it would be given"
-        raise ConfigError("rally submit", engine, f"{needed} is not installed", hint)
+        raise ConfigError("submit", engine, f"{needed} is not installed", hint)
     # This process becomes the client, so that signals and the end of a terminal reach it.
     given = os.memfd_create("rally-submit")
     os.write(given, text.encode())

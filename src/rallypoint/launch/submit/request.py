@@ -82,7 +82,7 @@ def read(words: Sequence[str]) -> Request:
     """
     engine = words[0] if words else None
     if engine not in ENGINES:
-        raise ConfigError("rally submit", engine, f"expected one of {', '.join(ENGINES)}")
+        raise ConfigError("submit", engine, f"expected one of {', '.join(ENGINES)}")
     at = list(words).index("--") if "--" in words else len(words)
     ours = list(words[1:at])
     values: dict[str, str] = {}
@@ -107,7 +107,7 @@ def read(words: Sequence[str]) -> Request:
         hint = (
             f"rally submit {engine} {'--hosts a,b' if engine == 'ssh' else '--nodes 2'} -- train.py"
         )
-        raise ConfigError("rally submit", None, "expected -- and a script", hint)
+        raise ConfigError("submit", None, "expected -- and a script", hint)
     name = values.get("--name", "rally")
     if not _NAME.fullmatch(name):
         raise ConfigError("--name", name, "expected lower-case letters, digits and dashes")
@@ -142,7 +142,7 @@ def read(words: Sequence[str]) -> Request:
 
 def _check_options(engine: str, options: Sequence[str]) -> None:
     if options and engine not in _CLIENTS:
-        raise ConfigError(f"rally submit {engine}", options[0], "no such option")
+        raise ConfigError(f"submit {engine}", options[0], "no such option")
     # A line of an sbatch script has no quotes.
     spaces = engine == "ray"
     loose = [
@@ -154,7 +154,7 @@ def _check_options(engine: str, options: Sequence[str]) -> None:
         without = "" if spaces else ", without spaces"
         problem = f"expected an option of {_CLIENTS[engine]}{without}"
         hint = "write --address=http://head:8265" if spaces else "write --partition=gpu"
-        raise ConfigError(f"rally submit {engine}", loose[0], problem, hint)
+        raise ConfigError(f"submit {engine}", loose[0], problem, hint)
 
 
 def _number(values: dict[str, str], name: str, least: int) -> int:

@@ -78,16 +78,19 @@ class HangWatch:
             ready: the round.
             ask: asks all nodes.
         """
+        workers = list(workers)
         alive = [each for each in workers if each.status is None and each.pid]
         found = {each.ranks.rank: {"pid": each.pid, **usage.usage(each.pid)} for each in alive}
         still = self._stillness.look(clock.MONOTONIC.now(), found)
-        everybody = bool(still) and min(still.values()) >= self._after
+        # If all workers of this node have ended, those of the others may still wait for them.
+        none_left = bool(workers) and all(each.status is not None for each in workers)
+        everybody = none_left or (bool(still) and min(still.values()) >= self._after)
         many = bool(still) and sorted(still.values())[len(still) // 2] >= LONGER * self._after
         # Whoever waits in CUDA keeps a core busy.
         frozen = self._frozen >= LONGER * self._after
         if not everybody and not many and not frozen:
             self._quiet_until, self._next_wait = 0.0, self._after
-        world_size = alive[0].ranks.world_size if alive else 0
+        world_size = workers[0].ranks.world_size if workers else 0
         if ready.node_rank != 0 or world_size < 2:
             return
         if not everybody and not many:
@@ -152,7 +155,12 @@ class HangWatch:
             self._quiet_until = 0.0
             return
         hang = hang_report.explain(
-            found["processes"], seconds, world_size, working=working, by_stacks=by_stacks
+            found["processes"],
+            seconds,
+            world_size,
+            ended=found["ended"],
+            working=working,
+            by_stacks=by_stacks,
         )
         if hang is None:
             self._look_again()

@@ -62,8 +62,8 @@ class JobQuestions:
             workers: of this node.
             ready: the round.
         Returns:
-            What finds the answer: ``processes``; ``silent``: the nodes that did not answer; ``moving``: on another node,
-            some worker has done something.
+            What finds the answer: ``processes``; ``ended``: the ranks whose worker has ended, as far as is known; ``silent``: the nodes
+            that did not answer; ``moving``: on another node, some worker has done something.
         Raises:
             ControlError: there is no such rank.
         """
@@ -79,9 +79,9 @@ class JobQuestions:
             where = "in this job" if is_for_all else "on this node"
             has = f"it has {in_words(known)}" if known else "no worker runs now"
             raise ControlError(f"no {in_words(unknown)} {where} ({has})")
-        own = self._own(question, workers)
+        own, ended = self._own(question, workers), _ended(workers)
         if not is_for_all:
-            return lambda: {"processes": own(), "silent": [], "moving": False}
+            return lambda: {"processes": own(), "ended": ended, "silent": [], "moving": False}
 
         def look() -> Mapping[str, Any]:
             from concurrent.futures import (
@@ -94,11 +94,14 @@ class JobQuestions:
                 others = beside.submit(self._coordination.ask_nodes, asked, patience + WAY)
                 found = own()
                 told = others.result()
+            gone = set(ended)
             for answer in told.values():
                 found += node_answers.processes(answer)
+                gone |= node_answers.ended(answer)
             found.sort(key=lambda each: each["rank"])
             return {
                 "processes": found,
+                "ended": sorted(gone),
                 "silent": [node for node in told if told[node] is None],
                 "moving": any((answer or {}).get("moving") is True for answer in told.values()),
             }
@@ -139,13 +142,18 @@ class JobQuestions:
             self._answer_logs(asked, ready, folder)
             return
         wanted = asked.question.get("if_still")
+        workers = list(workers)
+        ended = _ended(workers)
         still = self._still().values()
-        moves = isinstance(wanted, float) and min(still, default=0.0) < wanted
-        own = self._own(asked.question, [] if moves else list(workers))
+        # Whoever has ended moves no more; who has just begun is not known yet.
+        none_left = bool(workers) and len(ended) == len(workers)
+        moves = isinstance(wanted, float) and not none_left and min(still, default=0.0) < wanted
+        own = self._own(asked.question, [] if moves else workers)
 
         def look() -> None:
             try:
-                self._coordination.answer(asked, {"processes": own(), "moving": moves})
+                answer = {"processes": own(), "ended": ended, "moving": moves}
+                self._coordination.answer(asked, answer)
             except (RallyError, OSError, ValueError):
                 pass  # the store is gone; who asked is told that this node is silent
 
@@ -209,6 +217,10 @@ class JobQuestions:
                 )
 
         return look
+
+
+def _ended(workers: Iterable[Worker]) -> list[int]:
+    return [each.ranks.rank for each in workers if each.status is not None]
 
 
 def _usage(
