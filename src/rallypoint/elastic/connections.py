@@ -86,6 +86,19 @@ class Wiring:
         """
         return self.store().get(f"{self._prefix}/{key}", timeout)
 
+    def gather(self, size: int, timeout: float) -> None:
+        """Wait until all members have called this. Once.
+
+        Args:
+            size: how many there are.
+            timeout: in seconds.
+        Raises:
+            TimeoutError, RendezvousConnectionError: as :meth:`wait`.
+        """
+        if self.store().add(f"{self._prefix}/gathered", 1) == size:
+            self.set("all", b"1")
+        self.wait("all", timeout)
+
     def set(self, key: str, value: bytes) -> None:
         """Set a key below the prefix."""
         self.store().set(f"{self._prefix}/{key}", value)

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,14 @@ _HALF = 1 << 32
 _UNKNOWN = b"-"
 # Outside of training, there is nothing to tell apart.
 LOST: tuple[type[BaseException], ...] = (RuntimeError, RendezvousError, OSError)
+
+
+class Stage(IntEnum):
+    """How far a rank is in a meeting: tells the supervisors whom the others wait for, if it does not come to the next one."""
+
+    MEETS = 0  # tells the others where it stands, and waits for what they say
+    KNOWN = 1  # knows where all stand
+    HAS_MET = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,22 +231,24 @@ class Meeting:
                 continue
             return
 
-    def count_anew(self, generation: int | None = None) -> None:
-        """All ranks come to this place: the supervisor compares the collectives that they begin from here on.
+    def count_anew(self) -> None:
+        """All ranks have met: the supervisor compares the collectives that they begin from here on."""
+        self._count_from(Stage.HAS_MET, self._kept.generation)
 
-        Args:
-            generation: the ranks are about to meet in it; None: they have met.
-        """
-        place = 2 * self._kept.generation + 1 if generation is None else 2 * generation
+    def _count_from(self, stage: Stage, generation: int) -> None:
+        place = len(Stage) * generation + stage
         self._memory.progress.restart((each.kept_name for each in self._kept.groups), place)
 
     def _meet(self, notice: Notice) -> None:
         kept, course = self._kept, self._course
         wiring = kept.form(notice)
-        self.count_anew(notice.generation)
+        self._count_from(Stage.MEETS, notice.generation)
         if self._copies is not None:
             self._copies.drain()
         standings = self._introduce(wiring)
+        # One may have stopped since it introduced itself. Gloo would not wait for it for long, and cannot be interrupted.
+        self._count_from(Stage.KNOWN, notice.generation)
+        wiring.gather(len(standings), MEETING)
         kept.groups.connect(wiring)
         formed = clock.MONOTONIC.now()
         verdict = judge(standings)

@@ -30,6 +30,7 @@ class RunFolder:
         self._has_output = config.redirects.any() or config.tee.any()
         self._keep = config.folder is not None or self._has_output
         self.path: Path | None = None
+        self._newest: Path | None = None  # of a generation or a loss
         # The user asked for output but does not know this temporary folder: print its path.
         self.is_news = config.folder is None and self._keep
         if config.folder == os.devnull:
@@ -70,8 +71,10 @@ class RunFolder:
         if self.path is None:
             return None
         path = self.path / (f"attempt_{generation}" + (f".{replaced}" if replaced else ""))
-        with needing(path):
-            private.make_folder(path)
+        if path != self._newest:  # several workers may be lost at once
+            with needing(path):
+                private.make_folder(path)
+            self._newest = path
         return path
 
     def note_ranks(self, attempt: Path | None, ranks: Mapping[int, int]) -> None:

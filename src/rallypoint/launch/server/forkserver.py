@@ -136,6 +136,8 @@ class ForkServer:
     def run(self, preload: tuple[str, ...]) -> None:
         """Import, report, serve, and end the process."""
         signals.note(self._note_signal)
+        # A fork that has our handlers would seem to have its own, for which it may be sent this signal.
+        signal.signal(ASK_SIGNAL, signal.SIG_IGN)
         process.set_subreaper(True)
         if self._start_method is StartMethod.FORKSERVER and not self._import(preload):
             self._drain_and_exit()

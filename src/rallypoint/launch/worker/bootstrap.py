@@ -46,8 +46,9 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     _take_streams(worker.fds)
     _bind(worker.cpus)
     _default_signals()
-    # Python ignores the first two and handles the third; a program must start with the defaults.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+    # Python ignores the first two and handles the third, and the fork server ignores the last; a program must start with
+    # the defaults.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, ASK_SIGNAL):
         signal.signal(number, signal.SIG_DFL)
     env = {**environment.snapshot(), **worker.env, **_secret_for_program()}
     if job.kind is TargetKind.PROGRAM:
