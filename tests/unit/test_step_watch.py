@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 from hypothesis import given, strategies as st
 
 from rallypoint._core.progress import COUNTED_FROM
 from rallypoint.launch.coordination import step_tables
+from rallypoint.launch.policy import Phase
+from rallypoint.launch.supervision.hung_workers import HungWorkers
 from rallypoint.launch.watching.step_watch import Standstill, StepWatch, behind
 
 
@@ -66,6 +71,14 @@ def test_what_another_node_says_is_checked():
     assert step_tables.from_json(step_tables.to_json(tables)) == tables
     for wrong in (None, [], {"a": {}}, {"1": 2}, {"1": {"x": 1}}):
         assert step_tables.from_json(wrong) == {}
+
+
+def test_a_node_whose_workers_have_not_begun_takes_no_part():
+    """It is in the round, and its fork server still imports."""
+    config = SimpleNamespace(step_timeout=1.0)
+    now = SimpleNamespace(state=SimpleNamespace(phase=Phase.RUNNING, replaced=0))
+    hung = HungWorkers(config, Mock(), Mock(), now, Mock())  # type: ignore[arg-type]
+    hung.hear_of_standstill(1, 0, {2: {ALL: 3}})
 
 
 @given(

@@ -50,6 +50,8 @@ class HungWorkers:
         self._loop = loop
         self._now = now
         self._ask = ask
+        self._watch = StepWatch(config.step_timeout)
+        self._standstill: Standstill | None = None  # none before the first round
 
     def begin(self, ready: RoundReady) -> None:
         """Workers start, or go on, in this round."""
@@ -88,7 +90,7 @@ class HungWorkers:
     def hear_of_standstill(self, node_rank: int, meeting: int, tables: Tables) -> None:
         """The workers of a node stand still. If all do, this node ends its own that the others wait for."""
         state = self._now.state
-        if not self._config.step_timeout or state.phase is not Phase.RUNNING:
+        if self._standstill is None or state.phase is not Phase.RUNNING:
             return
         found = self._standstill.tell(clock.MONOTONIC.now(), node_rank, meeting, tables)
         if found is None or meeting != state.replaced:
