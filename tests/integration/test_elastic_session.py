@@ -370,6 +370,28 @@ def test_a_worker_that_the_others_wait_for_in_vain_is_ended_and_replaced(
     ]
 
 
+STOPS_ANOTHER = """
+(FOLDER / f"pid of {rank}").write_text(str(os.getpid()))
+if rank == 1 and os.environ.get("RALLY_TAKES_OVER"):
+    time.sleep(1)  # by then the others wait for this process
+    os.kill(int((FOLDER / "pid of 2").read_text()), signal.SIGSTOP)
+while (FOLDER / "wait")"""
+
+
+def test_of_those_that_wait_for_a_newcomer_only_one_that_stopped_meanwhile_is_ended(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    script = SCRIPT.replace('\nwhile (FOLDER / "wait")', STOPS_ANOTHER)
+    faults = [(3, 1, "forward")]
+    done, ends = trained(tmp_path / "job", faults, "--step-timeout", "3", script=script)
+    assert done.returncode == 0, done.stderr
+    assert_same_end(ends, undisturbed)
+    assert "rank 2 hung; another process takes its place" in done.stderr
+    pids = [int((tmp_path / "job" / f"pid of {rank}").read_text()) for rank in range(3)]
+    assert [end["pid"] for end in ends] == pids
+    assert [end["recoveries"] for end in ends] == [1, 1, 1], "in one meeting"
+
+
 def test_a_worker_that_raises_is_replaced_once(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
