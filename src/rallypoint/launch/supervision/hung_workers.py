@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from rallypoint._core import clock, progress
+from rallypoint._core import clock, process, progress
 from rallypoint.launch.config import LaunchConfig
 from rallypoint.launch.coordination.interface import Coordination, RoundReady
 from rallypoint.launch.coordination.step_tables import Tables
@@ -101,15 +101,16 @@ class HungWorkers:
             rank = worker.ranks.rank
             # It may have gone on since this node said that it stands still.
             if rank in hanging and mine is not None and mine.get(rank) == together[rank]:
-                self._end(worker)
+                self._end(worker, "the others waited for it in a collective")
+            # It has begun what the others wait in, and was stopped amid that.
+            elif not hanging and process.state(worker.pid) == "T":
+                self._end(worker, "it was stopped (SIGSTOP), and nothing has moved")
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: Worker, why: str) -> None:
         """SIGABRT has it report where it is; SIGKILL follows."""
         if worker.hung:
             return
-        worker.hung = (
-            f"the others waited for it in a collective for {self._config.step_timeout:g} s"
-        )
+        worker.hung = f"{why} for {self._config.step_timeout:g} s"
 
         def end(number: int) -> None:
             if worker.status is None:
