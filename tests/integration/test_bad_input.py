@@ -180,6 +180,13 @@ MISTAKES = [
     _mistake("--nnodes 2 --node-rank x train.py", "--node-rank 'x'", "whole number"),
     _mistake("--node-rank x train.py", "--node-rank 'x'", "whole number"),
     _mistake("--hosts a,,b train.py", "--hosts 'a,,b'", "one of the names is empty"),
+    _mistake(
+        "--hostfile missing train.py",
+        "--hostfile 'missing': cannot be read: No such file or directory (check the path",
+        "it is relative to /",
+    ),
+    _mistake("--hostfile empty\\folder train.py", "Is a directory", "a host on each line"),
+    _mistake("--hostfile= train.py", "--hostfile ''", "is a variable of the shell not set?"),
     # meeting point
     _mistake("--master-port 65536 train.py", "--master-port '65536'", "0 to 65535"),
     _mistake("--master-port -1 train.py", "--master-port '-1'", "0 or more"),

@@ -190,8 +190,31 @@ def test_the_first_template_that_is_found(tmp_path: Path, monkeypatch) -> None:
     named = tmp_path / "named"
     named.write_text("named")
     assert shown("--template", str(named), "--dry-run", "--", "t.py") == "named"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        shown("--template", str(tmp_path / "nowhere"), "--print-template")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "nowhere",
+            "cannot be read: No such file or directory (check the path; rally submit slurm",
+        ),
+        ("", "expected a file (is a variable of the shell not set?)"),
+        (
+            ".",
+            "cannot be read: Is a directory (check the path; rally submit slurm --print-template",
+        ),
+        ("binary", "not a text file (rally submit slurm --print-template shows one)"),
+    ],
+)
+def test_a_template_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff")
+    with pytest.raises(ConfigError) as caught:
+        command(["slurm", "--template", name, "--print-template"], print)
+    assert str(caught.value).startswith(f"--template {name!r}: {told}")
 
 
 def test_the_docs_name_every_field() -> None:

@@ -101,6 +101,9 @@ def read(words: Sequence[str]) -> Request:
             options.append(word)
     _check_options(engine, options)
     template = values.get("--template", "")
+    if "--template" in values and not template:
+        problem = "expected a file"
+        raise ConfigError("--template", template, problem, "is a variable of the shell not set?")
     if "--print-template" in switches:
         return Request(engine=engine, words=(), template=template, print_template=True)
     if not words[at + 1 :]:
