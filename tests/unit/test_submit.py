@@ -106,6 +106,25 @@ def test_what_cannot_be_submitted(text: str) -> None:
         read(text.split())
 
 
+@pytest.mark.parametrize("engine", ["slurm", "k8s --image i", "ssh --hosts a", "ray"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--nprc 3 x.py", "--nprc: no such flag (did you mean --nproc-per-node?)"),
+        ("--max-restarts", "--max-restarts: expected a value (K) after it"),
+        ("--on-hang cry x.py", "--on-hang 'cry': expected one of tell, restart, fail"),
+        ("--max-restarts 2", "submit: no script given after --"),
+        ("--help", "submit '--help': expected a script after --"),
+    ],
+)
+def test_the_flags_of_the_job_are_checked_before_it_is_handed_over(
+    engine: str, words: str, told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read([*engine.split(), "--", *words.split()])
+    assert str(caught.value).startswith(told)
+
+
 def test_a_dry_run_hands_over_nothing(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     shown: list[str] = []
