@@ -418,6 +418,14 @@ def test_an_empty_word_is_told_as_such(asker: Asker, words: tuple[str, ...], nam
     assert "is a variable of the shell not set?" in answer.line
 
 
+def test_a_file_is_no_folder_of_checkpoints(asker: Asker):
+    answer = asker.ask("checkpoints", "a file")
+    assert answer.exit_code == MISTAKE
+    assert answer.line.startswith(
+        "checkpoints 'a file': a file, expected a folder (name the folder"
+    )
+
+
 def test_port_that_is_not_permitted(asker: Asker):
     first = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
     if first.exists() and int(first.read_text()) <= 81:
