@@ -40,7 +40,7 @@ LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
     "supervision": {"coordination", "output", "placement", "server", "watching"},
     "doctor": {"command_line", "coordination", "output"},
     "hosts": {"command_line"},
-    "submit": {"hosts"},
+    "submit": {"command_line", "hosts"},
     "placement": set(),
     "output": {"placement"},
     "worker": set(),

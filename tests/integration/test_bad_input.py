@@ -178,6 +178,15 @@ MISTAKES = [
     ),
     _mistake("--nnodes 2 --node-rank 2 train.py", "--node-rank '2'", "0 to 1"),
     _mistake("--nnodes 2 --node-rank x train.py", "--node-rank 'x'", "whole number"),
+    _mistake("--node-rank x train.py", "--node-rank 'x'", "whole number"),
+    _mistake("--hosts a,,b train.py", "--hosts 'a,,b'", "one of the names is empty"),
+    _mistake(
+        "--hostfile missing train.py",
+        "--hostfile 'missing': cannot be read: No such file or directory (check the path",
+        "it is relative to /",
+    ),
+    _mistake("--hostfile empty\\folder train.py", "Is a directory", "a host on each line"),
+    _mistake("--hostfile= train.py", "--hostfile ''", "is a variable of the shell not set?"),
     # meeting point
     _mistake("--master-port 65536 train.py", "--master-port '65536'", "0 to 65535"),
     _mistake("--master-port -1 train.py", "--master-port '-1'", "0 or more"),
@@ -204,6 +213,12 @@ MISTAKES = [
     _mistake("--rdzv-conf timeout=x train.py", "--rdzv-conf timeout 'x'", "expected seconds"),
     _mistake("--rdzv-conf timeout=nan train.py", "timeout 'nan'", "a number above 0"),
     _mistake("--rdzv-conf timeout=0 train.py", "timeout '0'", "a number above 0"),
+    _mistake("--nnodes 2 --rdzv-endpoint= train.py", "--rdzv-endpoint ''", "variable of the shell"),
+    _mistake(
+        "--nnodes 2 --node-rank 1 --master-addr= train.py", "--master-addr ''", "host of node 0"
+    ),
+    _mistake("--bind= train.py", "--bind ''", "an address of this machine, or *"),
+    _mistake("--secret-file= train.py", "--secret-file ''", "expected a file"),
     # failure and restart
     _mistake("--max-restarts -1 train.py", "--max-restarts '-1'", "0 or more"),
     _mistake("--max-restarts x train.py", "--max-restarts 'x'", "whole number"),
@@ -224,6 +239,10 @@ MISTAKES = [
     _mistake("-t -1:1 train.py", "-t", "found -1:1 (write -t=-1:1"),
     _mistake("-t=-1:1 train.py", "--tee '-1:1'", "0:3,11:1"),
     _mistake("--tee 0:1:1 train.py", "--tee '0:1:1'", "0:3,11:1"),
+    _mistake("--tee 0:3,0:1 train.py", "--tee '0:3,0:1'", "local rank 0 is named twice"),
+    _mistake("--redirects 1:1,0:3,1:1 train.py", "--redirects", "local rank 1 is named twice"),
+    _mistake("--log-max-size 10 train.py", "--log-max-size '10'", "at least 1K (with a unit: 10M)"),
+    _mistake("--metrics= train.py", "--metrics ''", ":PORT, HOST:PORT or a path"),
     _mistake("--local-ranks-filter 0,a train.py", "--local-ranks-filter '0,a'", "0,1,10"),
     _mistake("--log-dir a\\file train.py", "--log-dir 'a file'", "a writable folder"),
     _mistake("--log-dir a\\file/logs train.py", "'a file/logs'", "a writable folder"),
@@ -397,6 +416,14 @@ def test_an_empty_word_is_told_as_such(asker: Asker, words: tuple[str, ...], nam
     assert answer.exit_code == MISTAKE
     assert names in answer.line
     assert "is a variable of the shell not set?" in answer.line
+
+
+def test_a_file_is_no_folder_of_checkpoints(asker: Asker):
+    answer = asker.ask("checkpoints", "a file")
+    assert answer.exit_code == MISTAKE
+    assert answer.line.startswith(
+        "checkpoints 'a file': a file, expected a folder (name the folder"
+    )
 
 
 def test_port_that_is_not_permitted(asker: Asker):

@@ -33,7 +33,8 @@ def test_who_does_not_come_is_named() -> None:
     hang = hang_report.explain(processes, 60.0, 3)
     assert hang is not None and (hang.missing, hang.waiting) == ((1,), (0, 2))
     assert hang.text.startswith(
-        "rank 1 does not come to a collective in which ranks 0, 2 wait: nothing has moved for 60 s\n"
+        "rank 1 does not come to a collective in which ranks 0, 2 wait: no worker has used CPU or storage for 60 s"
+        " (a printed line does not count)\n"
     )
 
 
@@ -42,7 +43,7 @@ def test_who_does_not_come_is_named() -> None:
     [
         (process(1, *COLLECTIVE), 2, "all ranks wait in the same collective"),
         (process(1, *COLLECTIVE, line=2), 2, "not at the same place"),
-        (process(1, *COLLECTIVE), 3, "ranks 0, 1 wait in a collective, and nothing has moved"),
+        (process(1, *COLLECTIVE), 3, "ranks 0, 1 wait in a collective, and no worker has used CPU"),
         (process(1), 2, "rank 1 does not come"),  # no stack: stopped, or stuck in the kernel
         (process(1, *RPC), 2, "rank 1 does not come"),
     ],
@@ -57,7 +58,8 @@ def test_who_has_ended_is_named() -> None:
     hang = hang_report.explain(processes, 60.0, 3, ended=[1])
     assert hang is not None and (hang.missing, hang.waiting) == ((1,), (0, 2))
     assert hang.text.splitlines()[0] == (
-        "rank 1 does not come to a collective in which ranks 0, 2 wait: nothing has moved for 60 s; rank 1 has ended"
+        "rank 1 does not come to a collective in which ranks 0, 2 wait: no worker has used CPU or storage for 60 s"
+        " (a printed line does not count); rank 1 has ended"
     )
 
 
@@ -82,7 +84,9 @@ def test_who_has_ended_and_not_entered_a_recorded_collective_is_named() -> None:
     waits = {**process(0, *COLLECTIVE), "collectives": [group]}
     hang = hang_report.explain([waits], 60.0, 2, ended=[1])
     assert hang is not None and hang.missing == (1,)
-    assert hang.text.splitlines()[0].endswith("in which rank 0 waits (61 s); rank 1 has ended")
+    first, second, *_ = hang.text.splitlines()
+    assert first.endswith("in which rank 0 waits (61 s); rank 1 has ended")
+    assert second == "no worker has used CPU or storage for 60 s (a printed line does not count)"
 
 
 @pytest.mark.parametrize("files", [("/serve.py",), RPC, ("/lib/torch/nn/module.py",)])

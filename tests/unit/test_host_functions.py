@@ -33,6 +33,7 @@ def test_workers_of_each_host(hosts: list[str], cfg: MultiprocessConfig, sizes: 
         (["a", "b"], MultiprocessConfig(), "hosts"),
         ("a,b", MultiprocessConfig(world_size=2), "hosts"),
         (["a", "a"], MultiprocessConfig(world_size=2), "hosts"),
+        (["a", ""], MultiprocessConfig(world_size=2), "hosts"),
         (["a", "b"], MultiprocessConfig(world_size=3), "world_size"),
         (["a:2", "b:2"], MultiprocessConfig(world_size=3), "world_size"),
         (["a:2", "b"], MultiprocessConfig(world_size=2), "world_size"),

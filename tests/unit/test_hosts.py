@@ -27,7 +27,9 @@ def test_a_list_and_a_file_of_hosts() -> None:
     assert read_file(lines, "--hostfile x") == (Host("a"), Host("b", 8), Host("c", 4))
 
 
-@pytest.mark.parametrize("text", ["", "a:0", "a:x", "-oProxyCommand=x", "a b", "a,a:2", ":8"])
+@pytest.mark.parametrize(
+    "text", ["", "a:0", "a:x", "-oProxyCommand=x", "a b", "a,a:2", ":8", "a,,b", ",a"]
+)
 def test_what_is_no_list_of_hosts(text: str) -> None:
     with pytest.raises(ConfigError):
         read_list(text)

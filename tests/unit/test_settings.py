@@ -70,7 +70,8 @@ def test_one_number_is_for_every_rank(number):
 @given(st.text("0123456789:,-+_ ²x", max_size=8))
 def test_any_other_text_is_refused_by_the_flag_s_name(text):
     plain = re.fullmatch(r"[0-3]|\s*\d+:[0-3]\s*(,\s*\d+:[0-3]\s*)*", text, re.ASCII)
-    if plain:
+    ranks = [int(each) for each in re.findall(r"(\d+):", text, re.ASCII)] if plain else []
+    if plain and len(set(ranks)) == len(ranks):
         StreamChoice.parse(text, "--tee")
     else:
         with pytest.raises(ConfigError, match=r"^--tee .*0:3,11:1"):
@@ -468,6 +469,23 @@ def test_an_empty_log_folder_is_none():
         ("--start-method spawn x.py", "scripts are started by exec here"),
         ("--start-method exec --preload numpy x.py", "--preload has no effect"),
         ("--nnodes 2 x.py", "--node-rank is not given: this is node 0"),
+        ("--node-rank 3 x.py", "--node-rank 3 has no effect: the job has one node"),
+        ("--rdzv-endpoint= x.py", "--rdzv-endpoint is empty: is a variable of the shell not set?"),
+        ("--rdzv-id= x.py", "--rdzv-id is empty"),
+        ("--master-addr= x.py", "--master-addr is empty"),
+        ("--local-addr= x.py", "--local-addr is empty"),
+        ("--nnodes 2 --node-rank 1 --rdzv-endpoint= x.py", "--rdzv-endpoint is empty"),
+        (
+            "--local-ranks-filter 5 x.py",
+            "there is no local rank 5 on this machine, only 0; so the console shows no output",
+        ),
+        (
+            "--nproc-per-node 2 --local-ranks-filter 0,2 x.py",
+            "--local-ranks-filter 0,2: there is no local rank 2 on this machine, only 0 to 1",
+        ),
+        ("--tee 0:3,4:1 x.py", "--tee 0:3,4:1: there is no local rank 4"),
+        ("--redirects 4:1 x.py", "--redirects 4:1: there is no local rank 4"),
+        ("--rdzv-conf timeout=3,timeout=4 x.py", "--rdzv-conf names timeout more than once"),
     ],
 )
 def test_what_has_no_effect_is_said_once(line, remark):
@@ -476,10 +494,25 @@ def test_what_has_no_effect_is_said_once(line, remark):
 
 
 @pytest.mark.parametrize(
-    "line", ["x.py", "--monitor-interval 0.1 --event-log-handler null --nnodes 1 x.py"]
+    "line",
+    [
+        "x.py",
+        "--monitor-interval 0.1 --event-log-handler null --nnodes 1 x.py",
+        "--node-rank 0 x.py",
+        "--standalone --node-rank 3 x.py",
+        "--nproc-per-node 2 --local-ranks-filter 1 --tee 0:3,1:1 x.py",
+        "--log-max-size 1K x.py",
+    ],
 )
 def test_nothing_is_said_about_what_is_as_always(line):
     assert configure(line)[1] == []
+
+
+def test_an_empty_variable_of_torchrun_is_none():
+    variables = ("RDZV_ENDPOINT", "RDZV_ID", "MASTER_ADDR", "LOCAL_ADDR")
+    made, remarks = configure("x.py", **{f"PET_{name}": "" for name in variables})
+    assert remarks == []
+    assert made.local_addr is None
 
 
 @pytest.mark.parametrize("name", ["NPROC_PER_NODE", "NNODES", "MAX_RESTARTS", "REDIRECTS", "TEE"])

@@ -106,6 +106,25 @@ def test_what_cannot_be_submitted(text: str) -> None:
         read(text.split())
 
 
+@pytest.mark.parametrize("engine", ["slurm", "k8s --image i", "ssh --hosts a", "ray"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--nprc 3 x.py", "--nprc: no such flag (did you mean --nproc-per-node?)"),
+        ("--max-restarts", "--max-restarts: expected a value (K) after it"),
+        ("--on-hang cry x.py", "--on-hang 'cry': expected one of tell, restart, fail"),
+        ("--max-restarts 2", "submit: no script given after --"),
+        ("--help", "submit '--help': expected a script after --"),
+    ],
+)
+def test_the_flags_of_the_job_are_checked_before_it_is_handed_over(
+    engine: str, words: str, told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read([*engine.split(), "--", *words.split()])
+    assert str(caught.value).startswith(told)
+
+
 def test_a_dry_run_hands_over_nothing(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     shown: list[str] = []
@@ -190,8 +209,31 @@ def test_the_first_template_that_is_found(tmp_path: Path, monkeypatch) -> None:
     named = tmp_path / "named"
     named.write_text("named")
     assert shown("--template", str(named), "--dry-run", "--", "t.py") == "named"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        shown("--template", str(tmp_path / "nowhere"), "--print-template")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "nowhere",
+            "cannot be read: No such file or directory (check the path; rally submit slurm",
+        ),
+        ("", "expected a file (is a variable of the shell not set?)"),
+        (
+            ".",
+            "cannot be read: Is a directory (check the path; rally submit slurm --print-template",
+        ),
+        ("binary", "not a text file (rally submit slurm --print-template shows one)"),
+    ],
+)
+def test_a_template_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff")
+    with pytest.raises(ConfigError) as caught:
+        command(["slurm", "--template", name, "--print-template"], print)
+    assert str(caught.value).startswith(f"--template {name!r}: {told}")
 
 
 def test_the_docs_name_every_field() -> None:

@@ -84,6 +84,43 @@ def test_no_line_is_longer_than_the_terminal(width: int, count: int, memory: int
     assert all(len(line) <= width for line in made)
 
 
+def test_a_narrow_terminal_shows_rank_and_remark() -> None:
+    before = [told(rank, collectives=0, read=0) for rank in range(3)]
+    now = [told(rank, at=11.0, cpu=1.9, collectives=9, read=1 << 20) for rank in range(3)]
+    now[1] |= {"state": "T", "collectives": 4}
+    rows = worker_table.rows(now, before)
+    remark = "stopped, 5 collectives behind"
+    wide, *_ = worker_table.lines(rows, 200)
+    assert wide.split() == ["RANK", "HOST", "PID", "CPU%", "MEM", "THR", "READ/s", "COLL/s"]
+    for width, columns in (
+        (76, ["RANK", "HOST", "CPU%", "MEM", "THR", "READ/s", "COLL/s"]),
+        (50, ["RANK", "CPU%", "MEM"]),
+        (41, ["RANK", "CPU%"]),
+        (36, ["RANK"]),
+    ):
+        head, _, odd, _ = worker_table.lines(rows, width)
+        assert head.split() == columns
+        assert odd.split()[0] == "1" and odd.endswith(remark)
+
+
+@given(st.integers(10, 200), st.integers(10, 200))
+def test_a_wider_terminal_shows_no_less(narrow: int, wide: int) -> None:
+    now = [told(rank, memory=1 << 10 * rank, state="T") for rank in range(3)]
+    less, more = (
+        set(worker_table.lines(worker_table.rows(now), width)[0].split())
+        for width in sorted((narrow, wide))
+    )
+    assert less <= more
+
+
+def test_a_long_id_makes_way_for_the_state() -> None:
+    job = {"id": "5e4b7c1a-0d0c-4b0e-9f52-0123456789ab", "state": "running", "world_size": 4}
+    job |= {"nodes": 1, "generation": 0, "restarts": 0, "max_restarts": 3, "seconds": 61.0}
+    assert worker_table.title(job, 200).startswith(f"{job['id']}: running, 4 ranks, generation 0")
+    assert worker_table.title(job, 40) == "5e4b7c1a…: running, 4 ranks, generation "
+    assert worker_table.title({**job, "id": "net"}, 22) == "net: running, 4 ranks,"
+
+
 @given(st.integers(0, 1 << 60))
 def test_sizes_are_short(number: int) -> None:
     assert len(worker_table.size(number)) <= 8

@@ -138,6 +138,12 @@ class Checkpoints:
         try:
             self._storage.make("")
             found = entries(self._storage)
+        except (FileExistsError, NotADirectoryError) as error:
+            part = "it is" if isinstance(error, FileExistsError) else "a part of the path is"
+            raise ElasticError(
+                f"elastic.session: checkpoints cannot be kept at {self._storage}: {part} a file, and a folder was"
+                " expected; name another one as checkpoint=, which need not be there yet"
+            ) from error
         except Exception as error:
             raise ElasticError(
                 f"elastic.session: checkpoints cannot be kept at {self._storage}: {error}"

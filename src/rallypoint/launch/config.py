@@ -70,7 +70,7 @@ class StreamChoice:
             if ":" not in text:
                 return cls(everyone=Streams(_zero_to_three(text)))
             pairs = [item.strip().split(":") for item in text.split(",")]
-            return cls(by_local_rank={_rank(rank): Streams(_zero_to_three(s)) for rank, s in pairs})
+            found = [(_rank(rank), Streams(_zero_to_three(s))) for rank, s in pairs]
         except ValueError:
             raise ConfigError(
                 flag,
@@ -78,6 +78,13 @@ class StreamChoice:
                 "expected 0 (none), 1 (stdout), 2 (stderr), 3 (both), or a list LOCAL_RANK:STREAMS"
                 " such as 0:3,11:1",
             ) from None
+        ranks = [rank for rank, _ in found]
+        twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                flag, text, f"local rank {twice} is named twice", "name it once, such as 0:3,11:1"
+            )
+        return cls(by_local_rank=dict(found))
 
 
 def _rank(text: str) -> int:

@@ -55,6 +55,8 @@ def host_launch(hosts: Sequence[str], cfg: MultiprocessConfig, ssh_options: str 
     if isinstance(hosts, str):
         hint = f"hosts={hosts.split(',')!r}"
         raise ConfigError("hosts", hosts, "expected a sequence of hosts", hint)
+    if not all(str(each).strip() for each in hosts):
+        raise ConfigError("hosts", hosts, "one of the names is empty", "leave it out")
     found = listing.read_list(",".join(map(str, hosts)), "hosts")
     if LAUNCH_METHODS[cfg.launch_method] is StartMethod.FORK:
         raise ConfigError(

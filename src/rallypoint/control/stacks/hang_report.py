@@ -45,7 +45,7 @@ def explain(
 
     Args:
         processes: stacks of the workers, with or without children.
-        seconds: for how long nobody has moved.
+        seconds: for how long no worker has used CPU time to speak of, or storage.
         world_size: how many workers there are.
         ended: ranks whose worker has ended, as far as is known.
         working: some workers are at work, the others have done nothing for that long.
@@ -57,9 +57,10 @@ def explain(
     workers = [each for each in processes if not each["name"]]
     known = {each["rank"]: each["collectives"] for each in workers if each.get("collectives")}
     found = collective_waits.verdict(known)
+    still = f"no worker has used CPU or storage for {seconds:.0f} s (a printed line does not count)"
     if found is not None:
         gone = _have_ended(sorted(set(found.missing) & set(ended)))
-        moved = "" if working else f"\nnothing has moved for {seconds:.0f} s"
+        moved = "" if working else f"\n{still}"
         text = f"{found.text}{gone}{moved}\n{stack_groups.text(processes)}"
         return Hang(found.missing, found.waiting, text)
     waiting = sorted(each["rank"] for each in workers if _waits(each))
@@ -83,20 +84,17 @@ def explain(
     elif missing:
         who = in_words(missing)
         comes = "does not come" if len(missing) == 1 else "do not come"
-        head = (
-            f"{who} {comes} to a collective in which {others} {'waits' if one else 'wait'}: nothing has"
-            f" moved for {seconds:.0f} s{gone}"
-        )
+        head = f"{who} {comes} to a collective in which {others} {'waits' if one else 'wait'}: {still}{gone}"
     elif len(workers) < world_size:
-        head = f"{others} {'waits' if one else 'wait'} in a collective, and nothing has moved for {seconds:.0f} s"
+        head = f"{others} {'waits' if one else 'wait'} in a collective, and {still}"
     elif len(stack_groups.groups(workers)) > 1:
         head = (
-            f"all ranks wait in collectives, but not at the same place: nothing has moved for {seconds:.0f} s."
+            f"all ranks wait in collectives, but not at the same place: {still}."
             " Do they call the same collectives in the same order?"
         )
     else:
         head = (
-            f"all ranks wait in the same collective: nothing has moved for {seconds:.0f} s."
+            f"all ranks wait in the same collective: {still}."
             " Do their sizes and groups match? Is the network between the nodes up?"
         )
     return Hang(tuple(missing), tuple(waiting), f"{head}\n{stack_groups.text(processes)}")

@@ -20,7 +20,6 @@ from rallypoint.control.stacks import stack_groups
 from rallypoint.errors import ConfigError, ControlError
 
 from . import worker_table
-from .quantities import duration
 
 
 HELP = """\
@@ -33,8 +32,8 @@ Show what each worker of a job uses, with its children, on all nodes of the job,
   STEP      as the script reports it (rallypoint.progress); it/s: steps per second
   COLL/s    collectives per second                       WAIT%   of its time in which it waits for others
 
-Columns that nobody has are left out. The last one says what is odd about a rank: stopped, stuck in the kernel, behind,
-busier or idler than the others, more memory.
+Columns that nobody has are left out, and on a narrow terminal the less important ones. The last one says what is odd about a
+rank: stopped, stuck in the kernel, behind, busier or idler than the others, more memory.
 
   JOB             its id, the beginning of it, or the supervisor's pid (rally ps); not needed if there is one job
   --interval S    seconds between two looks (default 2)
@@ -132,15 +131,8 @@ class _View:
         self._last = now
 
     def lines(self, width: int) -> list[str]:
-        told = self._status
-        nodes = "" if told["nodes"] < 2 else f", {told['nodes']} nodes"
-        head = (
-            f"{told['id']}: {told['state']}, {told['world_size']} ranks{nodes}, generation"
-            f" {told['generation']}, {told['restarts']} of {told['max_restarts']} restarts,"
-            f" {duration(told['seconds'])}"
-        )
         table = worker_table.lines(worker_table.ordered(self._rows, self.sort), width)
-        return [head[:width], *table]
+        return [worker_table.title(self._status, width), *table]
 
     def odd_lines(self) -> set[int]:
         """Which of :meth:`lines` are about odd ranks."""

@@ -30,6 +30,14 @@ _HEAD = (
     "",
 )
 _LEFT = {1, len(_HEAD) - 1}
+# What a narrow terminal does without, the least important first. Rank and remark stay.
+_DROPPED = (
+    *("PID", "CHILD", "THR", "HOST", "WRITE/s", "READ/s", "COLL/s", "it/s"),
+    *("WAIT%", "STEP", "MEM", "CPU%"),
+)
+_GAP = "  "
+# Characters of a job's id that are enough to tell it from others.
+_SHORT_ID = 8
 SORTS = {"rank": "RANK", "cpu": "CPU%", "memory": "MEM"}
 
 
@@ -157,25 +165,44 @@ def ordered(found: Sequence[Row], by: str) -> list[Row]:
             return sorted(found, key=lambda row: row.rank)
 
 
+def title(told: Mapping[str, Any], width: int) -> str:
+    """The line above the table, not longer than ``width``: a long id makes way for the job's state."""
+    nodes = "" if told["nodes"] < 2 else f", {told['nodes']} nodes"
+    rest = (
+        f": {told['state']}, {told['world_size']} ranks{nodes}, generation {told['generation']},"
+        f" {told['restarts']} of {told['max_restarts']} restarts, {duration(told['seconds'])}"
+    )
+    name = str(told["id"])
+    if len(name) + len(rest) > width and len(name) > _SHORT_ID + 1:
+        name = f"{name[:_SHORT_ID]}…"
+    return f"{name}{rest}"[:width]
+
+
 def lines(found: Sequence[Row], width: int) -> list[str]:
-    """The table: a head, and a line per row, none longer than ``width``."""
+    """The table: a head, and a line per row, none longer than ``width``.
+
+    Columns that nobody has are left out, and then as many as there is no room for.
+    """
     cells = [_HEAD, *(_cells(each) for each in found)]
-    # What no row has is left out, which makes room on narrow terminals.
     shown = [
         column
         for column in range(len(_HEAD))
         if column < 5 or any(row[column] not in {"", "-", "0"} for row in cells[1:])
     ]
     widths = {column: max(len(row[column]) for row in cells) for column in shown}
+    for name in _DROPPED:
+        if sum(widths.values()) + len(_GAP) * (len(widths) - 1) <= width:
+            break
+        widths.pop(_HEAD.index(name), None)
     made = []
     for row in cells:
         parts = [
             row[column].ljust(widths[column])
             if column in _LEFT
             else row[column].rjust(widths[column])
-            for column in shown
+            for column in widths
         ]
-        made.append("  ".join(parts).rstrip()[:width])
+        made.append(_GAP.join(parts).rstrip()[:width])
     return made
 
 

@@ -58,6 +58,9 @@ def _rows(place: str) -> list[dict[str, Any]]:
         storage = storage_at(place)
         exists = storage.exists("")
         rows = [_row(storage, each) for each in entries(storage)]
+    except NotADirectoryError:
+        hint = "name the folder that the session got as checkpoint="
+        raise ConfigError("checkpoints", place, "a file, expected a folder", hint) from None
     except Exception as error:  # noqa: BLE001  drivers of URLs have exceptions of their own
         raise ConfigError("checkpoints", place, str(error)) from None
     if not exists:

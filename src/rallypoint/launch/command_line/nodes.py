@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.config import DEFAULT_RUN_ID, RendezvousConfig
@@ -146,6 +146,12 @@ def _found(name: str) -> Backend:
 def _one_node(values: Values, placement: Placement | None, backend: Backend) -> Nodes:
     """As torchrun: if nothing is said about a meeting point, the job gets a name and a port of its own."""
     standalone, text = values.switch("standalone"), values.text("rdzv_endpoint")
+    given = values.is_set("node_rank") and not standalone
+    if given and (rank := values.integer("node_rank", least=0)):  # torchrun runs this as well
+        values.remarks.append(
+            f"{values.shown('node_rank')} {rank} has no effect: the job has one node"
+            " (--nnodes says how many there are)"
+        )
     port, run_id = values.port("master_port"), values.text("rdzv_id")
     _rendezvous_options(values, backend)
     alone = standalone or (backend.given_ranks and not text and port is None)
@@ -207,6 +213,13 @@ def _with_given_ranks(values: Values, backend: Backend, least: int, most: int) -
             "leave --rdzv-backend out, or give c10d, etcd or file",
         )
     rank = values.integer("node_rank", least=0)
+    if not values.text("rdzv_endpoint"):
+        # With either of the others, an empty endpoint is as good as none, as under torchrun.
+        given = values.is_set("node_rank") or values.is_set("master_addr")
+        if values.is_set("rdzv_endpoint") and not given:
+            _refuse_empty(values, "rdzv_endpoint", f"expected HOST:{RENDEZVOUS_PORT}")
+        if not values.text("master_addr"):
+            _refuse_empty(values, "master_addr", "expected the host of node 0")
     if not values.is_set("node_rank"):
         values.remarks.append("--node-rank is not given: this is node 0")
     options = _rendezvous_options(values, backend)
@@ -227,6 +240,11 @@ def _with_given_ranks(values: Values, backend: Backend, least: int, most: int) -
         master_addr=addr,
         master_port=port,
     )
+
+
+def _refuse_empty(values: Values, dest: str, expected: str) -> NoReturn:
+    problem = f"several nodes need a place to meet, {expected}"
+    raise ConfigError(values.shown(dest), "", problem, "is a variable of the shell not set?")
 
 
 def _with_assigned_ranks(values: Values, backend: Backend, least: int, most: int) -> Nodes:
@@ -272,7 +290,7 @@ def _of_creator(values: Values, backend: str, least: int, most: int) -> Nodes:
     conf = dict(_conf_items(values))
     if values.is_set("node_rank"):
         conf.setdefault("rank", values.text("node_rank"))
-    run_id, local_addr = values.text("rdzv_id"), values["local_addr"]
+    run_id, local_addr = values.text("rdzv_id"), values["local_addr"] or None
     endpoint = values.text("rdzv_endpoint")
     return Nodes(
         num_nodes=most,
@@ -325,7 +343,11 @@ def _rendezvous_options(values: Values, backend: Backend | None) -> dict[str, An
     found: dict[str, Any] = {}
     own: dict[str, str] = {}
     unknown = []
-    for name, text in _conf_items(values):
+    items = _conf_items(values)
+    names = [name for name, _ in items]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        values.remarks.append(f"{shown} names {twice} more than once: the last one counts")
+    for name, text in items:
         if (option := common.get(name)) is not None:
             field = "last_call" if option.name == "last_call_timeout" else option.name
             found[field] = option.read(text, f"{shown} {name}")

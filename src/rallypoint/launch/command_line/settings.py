@@ -54,6 +54,16 @@ _DEVICE_FILES = (
 
 # With one of these flags set the cluster is not asked: they say where this node stands.
 _NODE_FLAGS = ("node_rank", "master_addr", "rdzv_endpoint", "standalone")
+# Of these flags an empty value means nothing, and torchrun does not have them: what was expected.
+_NEVER_EMPTY = {
+    "metrics": "expected :PORT, HOST:PORT or a path",
+    "secret_file": "expected a file",
+    "bind": "expected an address of this machine, or *",
+}
+# torchrun takes an empty value of these.
+_SELDOM_EMPTY = ("master_addr", "rdzv_endpoint", "rdzv_id", "local_addr")
+# Smaller files than this (bytes) are not meant: a unit was forgotten.
+_LEAST_LOG_SIZE = 1 << 10
 # Flags that scripts rarely have.
 _SIZE_FLAGS = frozenset(("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"))
 
@@ -73,6 +83,7 @@ def config_from(
     """
     flags, origins = resolve(given, env)
     values = Values(flags, origins, env)
+    _check_empty(values)
     if function_path is None:
         job = target_from(values, given.target)
         _remark_on_flags_after_target(values, job)
@@ -118,7 +129,7 @@ def config_from(
         metrics=_metrics(values),
         master_addr=nodes.master_addr,
         master_port=nodes.master_port,
-        local_addr=values["local_addr"],
+        local_addr=values["local_addr"] or None,
         role=values.text("role"),
         shutdown_timeout=_shutdown_timeout(values),
         cause_timeout=values.seconds("cause_timeout"),
@@ -142,7 +153,45 @@ def config_from(
         secret=_secret(values, alone=nodes.num_nodes == 1 and nodes.rendezvous.plug_in is None),
     )
     _remark_on_what_has_no_effect(values)
+    if not (several_here and config.local_rank_base):  # one of the tasks of a machine says it
+        _remark_on_absent_ranks(values, config)
     return config, values.remarks
+
+
+def _check_empty(values: Values) -> None:
+    """`--metrics "$PLACE"`, and the variable is not set."""
+    hint = "is a variable of the shell not set?"
+    for dest, expected in _NEVER_EMPTY.items():
+        if values.is_set(dest) and not values.text(dest).strip():
+            raise ConfigError(values.shown(dest), values.text(dest), expected, hint)
+    for dest in _SELDOM_EMPTY:
+        # An empty PET_… is how a manifest says that nothing is set.
+        if values.is_flag(dest) and not values.text(dest).strip():
+            values.remarks.append(f"{values.shown(dest)} is empty: {hint}")
+
+
+def _remark_on_absent_ranks(values: Values, config: LaunchConfig) -> None:
+    """Flags for some local ranks, of which this machine does not have one."""
+    count = config.local_world_size or config.workers_per_node
+    if count is None:
+        return  # the accelerators are not counted yet
+    logs = config.logs
+    by_flag = {
+        "redirects": logs.redirects.by_local_rank.keys(),
+        "tee": logs.tee.by_local_rank.keys(),
+        "local_ranks_filter": logs.console_ranks or frozenset(),
+    }
+    here = "only 0" if count == 1 else f"only 0 to {count - 1}"
+    for dest, ranks in by_flag.items():
+        absent = sorted(rank for rank in ranks if not 0 <= rank < count)
+        if not absent:
+            continue
+        none_left = dest == "local_ranks_filter" and len(absent) == len(ranks)
+        values.remarks.append(
+            f"{values.shown(dest)} {values.text(dest)}: there is no local rank"
+            f" {', '.join(map(str, absent))} on this machine, {here}"
+            f"{'; so the console shows no output of workers' if none_left else ''}"
+        )
 
 
 def _remark_on_flags_after_target(values: Values, job: Job) -> None:
@@ -295,6 +344,14 @@ def _logs(values: Values) -> LogConfig:
             raise ConfigError(
                 values.shown("local_ranks_filter"), ranks_text, "expected a list such as 0,1,10"
             ) from None
+    max_size = values.size("log_max_size")
+    if 0 < max_size < _LEAST_LOG_SIZE:
+        raise ConfigError(
+            values.shown("log_max_size"),
+            values.text("log_max_size"),
+            f"is {max_size} bytes, expected at least 1K",
+            f"with a unit: {max_size}M",
+        )
     return LogConfig(
         folder=values["log_dir"] or None,
         redirects=StreamChoice.parse(values.text("redirects"), values.shown("redirects")),
@@ -303,7 +360,7 @@ def _logs(values: Values) -> LogConfig:
         stdout_filters=_words(values.text("duplicate_stdout_filters")),
         stderr_filters=_words(values.text("duplicate_stderr_filters")),
         as_json=values.text("log_format") == "json",
-        max_size=values.size("log_max_size"),
+        max_size=max_size,
         prefix_template=values.env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
     )
 

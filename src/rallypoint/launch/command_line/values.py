@@ -43,6 +43,10 @@ class Values:
             return self.switch(dest)
         return self._origins[dest] != "default"
 
+    def is_flag(self, dest: str) -> bool:
+        """Whether the user gave it on the command line."""
+        return self._origins[dest] == "flag"
+
     def shown(self, dest: str) -> str:
         """The name the user used: the flag, or the variable."""
         origin = self._origins[dest]

@@ -152,10 +152,20 @@ def _hosts(values: Mapping[str, str]) -> tuple[Host, ...]:
     if "--hosts" in values:
         return listing.read_list(values["--hosts"])
     path = values["--hostfile"]
+    if not path:  # a path of no parts is the current folder
+        problem = "expected a file with a host on each line"
+        raise ConfigError("--hostfile", path, problem, "is a variable of the shell not set?")
     try:
         lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--hostfile", path, f"cannot be read: {error}") from None
+    except OSError as error:
+        hint = f"check the path; it is relative to {os.getcwd()}"
+        if os.path.isabs(path) or os.path.exists(path):
+            hint = "check the path; expected a file with a host on each line"
+        raise ConfigError("--hostfile", path, f"cannot be read: {error.strerror}", hint) from None
+    except UnicodeDecodeError:
+        problem = "not a text file"
+        hint = "expected a host on each line: HOST, HOST:N, or HOST slots=N"
+        raise ConfigError("--hostfile", path, problem, hint) from None
     return listing.read_file(lines, f"--hostfile {path}")
 
 

@@ -30,9 +30,16 @@ def read_list(text: str, shown: str = "--hosts") -> tuple[Host, ...]:
     """``a,b:8,[fd00::1]:8``.
 
     Raises:
-        ConfigError: an item is no host, or one is named twice.
+        ConfigError: an item is no host or empty, or one is named twice. A comma may follow the last one.
     """
-    return _checked([_host(item.strip(), shown) for item in text.split(",") if item.strip()], shown)
+    items = [item.strip() for item in text.split(",")]
+    if not items[-1]:
+        items.pop()
+    if not all(items):
+        raise ConfigError(
+            shown, text, "one of the names is empty", "is a variable of the shell not set?"
+        )
+    return _checked([_host(item, shown) for item in items], shown)
 
 
 def read_file(lines: Sequence[str], shown: str) -> tuple[Host, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
+from rallypoint.launch.command_line import flags
 
 
 ENGINES = ("slurm", "k8s", "ssh", "ray")
@@ -101,6 +102,9 @@ def read(words: Sequence[str]) -> Request:
             options.append(word)
     _check_options(engine, options)
     template = values.get("--template", "")
+    if "--template" in values and not template:
+        problem = "expected a file"
+        raise ConfigError("--template", template, problem, "is a variable of the shell not set?")
     if "--print-template" in switches:
         return Request(engine=engine, words=(), template=template, print_template=True)
     if not words[at + 1 :]:
@@ -108,6 +112,7 @@ def read(words: Sequence[str]) -> Request:
             f"rally submit {engine} {'--hosts a,b' if engine == 'ssh' else '--nodes 2'} -- train.py"
         )
         raise ConfigError("submit", None, "expected -- and a script", hint)
+    _check_words(words[at + 1 :], engine)
     name = values.get("--name", "rally")
     if not _NAME.fullmatch(name):
         raise ConfigError("--name", name, "expected lower-case letters, digits and dashes")
@@ -138,6 +143,17 @@ def read(words: Sequence[str]) -> Request:
         dry_run="--dry-run" in switches,
         template=template,
     )
+
+
+def _check_words(words: Sequence[str], engine: str) -> None:
+    """What `rally run` would refuse on the job's hosts, perhaps hours later. Whether its script is there, is theirs to tell."""
+    given = flags.parse(words)
+    if given.help:
+        raise ConfigError("submit", "--help", "expected a script after --", "rally run --help")
+    flags.resolve(given, {})
+    if not given.target or not given.target[0]:
+        hint = f"rally submit {engine} … -- [flags of rally run] train.py"
+        raise ConfigError("submit", None, "no script given after --", hint)
 
 
 def _check_options(engine: str, options: Sequence[str]) -> None:

@@ -36,5 +36,16 @@ def read(engine: str, named: str, env: Mapping[str, str]) -> tuple[str, str]:
     path = Path(named) if named else next(each for each in paths if each.exists())
     try:
         return path.read_text(), str(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--template", str(path), f"cannot be read: {error}") from None
+    except OSError as error:
+        hint = f"check the path; rally submit {engine} --print-template shows what can be changed"
+        if not named:
+            hint = "check its permissions, or name another one with --template"
+        problem = f"cannot be read: {error.strerror}"
+        raise ConfigError(_shown(named), str(path), problem, hint) from None
+    except UnicodeDecodeError:
+        hint = f"rally submit {engine} --print-template shows one"
+        raise ConfigError(_shown(named), str(path), "not a text file", hint) from None
+
+
+def _shown(named: str) -> str:
+    return "--template" if named else "template"
