@@ -122,7 +122,7 @@ class KeptWorkers:
         for worker in workers:
             if worker.in_session and worker.status is None:
                 worker.tell(record)
-        self._losses[_meeting(ready)] = in_words(ranks), ready
+        self._losses[_meeting(ready)] = in_words(ranks) if ranks else "all ranks", ready
         if not ready.is_keeper:
             self._say(f"this node takes over {in_words(ranks)}; the other nodes keep their workers")
             return
@@ -158,7 +158,7 @@ class KeptWorkers:
                 )
             )
         self._say(
-            f"{lost} {'are' if lost.startswith('ranks') else 'is'} back at step {record['steps']}"
+            f"{lost} {'are' if 'ranks' in lost else 'is'} back at step {record['steps']}"
             f" ({_redone(redone, repeated=repeated)}): all met in {formed * 1000:.0f} ms,"
             f" {moved / 1e6:.1f} MB in {transferred * 1000:.0f} ms"
         )
