@@ -36,12 +36,8 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-def again(error: BaseException) -> BaseException:
-    """A copy of a future's exception, to be raised in its place.
-
-    A raised exception refers to the frames it passes through, and they to the future. torch's futures are C++ objects,
-    so the garbage collector would not find this cycle, and it would leak.
-    """
+def copy_of(error: BaseException) -> BaseException:
+    """A copy of an exception without its frames, to be raised in another place; itself if it cannot be copied."""
     kind = type(error)
     try:
         made: BaseException = copy.copy(error)
@@ -55,7 +51,18 @@ def again(error: BaseException) -> BaseException:
         except Exception:  # noqa: BLE001  # better a leak than another error
             return error
     raised.set_cause(made, error.__cause__, suppress=error.__suppress_context__)
-    raised.set_traceback(error, None)
+    return made
+
+
+def again(error: BaseException) -> BaseException:
+    """A copy of a future's exception, to be raised in its place.
+
+    A raised exception refers to the frames it passes through, and they to the future. torch's futures are C++ objects,
+    so the garbage collector would not find this cycle, and it would leak.
+    """
+    made = copy_of(error)
+    if made is not error:
+        raised.set_traceback(error, None)
     return made
 
 
