@@ -55,8 +55,14 @@ def value(x: Any) -> Any:
 _NOT_IN = "RPC has not been initialized in this process: call init_rpc first"
 
 
-def nothing_can_be_done() -> None:
-    """Every way in is refused at once; torch's words come first, as programs look for them."""
+def nothing_can_be_done(left: str = "") -> None:
+    """Every way in is refused at once; torch's words come first, as programs look for them.
+
+    Args:
+        left: the worker that this process was until its shutdown.
+    """
+    why = f". Worker {left!r} was in a group here, which it has left: rpc.shutdown() was called"
+    told = _NOT_IN + (why if left else "")
     ways = [
         lambda: rpc.rpc_sync("w1", double, (1,)),
         lambda: rpc.rpc_async("w1", double, (1,)),
@@ -75,9 +81,10 @@ def nothing_can_be_done() -> None:
     for way in ways:
         with timed(0.2), pytest.raises(rpc.RpcError) as caught:
             way()
-        assert str(caught.value) == _NOT_IN
-    with timed(0.2), pytest.raises(rpc.RpcError, match="Current RPC agent is not set!"):
+        assert str(caught.value) == told
+    with timed(0.2), pytest.raises(rpc.RpcError, match="Current RPC agent is not set!") as caught:
         rpc.RRef(1)
+    assert ("rpc.shutdown() was called" in str(caught.value)) == bool(left)
 
 
 # -- before and after ---------------------------------------------------------------------------
@@ -88,7 +95,7 @@ def test_calls_before_init_and_after_shutdown_are_refused():
         workers.run(nothing_can_be_done)
         workers.run(rpc_workers.join)
         workers.run(rpc_workers.leave)
-        workers.run(nothing_can_be_done)
+        workers.run(lambda: nothing_can_be_done(f"w{rpc_workers.rank}"))
 
 
 def test_a_process_comes_and_goes_many_times_and_keeps_nothing():
@@ -214,7 +221,7 @@ def test_an_end_that_somebody_never_comes_to_names_them_and_still_cleans_up():
                 return ""
             with timed(3, 0.2), pytest.raises(RuntimeError) as caught:
                 rpc.shutdown(timeout=0.3)
-            nothing_can_be_done()
+            nothing_can_be_done(f"w{rpc_workers.rank}")
             return str(caught.value)
 
         told = workers.run(end)

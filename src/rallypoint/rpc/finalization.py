@@ -137,7 +137,7 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
     except BaseException as error:
         if _leaving is leaving:
             # Ctrl-C before anything was done.
-            finalize(_AT_ONCE)
+            finalize(_AT_ONCE, shut_down=True)
         leaving.end(error)
         raise
     leaving.end()
@@ -170,7 +170,7 @@ def _follow(leaving: Leaving, agent: Any, limit: float | None) -> None:
         if not isinstance(error, Exception):
             # Ctrl-C
             patience = _AT_ONCE
-        finalize(patience)
+        finalize(patience, shut_down=True)
         raise
     if leaving.error is None:
         return
@@ -186,7 +186,7 @@ def _end(agent: Any, graceful: bool, timeout: float, limit: float | None) -> Non
         try:
             agent.shutdown(graceful, timeout)
         finally:
-            finalize()
+            finalize(shut_down=True)
         return
     deadline = Deadline(limit)
     patience = _CLOSING
@@ -211,7 +211,7 @@ def _end(agent: Any, graceful: bool, timeout: float, limit: float | None) -> Non
             patience = _AT_ONCE
         raise
     finally:
-        finalize(patience)
+        finalize(patience, shut_down=True)
 
 
 def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> None:
@@ -251,18 +251,19 @@ def _wait_idle(agent: Agent, deadline: Deadline) -> None:
         raise GatherTimeout(f"shutdown() timed out while calls were in progress: {agent.work()}")
 
 
-def finalize(patience: float = _CLOSING) -> None:
+def finalize(patience: float = _CLOSING, *, shut_down: bool = False) -> None:
     """End this process's membership, whatever the state of its agent.
 
     If another thread is doing so, wait until it has.
 
     Args:
         patience: seconds to wait for functions that are still running.
+        shut_down: whether the user asked for it, which later errors mention.
     """
     global _leaving  # noqa: PLW0603  # of the one agent of the process
     me = threading.get_ident()
     with turn:
-        agent, leaving = leave_group(), _leaving
+        agent, leaving = leave_group(shut_down=shut_down), _leaving
         if agent is not None:
             if leaving is None:
                 leaving = _leaving = Leaving(None)
