@@ -212,3 +212,25 @@ def test_without_a_launcher_what_is_missing_is_told_and_nothing_beside_it(monkey
     with pytest.raises(ConfigError, match=r"needs MASTER_ADDR and MASTER_PORT.*rally run") as told:
         rpc.init_rpc("me", rank=0, world_size=world_size)
     assert told.value.__context__ is None
+
+
+def nap(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("method", "given"), [("set_result", 7), ("set_exception", ValueError("mine"))]
+)
+def test_a_result_of_ones_own_for_the_future_of_a_call_is_refused(alone, caplog, method, given):
+    future = rpc.rpc_async("me", nap, (0.2,))
+    for _ in range(2):
+        with pytest.raises(rpc.RpcError) as caught:
+            getattr(future, method)(given)
+        assert str(caught.value) == (
+            f"{method}() was called on the future of a call ({__name__}.nap on 'me'), which the call's answer completes:"
+            " use cancel() to wait no longer, or a torch.futures.Future() of your own for another result"
+        )
+        # The answer is there as ever, and is not replaced later either.
+        assert future.wait() == 0.2
+    assert not caplog.records
