@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import threading
 import time
@@ -217,6 +219,31 @@ def test_without_a_launcher_what_is_missing_is_told_and_nothing_beside_it(monkey
 def nap(seconds):
     time.sleep(seconds)
     return seconds
+
+
+async def work(x):
+    return x
+
+
+class Wrapped:
+    """A callable that cannot be told to be a coroutine function."""
+
+    def __call__(self, x):
+        return work(x)
+
+
+@pytest.mark.parametrize("func", [work, functools.partial(work, 1)])
+def test_a_stream_of_a_coroutine_function_is_refused_by_name(alone, func):
+    with pytest.raises(TypeError, match="a coroutine function, which has one result: expected a"):
+        rpc.rpc_stream("me", func, (1,))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_coroutine_that_only_the_callee_finds_is_refused_too(alone, recwarn):
+    with pytest.raises(TypeError, match="Wrapped object .* a coroutine function"):
+        list(rpc.rpc_stream("me", Wrapped(), (1,)))
+    gc.collect()
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rallypoint.rpc.autograd.context import CURRENT
 from rallypoint.rpc.connections.calls import describe
 from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.ports import Streaming
+from rallypoint.rpc.stream import single_result
 from rallypoint.rpc.threads.thread_pool import ThreadPool
 
 
@@ -51,11 +52,7 @@ class ItemSource:
         is_answered = False
         token, entered = SERVING.set(request.call), CURRENT.set(request.context)
         try:
-            items = func(*args, **(kwargs or {}))
-            if inspect.isasyncgen(items):
-                items = _drive(items)
-            elif not isinstance(items, Iterator):
-                items = iter(items)
+            items = _items_of(func, func(*args, **(kwargs or {})))
             try:
                 for value in items:
                     if not self._take_credit():
@@ -102,7 +99,17 @@ class ItemSource:
             return True
 
 
-def _drive(items: AsyncGenerator[Any]) -> Iterator[Any]:
+def _items_of(func: Any, returned: Any) -> Iterator[Any]:
+    if inspect.isasyncgen(returned):
+        return _drive(returned)
+    if inspect.iscoroutine(returned):
+        # A coroutine function in a wrapper, which the caller could not tell.
+        returned.close()
+        raise single_result(func)
+    return returned if isinstance(returned, Iterator) else iter(returned)
+
+
+def _drive(items: AsyncGenerator[Any, Any]) -> Iterator[Any]:
     """An asynchronous generator's items, on this thread."""
     loop = asyncio.new_event_loop()
     try:
