@@ -163,6 +163,7 @@ SANS_IO = {
     "wire/frames.py",
     "rpc/serialization/unsafe_methods.py",
     "rpc/device_map.py",
+    "rpc/leaving.py",
     "rpc/autograd/schedule.py",
     "rpc/autograd/search.py",
     "rpc/groups/membership.py",

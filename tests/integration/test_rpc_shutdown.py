@@ -2,15 +2,19 @@
 
 import functools
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import rpc_workers
+from pace import pace
 from rallypoint import rpc
 from rallypoint.errors import ConfigError, DeadlineExceeded, PeerLost
 from rpc_workers import Workers, eventually, timed
@@ -51,8 +55,14 @@ def value(x: Any) -> Any:
 _NOT_IN = "RPC has not been initialized in this process: call init_rpc first"
 
 
-def nothing_can_be_done() -> None:
-    """Every way in is refused at once; torch's words come first, as programs look for them."""
+def nothing_can_be_done(left: str = "") -> None:
+    """Every way in is refused at once; torch's words come first, as programs look for them.
+
+    Args:
+        left: the worker that this process was until its shutdown.
+    """
+    why = f". Worker {left!r} was in a group here, which it has left: rpc.shutdown() was called"
+    told = _NOT_IN + (why if left else "")
     ways = [
         lambda: rpc.rpc_sync("w1", double, (1,)),
         lambda: rpc.rpc_async("w1", double, (1,)),
@@ -71,9 +81,10 @@ def nothing_can_be_done() -> None:
     for way in ways:
         with timed(0.2), pytest.raises(rpc.RpcError) as caught:
             way()
-        assert str(caught.value) == _NOT_IN
-    with timed(0.2), pytest.raises(rpc.RpcError, match="Current RPC agent is not set!"):
+        assert str(caught.value) == told
+    with timed(0.2), pytest.raises(rpc.RpcError, match="Current RPC agent is not set!") as caught:
         rpc.RRef(1)
+    assert ("rpc.shutdown() was called" in str(caught.value)) == bool(left)
 
 
 # -- before and after ---------------------------------------------------------------------------
@@ -84,7 +95,7 @@ def test_calls_before_init_and_after_shutdown_are_refused():
         workers.run(nothing_can_be_done)
         workers.run(rpc_workers.join)
         workers.run(rpc_workers.leave)
-        workers.run(nothing_can_be_done)
+        workers.run(lambda: nothing_can_be_done(f"w{rpc_workers.rank}"))
 
 
 def test_a_process_comes_and_goes_many_times_and_keeps_nothing():
@@ -210,7 +221,7 @@ def test_an_end_that_somebody_never_comes_to_names_them_and_still_cleans_up():
                 return ""
             with timed(3, 0.2), pytest.raises(RuntimeError) as caught:
                 rpc.shutdown(timeout=0.3)
-            nothing_can_be_done()
+            nothing_can_be_done(f"w{rpc_workers.rank}")
             return str(caught.value)
 
         told = workers.run(end)
@@ -381,3 +392,173 @@ def test_what_was_asked_of_a_worker_before_it_served_is_not_lost():
             assert workers.run(come) == [2 * sum(range(50))] * 2
             workers.run(rpc_workers.leave)
             eventually(lambda: True)
+
+
+# -- several threads ----------------------------------------------------------------------------
+
+
+def in_threads(*acts: Any) -> list[Any]:
+    """What each returns or raises, each on a thread of its own."""
+
+    def outcome(act: Any) -> Any:
+        try:
+            return act()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(len(acts)) as threads:
+        return [each.result() for each in [threads.submit(outcome, act) for act in acts]]
+
+
+def called(threads: int) -> bool:
+    """Whether so many threads are in a call of shutdown."""
+    return sum("rpc/finalization.py" in each for each in stacks()) >= threads
+
+
+def stacks() -> list[str]:
+    return ["".join(traceback.format_stack(each)) for each in sys._current_frames().values()]
+
+
+def test_an_end_that_several_threads_ask_for_at_once_is_one_end():
+    with Workers(3) as workers:
+        before = workers.run(rpc_workers.resources)
+        for _ in range(3):
+            workers.run(rpc_workers.join)
+
+            def end():
+                together = threading.Barrier(3)
+
+                def one():
+                    together.wait()
+                    rpc.shutdown()
+
+                # One that comes when all is over is refused, as any second shutdown is.
+                found = in_threads(one, one, one)
+                assert None in found
+                assert all(each is None or "has not been initialized" in each for each in found)
+
+            workers.run(end, limit=30 * pace())
+        assert workers.run(rpc_workers.resources) == before
+
+
+def test_who_waits_for_the_end_of_another_thread_returns_with_it():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def end():
+            if rpc_workers.rank:
+                eventually(lambda: rpc_workers.held.get("go"))
+                return [rpc.shutdown()]
+            return in_threads(rpc.shutdown, rpc.shutdown, rpc.shutdown, go)
+
+        def go():
+            eventually(lambda: called(3))
+            rpc.rpc_sync("w1", may_go)
+
+        assert workers.run(end, limit=30 * pace()) == [[None] * 4, [None]]
+
+
+def may_go() -> None:
+    rpc_workers.held["go"] = True
+
+
+def test_who_waits_for_the_end_of_another_thread_raises_what_it_raises():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def end():
+            return in_threads(*[functools.partial(rpc.shutdown, timeout=0.5)] * 2)
+
+        found = workers.on(0, end, limit=30 * pace())
+        assert all("GatherTimeout" in each for each in found)
+        # One may reach its own limit while it waits for the other.
+        assert any("missing: w1" in each for each in found)
+
+
+@pytest.mark.parametrize("how", [{"graceful": False}, {"timeout": 0.3}])
+def test_an_end_without_grace_or_with_a_shorter_limit_ends_one_that_waits(how):
+    with Workers(2) as workers:
+        before = workers.run(rpc_workers.resources)
+        workers.run(rpc_workers.join)
+
+        def end():
+            def second():
+                eventually(lambda: called(1))
+                rpc.shutdown(**how)
+
+            return in_threads(rpc.shutdown, second)
+
+        first, second = workers.on(0, end, limit=30 * pace())
+        assert "has left the group" in first
+        if "timeout" in how:
+            assert "GatherTimeout: shutdown() timed out after 0.30 seconds" in second
+        else:
+            assert second is None
+        workers.on(1, functools.partial(rpc.shutdown, graceful=False))
+        assert workers.run(rpc_workers.resources) == before
+
+
+def test_an_end_in_a_thread_waits_for_the_call_that_the_main_thread_makes():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def end():
+            if rpc_workers.rank:
+                return rpc.shutdown()
+            with ThreadPoolExecutor(1) as threads:
+                pending = rpc.rpc_async("w1", nap, (0.5,))
+                ending = threads.submit(rpc.shutdown)
+                found = pending.wait()
+                ending.result()
+            return found
+
+        assert workers.run(end, limit=30 * pace()) == [0.5, None]
+
+
+def test_an_end_during_the_beginning_is_refused_and_the_beginning_goes_on():
+    with Workers(2) as workers:
+
+        def begin():
+            with ThreadPoolExecutor(1) as threads:
+                joining = threads.submit(rpc_workers.join)
+                eventually(lambda: any("in init_rpc" in each for each in stacks()))
+                with timed(0.5), pytest.raises(rpc.RpcError, match="has not been initialized"):
+                    rpc.shutdown()
+                rpc_workers.held["told"] = True
+                joining.result()
+
+        begun = workers.begin(0, begin)
+        workers.on(1, rpc_workers.join)
+        begun.result(30 * pace())
+        assert workers.on(0, functools.partial(rpc.rpc_sync, "w1", double, (2,))) == 4
+        workers.run(rpc_workers.leave)
+
+
+def test_a_handler_that_interrupts_an_end_may_end_it_at_once_but_not_wait_for_it():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def end():
+            told = []
+
+            def handler(*_):
+                try:
+                    rpc.shutdown()
+                except rpc.RpcError as error:
+                    told.append(str(error))
+                rpc.shutdown(graceful=False)
+
+            signal.signal(signal.SIGUSR2, handler)
+            main = threading.main_thread().ident
+
+            def interrupt():
+                eventually(lambda: called(1))
+                signal.pthread_kill(main, signal.SIGUSR2)
+
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(rpc.RpcError):
+                rpc.shutdown()
+            return told
+
+        (told,) = workers.on(0, end, limit=30 * pace())
+        assert "signal handler that interrupted shutdown()" in told

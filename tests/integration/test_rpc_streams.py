@@ -65,6 +65,22 @@ async def count_later(to: int) -> AsyncIterator[int]:
         happened.append("closed")
 
 
+def spoiled() -> Iterator[int]:
+    try:
+        yield from range(1000)
+    finally:
+        raise ValueError("the file cannot be closed")
+
+
+async def spoiled_later() -> AsyncIterator[int]:
+    try:
+        for i in range(1000):
+            yield i
+    finally:
+        await asyncio.sleep(0)
+        raise ValueError("the file cannot be closed")
+
+
 def slowly(seconds: float) -> Iterator[int]:
     for i in range(1000):
         time.sleep(seconds)
@@ -208,6 +224,25 @@ def test_a_stream_that_is_left_early_closes_the_generator(pair):
         assert rpc.statistics()["calls"]["under_way"] == 0
 
     pair.on(0, case)
+
+
+@pytest.mark.parametrize("source", [spoiled, spoiled_later])
+def test_an_error_in_the_cleanup_after_the_caller_has_left_is_logged_where_it_was_raised(
+    pair, source
+):
+    def leave_early():
+        with rpc.rpc_stream("w1", source) as stream:
+            assert next(stream) == 0
+
+    def told():
+        return [each for each in rpc_workers.logged if each.startswith(("WARNING", "ERROR"))]
+
+    pair.on(0, leave_early)
+    pair.on(1, lambda: eventually(told))
+    (line,) = pair.on(1, told)
+    assert f"{source.__name__} failed while it was closed; its caller, 'w0', has left" in line
+    assert pair.on(0, told) == []
+    assert pair.on(0, lambda: rpc.rpc_sync("w1", double, (2,))) == 4
 
 
 def test_an_error_comes_after_the_items_before_it_and_once(pair):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import threading
 import time
@@ -212,3 +214,50 @@ def test_without_a_launcher_what_is_missing_is_told_and_nothing_beside_it(monkey
     with pytest.raises(ConfigError, match=r"needs MASTER_ADDR and MASTER_PORT.*rally run") as told:
         rpc.init_rpc("me", rank=0, world_size=world_size)
     assert told.value.__context__ is None
+
+
+def nap(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+async def work(x):
+    return x
+
+
+class Wrapped:
+    """A callable that cannot be told to be a coroutine function."""
+
+    def __call__(self, x):
+        return work(x)
+
+
+@pytest.mark.parametrize("func", [work, functools.partial(work, 1)])
+def test_a_stream_of_a_coroutine_function_is_refused_by_name(alone, func):
+    with pytest.raises(TypeError, match="a coroutine function, which has one result: expected a"):
+        rpc.rpc_stream("me", func, (1,))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_coroutine_that_only_the_callee_finds_is_refused_too(alone, recwarn):
+    with pytest.raises(TypeError, match="Wrapped object .* a coroutine function"):
+        list(rpc.rpc_stream("me", Wrapped(), (1,)))
+    gc.collect()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("method", "given"), [("set_result", 7), ("set_exception", ValueError("mine"))]
+)
+def test_a_result_of_ones_own_for_the_future_of_a_call_is_refused(alone, caplog, method, given):
+    future = rpc.rpc_async("me", nap, (0.2,))
+    for _ in range(2):
+        with pytest.raises(rpc.RpcError) as caught:
+            getattr(future, method)(given)
+        assert str(caught.value) == (
+            f"{method}() was called on the future of a call ({__name__}.nap on 'me'), which the call's answer completes:"
+            " use cancel() to wait no longer, or a torch.futures.Future() of your own for another result"
+        )
+        # The answer is there as ever, and is not replaced later either.
+        assert future.wait() == 0.2
+    assert not caplog.records

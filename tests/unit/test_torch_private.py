@@ -235,6 +235,12 @@ def callees() -> Iterator[Callee]:
             "(arg0: str) -> list[torch._C.FunctionSchema]",
             "operator_schemas",
         ),
+        (
+            torch._C.Future,
+            "_set_unwrap_func",
+            "(self: torch._C.Future, arg0: collections.abc.Callable) -> None",
+            "fail_future",
+        ),
         (torch._C, "_storage_Use_Count", f"(arg0: {number}) -> int", "storage_uses"),
         # Methods of tensors and storages do not tell their signatures.
         (storage, "_share_cuda_", "(", "share_cuda"),
@@ -476,6 +482,9 @@ def test_private_attributes_of_tensors_and_futures() -> None:
     with FakeTensorMode():
         assert "fake tensor" in str(of_rpc.stand_in(torch.empty(1)))
     assert type(torch.futures.Future().then(lambda done: done)) is of_rpc.NativeFuture
+    of_rpc.fail_future(failed := torch.futures.Future(), KeyError("k"))
+    with pytest.raises(KeyError):
+        failed.wait()
     for base, name in of_rpc.PUBLIC_NAMES.items():
         assert base in eval(name).__mro__, name
     assert of_rpc.operator_names()[id(torch.add)] == "aten::add"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from .connections.messages import FLAG_FOREIGN, Kind
 from .current_agent import required_agent
 from .internal import PythonUDF, _internal_rpc_pickler
 from .serialization.script import check_arguments, is_builtin
-from .stream import WINDOW, RpcStream
+from .stream import WINDOW, RpcStream, single_result
 from .worker_info import WorkerInfo
 
 
@@ -120,10 +121,12 @@ def rpc_stream(
 
     Raises:
         RpcError: there is no such worker, or this process is not in a group.
-        TypeError: one of the arguments has the wrong type.
+        TypeError: one of the arguments has the wrong type; a coroutine function, for example, yields nothing.
         ValueError: ``window`` is less than 1.
     """
     _, _, content = prepare(func, args, kwargs)
+    if inspect.iscoroutinefunction(func):
+        raise single_result(func)
     if not is_whole(window):
         raise TypeError(f"window is {window!r}: expected an integer")
     if window < 1:

@@ -43,7 +43,7 @@ def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
         if error is None:
             collected.set_result(futures)
         else:
-            collected.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception
+            collected.set_exception(error)
 
     for future in futures:
         # Not RpcFuture's method, which would count it as a user's callback.

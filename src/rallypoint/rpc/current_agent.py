@@ -17,6 +17,8 @@ _current: Any = None
 _member: Any = None
 # In a forked child: the name of the parent's worker.
 _parent: str | None = None
+# The worker that left its group by a shutdown, until this process is in a group again.
+_shut_down: str | None = None
 # In a forked child: keeps the parent's agent alive if it does not handle forks. Its destructor would wait for threads
 # that the child does not have.
 _inherited: list[Any] = []
@@ -46,22 +48,30 @@ def required_agent() -> Any:
 
 def set_current_agent(agent: Any) -> None:
     """Set or remove (None) the agent of this process."""
-    global _current, _member, _parent  # noqa: PLW0603  # the one agent of the process
+    global _current, _member, _parent, _shut_down  # noqa: PLW0603  # the one agent of the process
     if agent is not None:
         forks.call_in_child(_abandon)
-        _parent = None
+        _parent = _shut_down = None
     _current = _member = agent
 
 
-def leave_group() -> Any:
-    """The agent begins to leave: no new calls, but those in progress still find it. Returns it."""
-    global _member  # the one agent of the process
+def leave_group(*, shut_down: bool) -> Any:
+    """The agent begins to leave: no new calls, but those in progress still find it. Returns it.
+
+    Args:
+        shut_down: whether the user asked for it, which later errors mention.
+    """
+    global _member, _shut_down  # noqa: PLW0603  # the one agent of the process
     agent, _member = _member, None
+    if agent is not None and shut_down:
+        _shut_down = _name_of(agent)
     return agent
 
 
 def without_agent(text: str) -> str:
-    """Why there is no agent: ``text``, and more in a forked child."""
+    """Why there is no agent: ``text``, and more after a shutdown or in a forked child."""
+    if _shut_down is not None:
+        return f"{text}. Worker {_shut_down!r} was in a group here, which it has left: rpc.shutdown() was called"
     if _parent is None:
         return text
     return (
@@ -70,11 +80,17 @@ def without_agent(text: str) -> str:
     )
 
 
+def _name_of(agent: Any) -> str | None:
+    # Another backend's agent may have none.
+    me = getattr(agent, "me", None)
+    return None if me is None else str(me.name)
+
+
 def _abandon() -> None:
-    global _current, _member, _parent  # noqa: PLW0603  # of this process
+    global _current, _member, _parent, _shut_down  # noqa: PLW0603  # of this process
+    _shut_down = None
     if _current is not None:
-        me = getattr(_current, "me", None)
-        _parent = None if me is None else me.name
+        _parent = _name_of(_current)
         if not hasattr(_current, "abandon"):
             _inherited.append(_current)
     _current = _member = None

@@ -21,7 +21,7 @@ from .current_agent import ELSEWHERE
 from .interruptions import Lent, Rest
 from .serialization.payload import refuse_future, register_reducer
 from .threads.thread_pool import ThreadPool, waiting
-from .torch_private import NativeFuture
+from .torch_private import NativeFuture, fail_future
 
 
 logger = logging.getLogger(__name__)
@@ -30,18 +30,15 @@ _NO_DEVICES: list[Any] = []
 _init = NativeFuture.__init__
 _wait = NativeFuture.wait
 _done = NativeFuture.done
+_set_result = NativeFuture.set_result
 _call_back = NativeFuture.add_done_callback
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
-def again(error: BaseException) -> BaseException:
-    """A copy of a future's exception, to be raised in its place.
-
-    A raised exception refers to the frames it passes through, and they to the future. torch's futures are C++ objects,
-    so the garbage collector would not find this cycle, and it would leak.
-    """
+def copy_of(error: BaseException) -> BaseException:
+    """A copy of an exception without its frames, to be raised in another place; itself if it cannot be copied."""
     kind = type(error)
     try:
         made: BaseException = copy.copy(error)
@@ -55,7 +52,18 @@ def again(error: BaseException) -> BaseException:
         except Exception:  # noqa: BLE001  # better a leak than another error
             return error
     raised.set_cause(made, error.__cause__, suppress=error.__suppress_context__)
-    raised.set_traceback(error, None)
+    return made
+
+
+def again(error: BaseException) -> BaseException:
+    """A copy of a future's exception, to be raised in its place.
+
+    A raised exception refers to the frames it passes through, and they to the future. torch's futures are C++ objects,
+    so the garbage collector would not find this cycle, and it would leak.
+    """
+    made = copy_of(error)
+    if made is not error:
+        raised.set_traceback(error, None)
     return made
 
 
@@ -234,6 +242,32 @@ class RpcFuture(Future[T]):
         """Whether the call was cancelled with :meth:`cancel`."""
         return self.call is not None and isinstance(self.call.error, CallCancelled)
 
+    def set_result(self, result: T) -> None:
+        """Complete a future that belongs to no call.
+
+        Raises:
+            RpcError: it is the future of a call, which the call's answer completes.
+        """
+        self._refuse_result("set_result")
+        super().set_result(result)
+
+    def set_exception(self, result: Any) -> None:
+        """Complete a future that belongs to no call, with an error. Raises as :meth:`set_result`."""
+        self._refuse_result("set_exception")
+        super().set_exception(result)
+
+    def _refuse_result(self, method: str) -> None:
+        if self.call is not None:
+            raise RpcError(
+                f"{method}() was called on the future of a call ({self.call.describe()} on"
+                f" {self.call.outgoing.peer!r}), which the call's answer completes: use cancel() to wait no longer, or a"
+                " torch.futures.Future() of your own for another result"
+            )
+
+    def complete(self, value: Any) -> None:
+        """Complete it with the answer of its call."""
+        _set_result(self, value)
+
     def fail(self, error: BaseException) -> None:
         """Complete it with an error."""
         if not isinstance(error, Exception):
@@ -245,7 +279,7 @@ class RpcFuture(Future[T]):
             self._unseen = error
             if self._is_seen:
                 self._unseen = None
-        self.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception
+        fail_future(self, error)
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()

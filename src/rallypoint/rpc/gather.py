@@ -16,13 +16,17 @@ from .current_agent import required_agent
 from .time_limits import limit_of
 
 
+_LEFT = "this worker has left the group: another thread called rpc.shutdown(graceful=False), or one with a shorter timeout"
+
+
 class AllGatherStates:
     """The state of one all-gather."""
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
         self.proceed_signal = threading.Event()
-        self.lost: PeerLost | None = None
+        # Why it failed.
+        self.lost: RpcError | None = None
 
 
 class Gatherings:
@@ -90,7 +94,12 @@ class Gatherings:
             return self._states.pop(sequence_id, AllGatherStates())
 
     def clear(self) -> None:
+        """This process joins or leaves a group: end all, also for threads that wait."""
         with self._lock:
+            for state in self._states.values():
+                if not state.proceed_signal.is_set():
+                    state.lost = RpcError(_LEFT)
+                    state.proceed_signal.set()
             self._states.clear()
             self._numbers.clear()
 
@@ -103,6 +112,7 @@ def wait(
     Raises:
         DeadlineExceeded: some are missing; names the workers.
         PeerLost: a worker whose object is missing is gone.
+        RpcError: this worker has left the group.
     """
     if not state.proceed_signal.wait(deadline.remaining()):
         missing = sorted(set(names) - set(state.gathered_objects))
@@ -151,6 +161,7 @@ def _all_gather(
     Raises:
         DeadlineExceeded: some did not call it in time; names them.
         PeerLost: one of them is gone and had not called it.
+        RpcError: another thread of this worker has left the group.
     """
     agent = required_agent()
     names = (
@@ -181,6 +192,9 @@ def _all_gather(
         )
     state = _gatherings.state(sequence_id)
     try:
+        # The agent closes before all states are cleared: either is seen here.
+        if getattr(agent, "is_closed", False):
+            raise RpcError(_LEFT)
         watch = getattr(agent, "watch", None)
         if watch is not None:
             # Connect to those we wait for, to notice their loss.

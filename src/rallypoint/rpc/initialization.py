@@ -13,9 +13,9 @@ from rallypoint._core import forks
 from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError, RpcError
 
-from . import gather
+from . import finalization, gather
 from .agent.agent import Agent
-from .current_agent import member_agent, required_agent, set_current_agent
+from .current_agent import current_agent, member_agent, required_agent, set_current_agent
 from .finalization import finalize
 from .groups import stores
 from .options import NativeRpcBackendOptions, RpcBackendOptions
@@ -78,6 +78,11 @@ def init_rpc(
     if member_agent() is not None:
         raise RpcError(
             "RPC is already initialized in this process: call rpc.shutdown() before another init_rpc"
+        )
+    if current_agent() is not None:
+        raise RpcError(
+            "this worker is still leaving its group, in another thread: wait until rpc.shutdown() has returned there,"
+            " then call init_rpc"
         )
     if not store:
         store = stores.open_store(
@@ -175,14 +180,16 @@ def _init_rpc_states(agent: Any) -> None:
 def _set_and_start_rpc_agent(agent: Any) -> None:
     """Start to serve calls, once this process can make calls itself."""
     forks.call_in_child(_abandon)
-    set_current_agent(agent)
-    if isinstance(agent, Agent):
-        agent.monitor.on_lost = functools.partial(gather.lose, agent.me.name)
-        try:
-            agent.start()
-        except BaseException:
-            finalize()
-            raise
+    # A shutdown in another thread waits until it has started.
+    with finalization.turn:
+        set_current_agent(agent)
+        if isinstance(agent, Agent):
+            agent.monitor.on_lost = functools.partial(gather.lose, agent.me.name)
+            try:
+                agent.start()
+            except BaseException:
+                finalize()
+                raise
 
 
 def _abandon() -> None:

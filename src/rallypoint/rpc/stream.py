@@ -14,7 +14,7 @@ from rallypoint._core import forks
 from rallypoint.errors import RpcError, RpcTimeout
 from rallypoint.wire.frames import Frame
 
-from .connections.calls import Call
+from .connections.calls import Call, describe
 from .connections.messages import Kind
 from .connections.outgoing import Outgoing
 from .current_agent import ELSEWHERE
@@ -28,6 +28,14 @@ T = TypeVar("T")
 WINDOW = 16
 # The keyword under which the number is sent, which no function can have.
 WINDOW_NAME = " window"
+
+
+def single_result(func: Any) -> TypeError:
+    """``func`` has one result, not items."""
+    return TypeError(
+        f"rpc_stream was given {describe(func)}, a coroutine function, which has one result: expected a generator function"
+        " (def or async def, with yield); rpc_sync and rpc_async call a coroutine function"
+    )
 
 
 # There is no item left, and none will come.

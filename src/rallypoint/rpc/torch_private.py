@@ -29,6 +29,16 @@ PythonUnpickler: Any = pickle._Unpickler
 NativeFuture = torch._C.Future
 
 
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def fail_future(future: NativeFuture[Any], error: BaseException) -> None:
+    """``torch.futures.Future.set_exception``, which calls the future's own ``set_result``."""
+    future._set_unwrap_func(_raise)
+    NativeFuture.set_result(future, error)
+
+
 # -- functions that are sent by name --------------------------------------------------------------------------
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from rallypoint.rpc.autograd.context import CURRENT
+from rallypoint.rpc.connections.calls import describe
 from rallypoint.rpc.current_call import SERVING
 from rallypoint.rpc.ports import Streaming
+from rallypoint.rpc.stream import single_result
 from rallypoint.rpc.threads.thread_pool import ThreadPool
+
+
+logger = logging.getLogger(__name__)
 
 
 class ItemSource:
@@ -43,28 +49,35 @@ class ItemSource:
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Produce all items. Blocks while the caller has granted no credit."""
         request = self._request
+        is_answered = False
         token, entered = SERVING.set(request.call), CURRENT.set(request.context)
         try:
-            items = func(*args, **(kwargs or {}))
-            if inspect.isasyncgen(items):
-                items = _drive(items)
-            elif not isinstance(items, Iterator):
-                items = iter(items)
+            items = _items_of(func, func(*args, **(kwargs or {})))
             try:
                 for value in items:
                     if not self._take_credit():
                         # Cancelled or timed out, which the caller finds by itself.
                         request.give_up()
+                        is_answered = True
                         break
                     request.item(value)
                 else:
                     request.end_stream()
+                    is_answered = True
             finally:
                 close = getattr(items, "close", None)
                 if close is not None:
                     close()
-        except BaseException as error:  # noqa: BLE001  # sent to the caller
-            request.fail(error)
+        except BaseException as error:
+            if is_answered:
+                # It was cleaning up.
+                logger.exception(
+                    "%s failed while it was closed; its caller, %r, has left the stream and does not see the error",
+                    describe(func),
+                    request.call.caller.name,
+                )
+            else:
+                request.fail(error)
         finally:
             CURRENT.reset(entered)
             SERVING.reset(token)
@@ -86,7 +99,17 @@ class ItemSource:
             return True
 
 
-def _drive(items: AsyncIterator[Any]) -> Iterator[Any]:
+def _items_of(func: Any, returned: Any) -> Iterator[Any]:
+    if inspect.isasyncgen(returned):
+        return _drive(returned)
+    if inspect.iscoroutine(returned):
+        # A coroutine function in a wrapper, which the caller could not tell.
+        returned.close()
+        raise single_result(func)
+    return returned if isinstance(returned, Iterator) else iter(returned)
+
+
+def _drive(items: AsyncGenerator[Any, Any]) -> Iterator[Any]:
     """An asynchronous generator's items, on this thread."""
     loop = asyncio.new_event_loop()
     try:
@@ -96,5 +119,9 @@ def _drive(items: AsyncIterator[Any]) -> Iterator[Any]:
             except StopAsyncIteration:
                 return
     finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+        try:
+            loop.run_until_complete(items.aclose())
+        finally:
+            # Those that it has left open itself.
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()

@@ -24,7 +24,7 @@ def complete_by(finish: Callable[[Call, Outgoing], Any], call: Call) -> None:
     except BaseException as error:  # noqa: BLE001  # raised where the future is waited for
         future.fail(error)
     else:
-        future.set_result(value)
+        future.complete(value)
 
 
 def complete_soon(calls: list[Call], jobs: deque[Job]) -> None:

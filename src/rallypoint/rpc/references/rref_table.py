@@ -399,7 +399,10 @@ class RRefTable:
         self._carry_out(commands)
         with self._settled:
             return self._settled.wait_for(
-                lambda: self._control.is_settled and not self._core.counts().num_users, timeout
+                lambda: (
+                    self._closed or (self._control.is_settled and not self._core.counts().num_users)
+                ),
+                timeout,
             )
 
     @property
@@ -447,6 +450,7 @@ class RRefTable:
         """This worker has left: fail the values that do not exist yet. Existing ones stay with their objects."""
         with self._lock:
             self._closed = True
+            self._settled.notify_all()
             values = list(self._values.values())
             self._waiting.clear()
         for future in values:
