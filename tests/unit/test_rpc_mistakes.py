@@ -255,7 +255,7 @@ def test_a_result_of_ones_own_for_the_future_of_a_call_is_refused(alone, caplog,
         with pytest.raises(rpc.RpcError) as caught:
             getattr(future, method)(given)
         assert str(caught.value) == (
-            f"{method}() was called on the future of a call ({__name__}.nap on 'me'), which the call's answer completes:"
+            f"Future can only be marked completed once: {method}() was called on the future of a call ({__name__}.nap on 'me'), which the call's answer completes:"
             " use cancel() to wait no longer, or a torch.futures.Future() of your own for another result"
         )
         # The answer is there as ever, and is not replaced later either.

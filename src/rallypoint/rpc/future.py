@@ -259,7 +259,8 @@ class RpcFuture(Future[T]):
     def _refuse_result(self, method: str) -> None:
         if self.call is not None:
             raise RpcError(
-                f"{method}() was called on the future of a call ({self.call.describe()} on"
+                # torch's words come first.
+                f"Future can only be marked completed once: {method}() was called on the future of a call ({self.call.describe()} on"
                 f" {self.call.outgoing.peer!r}), which the call's answer completes: use cancel() to wait no longer, or a"
                 " torch.futures.Future() of your own for another result"
             )
