@@ -163,18 +163,20 @@ class Host:
         }
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def words(self) -> list[str]:
         endpoint = ",".join(f"{address(i)}:{PORT}" for i in range(HOSTS))
         conf = f"lease={LEASE},last_call_timeout=2,join_timeout=120"
-        words = [
+        return [
             *RALLY,
             *("--nnodes", f"1:{HOSTS}", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf),
             *("--max-restarts", "100000", "--shutdown-timeout", "2"),
             *(str(self._folder / "train.py"), str(self._folder)),
         ]
+
+    def start(self) -> None:
         with (self._folder / f"host{self.index}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                self._network.command(self.index, words),
+                self._network.command(self.index, self.words()),
                 stdout=log,
                 stderr=log,
                 env=self._env,

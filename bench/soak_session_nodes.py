@@ -77,10 +77,10 @@ class SessionHost(Host):
         self._script = [str(folder / "train.py"), str(folder), str(steps), kind]
         self._spares = spares
 
-    def start(self) -> None:
+    def words(self) -> list[str]:
         endpoint = ",".join(f"{address(i)}:{PORT}" for i in range(HOSTS))
         conf = f"lease={LEASE},last_call_timeout=2,join_timeout=120"
-        words = [
+        return [
             *RALLY,
             *("--nnodes", f"{HOSTS}:{HOSTS}", "--nproc-per-node", str(WORKERS_PER_HOST)),
             *("--rdzv-endpoint", endpoint, "--rdzv-conf", conf, "--insecure"),
@@ -88,16 +88,6 @@ class SessionHost(Host):
             *("--spares", str(self._spares), "--step-timeout", str(STEP_TIMEOUT)),
             *self._script,
         ]
-        with (self._folder / f"host{self.index}.log").open("ab") as log:
-            log.write(b"-- started\n")
-            log.flush()
-            self.process = subprocess.Popen(
-                self._network.command(self.index, words),
-                stdout=log,
-                stderr=log,
-                env=self._env,
-                start_new_session=True,
-            )
 
 
 # -- faults ---------------------------------------------------------------------------------------
