@@ -516,7 +516,8 @@ def test_an_end_in_a_thread_waits_for_the_call_that_the_main_thread_makes():
         assert workers.run(end, limit=30 * pace()) == [0.5, None]
 
 
-def test_an_end_during_the_beginning_is_refused_and_the_beginning_goes_on():
+def test_an_end_during_the_beginning_is_refused_and_the_beginning_goes_on(tmp_path):
+    refused = tmp_path / "refused"
     with Workers(2) as workers:
 
         def begin():
@@ -525,10 +526,11 @@ def test_an_end_during_the_beginning_is_refused_and_the_beginning_goes_on():
                 eventually(lambda: any("in init_rpc" in each for each in stacks()))
                 with timed(0.5), pytest.raises(rpc.RpcError, match="has not been initialized"):
                     rpc.shutdown()
-                rpc_workers.held["told"] = True
+                refused.touch()
                 joining.result()
 
         begun = workers.begin(0, begin)
+        eventually(refused.exists)  # until then it waits for the other one
         workers.on(1, rpc_workers.join)
         begun.result(30 * pace())
         assert workers.on(0, functools.partial(rpc.rpc_sync, "w1", double, (2,))) == 4
