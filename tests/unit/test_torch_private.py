@@ -143,6 +143,7 @@ def callees() -> Iterator[Callee]:
             "(includeCollectives: bool | None = None, onlyActive: bool | None = None) -> bytes",
             "flight_records",
         ),
+        (torch._C, "_c10d_init", "(", "store_class"),
         (
             distributed_c10d,
             "_new_process_group_helper",

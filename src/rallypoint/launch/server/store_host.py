@@ -12,12 +12,15 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 from rallypoint._core import process
 from rallypoint._core.addresses import reached_at
 from rallypoint._core.resolver import without_name_servers
+from rallypoint.launch import torch_private
 
 
 @contextlib.contextmanager
@@ -52,8 +55,7 @@ def serve_job(listen_fd: int, port: int, line_fd: int) -> None:
 
     Starts serving on :data:`GO`: until then, another process may answer at that socket.
     """
-    import torch.distributed  # noqa: F401  slow, so import it before reporting READY
-
+    _store_class()  # slow, so load it before reporting READY
     process.live_without_parent()  # the job's store outlives the fork server
     line = socket.socket(fileno=line_fd)
     with contextlib.suppress(OSError):  # the supervisor has ended
@@ -64,16 +66,26 @@ def serve_job(listen_fd: int, port: int, line_fd: int) -> None:
     os._exit(0)
 
 
-def _serve(listen_fd: int, port: int, what: str) -> object:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
+def _store_class() -> Any:
+    try:
+        return torch_private.store_class()
+    except Exception:
+        *flags, code = sys.orig_argv[1:]
+        if "torch" not in sys.modules or not code.startswith("from rallypoint"):
+            raise  # there is none, or all of it did not help
+        # With all of torch, then. This process cannot import it any more.
+        os.execv(sys.executable, [sys.executable, *flags, f"import torch.distributed; {code}"])
 
+
+def _serve(listen_fd: int, port: int, what: str) -> object:
+    store_class = _store_class()
     # A TCPStore server also connects to itself as a client. Without name servers c10d cannot resolve
     # its peers' names, and warns; users do not need that warning.
     try:
         with socket.socket(fileno=os.dup(listen_fd)) as listener:
             host = reached_at(listener)
         with without_name_servers(), _without_stderr():
-            return TCPStore(
+            return store_class(
                 host,
                 port,
                 None,
