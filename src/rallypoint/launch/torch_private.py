@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.machinery
 import importlib.util
 import sys
 import threading
@@ -173,16 +174,17 @@ def store_class() -> Any:
     Raises:
         Exception: this torch needs more than its libraries; ``import torch`` in another process.
     """
-    if "torch" not in sys.modules:
-        spec = importlib.util.find_spec("torch")
-        if spec is None:
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")
-        torch: Any = types.ModuleType("torch")
-        torch.__path__ = spec.submodule_search_locations
-        # The libraries register their classes below the second one.
-        torch.distributed = types.ModuleType("torch.distributed")
-        sys.modules.update({"torch": torch, "torch.distributed": torch.distributed})
-        importlib.import_module("torch._C")._c10d_init()
+    spec = importlib.util.find_spec("torch")
+    folders = spec and spec.submodule_search_locations
+    libraries = folders and importlib.machinery.PathFinder.find_spec("torch._C", folders)
+    if "torch" in sys.modules or not libraries:
+        return importlib.import_module("torch.distributed").TCPStore
+    torch: Any = types.ModuleType("torch")
+    torch.__path__ = folders
+    # The libraries register their classes below the second one.
+    torch.distributed = types.ModuleType("torch.distributed")
+    sys.modules.update({"torch": torch, "torch.distributed": torch.distributed})
+    importlib.import_module("torch._C")._c10d_init()
     return importlib.import_module("torch._C._distributed_c10d").TCPStore
 
 
