@@ -1,4 +1,4 @@
-"""The process that serves a generation's store, as an interpreter of its own (``--start-method exec``)."""
+"""The processes that serve a generation's store and the job's, as interpreters of their own (``--start-method exec``)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from rallypoint.launch.server.store_host import GO, READY
+
 
 SERVE = "from rallypoint.launch.server.store_host import serve; serve({fd}, {port})"
-# A torch of another kind: its libraries alone do not serve a store.
+SERVE_JOB = (
+    "from rallypoint.launch.server.store_host import serve_job; serve_job({fd}, {port}, {line})"
+)
+# With a torch of another kind: its libraries alone cannot be loaded.
 NEEDS_MORE = """\
-from rallypoint.launch import torch_private
-import sys, types
-def store_class(found=torch_private.store_class):
-    if "torch.nn" not in sys.modules:
-        sys.modules["torch"] = types.ModuleType("torch")
-        raise AttributeError("_c10d_init")
-    return found()
-torch_private.store_class = store_class
+import sys
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._C" and not hasattr(sys.modules["torch"], "__file__"):
+            raise AttributeError("torch has no VERSION")
+sys.meta_path.insert(0, Refuses())
 """
 
 
@@ -34,18 +37,44 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
-@pytest.mark.parametrize("kind", [pytest.param("", id="libraries"), pytest.param(NEEDS_MORE, id="all")])  # fmt: skip
-def test_it_serves_with_torchs_libraries_alone_or_with_all_of_torch(kind, listener):
-    code = kind + SERVE.format(fd=listener.fileno(), port=listener.getsockname()[1])
-    words = [sys.executable, "-c", code]
-    with subprocess.Popen(words, pass_fds=[listener.fileno()]) as process:
+@pytest.fixture(params=["libraries", "all"])
+def env(request, tmp_path) -> dict[str, str]:
+    """Has the store's process load torch's libraries alone, or all of torch."""
+    (tmp_path / "sitecustomize.py").write_text(NEEDS_MORE if request.param == "all" else "")
+    return {**os.environ, "PYTHONPATH": str(tmp_path), "LOADS": request.param}
+
+
+def assert_serves(listener: socket.socket) -> None:
+    store = TCPStore("127.0.0.1", listener.getsockname()[1], is_master=False)
+    store.set("name", "value")
+    assert store.get("name") == b"value"
+    assert store.add("count", 2) == 2
+
+
+def test_a_generations_store(env, listener):
+    code = SERVE.format(fd=listener.fileno(), port=listener.getsockname()[1])
+    command, passed = [sys.executable, "-c", code], [listener.fileno()]
+    with subprocess.Popen(command, pass_fds=passed, env=env) as process:
         try:
-            store = TCPStore("127.0.0.1", listener.getsockname()[1], is_master=False)
-            store.set("name", "value")
-            assert store.get("name") == b"value"
-            assert store.add("count", 2) == 2
-            words = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
-            assert words[2].startswith("import torch.distributed; ") == bool(kind)
+            assert_serves(listener)
+            code = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")[2]
+            assert code.startswith("import torch.distributed; ") == (env["LOADS"] == "all")
+        finally:
+            process.kill()
+
+
+def test_the_jobs_store_serves_when_it_is_told_to(env, listener):
+    ours, theirs = socket.socketpair()
+    fd, port = listener.fileno(), listener.getsockname()[1]
+    code = SERVE_JOB.format(fd=fd, port=port, line=theirs.fileno())
+    command, passed = [sys.executable, "-c", code], [fd, theirs.fileno()]
+    with ours, theirs, subprocess.Popen(command, pass_fds=passed, env=env) as process:
+        try:
+            assert ours.recv(1) == READY
+            ours.send(GO)
+            assert_serves(listener)
+            ours.shutdown(socket.SHUT_RDWR)
+            assert process.wait(60) == 0
         finally:
             process.kill()
 

@@ -166,19 +166,20 @@ def process_groups() -> list[Any]:
 
 
 def store_class() -> Any:
-    """c10d's ``TCPStore``. In a process that has not imported torch, torch's libraries alone are loaded for it.
+    """c10d's ``TCPStore``, of a process that has not imported torch: its libraries alone are loaded for it.
 
     That takes a quarter of the time and half the memory that ``import torch`` does, but leaves a torch that serves nothing
-    else: call it in a process that a store has to itself.
+    else: call it once, in a process that a store has to itself.
 
     Raises:
         Exception: this torch needs more than its libraries; ``import torch`` in another process.
     """
     spec = importlib.util.find_spec("torch")
     folders = spec and spec.submodule_search_locations
-    libraries = folders and importlib.machinery.PathFinder.find_spec("torch._C", folders)
-    if "torch" in sys.modules or not libraries:
-        return importlib.import_module("torch.distributed").TCPStore
+    if not folders or not importlib.machinery.PathFinder.find_spec("torch._C", folders):
+        return importlib.import_module(
+            "torch.distributed"
+        ).TCPStore  # or the error that says what is wrong
     torch: Any = types.ModuleType("torch")
     torch.__path__ = folders
     # The libraries register their classes below the second one.

@@ -313,7 +313,7 @@ class ForkServer:
             if self._start_method is StartMethod.EXEC:
                 for fd in fds:
                     os.set_inheritable(fd, True)
-                code = f"from rallypoint.launch.server.store_host import {call}; {call}{args}"
+                code = f"{store_host.OWN_INTERPRETER}{call}; {call}{args}"
                 with environment.overlay({"OMP_NUM_THREADS": "1"}):
                     os.execv(sys.executable, [sys.executable, "-c", code])
             process.set_title(f"rally: {title}")

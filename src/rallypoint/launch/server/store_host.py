@@ -9,6 +9,7 @@ it. Workers that connect before the store is served wait in the socket's backlog
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -36,6 +37,8 @@ def _without_stderr() -> Iterator[None]:
         os.close(null)
 
 
+# What the code begins with that an interpreter of a store's own runs.
+OWN_INTERPRETER = "from rallypoint.launch.server.store_host import "
 # Messages between the process of the job's store and its supervisor.
 READY, GO = b"r", b"g"
 
@@ -45,7 +48,7 @@ def serve(listen_fd: int, port: int) -> None:
 
     An error, such as too many open files, is reported in one line.
     """
-    _store = _serve(listen_fd, port, "workers' store")
+    _store = _serve(_store_class(), listen_fd, port, "workers' store")
     while True:
         signal.pause()
 
@@ -55,30 +58,29 @@ def serve_job(listen_fd: int, port: int, line_fd: int) -> None:
 
     Starts serving on :data:`GO`: until then, another process may answer at that socket.
     """
-    _store_class()  # slow, so load it before reporting READY
+    store_class = _store_class()  # slow, so load it before reporting READY
     process.live_without_parent()  # the job's store outlives the fork server
     line = socket.socket(fileno=line_fd)
     with contextlib.suppress(OSError):  # the supervisor has ended
         line.send(READY)
         if line.recv(len(GO)) == GO:
-            _store = _serve(listen_fd, port, "job's store")
+            _store = _serve(store_class, listen_fd, port, "job's store")
             line.recv(1)
     os._exit(0)
 
 
 def _store_class() -> Any:
+    code = sys.orig_argv[-1]
+    if not code.startswith(OWN_INTERPRETER):
+        return importlib.import_module("torch.distributed").TCPStore
     try:
         return torch_private.store_class()
-    except Exception:
-        *flags, code = sys.orig_argv[1:]
-        if "torch" not in sys.modules or not code.startswith("from rallypoint"):
-            raise  # there is none, or all of it did not help
-        # With all of torch, then. This process cannot import it any more.
-        os.execv(sys.executable, [sys.executable, *flags, f"import torch.distributed; {code}"])
+    except Exception:  # noqa: BLE001  a torch of another kind
+        # All of it, then. This process cannot import it any more.
+        os.execv(sys.executable, [*sys.orig_argv[:-1], f"import torch.distributed; {code}"])
 
 
-def _serve(listen_fd: int, port: int, what: str) -> object:
-    store_class = _store_class()
+def _serve(store_class: Any, listen_fd: int, port: int, what: str) -> object:
     # A TCPStore server also connects to itself as a client. Without name servers c10d cannot resolve
     # its peers' names, and warns; users do not need that warning.
     try:
