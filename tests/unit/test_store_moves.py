@@ -13,7 +13,6 @@ from hypothesis import given, settings, strategies as st
 
 from rallypoint.rendezvous import notes
 from rallypoint.rendezvous.backends.places import Answer, Place, Search, Way
-from rallypoint.rendezvous.connection import MOVE_OF_MEMBER, MOVE_OF_NEWCOMER
 from rallypoint.rendezvous.notes import Age, Moved
 
 
@@ -51,6 +50,7 @@ class Node:
     looks_at: tuple[int, ...] = ()  # ports at which it leaves notes
     ended: frozenset[str] = frozenset()
     knows_plan: bool = False
+    was_led: bool = False  # to a store, by a note, since the last plan
 
     @property
     def name(self) -> str:
@@ -136,7 +136,7 @@ class Machine:
             node.search = None
 
     def _search(self, node: Node) -> Search:
-        host = node.current.node_id or (self.server if node.knows_plan else "")
+        host = node.current.node_id or (self.server if node.knows_plan and not node.was_led else "")
         old = node.current
         if host and host != node.name:
             old = replace(old, watch=1 + int(host[1:]))
@@ -146,7 +146,7 @@ class Machine:
             if place.node_id != host or (place.node_id == node.name and node.may_serve)
         ]
         if node.name not in [each.node_id for each in others]:
-            known = {each.port for each in (old, *others)}
+            known = {each.port for each in (old, *others) if not each.watch}
             others += [] if ENDPOINT in known else [Place(HOST, ENDPOINT)]
         return Search(
             old,
@@ -210,7 +210,7 @@ class Machine:
         if not (is_empty or (moved and (is_member or node.serves is store))):
             node.moves = store.age.moves
             return
-        moves = node.moves + (MOVE_OF_MEMBER if is_member else MOVE_OF_NEWCOMER)
+        moves = notes.moves_after(node.moves, by_member=is_member)
         store.age = Age(
             max(store.age.generation, self.generation + 1),
             max(store.age.moves, moves),
@@ -232,7 +232,11 @@ class Machine:
         if node.serves is not None:
             node.left.append(node.serves)
             node.serves = None
+        if found in node.left:
+            node.left.remove(found)
+            node.serves, node.looks_at = found, (ENDPOINT,)
         node.at, node.moves, node.current = found, found.age.moves, Place(HOST, moved.port)
+        node.was_led = True
         if found.plan != self.generation and node.generation == self.generation:
             self.forgotten.append(node.name)
         if found.plan != self.generation:
@@ -242,10 +246,13 @@ class Machine:
         node.looks_at = (ENDPOINT, *(each.port for each in search.places))
 
     def _leave_notes(self, node: Node) -> None:
-        own = node.serves
-        if own is None or own is not node.at or own.opens_at > self.now:
+        own = node.at
+        if own is None or self.stores.get(own.port) is not own or own.opens_at > self.now:
             return
-        for port in node.looks_at:
+        for port in [
+            *(node.looks_at if own is node.serves else ()),
+            *(left.port for left in node.left),
+        ]:
             other = self.stores.get(port)
             if other is None or other is own or other.opens_at > self.now:
                 continue
@@ -271,7 +278,7 @@ class Machine:
         for node in self.living:
             self._keep_a_port(node)
             assert node.standby is not None
-            node.generation, node.knows_plan = self.generation, True
+            node.generation, node.knows_plan, node.was_led = self.generation, True, False
             self.plan.append(Place(HOST, node.standby, node.name, 1 + node.number))
             if node.serves is store:
                 self.server = node.name
@@ -326,6 +333,22 @@ def test_all_that_are_left_meet_at_one_store(
     assert not machine.forgotten, "its workers would start anew"
 
 
+def test_a_node_that_waits_finds_a_newcomer_at_the_port_of_a_node_that_has_ended() -> None:
+    """All members are lost; one node had come, and waits; another comes, and serves at the endpoint as the lost one did."""
+    machine = Machine()
+    members = [machine.start() for _ in range(2)]
+    machine.meet()
+    waits = machine.start()
+    machine.act(waits)
+    for node in members:
+        machine.kill(node)
+    newcomer = machine.start()
+    assert newcomer.serves is not None
+    settle(machine)
+    assert waits.at is newcomer.serves
+    assert machine.meet()
+
+
 def happen(machine: Machine, what: str) -> None:
     serving = [node for node in machine.living if node.serves is not None]
     if what == "start":
@@ -355,7 +378,9 @@ def test_a_node_that_served_and_was_led_on_serves_at_the_place_that_the_others_k
     assert first.serves is not None
     before = first.serves.port
     # Its turn took too long for the second one.
-    second.serves = machine._serve(second, 40, Age(first.serves.age.generation, 9, "x"))
+    second.serves = machine._serve(
+        second, 40, Age(first.serves.age.generation, first.serves.age.moves + 1, "x")
+    )
     second.at, second.serves.plan = second.serves, machine.generation
     first.serves.note = notes.written(Moved(HOST, 40, second.serves.age))
     machine.act(first)

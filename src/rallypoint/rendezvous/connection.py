@@ -27,9 +27,6 @@ _log = logging.getLogger(__name__)
 
 # Seconds before a store that did not answer is tried again.
 VISIT_PAUSE = 1.0
-# How much newer a store becomes by a move. With members of the last round, it is newer than with a node that only waited: that
-# one knows no plan.
-MOVE_OF_MEMBER, MOVE_OF_NEWCOMER = 2, 1
 
 
 def new_name() -> str:
@@ -178,7 +175,7 @@ class Connection:
             records.improve("moved", lambda held: {} if held == note else None)
             return
         self._say(f"the job's store has moved to {moved.addr}:{moved.port}; connecting there")
-        self._home.follow(moved.addr, moved.port)
+        self._home.follow(moved.addr, moved.port, self._last_plan())
         self.close(leaving=False)
         self.records = found
         self._moves = age.moves
@@ -205,8 +202,7 @@ class Connection:
         self.close(leaving=False)
         standing = self._standing
         last = None
-        plan = standing.latest if standing.node.generation is None else standing.plan
-        if plan:
+        if plan := self._last_plan():
             ended = self._departures.ended()
             last = LastRound(plan=plan, node_id=standing.node.node_id, dead=ended)
         recovery = self._home.recover(error, last, deadline, self._stop)
@@ -214,6 +210,10 @@ class Connection:
             # It was silent for too long. If it is alive, it comes by itself.
             self._departures.note_gone(str(last.plan.get("store", "")))
         self.adopt(recovery)
+
+    def _last_plan(self) -> Mapping[str, Any] | None:
+        standing = self._standing
+        return standing.latest if standing.node.generation is None else standing.plan
 
     def adopt(self, recovery: Recovery) -> None:
         """Continue with a store that may be a new one. An empty one gets the records of the last round."""
@@ -249,7 +249,7 @@ class Connection:
             if self._departures.ids:
                 records.write(plans.ids_key(generation, plan), {"ids": list(self._departures.ids)})
             records.claim(f"{generation}/plan", plan)
-        moves = self._moves + (MOVE_OF_NEWCOMER if generation is None else MOVE_OF_MEMBER)
+        moves = notes.moves_after(self._moves, by_member=generation is not None)
 
         def head(held: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
             return {"generation": following} if fields.generation(held) < following else None

@@ -101,7 +101,7 @@ class FixedHome:
     def visit(self, addr: str, port: int) -> Store | None:
         return None
 
-    def follow(self, addr: str, port: int) -> None:
+    def follow(self, addr: str, port: int, plan: Mapping[str, Any] | None) -> None:
         pass
 
     def redirect(self, store: Store) -> None:

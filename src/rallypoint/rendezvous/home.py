@@ -96,8 +96,12 @@ class Home(Protocol):
             RendezvousConnectionError: it does not answer now, but may later.
         """
 
-    def follow(self, addr: str, port: int) -> None:
-        """From now on, the job's store is at this place."""
+    def follow(self, addr: str, port: int, plan: Mapping[str, Any] | None) -> None:
+        """From now on, the job's store is at this place.
+
+        Args:
+            plan: the last one that this node knows; it was made before.
+        """
 
     def redirect(self, store: Store) -> None:
         """Leave notes that point to the job's store in other stores that this node still serves."""

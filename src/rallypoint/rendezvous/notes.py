@@ -15,6 +15,9 @@ from typing import Any
 from . import fields
 
 
+_MOVE_OF_MEMBER = 1_000_000
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Age:
     """How much a store has seen. The greater one is the job's.
@@ -38,6 +41,17 @@ class Moved:
     addr: str
     port: int
     age: Age = Age()
+
+
+def moves_after(moves: int, *, by_member: bool) -> int:
+    """The moves of a store that a node comes to, from those of the store that it has lost.
+
+    Args:
+        moves: of the lost one.
+        by_member: the node was a member of the last round. One that only waited knows no plan: a store that such nodes alone
+            have come to is never newer than one with a member.
+    """
+    return moves + _MOVE_OF_MEMBER if by_member else moves % _MOVE_OF_MEMBER + 1
 
 
 def age(head: Mapping[str, Any] | None, store: Mapping[str, Any] | None) -> Age:

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -115,10 +115,14 @@ class TcpHome:
         self._standby: socket.socket | None = None
         self._current: Place = Place(*self._hosts[0])
         self._outside: Place | None = None  # the same for others, once it has moved
+        self._overtaken: Mapping[str, Any] | None = (
+            None  # a plan that does not know who serves there
+        )
         self._may_serve = True  # what served the store here has not been lost
         self._told = False  # whether the user knows that the endpoint is not this host's
         self._forward: LeaveNote | None = None
         self._forwarder: threading.Thread | None = None
+        self._redirector: threading.Thread | None = None
         self._closed = threading.Event()
 
     @property
@@ -347,7 +351,9 @@ class TcpHome:
     def _search(self, last: LastRound | None) -> Search:
         own = "" if last is None else last.node_id
         # It may have moved since the plan was made.
-        host_id = self._current.node_id or ("" if last is None else str(last.plan.get("store", "")))
+        host_id = self._current.node_id
+        if not host_id and last is not None and last.plan != self._overtaken:
+            host_id = str(last.plan.get("store", ""))
         # A newcomer may serve an empty store at the port of one that has ended.
         host = next(
             (each for each in _standbys(last) if each.node_id and each.node_id == host_id), None
@@ -363,7 +369,8 @@ class TcpHome:
         ]
         if own not in [each.node_id for each in others]:
             # We cannot serve in place of another. If all start over, they do so at the original place.
-            known = {(each.addr, each.port) for each in (old, *others)}
+            # At the port of a node that has ended, a newcomer may serve by then.
+            known = {(each.addr, each.port) for each in (old, *others) if not each.watch}
             others += [Place(*host) for host in self._hosts if host not in known]
         return Search(
             old,
@@ -413,7 +420,7 @@ class TcpHome:
         self._say(f"all nodes that served the job's store have ended; serving it here, port {port}")
         store = self._serve(listener)
         self._outside = Place(host, port)
-        self._begin_forwarding(self._outside, search)
+        self._begin_forwarding(self._outside, search.places)
         return store
 
     def _serve_again(self, left: _Served, place: Place, search: Search) -> Recovery:
@@ -424,7 +431,7 @@ class TcpHome:
         )
         self._left.remove(left)
         self._server, self._current, self._outside = left, place, place
-        self._begin_forwarding(place, search)
+        self._begin_forwarding(place, search.places)
         return Recovery(again, True, frozenset(search.dead))
 
     def _take_over(self, place: Place, search: Search, way: Way) -> Recovery:
@@ -447,7 +454,7 @@ class TcpHome:
         )
         store = self._serve(listener, place.node_id)
         self._outside = place
-        self._begin_forwarding(place, search)
+        self._begin_forwarding(place, search.places)
         return Recovery(store, True, frozenset(search.dead))
 
     def _bound_again(self, place: Place) -> socket.socket:
@@ -464,15 +471,15 @@ class TcpHome:
                 f"this node cannot serve the store at port {place.port}: {error.strerror}"
             ) from None
 
-    def _begin_forwarding(self, here: Place, search: Search) -> None:
+    def _begin_forwarding(self, here: Place, places: Iterable[Place]) -> None:
         """Lead nodes on that come to other places: a newcomer at the endpoint, and another part of a broken network."""
         if self._forward is None:
             return
         assert self._server is not None
-        places = dict.fromkeys([*self._hosts, *((each.addr, each.port) for each in search.places)])
+        found = dict.fromkeys([*self._hosts, *((each.addr, each.port) for each in places)])
         self._forwarder = threading.Thread(
             target=self._keep_forwarding,
-            args=(self._server, here, tuple(places)),
+            args=(self._server, here, tuple(found)),
             name="rally-forwarder",
             daemon=True,
         )
@@ -510,9 +517,16 @@ class TcpHome:
             case _:
                 raise RendezvousConnectionError(f"no answer from the store at {addr}:{port}")
 
-    def follow(self, addr: str, port: int) -> None:
+    def follow(self, addr: str, port: int, plan: Mapping[str, Any] | None) -> None:
         self._current = self._outside = Place(addr, port)
+        self._overtaken = plan
+        is_here = bool(self._left) and addresses.is_this_host(addr)
+        again = next((left for left in self._left if is_here and left.port == port), None)
         self._retire()
+        if again is not None:
+            self._left.remove(again)
+            self._server = again
+            self._begin_forwarding(self._current, ())
 
     def _retire(self) -> None:
         """The store served here is not the job's any more; it stays, to lead others on from there."""
@@ -521,14 +535,31 @@ class TcpHome:
             self._server = None
 
     def redirect(self, store: Store) -> None:
-        if self._forward is None or self._outside is None:
+        outside = self._outside
+        if self._forward is None or outside is None:
             return
         for left in tuple(self._left):
             with (
                 contextlib.suppress(RendezvousConnectionError, TimeoutError),
                 contextlib.closing(left.connect()) as there,
             ):
-                self._forward(store, there, (self._outside.addr, self._outside.port), None)
+                self._forward(store, there, (outside.addr, outside.port), None)
+        if self._left and self._redirector is None:
+            self._redirector = threading.Thread(
+                target=self._keep_redirecting, name="rally-redirector", daemon=True
+            )
+            self._redirector.start()
+
+    def _keep_redirecting(self) -> None:
+        # Others may come to a store that was left after its note was written, and make it the newer one.
+        while not self._closed.wait(FORWARD_AGAIN):
+            outside = self._outside
+            if self._left and outside is not None:
+                with (
+                    contextlib.suppress(RendezvousConnectionError, TimeoutError),
+                    contextlib.closing(self._client(outside)) as store,
+                ):
+                    self.redirect(store)
 
     def clear(self, store: Store, *, well: bool) -> None:
         pass  # it ends with its node
@@ -538,8 +569,9 @@ class TcpHome:
         if self._standby is not None:
             self._standby.close()
             self._standby = None
-        if self._forwarder is not None:
-            self._forwarder.join(ATTEMPT + 0.5)
+        for thread in (self._forwarder, self._redirector):
+            if thread is not None:
+                thread.join(ATTEMPT + 0.5)
         if self._server is not None:
             self._left.append(self._server)
             self._server = None
