@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -598,6 +599,40 @@ def test_a_job_that_hangs_says_who_does_not_come(tmp_path: Path, how: str, says:
         job.terminate()
         job.wait(PATIENCE)
         job.stderr.close()
+
+
+def test_those_who_ask_at_the_same_time_do_not_take_each_others_answers(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    name = f"asked-{os.getpid()}"
+    job = Popen([RALLY, "run", "--nproc-per-node", "3", "--rdzv-id", name, str(script), "serve"])
+    has_asked = threading.Event()
+
+    def ask_for_memory() -> None:
+        while not has_asked.is_set():
+            connect(name).ask({"ask": "memory", "ranks": []}, PATIENCE)
+
+    asks = threading.Thread(target=ask_for_memory)
+    try:
+        wait_until(lambda: json.dumps(_stacks(name)).count("reads_a_pipe") == 3, "all ranks wait")
+        asks.start()
+        for _ in range(20):
+            found = connect(name).stacks(by_signal=True)
+            assert [each["why"] for each in found] == [""] * 3
+            assert all(each["threads"][0]["frames"] for each in found)
+    finally:
+        has_asked.set()
+        if asks.ident is not None:
+            asks.join()
+        job.terminate()
+        job.wait(PATIENCE)
+
+
+def _stacks(name: str) -> list[dict[str, Any]]:
+    try:
+        return connect(name).stacks(by_signal=True)
+    except ControlError:  # it is starting
+        return []
 
 
 LEAVES = """

@@ -634,13 +634,15 @@ def test_the_oom_killer_is_named(tmp_path, small_cgroup):
     assert all("OOM" not in victim["cause"] for victim in result.report["victims"])
 
 
-def test_nobody_but_a_worker_that_runs_its_script_is_asked_what_it_handles(tmp_path):
+@pytest.mark.parametrize("question", ["ASK_SIGNAL", "STACK_SIGNAL"])
+def test_nobody_but_a_worker_that_runs_its_script_is_asked_what_it_does(tmp_path, question):
     """The question is a signal that ends a process without a handler. A fork has those of the fork server at first."""
-    script = """
+    script = f"""
 import os
 from rallypoint._core import process
+from rallypoint._core.stack_line import STACK_SIGNAL
 from rallypoint.launch.worker.job import ASK_SIGNAL
-raise ValueError([process.catches(pid, ASK_SIGNAL) for pid in (os.getppid(), os.getpid())])
+raise ValueError([process.catches(pid, {question}) for pid in (os.getppid(), os.getpid())])
 """
     result = run(tmp_path, script, workers=1)
     assert result.root["raised"]["message"] == "[False, True]", result.summary

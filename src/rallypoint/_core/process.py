@@ -174,9 +174,30 @@ def _stat_fields(pid: int) -> list[str]:
 
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for this signal."""
+    return _has_signal(f"/proc/{pid}/status", "SigCgt:", number)
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether this signal was sent to the process, and no thread has taken it yet."""
+    return _has_signal(f"/proc/{pid}/status", "ShdPnd:", number)
+
+
+def blocking(pid: int, number: int) -> frozenset[int]:
+    """The ids of the process's threads that block this signal. One that is in the signal's handler does, too."""
     try:
-        with open(f"/proc/{pid}/status") as file:
-            lines = [line for line in file if line.startswith("SigCgt:")]
+        tids = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return frozenset()
+    return frozenset(
+        int(tid) for tid in tids if _has_signal(f"/proc/{pid}/task/{tid}/status", "SigBlk:", number)
+    )
+
+
+def _has_signal(path: str, name: str, number: int) -> bool:
+    """Whether the set of signals of this name, in a status file below /proc, has the signal."""
+    try:
+        with open(path) as file:
+            lines = [line for line in file if line.startswith(name)]
     except (FileNotFoundError, ProcessLookupError):
         return False
     return bool(lines) and bool(int(lines[0].split()[1], 16) >> (number - 1) & 1)

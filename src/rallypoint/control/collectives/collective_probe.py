@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +19,7 @@ from rallypoint._core.stack_line import (
     ASK_PLACE,
     THREAD,
 )
-
-
-# Two who ask must not read each other's answers.
-_asking = threading.Lock()
+from rallypoint.control.line_lock import LINES
 
 
 def collectives(lines: Mapping[int, int], patience: float = 0.5) -> dict[int, list[Any]]:
@@ -72,7 +68,7 @@ def devices(lines: Mapping[int, int], patience: float) -> dict[int, list[dict[st
 
 def _ask(lines: Mapping[int, int], question: bytes, patience: float) -> dict[int, dict[str, Any]]:
     deadline = Deadline(patience)
-    if not _asking.acquire(timeout=patience):
+    if not LINES.acquire(timeout=patience):
         return {}
     try:
         found: dict[int, dict[str, Any]] = {}
@@ -102,7 +98,7 @@ def _ask(lines: Mapping[int, int], question: bytes, patience: float) -> dict[int
                         found[pid] = answer
         return found
     finally:
-        _asking.release()
+        LINES.release()
 
 
 def _read(fd: int) -> bytes:

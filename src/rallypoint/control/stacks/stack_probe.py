@@ -25,14 +25,15 @@ from rallypoint._core import process
 from rallypoint._core.clock import Deadline
 from rallypoint._core.stack_line import STACK_SIGNAL
 from rallypoint.control.collectives import collective_probe
+from rallypoint.control.line_lock import LINES
 
 from . import stack_records
 from .stack_records import Thread
 
 
-# A process that writes has written all once nothing has come for this long. (Nothing marks the end.)
+# Nothing marks the end of what a process writes: nothing has come for this long, and no thread is in the handler any more.
 _SILENCE = 0.05
-# How long a process may take to begin. A handler waits for nothing but a core.
+# How long a process may take to begin. A handler waits for nothing but a core; who waits for one gets more.
 _BEGIN = 1.0
 _READERS = 8
 # What py-spy may take for a process that seems stuck in the kernel.
@@ -83,9 +84,9 @@ def look(
         for each in targets:
             os.close(each.fd)
         raise ValueError("native stacks need py-spy: pip install py-spy")
-    deadline = Deadline(patience)
     told = collective_probe.collectives({each.pid: each.fd for each in targets})
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="rally-stacks") as readers:
+    with LINES, ThreadPoolExecutor(_READERS, thread_name_prefix="rally-stacks") as readers:
+        deadline = Deadline(patience)
         found = readers.map(lambda each: _of_worker(each, native, py_spy, deadline), targets)
         records = [record for records in found for record in records]
     for record in records:
@@ -129,22 +130,33 @@ def _by_signal(pid: int, fd: int, deadline: Deadline) -> list[Thread]:
     # The signal would kill a process that is still starting or has executed another program.
     if not process.catches(pid, STACK_SIGNAL) or process.state(pid) in "TtZ":
         return []
+    blocking = process.blocking(pid, STACK_SIGNAL)
     try:
         os.kill(pid, STACK_SIGNAL)
     except OSError:
         return []
+    begin = Deadline(_BEGIN)
     received = bytearray()
     poller = select.poll()
     poller.register(fd, select.POLLIN)
-    while True:
-        wait = min(_SILENCE if received else _BEGIN, deadline.remaining() or 0.0)
-        if not poller.poll(wait * 1000):
+    while not deadline.expired():
+        if poller.poll(min(_SILENCE, deadline.remaining() or 0.0) * 1000):
+            data = _read(fd)
+            if not data:
+                break
+            received += data
+        elif process.blocking(pid, STACK_SIGNAL) - blocking:
+            continue  # a thread is in the handler
+        elif received or (begin.expired() and not _waits_for_core(pid, blocking)):
             break
-        data = _read(fd)
-        if not data:
-            break
-        received += data
     return stack_records.from_faulthandler(received.decode(errors="replace"))
+
+
+def _waits_for_core(pid: int, blocking: frozenset[int]) -> bool:
+    """Whether the signal has woken the main thread, which needs nothing but a core."""
+    return (
+        pid not in blocking and process.is_pending(pid, STACK_SIGNAL) and process.state(pid) == "R"
+    )
 
 
 def _drain(fd: int) -> None:

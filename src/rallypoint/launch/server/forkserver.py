@@ -50,6 +50,7 @@ from types import FrameType
 
 from rallypoint._core import clock, env as environment, limits, process
 from rallypoint._core.secret import adopt, from_descriptor, offer
+from rallypoint._core.stack_line import STACK_SIGNAL
 from rallypoint.launch import signals, torch_private
 from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap, ending
@@ -136,8 +137,9 @@ class ForkServer:
     def run(self, preload: tuple[str, ...]) -> None:
         """Import, report, serve, and end the process."""
         signals.note(self._note_signal)
-        # A fork that has our handlers would seem to have its own, for which it may be sent this signal.
-        signal.signal(ASK_SIGNAL, signal.SIG_IGN)
+        # A fork that has our handlers would seem to have its own, for which it may be sent these signals.
+        for number in (ASK_SIGNAL, STACK_SIGNAL):
+            signal.signal(number, signal.SIG_IGN)
         process.set_subreaper(True)
         if self._start_method is StartMethod.FORKSERVER and not self._import(preload):
             self._drain_and_exit()

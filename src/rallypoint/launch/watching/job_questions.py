@@ -49,7 +49,6 @@ class JobQuestions:
         self._coordination = coordination
         self._still = still
         self._slowness = slowness
-        self._lock = threading.Lock()  # two who ask must not read each other's answers
 
     def everywhere(
         self, question: Mapping[str, Any], workers: Iterable[Worker], ready: RoundReady | None
@@ -208,13 +207,12 @@ class JobQuestions:
         ]
 
         def look() -> list[dict[str, Any]]:
-            with self._lock:
-                return stack_probe.look(
-                    targets,
-                    native=question.get("native") is True,
-                    by_signal=question.get("by_signal") is True,
-                    patience=_patience(question),
-                )
+            return stack_probe.look(
+                targets,
+                native=question.get("native") is True,
+                by_signal=question.get("by_signal") is True,
+                patience=_patience(question),
+            )
 
         return look
 

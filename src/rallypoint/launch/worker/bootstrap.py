@@ -46,9 +46,10 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
     _take_streams(worker.fds)
     _bind(worker.cpus)
     _default_signals()
-    # Python ignores the first two and handles the third, and the fork server ignores the last; a program must start with
+    # Python ignores the first two and handles the third, and the fork server ignores the others; a program must start with
     # the defaults.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, ASK_SIGNAL):
+    ignored = (ASK_SIGNAL, stack_line.STACK_SIGNAL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, *ignored):
         signal.signal(number, signal.SIG_DFL)
     env = {**environment.snapshot(), **worker.env, **_secret_for_program()}
     if job.kind is TargetKind.PROGRAM:
