@@ -115,9 +115,8 @@ class TcpHome:
         self._standby: socket.socket | None = None
         self._current: Place = Place(*self._hosts[0])
         self._outside: Place | None = None  # the same for others, once it has moved
-        self._overtaken: Mapping[str, Any] | None = (
-            None  # a plan that does not know who serves there
-        )
+        # A note has led here since this plan was made: who serves at the current place is not what it says.
+        self._overtaken: Mapping[str, Any] | None = None
         self._may_serve = True  # what served the store here has not been lost
         self._told = False  # whether the user knows that the endpoint is not this host's
         self._forward: LeaveNote | None = None
