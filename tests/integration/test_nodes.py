@@ -497,3 +497,40 @@ def test_a_cut_cable_is_noticed_by_both_sides(start, two_hosts, tmp_path: Path) 
     assert "node 1 is lost" in nodes[0].says()
     assert nodes[1].wait(40) == 1
     assert "node 0 is lost" in nodes[1].says()
+
+
+UNTIL_TOLD = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / f"{sys.argv[2]}-{os.environ['RANK']}").touch()
+while not (folder / "end").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.netns
+@pytest.mark.faults
+def test_a_spare_meets_the_newcomer_at_the_endpoint_after_all_members_are_lost(
+    start, two_hosts, tmp_path: Path
+) -> None:
+    (tmp_path / "until_told.py").write_text(UNTIL_TOLD)
+
+    def node(name: str, host: int) -> Node:
+        return start(
+            name,
+            *("--nnodes", "2", "--nproc-per-node", "1", "--insecure"),
+            *("--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-conf", "lease=2"),
+            *("until_told.py", str(tmp_path), "first" if name in "ab" else "second"),
+            prefix=("ip", "netns", "exec", two_hosts[host]),
+        )
+
+    members = [node("a", 0), node("b", 0)]
+    wait_for([tmp_path / f"first-{rank}" for rank in range(2)])
+    spare = node("c", 1)
+    spare.wait_said("waiting as a spare")
+    for member in members:
+        member.process.kill()
+    newcomer = node("d", 0)  # serves the store, at the port of the one that is lost
+    wait_for([tmp_path / f"second-{rank}" for rank in range(2)])
+    (tmp_path / "end").touch()
+    assert [newcomer.wait(), spare.wait()] == [0, 0], newcomer.says() + spare.says()
