@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from rallypoint.rendezvous import notes
@@ -309,11 +310,24 @@ ACTS = st.lists(
 )
 
 
+History = list[tuple[str, list[tuple[int, bool, float]], bool]]
+ORDERS = given(st.integers(2, 4), st.lists(st.tuples(HAPPENS, ACTS, st.booleans()), max_size=6))
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.integers(2, 4), st.lists(st.tuples(HAPPENS, ACTS, st.booleans()), max_size=6))
-def test_all_that_are_left_meet_at_one_store(
-    count: int, history: list[tuple[str, list[tuple[int, bool, float]], bool]]
-) -> None:
+@ORDERS
+def test_all_that_are_left_meet_at_one_store(count: int, history: History) -> None:
+    assert_all_meet(count, history)
+
+
+@pytest.mark.long
+@settings(max_examples=20_000, deadline=None)
+@ORDERS
+def test_so_they_do_in_many_more_orders(count: int, history: History) -> None:
+    assert_all_meet(count, history)
+
+
+def assert_all_meet(count: int, history: History) -> None:
     machine = Machine()
     for _ in range(count):
         machine.start()
