@@ -80,7 +80,7 @@ class Guests:
 
     def drain(self) -> None:
         """A loss: end all connections, once what has come is read. What a lost rank has sent last is here then."""
-        for thread, line in list(self._incoming.items()):
+        for thread, line in self._incoming.copy().items():
             _shut(line)
             thread.join(DRAINING)
 

@@ -133,7 +133,8 @@ class CallTable:
     def take_expired(self, now: float) -> tuple[list[tuple[int, Call]], float | None]:
         """The calls that have timed out, and the next deadline."""
         expired, following = [], None
-        for number, call in list(self._calls.items()):
+        # Not list(items()): each of its tuples may set off a collection, and other threads change the dict meanwhile.
+        for number, call in self._calls.copy().items():
             deadline = call.deadline
             if deadline is None:
                 continue
