@@ -83,14 +83,21 @@ class Lock:
     def abandon(self) -> None:
         self._lock = threading.Lock()
 
-    def __enter__(self) -> None:
+    def acquire(self, timeout: float = -1) -> bool:
+        """As of :class:`threading.Lock`; a negative ``timeout`` waits for ever."""
         abandon_in_child(self)
-        self._lock.acquire()
+        return self._lock.acquire(timeout=timeout)
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
         # In a child forked by the thread that holds it, it is free already.
         with contextlib.suppress(RuntimeError):
             self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def _register() -> None:

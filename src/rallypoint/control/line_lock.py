@@ -1,11 +1,11 @@
 """The lock of workers' lines: two who ask at a time would read each other's answers.
 
-A worker shows its stacks and tells its collectives over one line.
+A worker shows its stacks and tells its collectives over one line. A fork may start jobs of its own.
 """
 
 from __future__ import annotations
 
-import threading
+from rallypoint._core import forks
 
 
-LINES = threading.Lock()
+LINES = forks.Lock()

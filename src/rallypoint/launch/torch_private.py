@@ -177,9 +177,8 @@ def store_class() -> Any:
     spec = importlib.util.find_spec("torch")
     folders = spec and spec.submodule_search_locations
     if not folders or not importlib.machinery.PathFinder.find_spec("torch._C", folders):
-        return importlib.import_module(
-            "torch.distributed"
-        ).TCPStore  # or the error that says what is wrong
+        # No torch that we know: it, or the error that says what is wrong.
+        return importlib.import_module("torch.distributed").TCPStore
     torch: Any = types.ModuleType("torch")
     torch.__path__ = folders
     # The libraries register their classes below the second one.
