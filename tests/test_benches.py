@@ -21,6 +21,7 @@ LITTLE = {
     "checkpoints.py": ["--parameters", "100000", "--rounds", "1"],
     "collectives.py": QUICK,
     "elastic.py": QUICK,
+    "false_alarms.py": ["--minutes", "0.1"],
     "fuzz_records.py": ["--records", "1000"],
     "fuzz_rpc.py": ["--frames", "2000"],
     "hang_drill.py": ["--seeds", "1", "--only", "stuck read"],
