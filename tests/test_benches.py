@@ -43,6 +43,7 @@ LITTLE = {
     "soak_session_nodes.py": ["--faults", "4"],
     "soak_sessions.py": ["--faults", "3", "--workers", "2"],
     "strangers.py": QUICK,
+    "tracing.py": QUICK,
     "warm.py": QUICK,
     "watching.py": ["--turns", "1"],
 }

@@ -28,6 +28,7 @@ PACKAGES = [
             "rpc.autograd",
             "rpc.optim",
             "testing",
+            "tracing",
         )
     ),
 ]

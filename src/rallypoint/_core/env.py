@@ -17,6 +17,8 @@ KNOWN: Mapping[str, str] = {
     "PYTHON_EXEC": "the workers' interpreter; any other than rally's own implies --start-method exec",
     "LOGLEVEL": "log level of rally run itself (DEBUG, INFO, WARNING, ERROR); default WARNING",
     "RALLY_EVENTS": "a file for the job's events, as JSON lines ({host} and {pid} are replaced), or log",
+    "RALLY_TRACES": "an exporter of OpenTelemetry (otlp, console), by which spans are sent; --traces wins",
+    "TRACEPARENT": "the span of OpenTelemetry (W3C Trace Context) below which those of a traced job are",
     "NO_COLOR": "any value: no colour on terminals either",
     "RALLY_SECRET": "the job's secret, the same on all nodes, 16 bytes or more; --secret-file wins",
     "RALLY_SECRET_FILE": "a file with the job's secret (mode 0600); --secret-file and RALLY_SECRET win",

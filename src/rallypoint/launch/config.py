@@ -261,6 +261,7 @@ class LaunchConfig:
         on_hang: what else happens then.
         slow_after: seconds for which a rank must make the others wait before it is told to be slow; 0: never.
         metrics: where metrics are, or None.
+        traces: the exporter of OpenTelemetry that spans are sent by; empty: the job is not traced.
         progress: how the progress of the script is shown: ``auto``, ``lines`` or ``off``.
         step_timeout: seconds after which a worker of a session that the others wait for is ended and replaced; 0: never.
         master_addr: the host workers find their store at; None: ``localhost`` (one node) or this host.
@@ -311,6 +312,7 @@ class LaunchConfig:
     slow_after: float = 0.0
     progress: str = "off"
     metrics: MetricsPlace | None = None
+    traces: str = ""
     master_addr: str | None = None
     master_port: int | None = None
     local_addr: str | None = None

@@ -191,6 +191,7 @@ class Supervisor:
                     for _ in range(4):
                         self._reserve.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
                     self._server = self._start_server()
+                    self._observation.trace()
                     events.emit(
                         events.JobStarted(
                             run_id=config.rendezvous.run_id,
@@ -211,6 +212,7 @@ class Supervisor:
                         self._relay,
                         self._console,
                         self._payload_fd,
+                        self._observation.variables,
                     )
                     self._connect_parts()
                     return self._serve(received)

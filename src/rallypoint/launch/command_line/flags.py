@@ -274,6 +274,15 @@ FLAGS: tuple[Flag, ...] = (
         " address, *:9400 on all; or a file, which is written every 10 s",
     ),
     Flag(
+        name="--traces",
+        own=True,
+        metavar="EXPORTER",
+        env=False,
+        group=_LOGS,
+        help="send launch, rendezvous, recoveries and rpc calls as spans of OpenTelemetry: otlp (to"
+        " OTEL_EXPORTER_OTLP_ENDPOINT), console, or another exporter that is installed",
+    ),
+    Flag(
         name="--progress",
         own=True,
         metavar="HOW",

@@ -31,6 +31,7 @@ from rallypoint.launch.config import (
 from rallypoint.launch.placement import clusters
 from rallypoint.launch.placement.clusters import slurm
 from rallypoint.launch.placement.numa import NumaBinding
+from rallypoint.tracing import exporters
 
 from .flags import BY_NAME, Given, resolve
 from .nodes import is_range, nodes_from
@@ -57,6 +58,7 @@ _NODE_FLAGS = ("node_rank", "master_addr", "rdzv_endpoint", "standalone")
 # Of these flags an empty value means nothing, and torchrun does not have them: what was expected.
 _NEVER_EMPTY = {
     "metrics": "expected :PORT, HOST:PORT or a path",
+    "traces": "expected an exporter of OpenTelemetry, such as otlp or console",
     "secret_file": "expected a file",
     "bind": "expected an address of this machine, or *",
 }
@@ -127,6 +129,7 @@ def config_from(
         slow_after=values.seconds("slow_after"),
         progress=values.text("progress"),
         metrics=_metrics(values),
+        traces=_traces(values),
         master_addr=nodes.master_addr,
         master_port=nodes.master_port,
         local_addr=values["local_addr"] or None,
@@ -368,6 +371,16 @@ def _logs(values: Values) -> LogConfig:
 def _metrics(values: Values) -> MetricsPlace | None:
     text = values["metrics"]
     return MetricsPlace.parse(text, values.shown("metrics")) if text else None
+
+
+def _traces(values: Values) -> str:
+    """The flag, or ``RALLY_TRACES``."""
+    shown, name = exporters.VARIABLE, values.env.get(exporters.VARIABLE, "")
+    if values.is_set("traces"):
+        shown, name = values.shown("traces"), values.text("traces")
+    if name:
+        exporters.check(name, shown)
+    return name
 
 
 def _shutdown_timeout(values: Values) -> float:

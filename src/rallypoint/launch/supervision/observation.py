@@ -24,6 +24,8 @@ from rallypoint.launch.watching.job_history import JobHistory
 from rallypoint.launch.watching.job_questions import JobQuestions
 from rallypoint.launch.watching.metrics import FILE_INTERVAL, Metrics
 from rallypoint.launch.watching.slow_watch import SlowWatch
+from rallypoint.tracing import exporters, switch
+from rallypoint.tracing.span_log import SpanLog
 
 from .event_loop import EventLoop
 from .situation import Situation
@@ -75,9 +77,27 @@ class Observation:
         self._display: progress_display.Display | None = None
         self._control: ControlServer | None = None
         self._metrics: Metrics | None = None
+        self._spans: SpanLog | None = None
         self.log_folder: Path | None = None
         self.is_ready = False  # the fork server is
         self.spares: Callable[[], list[dict[str, Any]]] = list
+
+    def trace(self) -> None:
+        """Make spans of the events to come, if the job is traced.
+
+        Raises:
+            ConfigError: the exporter does not start.
+        """
+        if name := self._config.traces:
+            attributes = switch.resource_attributes(self._config.rendezvous.run_id)
+            provider = exporters.provider_for(name, "--traces", attributes)
+            self._spans = SpanLog(provider, self._env)
+
+    def variables(self) -> dict[str, str]:
+        """What workers that start now must have in their environment, to be seen as this job's."""
+        if self._spans is None:
+            return {}
+        return {exporters.VARIABLE: self._config.traces, **self._spans.variables()}
 
     def open(self) -> None:
         """Begin to answer, and to watch.
@@ -102,6 +122,9 @@ class Observation:
             self._control.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._spans is not None:
+            self._spans.close()
+            self._spans = None
 
     def serve(self, ready: Iterable[int]) -> None:
         """Serve those whose descriptors are ready."""

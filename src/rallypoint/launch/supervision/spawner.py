@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rallypoint._core import addresses, rank_watch, stack_line
@@ -31,6 +31,7 @@ class Spawner:
         relay: passes their output on.
         console: where their output is shown.
         payload_fd: function launches: a memory file with the pickled call.
+        variables: tells what else is in the environment of a worker that starts now.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Spawner:
         relay: Relay,
         console: Console,
         payload_fd: int | None,
+        variables: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._config = config
         self._env = env
@@ -48,6 +50,7 @@ class Spawner:
         self._relay = relay
         self._console = console
         self._payload_fd = payload_fd
+        self._variables = variables
 
     def spawn(
         self,
@@ -202,7 +205,11 @@ class Spawner:
         if self._config.templates:
             args = worker_env.fill_in(self._config.job.args, ranks, facts.generation)
         return {
-            "env": {**network, **worker_env.worker_env(self._env, ranks, facts, error_file)},
+            "env": {
+                **network,
+                **self._variables(),
+                **worker_env.worker_env(self._env, ranks, facts, error_file),
+            },
             "cpus": self._cpus_of(ranks),
             "args": args,
         }

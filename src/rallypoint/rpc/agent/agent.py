@@ -42,6 +42,7 @@ from rallypoint.rpc.threads.task_queue import TaskQueue
 from rallypoint.rpc.threads.thread_pool import Job, ThreadPool, waiting
 from rallypoint.rpc.trust import Trust
 from rallypoint.rpc.worker_info import WorkerInfo
+from rallypoint.tracing import switch
 from rallypoint.wire import transports
 from rallypoint.wire.transport import Address, Way
 
@@ -52,6 +53,7 @@ from .diagnostics import Diagnostics
 from .peer_monitor import PeerMonitor
 from .replies import Replies
 from .service import Service
+from .traced_caller import TracedCaller
 
 
 logger = logging.getLogger(__name__)
@@ -161,7 +163,9 @@ class Agent:
             self.tasks.later,
         )
         self.monitor = PeerMonitor(roster, connections, self.dialer, self.tasks)
-        self.caller = caller = self.caller_type(
+        is_traced = self.caller_type is Caller and switch.is_enabled()
+        caller_type = TracedCaller if is_traced else self.caller_type
+        self.caller = caller = caller_type(
             options, connections, replies, devices, pool, self.tasks, self.counters, self.made
         )
         self.diagnostics = diagnostics = Diagnostics(

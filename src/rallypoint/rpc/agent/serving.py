@@ -27,6 +27,7 @@ from rallypoint.rpc.connections.messages import (
     FLAG_FOREIGN,
     FLAG_PACKED,
     FLAG_REFS,
+    FLAG_TRACED,
     FLAG_TRACKED,
     GIVEN_UP,
     ITEM,
@@ -58,6 +59,7 @@ from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.remote_error import describe, traceback_text
 
+from . import traced_calls
 from .call_errors import as_value, forget_our_frames, translated, wrong_return_type
 from .counters import is_own
 
@@ -255,6 +257,9 @@ class Request:
         if frame.flags & FLAG_TRACKED:
             context_id, content = content
             self.context = self._worker.contexts.arriving(context_id, self._incoming.peer.id)
+        traced = frame.flags & FLAG_TRACED
+        if traced:
+            headers, content = content
         if frame.flags & FLAG_PACKED:
             content = unpacked(content, buffers, self._incoming.peer.id)
         elif frame.flags & FLAG_FOREIGN:
@@ -265,7 +270,10 @@ class Request:
                 )
             content = read_foreign(content)
         if allowed is not None and frame.kind <= STREAM and frame.kind not in _FETCHES:
-            return allowed.call(content)
+            content = allowed.call(content)
+        if traced:
+            caller, is_stream = self._incoming.peer.name, frame.kind == STREAM
+            return traced_calls.below(headers, content, caller, is_stream=is_stream)
         return content
 
     def _execute(self, *, later: bool) -> None:

@@ -61,4 +61,5 @@ TORCH_NAMES: dict[Kind, str] = {
 FLAG_REFS = 2  # has references or shared GPU memory: must be unpickled even if the result is no longer wanted
 FLAG_PACKED = 4  # arguments or result are a tuple of plain tensors (tensors.pack)
 FLAG_TRACKED = 8  # part of a context of autograd, whose id is beside the content
+FLAG_TRACED = 16  # headers of W3C Trace Context are beside the content
 FLAG_FOREIGN = 1  # pickled by a pickler that user code installed

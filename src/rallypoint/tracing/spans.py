@@ -1,0 +1,105 @@
+"""Spans around code that runs: where they belong, and how they fail. Needs OpenTelemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry import context as contexts, trace
+from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from rallypoint._core import env as environment
+
+
+# Characters of an error's message that a span keeps.
+LONGEST_MESSAGE = 1000
+
+_words = TraceContextTextMapPropagator()
+# Variables of the environment, and their names as headers.
+_VARIABLES = {"TRACEPARENT": "traceparent", "TRACESTATE": "tracestate"}
+
+
+def surroundings() -> contexts.Context:
+    """Where a span of this thread belongs: below the current one, else below the process's own place in a trace."""
+    current = contexts.get_current()
+    if trace.get_current_span(current).get_span_context().is_valid:
+        return current
+    return outside(environment.snapshot())
+
+
+def outside(env: Mapping[str, str]) -> contexts.Context:
+    """A process's place in a trace, as who started it has told it (W3C Trace Context in variables)."""
+    return below({header: env[name] for name, header in _VARIABLES.items() if name in env})
+
+
+def variables(context: contexts.Context) -> dict[str, str]:
+    """What a process finds in its environment whose spans belong below the span of ``context``."""
+    found = headers(context)
+    return {name: found[header] for name, header in _VARIABLES.items() if header in found}
+
+
+def below(headers: Any) -> contexts.Context:
+    """The context that headers of W3C Trace Context tell; that of a new trace if they are not such headers."""
+    if not isinstance(headers, Mapping) or not all(
+        isinstance(each, str) for each in headers.values()
+    ):
+        headers = {}
+    return _words.extract(headers, contexts.get_current())
+
+
+def headers(context: contexts.Context) -> dict[str, str]:
+    """Headers of W3C Trace Context for the span of ``context``."""
+    found: dict[str, str] = {}
+    _words.inject(found, context)
+    return found
+
+
+def note_error(span: Span, error: BaseException) -> None:
+    """The span's work has failed."""
+    span.set_attribute("error.type", type(error).__qualname__)
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001  its class is the user's
+        message = ""
+    span.set_status(Status(StatusCode.ERROR, message[:LONGEST_MESSAGE]))
+
+
+# Classes, not functions with a decorator of contextlib: that assigns the traceback of what passes through, which the
+# exceptions of a user may forbid.
+
+
+class Ending:
+    """A block that ends a span, and notes its error.
+
+    Args:
+        span: which has begun.
+    """
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        # With GeneratorExit, who reads the items wants no more.
+        if error is not None and not isinstance(error, GeneratorExit):
+            note_error(self._span, error)
+        self._span.end()
+
+
+class Attached:
+    """A block in which a context is the current one of this thread or task.
+
+    Args:
+        context: the context.
+    """
+
+    def __init__(self, context: contexts.Context) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = contexts.attach(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        contexts.detach(self._token)
