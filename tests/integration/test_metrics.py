@@ -93,3 +93,50 @@ def test_in_a_file(tmp_path: Path) -> None:
     shown = values(path.read_text())
     assert shown["rally_world_size", ""] == 1 and shown["rally_restarts_total", ""] == 0
     assert os.listdir(tmp_path) and not list(tmp_path.glob("job.prom.*"))
+
+
+CALLS = """
+import os, threading
+from rallypoint import rpc
+def answer(): return 42
+def fail(): raise ValueError("no")
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+if rank == 0:
+    for _ in range(50):
+        rpc.rpc_sync("w1", answer)
+    try:
+        rpc.rpc_sync("w1", fail)
+    except ValueError:
+        pass
+threading.Event().wait()
+"""
+
+
+def test_rpc_calls_are_counted(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CALLS)
+    words = ["--nproc-per-node", "2", "--metrics", ":0", str(script)]
+    job = Popen([RALLY, "run", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in job.stderr:
+            if found := re.search(r"metrics are on port (\d+)", line):
+                break
+        shown: dict[tuple[str, str], float] = {}
+        deadline = time.monotonic() + PATIENCE
+        # The package's own calls may be among them.
+        while shown.get(("rally_rpc_served_calls_total", "1"), 0) < 51:
+            assert time.monotonic() < deadline, shown
+            time.sleep(0.2)
+            text = urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/metrics").read().decode()
+            shown = values(text)
+        assert shown["rally_rpc_made_calls_total", "0"] >= 51
+        assert shown["rally_rpc_failed_calls_total", "1"] == 1
+        assert (
+            shown["rally_rpc_calls_in_progress", "0"] == shown["rally_rpc_queue_length", "1"] == 0
+        )
+        assert shown["rally_rpc_sent_bytes_total", "0"] > 51 * 8
+        assert shown["rally_rpc_serving_seconds_bucket", "1"] >= 51  # the last one, up to +Inf
+    finally:
+        job.terminate()
+        job.communicate(timeout=PATIENCE)

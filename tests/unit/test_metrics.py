@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from rallypoint._core import call_counts, shared_page
 from rallypoint.control.metrics import openmetrics
 from rallypoint.control.metrics.openmetrics import Counts
 from rallypoint.errors import ConfigError
@@ -51,7 +54,7 @@ def status(**more: Any) -> dict[str, Any]:
 
 def used(**more: Any) -> dict[str, Any]:
     usual = {"rank": 0, "pid": 5, "cpu": 2.0, "memory": 1 << 20, "threads": 3, "children": 0}
-    return {**usual, "collectives": None, "slowness": None, **more}
+    return {**usual, "collectives": None, "slowness": None, "calls": None, **more}
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -62,7 +65,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
             own = {
                 key: value
                 for key, value in each.labels.items()
-                if key in {"rank", "kind", "state", "name"}
+                if key in {"rank", "kind", "state", "name", "le"}
             }
             assert each.labels["run"] is not None
             key = each.name, ",".join(own.values())
@@ -89,6 +92,60 @@ def test_prometheus_reads_them() -> None:
     assert broken != broken
     assert found["rally_worker_memory_bytes", "0"] == 1 << 20
     assert ("rally_worker_collectives", "0") not in found
+    assert not [name for name, _ in found if name.startswith("rally_rpc")]
+
+
+def test_rpc_calls() -> None:
+    calls = dict.fromkeys(call_counts.NUMBERS, 3) | {"latencies": [2, 0, 1], "bounds": [1e-5, 0.5]}
+    found = samples(openmetrics.text(status(), [used(calls=calls)], Counts(), "0.1.0"))
+    assert found["rally_rpc_made_calls_total", "0"] == 3
+    assert found["rally_rpc_queue_length", "0"] == 3
+    assert found["rally_rpc_sent_bytes_total", "0"] == 3
+    buckets = [value for (name, _), value in found.items() if name.endswith("seconds_bucket")]
+    assert buckets == [2, 2, 3]
+
+
+COUNTS = dict.fromkeys(call_counts.NUMBERS, 1) | {"latencies": [0, 1], "bounds": [0.5]}
+
+
+def test_what_a_worker_counts_of_its_calls_is_read() -> None:
+    fd = os.memfd_create(call_counts.NAME)
+    try:
+        os.ftruncate(fd, shared_page.SIZE)
+        assert call_counts.read(fd) is None
+        with mmap.mmap(fd, shared_page.SIZE) as memory:
+            call_counts.write(memory, COUNTS)
+        assert call_counts.read(fd) == COUNTS
+        assert shared_page.is_page(fd, call_counts.NAME)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b"\xff",
+        *(
+            json.dumps(COUNTS | changed).encode()
+            for changed in (
+                *({"made": "3"}, {"made": -1}, {"made": None}, {"queue": True}),
+                *({"latencies": [1]}, {"latencies": ["1", 1]}, {"bounds": 3}),
+                {"latencies": [0] * 100, "bounds": [0.5] * 99},
+            )
+        ),
+    ],
+)
+def test_what_else_a_script_writes_there_is_nothing(content: bytes) -> None:
+    fd = os.memfd_create(call_counts.NAME)
+    try:
+        os.ftruncate(fd, shared_page.SIZE)
+        with mmap.mmap(fd, shared_page.SIZE) as memory:
+            shared_page.write(memory, content)
+        assert call_counts.read(fd) is None
+    finally:
+        os.close(fd)
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:

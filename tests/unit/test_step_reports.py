@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 import rallypoint
-from rallypoint._core import step_reports
-from rallypoint._core.step_reports import BY_LOOP, BY_SCRIPT, BY_SESSION, NAME, SIZE, Reporter
+from rallypoint._core import shared_page, step_reports
+from rallypoint._core.shared_page import SIZE
+from rallypoint._core.step_reports import BY_LOOP, BY_SCRIPT, BY_SESSION, NAME, Reporter
 from rallypoint.control.tables import step_words
 from rallypoint.launch.output.progress_display import Lines
 
@@ -39,7 +40,7 @@ def test_what_is_written_is_read(fd: int) -> None:
     assert list(found.metrics) == ["loss", "a b"]
     facts = found.facts(102.0)
     assert facts["metrics"] == {"loss": 0.5, "a b": "nan"} and facts["seconds_ago"] == 1.0
-    assert step_reports.is_memory(fd) and not step_reports.is_memory(0)
+    assert shared_page.is_page(fd, NAME) and not shared_page.is_page(0, NAME)
 
 
 @given(st.binary(max_size=200), st.integers(0, 100))

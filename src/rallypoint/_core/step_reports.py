@@ -1,7 +1,6 @@
 """The step that a worker is in, as it says itself: numbers in memory that its supervisor reads without asking.
 
-The memory is an anonymous file of one page. The worker makes it when it reports its first step, and sends its supervisor the
-descriptor. From then on a report is a write to that memory: no system call, no lock, nobody to wait for.
+The worker shares a page of memory when it reports its first step (:mod:`.shared_page`). From then on a report is a write to it.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ import math
 import mmap
 import os
 import struct
-import zlib
 from typing import Any, NamedTuple, SupportsFloat, SupportsInt
 
-from . import clock, supervisor_line
+from . import clock, shared_page
 
 
-# How descriptors of such memory are told from others that come over the same socket.
+# The name of the page.
 NAME = "rally-steps"
-SIZE = 4096
 # A name is cut after so many bytes; metrics beyond the limit are left out: everything fits in the page.
 MAX_METRICS, MAX_NAME = 16, 40
 # Seconds after which a step counts for 1/e in the rate.
@@ -27,8 +24,6 @@ MEMORY = 20.0
 LATE, LATE_SECONDS = 3.0, 10.0
 # Who reports: whoever knows more about the script than the one before. join.batches, a session, the script itself.
 BY_LOOP, BY_SESSION, BY_SCRIPT = 1, 2, 3
-# Length of the rest and its checksum: the reader may come in the middle of a write.
-_HEAD = struct.Struct("=II")
 # Step, total (-1: unknown), when on this host's monotonic clock, steps and seconds of the rate, number of metrics.
 _BODY = struct.Struct("=qqdddI")
 
@@ -75,28 +70,10 @@ class Steps(NamedTuple):  # importing dataclasses would take longer than this pa
         }
 
 
-def is_memory(fd: int) -> bool:
-    """Whether a descriptor that a worker has sent is of this kind."""
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{NAME} ")
-    except OSError:
-        return False
-
-
 def read(fd: int) -> Steps | None:
     """What a worker has reported; None if that is nothing, or not readable just now."""
-    for _ in range(3):  # it may be writing
-        try:
-            data = os.pread(fd, SIZE, 0)
-        except OSError:
-            return None
-        if len(data) < _HEAD.size:
-            return None
-        length, checksum = _HEAD.unpack_from(data)
-        body = data[_HEAD.size : _HEAD.size + length]
-        if len(body) == length >= _BODY.size and zlib.crc32(body) == checksum:
-            return _parsed(body)
-    return None
+    content = shared_page.read(fd)
+    return None if content is None or len(content) < _BODY.size else _parsed(content)
 
 
 def _parsed(body: bytes) -> Steps | None:
@@ -119,7 +96,7 @@ class Reporter:
     """The worker's side.
 
     Args:
-        memory: :data:`SIZE` bytes.
+        memory: the page.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -157,7 +134,7 @@ class Reporter:
         )
         if names:
             body += struct.pack(f"={len(names)}d", *metrics.values()) + self._names
-        self._memory[: _HEAD.size + len(body)] = _HEAD.pack(len(body), zlib.crc32(body)) + body
+        shared_page.write(self._memory, body)
 
 
 def _name(text: str) -> bytes:
@@ -230,30 +207,8 @@ def _current() -> Reporter | None:
     reporter = _reporter
     if reporter is not None and reporter.pid == os.getpid():
         return reporter
-    line = supervisor_line.held()
-    if line is None:
-        return None
-    try:
-        memory = _shared(line)
-    except OSError:  # no descriptor is left, or the supervisor is gone
+    memory = shared_page.share(NAME)
+    if memory is None:
         return None
     _reporter = Reporter(memory)
     return _reporter
-
-
-def _shared(line: int) -> mmap.mmap:
-    """Memory that the supervisor has the descriptor of."""
-    import socket  # not needed to import this package
-
-    # With a default time-out, a socket object makes the descriptor non-blocking for all.
-    blocks = os.get_blocking(line)
-    fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, SIZE)
-        memory = mmap.mmap(fd, SIZE)
-        with socket.socket(fileno=os.dup(line)) as end:
-            socket.send_fds(end, [b'{"kind": "kept steps"}\n'], [fd], socket.MSG_DONTWAIT)
-    finally:
-        os.close(fd)
-        os.set_blocking(line, blocks)
-    return memory

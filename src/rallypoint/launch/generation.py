@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint import events
-from rallypoint._core import addresses, clock, step_reports
+from rallypoint._core import addresses, call_counts, clock, shared_page, step_reports
 
 from .output import oom
 from .output.failure import Raised, WorkerFailure, parse_line_from_worker
@@ -75,6 +75,7 @@ class Worker:
     collectives: tuple[Any, ...] = ()
     memory_fd: int | None = None
     steps_fd: int | None = None
+    calls_fd: int | None = None
     status: int | None = None
     ended_at: float = 0.0
 
@@ -95,8 +96,10 @@ class Worker:
                 self.said += data
 
     def _hold_memory(self, fd: int) -> None:
-        if step_reports.is_memory(fd):
+        if shared_page.is_page(fd, step_reports.NAME):
             held, self.steps_fd = self.steps_fd, fd
+        elif shared_page.is_page(fd, call_counts.NAME):
+            held, self.calls_fd = self.calls_fd, fd
         else:
             held, self.memory_fd = self.memory_fd, fd
         if held is not None:
@@ -140,6 +143,10 @@ class Worker:
         found = None if self.steps_fd is None else step_reports.read(self.steps_fd)
         return None if found is None else found.facts(clock.MONOTONIC.now())
 
+    def calls(self) -> dict[str, Any] | None:
+        """What it has counted of its rpc calls, if it is a member of a group."""
+        return None if self.calls_fd is None else call_counts.read(self.calls_fd)
+
     def result(self) -> bytes:
         """The result of a function launch, from the worker's memory file."""
         if self.result_fd is None:
@@ -168,6 +175,9 @@ class Worker:
         if self.steps_fd is not None:
             os.close(self.steps_fd)
             self.steps_fd = None
+        if self.calls_fd is not None:
+            os.close(self.calls_fd)
+            self.calls_fd = None
         if self.result_fd is not None:
             os.close(self.result_fd)
             self.result_fd = None

@@ -35,6 +35,14 @@ FIRST_LOOK, LONGEST_LOOK = 0.01, 0.2
 MAX_COUNT = 1_000_000
 
 
+_operations = 0
+
+
+def operations() -> int:
+    """How many operations this process has asked stores for. It may miss one."""
+    return _operations
+
+
 class RecordStore:
     """One connection's view of one job's records. Calls block as the store's do.
 
@@ -48,6 +56,11 @@ class RecordStore:
         self._codec = codec
         self._mentioned: set[str] = set()
         self.operations = 0
+
+    def _count(self) -> None:
+        global _operations  # noqa: PLW0603  of this process
+        _operations += 1
+        self.operations += 1
 
     @property
     def store(self) -> Store:
@@ -68,7 +81,7 @@ class RecordStore:
         """Put a record if there is none; returns the present body."""
         for name in _names(key):
             full = self.full(name)
-            self.operations += 1
+            self._count()
             held = self._unpack(full, self._store.put_new(full, self._codec.pack(full, body)))
             if held is not None:
                 return held
@@ -80,7 +93,7 @@ class RecordStore:
         wanted, expected = self._codec.pack(full, body), b""
         if isinstance(self._store, ComparingStore):
             for _ in range(MAX_REPLACED):
-                self.operations += 1
+                self._count()
                 raw = self._store.compare_set(full, expected, wanted)
                 held = self._unpack(full, raw)
                 if held is not None:
@@ -91,7 +104,7 @@ class RecordStore:
 
     def write(self, key: str, body: Mapping[str, Any]) -> None:
         full = self.full(key)
-        self.operations += 1
+        self._count()
         self._store.set(full, self._codec.pack(full, body))
 
     def improve(
@@ -107,14 +120,14 @@ class RecordStore:
         """
         store, full = self._store, self.full(key)
         assert isinstance(store, ComparingStore)
-        self.operations += 1
+        self._count()
         (raw,) = store.get_many([full])
         for _ in range(MAX_REPLACED):
             body = better(None if raw is None else self._unpack(full, raw))
             if body is None:
                 return
             wanted = self._codec.pack(full, body)
-            self.operations += 1
+            self._count()
             held = store.compare_set(full, raw or b"", wanted)
             if held == wanted:
                 return
@@ -127,7 +140,7 @@ class RecordStore:
         deadline = Deadline(timeout)
         for name in _names(key):
             full = self.full(name)
-            self.operations += 1
+            self._count()
             try:
                 body = self._unpack(full, self._store.get(full, deadline.remaining() or 0.0))
             except TimeoutError:
@@ -146,7 +159,7 @@ class RecordStore:
     def look(self, keys: Sequence[str]) -> list[dict[str, Any] | None]:
         """The bodies as they are now; None where there is none."""
         names = [self.full(key) for key in keys]
-        self.operations += 1
+        self._count()
         found: list[dict[str, Any] | None] = []
         for key, name, data in zip(keys, names, self._store.get_many(names), strict=True):
             body = None if data is None else self._unpack(name, data)
@@ -158,14 +171,14 @@ class RecordStore:
     def peek(self, key: str) -> dict[str, Any] | None:
         """As :meth:`look` for one key that no node waits for, in one round trip."""
         full = self.full(key)
-        self.operations += 1
+        self._count()
         data = self._store.peek(full)
         body = None if data is None else self._unpack(full, data)
         return self._look_further(key) if data is not None and body is None else body
 
     def _look_further(self, key: str) -> dict[str, Any] | None:
         names = [self.full(name) for name in _names(key)[1:]]
-        self.operations += 1
+        self._count()
         for full, data in zip(names, self._store.get_many(names), strict=True):
             if data is None:
                 return None
@@ -182,7 +195,7 @@ class RecordStore:
                 return count
         for _ in range(MAX_REPLACED):
             # Two nodes may do this at once and one loses its count: no decision rests on a counter alone.
-            self.operations += 1
+            self._count()
             self._store.delete(names[-1])
             if (count := self._add(names[-1])) is not None:
                 return count
@@ -190,7 +203,7 @@ class RecordStore:
 
     def _add(self, full: str) -> int | None:
         """Add 1; None if the key does not hold a count."""
-        self.operations += 1
+        self._count()
         try:
             count = self._store.add(full, 1)
         except StoreSilent:
@@ -215,7 +228,7 @@ class RecordStore:
         """A counter's value; 0 if it does not exist, or every name of it holds something else."""
         for name in _names(key):
             full = self.full(name)
-            self.operations += 1
+            self._count()
             (data,) = self._store.get_many([full])
             number = 0 if data is None else _number(data)
             if number is not None and 0 <= number <= MAX_COUNT:
@@ -224,7 +237,7 @@ class RecordStore:
         return 0
 
     def delete(self, key: str) -> None:
-        self.operations += 1
+        self._count()
         self._store.delete(self.full(key))
 
     def _unpack(self, full: str, data: bytes) -> dict[str, Any] | None:

@@ -18,12 +18,14 @@ class Counts:
     Args:
         failures: of workers, by kind.
         hangs: how often the job was told to hang.
+        store_operations: of this node's supervisor.
     """
 
     failures: dict[str, int] = field(
         default_factory=lambda: {"exception": 0, "exit_code": 0, "signal": 0}
     )
     hangs: int = 0
+    store_operations: int = 0
     _cpu: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def note_end(self, *, signal: int | None, error: str) -> None:
@@ -60,7 +62,7 @@ class _Text:
     def family(
         self,
         name: str,
-        kind: Literal["gauge", "counter", "info"],
+        kind: Literal["gauge", "counter", "histogram", "info"],
         help_text: str,
         samples: Iterable[tuple[Labels, float]],
         unit: str = "",
@@ -72,7 +74,8 @@ class _Text:
         if unit:
             self.lines.append(f"# UNIT {name} {unit}")
         self.lines.append(f"# HELP {name} {help_text}")
-        suffix = {"counter": "_total", "info": f"_{kind}"}.get(kind, "")
+        endings = {"counter": "total", "histogram": "bucket", "info": "info"}
+        suffix = f"_{endings[kind]}" if kind in endings else ""
         for labels, value in samples:
             told = ",".join(f'{key}="{_escaped(str(text))}"' for key, text in labels.items())
             usual = ",".join(f'{key}="{_escaped(str(text))}"' for key, text in self._usual.items())
@@ -126,6 +129,7 @@ def text(
     for name, help_text, value in (
         ("rally_restarts", "Restarts of all workers.", status["restarts"]),
         ("rally_replaced_workers", "Workers replaced in sessions.", status["replaced"]),
+        ("rally_store_operations", "Asked of the job's store.", counts.store_operations),
         ("rally_hangs", "How often the job was told to hang, by node 0.", counts.hangs),
     ):
         out.family(name, "counter", help_text, [(none, value)])
@@ -138,6 +142,7 @@ def text(
     counted = [({"state": state}, count) for state, count in states.items()]
     out.family("rally_workers", "gauge", "Workers of this node.", counted)
     _add_usage(out, workers, counts)
+    _add_calls(out, workers)
     _add_slowness(out, workers)
     _add_progress(out, status["workers"])
     return "\n".join([*out.lines, "# EOF", ""])
@@ -156,6 +161,36 @@ def _add_usage(out: _Text, workers: list[Mapping[str, Any]], counts: Counts) -> 
     ):
         samples = [({"rank": each["rank"]}, each[key]) for each in workers if each[key] is not None]
         out.family(name, "gauge", help_text, samples, unit)
+
+
+def _add_calls(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:
+    found = [(each["rank"], each["calls"]) for each in workers if each.get("calls") is not None]
+
+    def values(key: str) -> list[tuple[Labels, float]]:
+        return [({"rank": rank}, each[key]) for rank, each in found]
+
+    for key, name, unit, help_text in (
+        ("made", "rally_rpc_made_calls", "", "Calls and messages to other workers."),
+        ("served", "rally_rpc_served_calls", "", "Answered calls of other workers."),
+        ("failed", "rally_rpc_failed_calls", "", "Answered calls that raised."),
+        ("bytes_sent", "rally_rpc_sent_bytes", "bytes", "Over connections, without shared memory."),
+        ("bytes_received", "rally_rpc_received_bytes", "bytes", "The same."),
+    ):
+        out.family(name, "counter", help_text, values(key), unit)
+    for key, name, help_text in (
+        ("in_progress", "rally_rpc_calls_in_progress", "Made, and not answered yet."),
+        ("being_served", "rally_rpc_calls_being_served", "Of other workers."),
+        ("queue", "rally_rpc_queue_length", "Calls of other workers that wait for a thread."),
+    ):
+        out.family(name, "gauge", help_text, values(key))
+    buckets: list[tuple[Labels, float]] = []
+    for rank, each in found:
+        total = 0
+        for bound, count in zip([*each["bounds"], float("inf")], each["latencies"], strict=True):
+            total += count
+            buckets.append(({"rank": rank, "le": _number(float(bound))}, total))
+    name = "rally_rpc_serving_seconds"
+    out.family(name, "histogram", "From arrival to answer.", buckets, "seconds")
 
 
 def _add_slowness(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from rallypoint.control.metrics.metrics_server import MetricsServer
 from rallypoint.errors import ConfigError
 from rallypoint.launch.config import MetricsPlace
 from rallypoint.launch.generation import Worker
+from rallypoint.rendezvous import record_store
 
 from .job_questions import collectives
 
@@ -89,6 +90,7 @@ class Metrics:
                     "rank": each.ranks.rank,
                     "pid": each.pid,
                     "collectives": collectives(each),
+                    "calls": each.calls(),
                     "slowness": slowness.get(each.ranks.rank),
                     **usage.usage(each.pid),
                 }
@@ -96,6 +98,7 @@ class Metrics:
                 if each.pid and each.status is None
             ]
             version = rallypoint.__version__
+            self._counts.store_operations = record_store.operations()
             self._text = openmetrics.text(self._status(), used, self._counts, version)
             self._at = clock.MONOTONIC.now()
         return self._text

@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from rallypoint import events
-from rallypoint._core import forks
+from rallypoint._core import call_counts, forks
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc import interruptions
 from rallypoint.rpc.autograd.context import CURRENT
@@ -47,7 +47,8 @@ from rallypoint.wire import transports
 from rallypoint.wire.transport import Address, Way
 
 from .caller import Caller
-from .counters import Counters, Tally
+from .count_reports import CountReports
+from .counters import BOUNDS, Counters, Tally
 from .devices import PeerDevices, PeerPickler
 from .diagnostics import Diagnostics
 from .peer_monitor import PeerMonitor
@@ -172,6 +173,7 @@ class Agent:
             connections, pool, service.loop, options.num_worker_threads
         )
 
+        self.reports = CountReports(self.tasks, self._counts)
         self.me = roster.me
         self.incarnation = roster.incarnation
         self.skipped = self.acceptor.skipped
@@ -238,6 +240,7 @@ class Agent:
         self._pool.start()
         if isinstance(self.group, DynamicGroup):
             self.group.on_leave(self.monitor.left)
+        self.reports.start()
         events.emit(events.AgentStarted(worker=self.me.name, id=self.me.id))
 
     def close(self, timeout: float = 5.0) -> None:
@@ -245,6 +248,7 @@ class Agent:
 
         Functions that are still running cannot be interrupted; their results are dropped.
         """
+        self.reports.close()
         connections = self.connections
         left = connections.stop()
         if left is None:
@@ -324,6 +328,17 @@ class Agent:
             self.acceptor.expire(now),
         )
         return min((each for each in found if each is not None), default=None)
+
+    def _counts(self) -> dict[str, Any]:
+        counters = self.counters
+        return {
+            "made": counters.sent,
+            "served": counters.served,
+            "failed": counters.failed,
+            **self.diagnostics.numbers(),
+            call_counts.LATENCIES: counters.latencies,
+            call_counts.BOUNDS: BOUNDS,
+        }
 
     # -- timeouts, and torch's names ----------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rallypoint._core.clock import Deadline
@@ -9,8 +10,27 @@ from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.threads.thread_pool import ThreadPool
+from rallypoint.wire.line import Line
 
 from .coroutine_loop import CoroutineLoop
+
+
+class Traffic:
+    """Bytes over connections that come and go: sums that never fall."""
+
+    def __init__(self) -> None:
+        self._sent = self._received = 0
+        self._known: dict[Line, tuple[int, int]] = {}
+
+    def note(self, lines: Iterable[Line]) -> tuple[int, int]:
+        """The bytes sent and received so far. Of a connection that has ended, those since the last call are lost."""
+        known, self._known = self._known, {}
+        for line in lines:
+            sent, received = known.get(line, (0, 0))
+            self._known[line] = now = line.bytes_sent, line.bytes_received
+            self._sent += now[0] - sent
+            self._received += now[1] - received
+        return self._sent, self._received
 
 
 class Diagnostics:
@@ -27,6 +47,7 @@ class Diagnostics:
         self._pool = pool
         self._loop = loop
         self._num_threads = num_threads
+        self._traffic = Traffic()
 
     def is_idle(self) -> bool:
         """Whether no call is in progress, in either direction."""
@@ -71,6 +92,19 @@ class Diagnostics:
                 sum(len(each.active) for each in self._connections.all_incoming())
             ),
             "agent.server_active_async_calls": str(self._loop.count()),
+        }
+
+    def numbers(self) -> dict[str, int]:
+        """Calls in progress and in the queue, and bytes over connections so far."""
+        outgoing, incoming = self._connections.all_outgoing(), self._connections.all_incoming()
+        lines = [each.line for each in outgoing] + [each.line for each in incoming]
+        sent, received = self._traffic.note(lines)
+        return {
+            "in_progress": sum(len(each.calls) for each in outgoing),
+            "being_served": sum(len(each.active) for each in incoming),
+            "queue": self.queue(),
+            "bytes_sent": sent,
+            "bytes_received": received,
         }
 
     def peers(self) -> list[dict[str, Any]]:
