@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import ControlError
+from rallypoint.launch.watching import hang_watch
 from rallypoint.launch.watching.hang_watch import HangWatch
 
 
@@ -106,3 +107,32 @@ def test_a_node_whose_workers_have_ended_asks_the_others(workers: list[Any]) -> 
         hang.look(workers, SimpleNamespace(node_rank=0, generation=0), asked)  # type: ignore[arg-type]
         time.sleep(hang.interval)
     assert "ranks 0, 1 have ended" in said[0]
+
+
+def test_long_steps_are_waited_for(workers: list[Any]) -> None:
+    step = 0.1
+    for each in workers:
+        each.progress = lambda: {"rate": 1 / step}
+    workers[1].progress = lambda: None  # it has reported nothing yet
+    asked = Asked(lambda: {"processes": [], "ended": [], "moving": False})
+    hang = HangWatch(AFTER, str, 10)
+    ready = SimpleNamespace(node_rank=0, generation=0)
+    began = time.monotonic()
+    while not asked.times:
+        assert time.monotonic() < began + PATIENCE
+        hang.look(workers, ready, asked)  # type: ignore[arg-type]
+        time.sleep(hang.interval)
+    assert asked.times[0] - began >= 10 * step
+
+
+def test_epochs_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, workers: list[Any]) -> None:
+    monkeypatch.setattr(hang_watch, "MOST", 3 * AFTER)
+    for each in workers:
+        each.progress = lambda: {"rate": 1e-5}
+    asked = Asked(lambda: {"processes": [], "ended": [], "moving": False})
+    hang = HangWatch(AFTER, str, 10)
+    deadline = time.monotonic() + PATIENCE
+    while not asked.times:
+        assert time.monotonic() < deadline
+        hang.look(workers, SimpleNamespace(node_rank=0, generation=0), asked)  # type: ignore[arg-type]
+        time.sleep(hang.interval)

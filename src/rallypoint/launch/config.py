@@ -258,6 +258,7 @@ class LaunchConfig:
         loss_window: see there.
         spares: how many more processes run up to the session and wait there for a rank, on each node.
         hang_after: seconds without any movement after which a job is told to hang; 0: never.
+        hang_after_steps: and at least so many of the usual steps, if the script reports them, up to ten minutes.
         on_hang: what else happens then.
         slow_after: seconds for which a rank must make the others wait before it is told to be slow; 0: never.
         metrics: where metrics are, or None.
@@ -308,6 +309,7 @@ class LaunchConfig:
     spares: int = 0
     step_timeout: float = 0.0
     hang_after: float = 0.0
+    hang_after_steps: int = 0
     on_hang: OnHang = OnHang.TELL
     slow_after: float = 0.0
     progress: str = "off"

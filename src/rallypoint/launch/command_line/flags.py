@@ -143,7 +143,7 @@ FLAGS: tuple[Flag, ...] = (
         env=False,
         group=_RESTART,
         help="if no worker has done anything for S seconds and some wait in a collective, print where each of them is"
-        " (0: never)",
+        " (0: never); by default also for ten of the steps that the script reports, up to ten minutes",
     ),
     Flag(
         name="--on-hang",

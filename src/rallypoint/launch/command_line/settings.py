@@ -125,6 +125,7 @@ def config_from(
         spares=values.integer("spares", least=0),
         step_timeout=values.seconds("step_timeout"),
         hang_after=values.seconds("hang_after"),
+        hang_after_steps=0 if values.is_set("hang_after") else 10,
         on_hang=OnHang(values["on_hang"] or OnHang.TELL),
         slow_after=values.seconds("slow_after"),
         progress=values.text("progress"),

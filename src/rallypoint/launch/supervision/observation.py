@@ -72,7 +72,9 @@ class Observation:
         self._began = clock.MONOTONIC.now()
         self._history = JobHistory()
         self._questions = JobQuestions(coordination, self._still, self._slowness)
-        self._hang_watch = HangWatch(config.hang_after, say) if config.hang_after else None
+        self._hang_watch: HangWatch | None = None
+        if config.hang_after:
+            self._hang_watch = HangWatch(config.hang_after, say, config.hang_after_steps)
         self._slow_watch = SlowWatch(config.slow_after, say) if config.slow_after else None
         self._display: progress_display.Display | None = None
         self._control: ControlServer | None = None

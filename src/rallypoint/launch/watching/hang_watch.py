@@ -27,6 +27,8 @@ from .stillness import Standstill, Stillness
 LOOKS = 4
 # If some workers work, the others may wait for so many times longer: an evaluation on one rank takes its time.
 LONGER = 3
+# Seconds of long steps. A script may count epochs.
+MOST = 600.0
 # How long the answers of other nodes, and stacks, may take.
 PATIENCE = 10.0
 # If nothing could be found out, look again after so many seconds at the most: a job may idle for hours with good reason.
@@ -46,11 +48,13 @@ class HangWatch:
     Args:
         after: seconds.
         say: prints for people.
+        steps: of the usual steps that workers report, at least so many must pass, but not more than :data:`MOST`.
     """
 
-    def __init__(self, after: float, say: Callable[[str], None]) -> None:
+    def __init__(self, after: float, say: Callable[[str], None], steps: int = 0) -> None:
         self._found: tuple[int, str] | None = None  # generation, and why
         self.interval = after / LOOKS
+        self._least, self._steps = after, steps
         self._after = after
         self._say = say
         self._stillness = Stillness()
@@ -79,6 +83,7 @@ class HangWatch:
             ask: asks all nodes.
         """
         workers = list(workers)
+        self._after = self._needed(workers)
         alive = [each for each in workers if each.status is None and each.pid]
         found = {each.ranks.rank: {"pid": each.pid, **usage.usage(each.pid)} for each in alive}
         still = self._stillness.look(clock.MONOTONIC.now(), found)
@@ -112,6 +117,14 @@ class HangWatch:
                 ready.generation, world_size, seconds, working, by_stacks, stacks
             )
         )
+
+    def _needed(self, workers: Iterable[Worker]) -> float:
+        """After how many seconds these workers hang."""
+        if not self._steps:
+            return self._least
+        rates = [found["rate"] for each in workers if (found := each.progress()) is not None]
+        usual = max((1 / rate for rate in rates if rate), default=0.0)
+        return max(self._least, min(self._steps * usual, MOST))
 
     def _begin(self, work: Callable[[], None]) -> None:
         threading.Thread(target=work, name="rally-hang", daemon=True).start()
