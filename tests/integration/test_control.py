@@ -509,7 +509,17 @@ def test_top_on_a_terminal_of_80_columns(job: Job) -> None:
         os.write(fd, b"x")
         del shown[:]
         wait_shown("q quit   r c m sort")
-        os.write(fd, b"q")
+        os.write(fd, b"\x1b[B\x1b[B")
+        wait_shown("of rank 1")
+        wait_shown("\x1b[7m   1 ")
+        os.write(fd, b"\x1b[As")
+        wait_shown("rank 0 (pid")
+        os.write(fd, b"x\x1b")
+        del shown[:]
+        wait_shown("l log")
+        os.write(fd, b"l")
+        wait_shown("any key: back")
+        os.write(fd, b"xq")
         wait_shown("\x1b[?1049l")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert termios.tcgetattr(fd) == before

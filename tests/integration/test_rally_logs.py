@@ -15,6 +15,7 @@ from pace import pace
 from ports import free_port
 from rallypoint._core import log_folder
 from rallypoint.control.client import connect
+from rallypoint.control.logs.command import last_lines
 from rallypoint.errors import ControlError
 from rallypoint.launch.cli import main
 from supervisors import RALLY, Popen, run
@@ -93,6 +94,11 @@ def test_a_running_job_is_followed_to_its_end(
         while not list((tmp_path / "logs").glob("*/attempt_0/0/stderr.log")):
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        text = "rank 0 step 2"
+        while [f"[rank 0] {text}"] != [each for each in last_lines(name, [0], 1) if text in each]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert last_lines(name, [7], 1) == []
         threading.Timer(1.0, Path(f"{script}.go").touch).start()
         assert main(["logs", name, "-f"]) == 0
     finally:

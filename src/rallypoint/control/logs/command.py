@@ -87,6 +87,26 @@ def command(words: Sequence[str]) -> int:
     return 0
 
 
+def last_lines(job: str, ranks: Collection[int], tail: int) -> list[str]:
+    """The last lines that workers of a job have written, each with its rank.
+
+    Args:
+        job: its id, or the supervisor's pid.
+        ranks: of these; empty: of all.
+        tail: so many of each stream of each worker.
+
+    Raises:
+        ControlError: there is no such job, or its output is in no file.
+    """
+    wanted = _Wanted(names=[job], choice=Choice(ranks=frozenset(ranks), tail=tail))
+    running, folder = _find(job)
+    generation = _generation(folder, None)
+    if not log_folder.log_files(folder, generation):
+        raise ControlError(_why_nothing(folder, generation))
+    lines = _now(folder, generation, wanted.choice, _Others(running, wanted))
+    return [log_lines.shown(line, colour=False) for line in lines]
+
+
 # -- what is asked for ----------------------------------------------------------------------------
 
 

@@ -1,0 +1,160 @@
+"""``rally top`` on a terminal: keys, and a table that is drawn anew."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+
+from rallypoint._core import env as environment, standard_streams
+from rallypoint._core.clock import MONOTONIC
+from rallypoint.control.logs.command import last_lines
+from rallypoint.control.stacks import stack_groups
+from rallypoint.errors import ControlError, RallyError
+
+from .top_view import View
+
+
+_SORT_KEYS = {"r": "rank", "c": "cpu", "m": "memory"}
+# Terminals send one or the other.
+_ARROWS = {"\x1b[A": -1, "\x1bOA": -1, "\x1b[B": 1, "\x1bOB": 1}
+_KEY = re.compile(r"\x1b[\[O][0-9;]*.|.", re.DOTALL)
+_END = {"q", "\x03", "\x04"}
+# Lines of each rank, where the output of all is shown.
+LINES_OF_EACH = 3
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def run(view: View, interval: float) -> None:
+    """Show it until a key ends that, or the job."""
+    view.look()
+    said = ""
+    with _screen() as (wake, keys):
+        text: list[str] | None = None  # shown instead of the table, until a key is pressed
+        look_at = MONOTONIC.now() + min(interval, 0.5)
+        while True:
+            _draw(view, text)
+            wait = max(0.0, look_at - MONOTONIC.now())
+            ready, _, _ = select.select([wake, sys.stdin], [], [], None if text else wait)
+            if wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 64)  # another size: draw again
+            if sys.stdin in ready:
+                pressed = _parted(keys())
+                if not pressed or _END & set(pressed):
+                    break
+                for key in pressed:
+                    text = _after(key, view, text)
+            if MONOTONIC.now() >= look_at and text is None:
+                look_at = MONOTONIC.now() + interval
+                try:
+                    view.look()
+                except ControlError:
+                    said = "the job has ended"
+                    break
+    if said:
+        standard_streams.write(said + "\n")
+
+
+def _parted(typed: str) -> list[str]:
+    """The keys of what was typed; those that are several characters whole."""
+    return _KEY.findall(typed)
+
+
+def _after(key: str, view: View, text: list[str] | None) -> list[str] | None:
+    """What is shown instead of the table after a key."""
+    if text is not None:
+        return (text[_room() - 1 :] if key == " " and len(text) > _room() else []) or None
+    match key:
+        case "s":
+            return _stacks(view)
+        case "l":
+            return _log(view)
+        case "\x1b":
+            view.chosen = None
+        case _ if key in _ARROWS:
+            view.choose(_ARROWS[key])
+        case _:
+            view.sort = _SORT_KEYS.get(key, view.sort)
+    return None
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[tuple[int, Callable[[], str]]]:
+    """The terminal, without echo, on its other page, and put back afterwards."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    handler = signal.signal(signal.SIGWINCH, lambda *_: None)
+    wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    try:
+        tty.setcbreak(fd)
+        sys.stdout.write("\x1b[?1049h\x1b[?25l")
+        sys.stdout.flush()
+        yield read, lambda: os.read(fd, 256).decode(errors="replace")
+    finally:
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGWINCH, handler)
+        os.close(read)
+        os.close(write)
+
+
+def _draw(view: View, text: list[str] | None) -> None:
+    columns, rows = shutil.get_terminal_size((80, 24))
+    room = _room()
+    odd: set[int] = set()
+    chosen: int | None = None
+    if text is not None:
+        shown, foot = [line[:columns] for line in text], "any key: back   q quit"
+        if len(shown) > room:
+            hidden = len(shown) - room + 1
+            shown = [*shown[: room - 1], f"({hidden} more lines; space shows the next)"[:columns]]
+    else:
+        shown, (odd, chosen) = view.lines(columns, room), view.marks(room)
+        whose = "" if view.chosen is None else f" of rank {view.chosen}   Esc all ranks"
+        foot = f"q quit   r c m sort   arrows choose a rank   s stacks   l log{whose}"
+    coloured = not environment.snapshot().get("NO_COLOR")
+    out = ["\x1b[H"]
+    for place, line in enumerate(shown):
+        mark = "\x1b[33m" if place in odd and coloured else ""
+        mark += "\x1b[7m" if place == chosen else ""
+        out.append(f"{mark}{line}\x1b[0m" if mark else line)
+        out.append("\x1b[K\r\n")
+    out.append("\x1b[J")
+    out.append(f"\x1b[{rows};1H{foot[:columns]}")
+    standard_streams.write("".join(out))
+
+
+def _room() -> int:
+    """Lines above the foot."""
+    return max(2, shutil.get_terminal_size((80, 24)).lines - 1)
+
+
+def _stacks(view: View) -> list[str]:
+    ranks = () if view.chosen is None else (view.chosen,)
+    try:
+        return stack_groups.text(view.job.stacks(ranks)).splitlines() or ["no worker runs now"]
+    except ControlError as error:
+        return [str(error)]
+
+
+def _log(view: View) -> list[str]:
+    """The end of a rank's output, or of all ranks'."""
+    ranks = () if view.chosen is None else (view.chosen,)
+    tail = max(_room() - 1, 10) if ranks else LINES_OF_EACH
+    try:
+        found = last_lines(str(view.job.pid), ranks, tail)
+    except (RallyError, OSError) as error:
+        return [str(error)]
+    # What a worker writes must not move the cursor.
+    return [_CONTROL.sub("", line) for line in found] or ["no output yet"]
