@@ -576,6 +576,69 @@ def test_a_loop_of_ones_own_may_run_functions_now_and_then(tmp_path: Path) -> No
     assert_same_end(ends, calm)
 
 
+# Rank 0 needs nobody, so it has its result before rank 2 is lost, for which rank 1 waits.
+UNEQUAL = """
+import os, pathlib, signal, sys, time
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = pathlib.Path(sys.argv[1])
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank, pid = dist.get_rank(), os.getpid()
+net = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def hands_over():
+    value = torch.zeros(1)
+    if rank == 0:
+        (FOLDER / "rank 0 has run it").touch()
+    elif rank == 1:
+        dist.recv(value, 2)
+    else:
+        while not (FOLDER / "rank 0 has run it").exists():
+            time.sleep(0.01)
+        time.sleep(0.3)  # it may be on its way to the next step
+        try:
+            (FOLDER / "fault").touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        except FileExistsError:
+            pass
+        dist.send(torch.full((1,), 7.0), 1)
+    return value.item()
+
+with elastic.session(net, optimizer) as session:
+    for _ in range(3):
+        with session.step():
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = session.run(hands_over)
+    with session.step():
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = session.position
+(FOLDER / f"end {rank}").write_text(f"{found} {steps} {os.getpid() == pid} {len(session.history)}")
+dist.destroy_process_group()
+"""
+
+
+def test_whoever_is_interrupted_in_a_function_gets_its_result(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNEQUAL)
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "3", str(script)]
+    done = run([*words, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "takes its place" in done.stderr
+    assert (tmp_path / "fault").exists()
+    ends = [(tmp_path / f"end {rank}").read_text() for rank in range(3)]
+    # One recovery; the survivors keep their process.
+    assert ends == ["0.0 5 True 1", "7.0 5 True 1", "0.0 5 True 1"]
+
+
 # Gloo forgets messages that are under way when their connection ends: whoever waits for one is not woken.
 MID_MESSAGE = """
 import os, pathlib, signal, sys, threading, time

@@ -232,7 +232,7 @@ class Session:
         return _Step(self._begin, self._end)
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Run a function that communicates, such as a validation, as a step of its own.
+        """Run a function that communicates, such as a validation, as a step of its own.   Collective: returns once all ranks have run it.
 
         Args:
             function: runs again if a process is lost meanwhile. It must have no effects that must not happen twice.
@@ -252,11 +252,15 @@ class Session:
             return None
         self._end_rehearsal()
         while True:
-            before = course.steps
+            before, result = course.steps, None
             self._is_task = True
             try:
                 with self.step():
                     result = function(*args, **kwargs)
+                    if self._meeting is not None:
+                        # Nobody goes on before all have their result: a rank that is interrupted in the function could not get
+                        # its own any more.
+                        dist.barrier()
             finally:
                 self._is_task = False
             if course.is_back:
