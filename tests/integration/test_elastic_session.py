@@ -576,6 +576,82 @@ def test_a_loop_of_ones_own_may_run_functions_now_and_then(tmp_path: Path) -> No
     assert_same_end(ends, calm)
 
 
+EARLY = """
+import os, pathlib, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = pathlib.Path(sys.argv[1])
+FAULTS = {number: tuple(each.split(".")) for number, each in enumerate(sys.argv[2:])}
+torch.manual_seed(0)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+net = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+data = torch.utils.data.TensorDataset(torch.randn(30, 8), torch.randn(30, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=10, shuffle=True)
+inputs, targets = torch.randn(50, 8), torch.randn(50, 1)
+
+def fault(where):
+    for number, each in FAULTS.items():
+        if each == (str(session.position), str(rank), where):
+            try:
+                (FOLDER / f"fault {number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def validate():
+    with torch.no_grad():
+        total = torch.nn.functional.mse_loss(net.module(inputs), targets)
+    fault("before")
+    dist.all_reduce(total)
+    fault("after")
+    loss, local = total.item(), session.local
+    local.setdefault("losses", []).append(loss)
+    is_better = loss < local.get("best", float("inf"))
+    local["best"], local["bad"] = (loss, 0) if is_better else (local["best"], local.get("bad", 0) + 1)
+    fault("set")
+
+with elastic.session(net, optimizer) as session:
+    for epoch in session.epochs(100):
+        for x, y in session.batches(loader):
+            with session.step():
+                torch.nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            fault("step")
+        session.run(validate)
+        fault("behind")
+        if session.local["bad"] >= 3:
+            break
+    end = f"{session.position} {session.local} {[each.tolist() for each in net.parameters()]}"
+(FOLDER / f"end {rank}").write_text(end)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_a_decision_by_local_values_is_the_same_after_losses(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(EARLY)
+    faults = ["3.0.before", "7.1.after", "11.2.set", "12.0.behind", "13.1.step", "15.0.set"]
+    ends: dict[str, set[str]] = {}
+    for name, words in {"calm": [], "job": faults}.items():
+        (folder := tmp_path / name).mkdir()
+        launch = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "3"]
+        command = [*launch, "--max-losses", "20", str(script), str(folder), *words]
+        done = run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        ends[name] = {(folder / f"end {rank}").read_text() for rank in range(3)}
+    assert len(list((tmp_path / "job").glob("fault *"))) == len(faults)
+    assert ends["job"] == ends["calm"]
+    assert len(ends["calm"]) == 1
+
+
 # Rank 0 needs nobody, so it has its result before rank 2 is lost, for which rank 1 waits.
 UNEQUAL = """
 import os, pathlib, signal, sys, time
