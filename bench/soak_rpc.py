@@ -223,9 +223,9 @@ class Crowd:
             if "name" in said:
                 self.everyone[said["name"]].pid = said["pid"]
                 continue
-            process = next(
-                (each for each in self.everyone.values() if each.pid == said["pid"]), None
-            )
+            # Pids come again.
+            here = (each for each in self.everyone.values() if not each.ended)
+            process = next((each for each in here if each.pid == said["pid"]), None)
             if process is None:
                 continue
             process.ended, process.status = True, said["status"]
