@@ -150,17 +150,18 @@ NOT_A_MEMBER: Any = _c10d.GroupMember.NON_GROUP_MEMBER
 
 
 def layout_of_buckets(net: Any) -> list[list[int]] | None:
-    """Which gradients DDP reduces together, as indices of its parameters; None before the layout is final.
+    """Which gradients DDP reduces together, as numbers of the parameters that it reduces; None before the layout is final.
 
     DDP settles the layout after its first iteration, in the order in which gradients arrived.
     """
     if not net._has_rebuilt_buckets:
         return None
-    place = {id(each): number for number, each in enumerate(net._module_parameters)}
-    return [
-        [place[id(each)] for each in bucket.parameters()]
-        for bucket in net.reducer._get_zeros_like_grad_buckets()
-    ]
+    buckets = [bucket.parameters() for bucket in net.reducer._get_zeros_like_grad_buckets()]
+    # Those that were frozen when DDP was made have no number. Whether they are now says nothing.
+    reduced = {id(each) for bucket in buckets for each in bucket}
+    numbered = (each for each in net._module_parameters if id(each) in reduced)
+    place = {id(each): number for number, each in enumerate(numbered)}
+    return [[place[id(each)] for each in bucket] for bucket in buckets]
 
 
 def reset_reducer(net: Any) -> None:

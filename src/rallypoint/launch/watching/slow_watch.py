@@ -203,13 +203,18 @@ class SlowWatch:
         )
         self._say(slow_words.is_slow(rank, found, place, differ))
 
-    def _usual_place(self, pid: int, lines: Mapping[int, int]) -> str:
-        """Where a worker's main thread is most often in the next second."""
+    def _usual_place(self, slow: int, lines: Mapping[int, int]) -> str:
+        """Where a worker's main thread is most often in the next second, beyond what the others are there."""
         from rallypoint.control.collectives import collective_probe
+        from rallypoint.control.slowness import places
 
-        seen: Counter[str] = Counter()
+        seen: dict[int, Counter[str]] = {}
+        asked = dict(lines)
         for _ in range(PLACES):
-            seen.update(collective_probe.places({pid: lines[pid]}, PATIENCE).values())
+            for pid, place in collective_probe.places(asked, PATIENCE).items():
+                seen.setdefault(pid, Counter())[place] += 1
+            # Whoever does not answer would be waited for each time.
+            asked = {pid: asked[pid] for pid in asked if pid in seen or pid == slow}
             if self._ended.wait(PLACES_TIME / PLACES):
                 break
-        return seen.most_common(1)[0][0] if seen else ""
+        return places.own_place(seen.pop(slow, {}), list(seen.values()))
