@@ -89,11 +89,12 @@ pair = dist.new_group([0, 1])
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
+        self.frozen = torch.nn.Linear(16, 16).requires_grad_(False)  # DDP does not count it
         self.first = torch.nn.Linear(16, 32)
         self.norm = torch.nn.BatchNorm1d(32)
         self.last = torch.nn.Linear(32, 4)
     def forward(self, x):
-        return self.last(torch.nn.functional.dropout(self.norm(self.first(x)).relu(), 0.2))
+        return self.last(torch.nn.functional.dropout(self.norm(self.first(self.frozen(x))).relu(), 0.2))
 
 net = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
 # Changes behind a step's last collective, and counts that in a buffer.
