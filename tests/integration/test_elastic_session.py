@@ -21,7 +21,7 @@ from supervisors import Popen, run
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
-import hashlib, json, os, pathlib, random, signal, sys, threading, time
+import hashlib, json, os, pathlib, random, signal, sys, threading, time, warnings
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
@@ -101,12 +101,13 @@ net = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
 average = torch.optim.swa_utils.AveragedModel(net.module)
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+early = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=30)  # stepped before anything communicates
 data = torch.utils.data.TensorDataset(torch.randn(160, 16), torch.randint(4, (160,)))
 loader = torch.utils.data.DataLoader(data, batch_size=10, shuffle=True)
 torch.manual_seed(100 + rank)
 random.seed(rank)
 seen, scores, pid = [], [], os.getpid()
-with elastic.session(net, optimizer, scheduler, average) as session:
+with elastic.session(net, optimizer, scheduler, early, average) as session:
     net.module.first.weight.register_post_accumulate_grad_hook(lambda _: fault("backward"))
     optimizer.register_step_pre_hook(lambda *_: fault("optimizer"))
     optimizer.register_step_pre_hook(lambda *_: fault("node behind"))
@@ -114,6 +115,8 @@ with elastic.session(net, optimizer, scheduler, average) as session:
     for epoch in session.epochs(2):
         for x, y in session.batches(loader):
             with session.step():
+                with warnings.catch_warnings(action="ignore"):
+                    early.step()
                 fault("forward")
                 fault("raise")
                 fault("hang")
@@ -651,6 +654,68 @@ def test_a_decision_by_local_values_is_the_same_after_losses(tmp_path: Path) -> 
     assert len(list((tmp_path / "job").glob("fault *"))) == len(faults)
     assert ends["job"] == ends["calm"]
     assert len(ends["calm"]) == 1
+
+
+@pytest.mark.parametrize("name", ["PowerSGDState", "PostLocalSGDState"])
+def test_hooks_with_state_are_refused(tmp_path: Path, name: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook, post_localSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+net = DistributedDataParallel(torch.nn.Linear(4, 4))
+if "{name}" == "PowerSGDState":
+    net.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+else:
+    state = post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, 2)
+    net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+elastic.session(net, torch.optim.SGD(net.parameters(), lr=0.1))
+"""
+    )
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "1", str(script)]
+    done = run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"a communication hook with a {name} cannot be kept" in " ".join(done.stderr.split())
+
+
+def test_parameters_that_change_before_a_loss_are_no_state_to_go_on_from(tmp_path: Path) -> None:
+    """As a sharpness-aware optimizer changes them between its two passes."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import os, pathlib, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with elastic.session(net, optimizer) as session:
+    for _ in range(4):
+        with session.step():
+            net(torch.ones(2, 4)).sum().backward()
+            with torch.no_grad():
+                for each in net.parameters():
+                    each.add_(0.05 * each.grad)
+            if session.position == 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+    )
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", str(script)]
+    done = run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "the step failed after it had changed parameters" in " ".join(done.stderr.split())
 
 
 # Rank 0 needs nobody, so it has its result before rank 2 is lost, for which rank 1 waits.

@@ -38,15 +38,17 @@ import torch.library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+from torch.utils.data import DataLoader, TensorDataset
 
 from private_names import foreign_private_names
 from rallypoint._core import tested_torch
 from rallypoint.compat import torch_private as of_compat
-from rallypoint.elastic import torch_private as of_elastic
+from rallypoint.elastic import samples, torch_private as of_elastic
 from rallypoint.join import torch_private as of_join
 from rallypoint.launch import torch_private as of_launch
 from rallypoint.parallel import torch_private as of_parallel
@@ -335,7 +337,9 @@ ATTRIBUTES = {
     "_unsharded_param",
     "_StorageBase",
     "_devices",
+    "_comm_hooks",
     "_has_rebuilt_buckets",
+    "_iterator",
     "_inst",
     "_orig_mod",
     "_per_optimizer_states",
@@ -710,6 +714,33 @@ def test_a_function_may_be_kept_from_the_compiler() -> None:
     of_elastic.run_uncompiled(calls)
     compiled = torch.compile(calls, backend="eager")
     assert compiled(torch.zeros(1)) == (torch.ones(1), False)
+
+
+def test_hooks_of_ddp_with_state_are_known(ddp: DistributedDataParallel) -> None:
+    assert of_elastic.stateful_hook(ddp) == ""
+    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    assert of_elastic.stateful_hook(ddp) == "PowerSGDState"
+
+
+@pytest.mark.filterwarnings("ignore")  # fork with threads
+def test_whether_the_workers_of_a_loader_run_is_known_and_draws_are_alike() -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(
+            TensorDataset(torch.arange(8)), shuffle=True, num_workers=1, persistent_workers=True
+        )
+
+    def order(of: DataLoader[Any]) -> list[int]:
+        torch.manual_seed(0)
+        with samples.drawn_alike(of):
+            return [batch.item() for (batch,) in of]
+
+    first = loader()
+    assert not of_elastic.has_workers(first)
+    at_the_start = order(first)
+    assert of_elastic.has_workers(first)
+    # In the second iteration, and in a process that begins with it.
+    assert order(first) == order(loader()) == at_the_start
+    assert first.generator is None
 
 
 def test_every_private_name_is_asked_for_above() -> None:

@@ -120,8 +120,8 @@ def judge(standings: Sequence[Standing]) -> Verdict:
     whole = [each for each in standings if each.whole]
     if not whole:
         raise ElasticError(
-            "no rank has a whole state: the step failed after the optimizer had stepped, on all ranks. Keep what"
-            " communicates behind the optimizer's step outside of session.step()"
+            "no rank has a whole state: the step failed after it had changed parameters (optimizer.step, an average, a clamp),"
+            " on all ranks. Keep what communicates behind such a change outside of session.step()"
         )
     furthest = max(each.steps for each in whole)
     source = min((each for each in whole if each.steps == furthest), key=lambda each: each.rank)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,11 +24,15 @@ class Begun:
         random: the generators.
         buffers: copies of all modules' buffers; none with sharded state.
         gradients: all gradients, and how often each was changed in place.
+        settings: of optimizers and the like (:class:`.Settings`); none with sharded state.
+        changes: how often parameters had been changed; None if that does not matter.
     """
 
     random: RandomState
     buffers: list[torch.Tensor]
     gradients: list[tuple[torch.Tensor, int] | None]
+    settings: list[Any] | None = None
+    changes: int | None = None
 
 
 class Keeping(Protocol):

@@ -255,6 +255,7 @@ class Meeting:
         before, is_new = course.steps, self._is_new
         self._share_place(wiring, verdict, standings)
         buffers = self._share_buffers(wiring, verdict)
+        self._undo_step(verdict)
         moved = self._exchange(verdict)
         self._settle(verdict, buffers)
         self._connect_copies(standings, notice.generation)
@@ -356,6 +357,14 @@ class Meeting:
             set(guests[each].get(self._rank, ())) for each in self._copies.of(nodes, self._rank)
         ]
         self._keeping.copy(sorted(set.intersection(*held)) if held else ())
+
+    def _undo_step(self, verdict: Verdict) -> None:
+        """What others receive from here is the state before the step that is to be repeated."""
+        begun = self.begun
+        if begun is not None and verdict.source is not None and self._course.steps == verdict.steps:
+            self._objects.restore_buffers(begun.buffers)
+            if begun.settings is not None:
+                self._objects.settings.restore(begun.settings)
 
     def _exchange(self, verdict: Verdict) -> int:
         group = self._kept.groups.default

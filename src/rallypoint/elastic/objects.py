@@ -22,6 +22,7 @@ from rallypoint.errors import ElasticError
 
 from . import torch_private
 from .groups import KeptGroup
+from .settings import Settings
 from .setup_record import Scripted, Unchanged
 
 
@@ -40,7 +41,7 @@ class Objects:
 
     Raises:
         TypeError: an object has neither.
-        ElasticError: a DDP module has a static graph.
+        ElasticError: a DDP module has a static graph, or a communication hook with state.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
@@ -70,6 +71,7 @@ class Objects:
         self._buffers = [each for each in buffers if each.numel()]
         size = sum(each.numel() * each.element_size() for each in self._buffers)
         self._keeps_buffers = 0 < size <= MAX_BUFFERS
+        self.settings = Settings(self.optimizers, self.others)
         self._new_at = {net: _versions(net) for net in self.ddp}
 
     @property
@@ -107,6 +109,10 @@ class Objects:
         return total
 
     # -- one step -----------------------------------------------------------------------------------
+
+    def changes(self) -> int:
+        """How often parameters were changed in place."""
+        return sum(_version(each) for each in self._parameters)
 
     def copy_buffers(self) -> list[torch.Tensor]:
         """Copies of all buffers: a repeated forward pass must not count its batch twice."""
@@ -318,6 +324,13 @@ def _check_ddp(given: Any) -> None:
             raise ElasticError(
                 "elastic.session: DistributedDataParallel(static_graph=True) cannot be kept: a process that takes a lost rank"
                 " over would reduce its first gradients in another order than the others"
+            )
+        if isinstance(part, DistributedDataParallel) and (
+            name := torch_private.stateful_hook(part)
+        ):
+            raise ElasticError(
+                f"elastic.session: a communication hook with a {name} cannot be kept: it has errors and counts of its own on each"
+                " rank, which are lost with a process. Use a hook without state, such as bf16_compress_hook"
             )
 
 

@@ -97,7 +97,15 @@ class Replicated:
             self.random = None
         if not self._course.in_body or self._course.place.done:
             self._keep(is_task=is_task)
-        return Begun(RandomState.now(), self._objects.copy_buffers(), self._objects.gradients())
+        objects = self._objects
+        return Begun(
+            RandomState.now(),
+            objects.copy_buffers(),
+            objects.gradients(),
+            objects.settings.copied(),
+            # A function may change weights for a while and put them back, as one that validates with averaged ones does.
+            None if is_task else objects.changes(),
+        )
 
     def note_collective(self) -> None:
         """Behind a step's last collective this rank may die in a step that the others complete."""
@@ -130,6 +138,8 @@ class Replicated:
             begun.random.restore()
             self.random = begun.random
             self._objects.restore_buffers(begun.buffers)
+            if begun.settings is not None:
+                self._objects.settings.restore(begun.settings)
         elif receives:
             self._continue(verdict.steps, buffers, is_new=is_new)
 

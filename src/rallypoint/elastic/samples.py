@@ -7,6 +7,7 @@ sampler's seed, the epoch and the sample's index.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Generator, Sequence
@@ -14,6 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
+
+from . import torch_private
 
 
 class Sample(int):
@@ -104,3 +108,24 @@ def seeded(loader: Any) -> Generator[None, None, None]:
         yield
     finally:
         object.__setattr__(loader, "dataset", dataset)
+
+
+@contextmanager
+def drawn_alike(loader: DataLoader[Any]) -> Generator[None, None, None]:
+    """A block in which iterating over a loader draws the same numbers, whether or not its workers are running already.
+
+    With ``persistent_workers``, torch draws a seed for them when it starts them, so in a process that begins in the midst of the
+    training the order of the epoch's samples would be another one.
+    """
+    if not loader.persistent_workers or torch_private.has_workers(loader):
+        yield
+        return
+    held = loader.generator
+    # From the generator, without drawing from it.
+    state = torch.get_rng_state() if held is None else held.get_state()
+    seed = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
+    loader.generator = torch.Generator().manual_seed(int.from_bytes(seed) >> 1)
+    try:
+        yield
+    finally:
+        loader.generator = held

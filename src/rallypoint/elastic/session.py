@@ -435,11 +435,17 @@ class Session:
             return False
         if meeting is None or not meeting.explains(error):
             return False
-        meeting.whole = meeting.whole and self._applied == 0
+        meeting.whole = meeting.whole and not self._has_changed()
         before = course.steps
         meeting.recover(error)
         course.note_loss(before, is_task=self._is_task, goes_back=self._objects.is_sharded)
         return True
+
+    def _has_changed(self) -> bool:
+        """Whether the step under way has changed what cannot be changed back: parameters."""
+        begun = None if self._meeting is None else self._meeting.begun
+        changes = None if begun is None else begun.changes
+        return self._applied > 0 or (changes is not None and changes != self._objects.changes())
 
     def _check_accumulation(self) -> None:
         begun = None if self._meeting is None else self._meeting.begun
@@ -628,6 +634,7 @@ class Session:
     def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
         with ExitStack() as stack:
             if isinstance(loader, DataLoader) and loader.num_workers:
+                stack.enter_context(samples.drawn_alike(loader))
                 sampler = loader.batch_sampler
                 if isinstance(sampler, Sampler):
                     sampler.seeds_samples = True

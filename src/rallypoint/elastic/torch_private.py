@@ -191,8 +191,19 @@ def is_static(net: Any) -> bool:
     return bool(net.static_graph)
 
 
+def stateful_hook(net: Any) -> str:
+    """The class of a communication hook's state that changes from step to step, of those in torch; empty if there is none."""
+    names = (type(state).__name__ for _, state in net._comm_hooks)
+    return next((name for name in names if name in {"PowerSGDState", "PostLocalSGDState"}), "")
+
+
 def group_of_ddp(net: Any) -> Any:
     return net.process_group
+
+
+def has_workers(loader: Any) -> bool:
+    """Whether the worker processes of a DataLoader with ``persistent_workers`` are running."""
+    return loader._iterator is not None
 
 
 # -- other modules, tensors ---------------------------------------------------------------------------------------

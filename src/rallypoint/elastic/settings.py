@@ -1,0 +1,103 @@
+"""What a step may change before it communicates, besides tensors of modules: learning rates, counts of schedulers.
+
+A rank that repeats a step must begin it as it did the first time. What is large is not copied in each step: if an object
+with much state changes early in a step, that happens twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+# An object with more numbers than this, or tensors of more bytes, is left out.
+MAX_NUMBERS, MAX_BYTES = 1000, 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+class _TooLarge(Exception):
+    """It is not worth a copy in each step."""
+
+
+class Settings:
+    """The present settings of a session's objects, and those to go back to.
+
+    Args:
+        optimizers: whose groups have learning rates and the like.
+        others: objects with a state of their own.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], others: Sequence[Any]) -> None:
+        self._optimizers = list(optimizers)
+        # A scaler changes behind the optimizer's step, and asking for its state waits for a GPU.
+        self._others = [
+            each
+            for each in others
+            if not isinstance(each, torch.optim.Optimizer | torch.amp.GradScaler)
+        ]
+
+    def copied(self) -> list[Any]:
+        """A copy, for :meth:`restore`."""
+        groups = [
+            [_copied(_without_parameters(group), _Room()) for group in each.param_groups]
+            for each in self._optimizers
+        ]
+        rest = []
+        for each in tuple(self._others):
+            try:
+                rest.append(_copied(each.state_dict(), _Room()))
+            except _TooLarge:
+                self._others.remove(each)
+                _log.info("%s has too much state to be copied in each step", type(each).__name__)
+        return [groups, rest]
+
+    @torch.no_grad()
+    def restore(self, saved: Sequence[Any]) -> None:
+        """Go back to a copy, which may be used up."""
+        groups, rest = saved
+        for optimizer, held in zip(self._optimizers, groups, strict=True):
+            for group, before in zip(optimizer.param_groups, held, strict=False):
+                for name, value in before.items():
+                    if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
+                        group[name].copy_(value)  # others may hold it, such as a compiled optimizer
+                    else:
+                        group[name] = value
+        for each, state in zip(self._others, rest, strict=True):
+            each.load_state_dict(state)
+
+
+class _Room:
+    """How much more may be copied of one object."""
+
+    def __init__(self) -> None:
+        self.numbers, self.bytes = MAX_NUMBERS, MAX_BYTES
+
+    def take(self, numbers: int, size: int = 0) -> None:
+        self.numbers -= numbers
+        self.bytes -= size
+        if self.numbers < 0 or self.bytes < 0:
+            raise _TooLarge
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _copied(state: Any, room: _Room) -> Any:
+    """As :func:`copy.deepcopy`, but faster for what states are made of, and not of what is large."""
+    room.take(1)
+    if state is None or isinstance(state, bool | int | float | str):
+        return state
+    if isinstance(state, torch.Tensor):
+        room.take(0, state.numel() * state.element_size())
+        return state.detach().clone()
+    if type(state) is dict:
+        return {key: _copied(value, room) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_copied(each, room) for each in state)
+    return copy.deepcopy(state)
