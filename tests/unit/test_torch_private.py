@@ -358,7 +358,6 @@ ATTRIBUTES = {
     "_str",
     "_internal",
     "_logging",
-    "_comm_hooks",
     "_core",
     "_divide_by_initial_world_size",
     "_execution_engine",
