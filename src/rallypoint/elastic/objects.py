@@ -111,8 +111,8 @@ class Objects:
     # -- one step -----------------------------------------------------------------------------------
 
     def changes(self) -> int:
-        """How often parameters were changed in place."""
-        return sum(_version(each) for each in self._parameters)
+        """How often parameters were changed in place, if none of them is sharded. Called in each step."""
+        return torch_private.sum_of_versions(self._parameters)
 
     def copy_buffers(self) -> list[torch.Tensor]:
         """Copies of all buffers: a repeated forward pass must not count its batch twice."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -326,6 +326,11 @@ def reset_fsdp(module: Any) -> None:
 def version(tensor: torch.Tensor) -> int:
     """Counts the changes of a tensor in place."""
     return tensor._version
+
+
+def sum_of_versions(tensors: Iterable[torch.Tensor]) -> int:
+    """How often tensors were changed in place, all together."""
+    return sum([each._version for each in tensors])  # faster than a generator
 
 
 # -- devices and mixed precision ------------------------------------------------------------------------------------------
