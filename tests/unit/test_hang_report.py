@@ -89,6 +89,25 @@ def test_who_has_ended_and_not_entered_a_recorded_collective_is_named() -> None:
     assert second == "no worker has used CPU or storage for 60 s (a printed line does not count)"
 
 
+@pytest.mark.parametrize(("waited", "hangs"), [(1.0, False), (29.0, False), (31.0, True)])
+@pytest.mark.parametrize("working", [False, True])
+def test_ranks_that_have_just_begun_to_wait_take_steps_that_need_little_cpu(
+    waited: float, *, hangs: bool, working: bool
+) -> None:
+    call = {"seq": 7, "op": "all_reduce", "sizes": [[4]], "dtype": "Float", "done": False}
+    group = {"name": "0", "about": "default_pg", "ranks": [0, 1, 2]}
+    processes = [process(0, *COLLECTIVE), process(1, *COLLECTIVE), process(2, "/train.py")]
+    for each in processes[:2]:
+        calls = [{**call, "seconds": waited, "at": ""}]
+        each["collectives"] = [{**group, "calls": calls}]
+    before = [{**call, "seq": 6, "done": True, "seconds": 0.0, "at": ""}]
+    processes[2]["collectives"] = [{**group, "calls": before}]
+    found = hang_report.explain(processes, 60.0, 3, working=working)
+    assert (found is not None) == hangs
+    if found is not None:
+        assert (found.missing, found.waiting) == ((2,), (0, 1))
+
+
 @pytest.mark.parametrize("files", [("/serve.py",), RPC, ("/lib/torch/nn/module.py",)])
 def test_nobody_in_a_collective_is_no_hang(files: tuple[str, ...]) -> None:
     assert hang_report.explain([process(0, *files), process(1, *files)], 60.0, 2) is None

@@ -98,6 +98,14 @@ def mismatch(known: Mapping[int, Sequence[Group]]) -> str:
     return "; ".join(each[1] for each in found if each is not None)
 
 
+def longest(known: Mapping[int, Sequence[Group]]) -> float | None:
+    """For how many seconds a rank has waited in a collective, at most; None if none waits, as far as is known."""
+    pending = [
+        _first_pending(calls) for by_rank in _by_group(known).values() for calls in by_rank.values()
+    ]
+    return max((float(each["seconds"]) for each in pending if each is not None), default=None)
+
+
 def place(groups: Sequence[Group]) -> str:
     """What a rank waits in, such as ``all_reduce #1542 of the default group (float32, 4.0 MiB) for 212 s``; or nothing."""
     waits = [(each, group) for group in groups if (each := _first_pending(group["calls"]))]

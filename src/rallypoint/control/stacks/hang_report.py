@@ -17,6 +17,10 @@ from . import stack_groups
 _WAITS = re.compile(r"/torch/distributed/(?!rpc/|run|launch|elastic/)|/torch/autograd/graph\.py$")
 
 
+# The part of the time without movement for which a collective must have been waited for. Its record may be younger than the hang.
+WAITED = 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class Hang:
     """A job in which nobody moves.
@@ -51,11 +55,14 @@ def explain(
         working: some workers are at work, the others have done nothing for that long.
         by_stacks: with ``working``, whether stacks are enough to tell; otherwise the collectives that ranks have begun must tell.
     Returns:
-        None if no rank waits in a collective: servers wait for requests for as long as they like. With ``working``, also if
-        all ranks wait.
+        None if no rank waits in a collective: servers wait for requests for as long as they like. Nor if it has not waited for
+        half as long. With ``working``, also if all ranks wait.
     """
     workers = [each for each in processes if not each["name"]]
     known = {each["rank"]: each["collectives"] for each in workers if each.get("collectives")}
+    waited = collective_waits.longest(known)
+    if waited is not None and waited < WAITED * seconds:
+        return None  # steps go on; they need little CPU
     found = collective_waits.verdict(known)
     still = f"no worker has used CPU or storage for {seconds:.0f} s (a printed line does not count)"
     if found is not None:
