@@ -119,8 +119,9 @@ def test_a_buffer_that_is_given_back_may_grow_at_once():
 
         def case():
             futures = [rpc.rpc_async("w1", lend_and_grow) for _ in range(40)]
-            sizes = sorted(len(each.wait()) for each in futures)
-            assert sizes[0] == 1 << 22
+            # Whole, as it was at some moment: a busy host may let it grow before an answer is written.
+            sizes = {len(each.wait()) for each in futures}
+            assert sizes <= {(1 << 22) + grown for grown in range(41)}
 
         workers.on(0, case, limit=60)
         workers.run(rpc_workers.leave)

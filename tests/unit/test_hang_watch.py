@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rallypoint.control.collectives import collective_probe
 from rallypoint.errors import ControlError
 from rallypoint.launch.watching import hang_watch
 from rallypoint.launch.watching.hang_watch import HangWatch
@@ -136,3 +137,40 @@ def test_epochs_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, workers: lis
         assert time.monotonic() < deadline
         hang.look(workers, SimpleNamespace(node_rank=0, generation=0), asked)  # type: ignore[arg-type]
         time.sleep(hang.interval)
+
+
+def test_another_hang_is_told_although_hardly_any_cpu_was_used_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, workers: list[Any]
+) -> None:
+    begun = {each.pid: 1 for each in workers}
+    monkeypatch.setattr(collective_probe, "begun", lambda *_: dict(begun))
+    call = {"seq": 2, "op": "all_reduce", "sizes": [[4]], "dtype": "Float", "at": ""}
+    waits = {**call, "done": False, "seconds": 60.0}
+    before = {**call, "seq": 1, "done": True, "seconds": 0.0}
+    processes = [
+        {
+            "rank": rank,
+            "pid": rank,
+            "name": "",
+            "threads": [],
+            "why": "",
+            "collectives": [{"name": "0", "about": "", "ranks": [0, 1], "calls": [each]}],
+        }
+        for rank, each in enumerate((waits, before))
+    ]
+    asked = Asked(lambda: {"processes": processes, "ended": [], "moving": False})
+    said: list[str] = []
+    hang = HangWatch(AFTER, said.append)
+
+    def look_until(count: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while len(said) < count and time.monotonic() < deadline:
+            hang.look(workers, SimpleNamespace(node_rank=0, generation=0), asked)  # type: ignore[arg-type]
+            time.sleep(hang.interval)
+
+    look_until(1, PATIENCE)
+    look_until(2, 20 * AFTER)
+    assert len(said) == 1, "told twice"
+    begun[workers[0].pid] = 2
+    look_until(2, PATIENCE)
+    assert len(said) == 2

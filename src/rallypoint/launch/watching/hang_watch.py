@@ -63,6 +63,7 @@ class HangWatch:
             0.0  # for how many seconds no worker had begun a collective, at the last look
         )
         self._quiet_until = 0.0  # nothing is looked for before
+        self._asked_at = 0.0
         self._next_wait = after
 
     def still(self) -> dict[int, float]:
@@ -93,17 +94,17 @@ class HangWatch:
         many = bool(still) and sorted(still.values())[len(still) // 2] >= LONGER * self._after
         # Whoever waits in CUDA keeps a core busy.
         frozen = self._frozen >= LONGER * self._after
-        if not everybody and not many and not frozen:
+        if (not everybody and not many and not frozen) or self._has_moved():
             self._quiet_until, self._next_wait = 0.0, self._after
         world_size = workers[0].ranks.world_size if workers else 0
         if ready.node_rank != 0 or world_size < 2:
             return
-        if not everybody and not many:
+        if (not everybody and not many) or math.isinf(self._quiet_until):
             lines = {each.pid: os.dup(each.stacks_fd) for each in alive}
             self._begin(lambda: self._count(lines))
         if clock.MONOTONIC.now() < self._quiet_until or not (everybody or many or frozen):
             return
-        self._quiet_until = math.inf  # it is told once
+        self._quiet_until, self._asked_at = math.inf, clock.MONOTONIC.now()  # it is told once
         question: dict[str, Any] = {"ask": "stacks", "patience": PATIENCE}
         if everybody and not many:
             # The other nodes look at other moments.
@@ -117,6 +118,11 @@ class HangWatch:
                 ready.generation, world_size, seconds, working, by_stacks, stacks
             )
         )
+
+    def _has_moved(self) -> bool:
+        """Whether a collective was begun since it was told: steps may need so little CPU that it does not show."""
+        moved_at = self._standstill.moved_at
+        return math.isinf(self._quiet_until) and moved_at is not None and moved_at > self._asked_at
 
     def _needed(self, workers: Iterable[Worker]) -> float:
         """After how many seconds these workers hang."""

@@ -58,6 +58,8 @@ class Standstill:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, float]] = {}  # by pid: how many, and since when
+        # When a worker was last seen to have begun more than before; None: not yet.
+        self.moved_at: float | None = None
 
     def look(self, now: float, alive: Collection[int], begun: Mapping[int, int]) -> float:
         """Take note of what the workers have begun so far.
@@ -72,5 +74,7 @@ class Standstill:
         self._seen = {pid: each for pid, each in self._seen.items() if pid in alive}
         for pid, number in begun.items():
             if pid in alive and self._seen.get(pid, (-1, now))[0] != number:
+                if pid in self._seen:
+                    self.moved_at = now
                 self._seen[pid] = number, now
         return now - max((since for _, since in self._seen.values()), default=now)
