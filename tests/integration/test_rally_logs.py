@@ -95,10 +95,12 @@ def test_a_running_job_is_followed_to_its_end(
             assert time.monotonic() < deadline
             time.sleep(0.02)
         text = "rank 0 step 2"
-        while [f"[rank 0] {text}"] != [each for each in last_lines(name, [0], 1) if text in each]:
+        while [f"[rank 0] {text}"] != [
+            each for each in last_lines(connect(name), [0], 1) if text in each
+        ]:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert last_lines(name, [7], 1) == []
+        assert last_lines(connect(name), [7], 1) == []
         threading.Timer(1.0, Path(f"{script}.go").touch).start()
         assert main(["logs", name, "-f"]) == 0
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -99,3 +100,25 @@ def test_what_is_large_is_left_out(large: Any) -> None:
     counter.seen = small.seen = 7
     settings.restore(saved)
     assert (counter.seen, small.seen) == (7, 1)
+
+
+def test_a_model_of_many_named_parameters_is_no_obstacle() -> None:
+    named = [(f"layer.{number}", torch.nn.Parameter(torch.ones(1))) for number in range(2000)]
+    optimizer = torch.optim.SGD(named, lr=0.1)
+    optimizer.param_groups[0]["table"] = list(range(2 * MAX_NUMBERS))
+    settings = Settings([optimizer], [])
+    saved = settings.copied()
+    optimizer.param_groups[0]["lr"] = 0.2
+    settings.restore(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert len(optimizer.param_groups[0]["param_names"]) == 2000
+
+
+def test_what_cannot_be_copied_is_left_out() -> None:
+    locked, small = Counter(threading.Lock()), Counter(1)
+    settings = Settings([], [locked, small])
+    saved = settings.copied()
+    small.seen = 2
+    settings.restore(saved)
+    assert small.seen == 1
+    assert len(settings.copied()[1]) == 1

@@ -6,6 +6,7 @@ with much state changes early in a step, that happens twice.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ import torch
 
 # An object with more numbers than this, or tensors of more bytes, is left out.
 MAX_NUMBERS, MAX_BYTES = 1000, 1 << 16
+
+_OF_PARAMETERS = {"params", "param_names"}
 
 _log = logging.getLogger(__name__)
 
@@ -43,17 +46,15 @@ class Settings:
 
     def copied(self) -> list[Any]:
         """A copy, for :meth:`restore`."""
-        groups = [
-            [_copied(_without_parameters(group), _Room()) for group in each.param_groups]
-            for each in self._optimizers
-        ]
+        groups = [[_small(group) for group in each.param_groups] for each in self._optimizers]
         rest = []
         for each in tuple(self._others):
             try:
                 rest.append(_copied(each.state_dict(), _Room()))
-            except _TooLarge:
+            except Exception as error:  # noqa: BLE001  its class may be the user's, and what it holds, too
                 self._others.remove(each)
-                _log.info("%s has too much state to be copied in each step", type(each).__name__)
+                why = str(error) or "it is too large"
+                _log.info("a %s is not copied in each step: %s", type(each).__name__, why)
         return [groups, rest]
 
     @torch.no_grad()
@@ -84,8 +85,14 @@ class _Room:
             raise _TooLarge
 
 
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+def _small(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter group without parameters, their names, and whatever else is large."""
+    found = {}
+    for name, value in group.items():
+        if name not in _OF_PARAMETERS:
+            with contextlib.suppress(_TooLarge):
+                found[name] = _copied(value, _Room())
+    return found
 
 
 def _copied(state: Any, room: _Room) -> Any:

@@ -205,6 +205,6 @@ class Timeline:
 
 
 def _attributes(event: events.Event) -> dict[str, Any]:
-    """Its fields under our prefix. None says nothing, and a sequence may hold numbers only if all are."""
+    """Its fields under our prefix, but for those that say nothing: OpenTelemetry has no attributes that are None."""
     found = {f"rally.{name}": value for name, value in event.fields().items()}
     return {name: value for name, value in found.items() if value is not None and value != ""}

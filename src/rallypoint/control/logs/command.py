@@ -87,23 +87,23 @@ def command(words: Sequence[str]) -> int:
     return 0
 
 
-def last_lines(job: str, ranks: Collection[int], tail: int) -> list[str]:
+def last_lines(job: client.RunningJob, ranks: Collection[int], tail: int) -> list[str]:
     """The last lines that workers of a job have written, each with its rank.
 
     Args:
-        job: its id, or the supervisor's pid.
+        job: which runs.
         ranks: of these; empty: of all.
         tail: so many of each stream of each worker.
 
     Raises:
-        ControlError: there is no such job, or its output is in no file.
+        ControlError: the job has ended, or its output is in no file.
     """
-    wanted = _Wanted(names=[job], choice=Choice(ranks=frozenset(ranks), tail=tail))
-    running, folder = _find(job)
+    wanted = _Wanted(choice=Choice(ranks=frozenset(ranks), tail=tail))
+    folder = _folder_of(job)
     generation = _generation(folder, None)
     if not log_folder.log_files(folder, generation):
         raise ControlError(_why_nothing(folder, generation))
-    lines = _now(folder, generation, wanted.choice, _Others(running, wanted))
+    lines = _now(folder, generation, wanted.choice, _Others(job, wanted))
     return [log_lines.shown(line, colour=False) for line in lines]
 
 
@@ -181,10 +181,14 @@ def _find(name: str) -> tuple[client.RunningJob | None, Path]:
         job = client.connect(name)
     except ControlError as error:
         raise ControlError(f"{error}; of a job that has ended: rally logs FOLDER") from None
+    return job, _folder_of(job)
+
+
+def _folder_of(job: client.RunningJob) -> Path:
     folder = job.status()["log_folder"]
     if not folder:
         raise ControlError(_why_nothing(None, 0))
-    return job, Path(folder)
+    return Path(folder)
 
 
 def _run_folder(folder: Path) -> Path:

@@ -15,8 +15,6 @@ from . import stack_groups
 
 # Python code below which a rank waits for others. The engine's: DDP and FSDP wait in backward.
 _WAITS = re.compile(r"/torch/distributed/(?!rpc/|run|launch|elastic/)|/torch/autograd/graph\.py$")
-
-
 # The part of the time without movement for which a collective must have been waited for. Its record may be younger than the hang.
 WAITED = 0.5
 

@@ -153,7 +153,7 @@ def _log(view: View) -> list[str]:
     ranks = () if view.chosen is None else (view.chosen,)
     tail = max(_room() - 1, 10) if ranks else LINES_OF_EACH
     try:
-        found = last_lines(str(view.job.pid), ranks, tail)
+        found = last_lines(view.job, ranks, tail)
     except (RallyError, OSError) as error:
         return [str(error)]
     # What a worker writes must not move the cursor.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
 from rallypoint._core import raised
-from rallypoint.errors import RpcError
 from rallypoint.rpc.connections.calls import Call, describe
 from rallypoint.rpc.connections.messages import (
     CALL,
@@ -22,7 +20,7 @@ from rallypoint.rpc.connections.messages import (
 from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.serialization.tensor_writer import TensorWriter
-from rallypoint.rpc.stream import WINDOW, RpcStream
+from rallypoint.rpc.stream import RpcStream
 from rallypoint.rpc.torch_private import NativeFuture
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.tracing import switch
@@ -55,71 +53,25 @@ class TracedCaller(Caller):
         super().__init__(*parts)
         self._spans = spans
 
-    def call_sync(
-        self,
-        to: Any,
-        kind: int,
-        what: Any,
-        content: tuple[Any, ...],
-        timeout: float,
-        flags: int = 0,
-    ) -> Any:
-        span = self._begin_span(to, kind, what)
-        if span is None:
-            return super().call_sync(to, kind, what, content, timeout, flags)
-        token = _SENDING.set(span)
-        try:
-            return super().call_sync(to, kind, what, content, timeout, flags)
-        except BaseException as error:
-            self._spans.note_error(span, error)
-            raise
-        finally:
-            _SENDING.reset(token)
-            span.end()
+    # The rest of each call is the base class's.
 
-    def call_async(
-        self,
-        to: Any,
-        kind: int,
-        what: Any,
-        content: tuple[Any, ...],
-        timeout: float,
-        flags: int = 0,
-        finish: Callable[[Call, Outgoing], Any] | None = None,
-        future: RpcFuture[Any] | None = None,
-        lost: Callable[[RpcError], None] | None = None,
-    ) -> RpcFuture[Any]:
-        span = self._begin_span(to, kind, what)
-        token = _SENDING.set(span)
-        try:
-            made = super().call_async(
-                to, kind, what, content, timeout, flags, finish=finish, future=future, lost=lost
-            )
-        except BaseException as error:
-            if span is not None:
-                self._spans.note_error(span, error)
-                span.end()
-            raise
-        finally:
-            _SENDING.reset(token)
+    def call_sync(self, to: Any, kind: int, what: Any, *rest: Any, **more: Any) -> Any:
+        with _Sending(span := self._begin_span(to, kind, what)):
+            result = super().call_sync(to, kind, what, *rest, **more)
+        if span is not None:
+            span.end()
+        return result
+
+    def call_async(self, to: Any, kind: int, what: Any, *rest: Any, **more: Any) -> RpcFuture[Any]:
+        with _Sending(span := self._begin_span(to, kind, what)):
+            made = super().call_async(to, kind, what, *rest, **more)
         if span is not None:
             end_with(span, made)
         return made
 
-    def call_stream(
-        self, to: Any, what: Any, content: tuple[Any, ...], timeout: float, window: int = WINDOW
-    ) -> RpcStream[Any]:
-        span = self._begin_span(to, STREAM, what)
-        token = _SENDING.set(span)
-        try:
-            return super().call_stream(to, what, content, timeout, window)
-        except BaseException as error:
-            if span is not None:
-                self._spans.note_error(span, error)
-                span.end()
-            raise
-        finally:
-            _SENDING.reset(token)
+    def call_stream(self, to: Any, what: Any, *rest: Any, **more: Any) -> RpcStream[Any]:
+        with _Sending(self._begin_span(to, STREAM, what)):
+            return super().call_stream(to, what, *rest, **more)
 
     def _begin_span(self, to: Any, kind: int, what: Any) -> Span | None:
         tracer = switch.tracer()
@@ -144,17 +96,7 @@ class TracedCaller(Caller):
             content, flags = (headers, content), flags | FLAG_TRACED
         return super()._pickle(kind, content, outgoing, flags, call)
 
-    def _dispatch(
-        self,
-        outgoing: Outgoing,
-        kind: int,
-        call: Call,
-        payload: bytes,
-        tensors: TensorWriter | None,
-        flags: int = 0,
-        *,
-        block: bool = True,
-    ) -> None:
+    def _dispatch(self, outgoing: Outgoing, kind: int, call: Call, *rest: Any, **more: Any) -> None:
         span, done = _SENDING.get(), call.on_done
         if kind == STREAM and span is not None and done is not None:
 
@@ -165,7 +107,29 @@ class TracedCaller(Caller):
                 done(call)
 
             call.on_done = end
-        super()._dispatch(outgoing, kind, call, payload, tensors, flags, block=block)
+        super()._dispatch(outgoing, kind, call, *rest, **more)
+
+
+class _Sending:
+    """A block that sends a call. An error ends its span.
+
+    Args:
+        span: of the call; None: it is not traced, also if it is made amid one that is.
+    """
+
+    def __init__(self, span: Span | None) -> None:
+        self._span = span
+
+    def __enter__(self) -> None:
+        self._token = _SENDING.set(self._span)
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        _SENDING.reset(self._token)
+        if error is not None and self._span is not None:
+            from rallypoint.tracing import spans
+
+            spans.note_error(self._span, error)
+            self._span.end()
 
 
 def end_with(span: Span, future: NativeFuture[Any]) -> None:
