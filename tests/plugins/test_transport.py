@@ -101,6 +101,19 @@ def test_calls_go_by_it_and_nobody_on_the_way_reads_or_changes_them(
         assert pair.on(1, lambda: rpc.statistics()["changed_frames"]) == 1
 
 
+def test_answers_may_arrive_after_the_news_that_their_sender_has_left(pair: Workers) -> None:
+    def slow_down() -> None:
+        import folder_sockets
+
+        folder_sockets.lags.append(0.3)
+
+    assert pair.on(1, lambda: rpc.rpc_sync("w0", same, (3,))) == 3
+    pair.on(1, slow_down)
+    # The leader of the shutdown, w0, leaves while its last answer to w1 is on the way.
+    pair.run(rpc_workers.leave)
+    pair.run(lambda: rpc_workers.join(transports=("folder",)))
+
+
 def test_strangers_are_turned_away(pair: Workers) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(rpc_workers.LIMIT)

@@ -1,6 +1,7 @@
 """A transport as a third party would write it: Unix sockets with names in a folder, by way of a relay.
 
-It uses public names only. The relay notes what passes, and can change it, as somebody on the way could.
+It uses public names only. The relay notes what passes. It can change it, as somebody on the way could, and delay
+answers, as a network that loses packets does.
 """
 
 import os
@@ -8,6 +9,7 @@ import secrets
 import socket
 import tempfile
 import threading
+import time
 
 from rallypoint.rpc import ListenConfig, Reach, Transport
 
@@ -42,6 +44,8 @@ class Folder:
 
 passed: list[bytes] = []
 change: list[bytes] = []
+# Seconds that answers are on the way.
+lags: list[float] = []
 
 
 def connect(
@@ -57,14 +61,17 @@ def connect(
         raise
     ours, theirs = socket.socketpair()
     for source, target in ((theirs, there), (there, theirs)):
-        threading.Thread(target=_relay, args=(source, target), daemon=True).start()
+        order = (source, target, source is there)
+        threading.Thread(target=_relay, args=order, daemon=True).start()
     return ours
 
 
-def _relay(source: socket.socket, target: socket.socket) -> None:
+def _relay(source: socket.socket, target: socket.socket, is_back: bool) -> None:
     try:
         while data := source.recv(65536):
             passed.append(data)
+            if is_back:
+                time.sleep(sum(lags))
             for each in change:
                 data = data.replace(each, each[::-1])
             target.sendall(data)

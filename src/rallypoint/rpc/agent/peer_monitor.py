@@ -118,8 +118,8 @@ class PeerMonitor:
             self._connections.is_closed or not self._roster.strike(member, reason)
         ):
             return
-        # Answers that have arrived are still read.
-        self._connections.hang_up(info.id, None if member is None else info.name)
+        name = None if member is None else info.name
+        self._connections.hang_up(info.id, name, self._tasks.later)
         logger.info("worker %s is gone: %s", info.name, reason)
         events.emit(events.MemberGone(worker=info.name, id=info.id, reason=reason))
         self.rrefs.peer_lost(info.id, reason)

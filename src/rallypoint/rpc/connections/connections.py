@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for one attempt to connect; the call may allow more.
 _CONNECT_SECONDS = 10.0
+# Seconds for the answers of a worker that is gone to arrive: the network may lose a packet and send it again.
+_LAST_ANSWERS = 1.0
 _LEFT = "this worker has left the group"
 _HANG_UP = select.EPOLLRDHUP
 
@@ -380,14 +382,24 @@ class Connections:
 
     # -- the end ------------------------------------------------------------------------------------
 
-    def hang_up(self, worker: int, name: str | None) -> None:
-        """A worker is gone: once the data that has arrived is read, its unanswered calls fail.
+    def hang_up(
+        self, worker: int, name: str | None, later: Callable[[float, Callable[[], None]], None]
+    ) -> None:
+        """A worker is gone: once the data that it has sent is read, its unanswered calls fail.
+
+        Its answers may still be on the way. The connection ends by itself after them, unless its host is gone too. So it is
+        ended here only if that takes long.
 
         Args:
             name: only if the worker has this name.
+            later: calls a function after so many seconds.
         """
         outgoing = self.outgoing.get(worker)
-        if outgoing is not None and (name is None or outgoing.peer == name):
+        if outgoing is None or (name is not None and outgoing.peer != name):
+            return
+        if outgoing.calls:
+            later(_LAST_ANSWERS, outgoing.hang_up)
+        else:
             outgoing.hang_up()
 
     def close_ended(self, ended: Outgoing | Incoming) -> None:
