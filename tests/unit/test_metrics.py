@@ -156,7 +156,9 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
         for target in panel["targets"]
     ]
     names = {name for expr in asked for name in re.findall(r"rally_\w+", expr)}
-    known = samples(openmetrics.text(status(), [used()], Counts(), "0"))
+    slowness = {"late": 0.3, "waits": 0.0, "slow": True}
+    worker = used(calls=COUNTS, slowness=slowness)
+    known = samples(openmetrics.text(status(), [worker], Counts(), "0"))
     assert names and names <= {name for name, _ in known}
 
 
