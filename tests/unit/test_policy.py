@@ -48,6 +48,7 @@ from rallypoint.launch.policy import (
     TellPeers,
     Verdict,
     WorkerEnded,
+    generations,
 )
 from rallypoint.rendezvous import plan as plans
 from rallypoint.rendezvous.kept_round import Held, decide as keep_in_round
@@ -105,7 +106,7 @@ TABLE = [
         WorkerEnded(1, False),
         Phase.SWEEPING,
         Aim.SUCCEED,
-        [Sweep(policy.LEFTOVER_GRACE)],
+        [Sweep(generations.LEFTOVER_GRACE)],
     ),
     (
         "one of two fails",
@@ -129,7 +130,7 @@ TABLE = [
         WorkerEnded(0, True),
         Phase.SWEEPING,
         Aim.RESTART,
-        [Sweep(policy.LEFTOVER_GRACE)],
+        [Sweep(generations.LEFTOVER_GRACE)],
     ),
     (
         "the store fails",
@@ -161,7 +162,7 @@ TABLE = [
         WorkerEnded(1, True),
         Phase.SWEEPING,
         Aim.RESTART,
-        [Sweep(policy.LEFTOVER_GRACE)],
+        [Sweep(generations.LEFTOVER_GRACE)],
     ),
     ("grace is over", stopping(1), GraceOver(), Phase.SWEEPING, Aim.RESTART, [Sweep(0.0)]),
     (
@@ -594,7 +595,7 @@ def test_a_worker_that_dies_of_a_nodes_signal_is_no_failure_to_the_others():
     told = policy.decide(0.1, heard.state, SignalReceived(signal.SIGTERM))
     assert TellPeers("leaving") in told.commands
     ended = policy.decide(0.2, told.state, WorkerEnded(0, True))
-    assert ended.commands == (Sweep(min(policy.LEFTOVER_GRACE, GRACE)),)
+    assert ended.commands == (Sweep(min(generations.LEFTOVER_GRACE, GRACE)),)
     assert ended.state.aim is Aim.SIGNALLED
 
 
@@ -835,12 +836,15 @@ def test_a_node_whose_workers_have_all_lost_a_peer_waits_for_the_cause_from_the_
     together = elastic(0, 1, moment=5.0, nodes=2)
     ends = [WorkerEnded(index, True, symptom=True) for index in range(2)]
     waits = after(together, *ends)
-    assert (waits.state.phase, waits.state.kill_at) == (Phase.LISTENING, 5.0 - policy.ANSWER_TIME)
+    assert (waits.state.phase, waits.state.kill_at) == (
+        Phase.LISTENING,
+        5.0 - generations.ANSWER_TIME,
+    )
     lost = policy.decide(0.2, waits.state, PeerLost(1))
     assert (lost.state.phase, lost.state.aim) == (Phase.SWEEPING, Aim.RESTART)
     failed = policy.decide(0.2, waits.state, PeerFailed(1, 0))
     assert (failed.state.phase, failed.state.verdict) == (Phase.SWEEPING, Verdict.FAILED)
-    asked = policy.decide(5.0 - policy.ANSWER_TIME, waits.state, GraceOver())
+    asked = policy.decide(5.0 - generations.ANSWER_TIME, waits.state, GraceOver())
     over = policy.decide(5.0, asked.state, GraceOver())
     assert (over.state.phase, over.state.aim) == (Phase.SWEEPING, Aim.RESTART)
 

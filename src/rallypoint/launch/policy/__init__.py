@@ -1,0 +1,133 @@
+"""What the supervisor does next: decisions only.
+
+Theory of operation
+-------------------
+``decide(now, state, event)`` returns a new state, commands, and the reason in words. The shell
+(:mod:`rallypoint.launch.supervisor`) gathers events and executes commands. It never decides.
+
+::
+
+    JOINING ──round formed──▶ RUNNING ──all ended well──▶ SWEEPING ──swept──▶ WAITING ──peers done──▶ ENDED
+       ▲                         │ failure, here or on a peer; signal            (several nodes only)
+       │                         │ (a symptom first: LISTENING, for a moment)
+       │                         ▼
+       └──── restart ──────── STOPPING ──all ended, or grace over──▶ SWEEPING ──swept──▶ ENDED
+
+Rules:
+
+1. One failure ends the generation for all nodes, because workers wait for each other in collectives.
+2. The first event that ends a generation determines what follows it (``aim``). Later failures are consequences. A
+   signal overrules a restart.
+3. The restart budget belongs to the job. The round says how much of it is used, so all nodes agree. A failure is
+   charged. In ``elastic`` jobs, a node that is lost, leaves or joins is not. A failure that reports only a lost peer
+   (a *symptom*) is charged only if the next round misses no node and no node ended the generation for such a change.
+   With ``restart_window``, restarts that were longer ago count no longer. The round says how long ago each was.
+4. A generation is over when it is ``swept``: none of its processes is left when the next one starts.
+5. An elastic node whose workers have succeeded leaves at once. The node that serves the job's store (``serves``) stays
+   until all others have finished, through all their rounds.
+6. A worker in a session (``rallypoint.elastic``) survives its peers. If one fails while all others are in a session, or start in
+   order to enter one, only it is replaced, and the others are told (``Replace``). This is limited to ``max_losses`` in
+   ``loss_window`` seconds, and not done for an error that came at the same step before. With several nodes, the loss is told to
+   all of them first (``TellLoss``). They read of losses in one order, so they number them alike. A node that cannot keep its
+   workers says so by failing: then all restart.
+7. If all workers of an elastic node are in a session, the loss of another node does not stop them: they are held (REJOINING) while
+   the nodes meet again. If the round's plan says that all survivors keep their ranks and other nodes fill the free ones, the
+   workers continue, and the newcomers' take the lost ones' places. Otherwise all restart, in the round that has formed. A
+   node that the others have given up as lost, or left out of the round, ends its workers.
+8. A symptom does not stop the other workers at once, because the one with the cause may still be cleaning up. For
+   ``moment`` seconds the supervisor listens to them and asks which exceptions they handle. Then it sends SIGTERM.
+"""
+
+from __future__ import annotations
+
+from .commands import (
+    AskWorkers,
+    Command,
+    Decision,
+    Finish,
+    HoldWorkers,
+    Join,
+    KeepWorkers,
+    PassOn,
+    Replace,
+    ReportRestart,
+    SignalWorkers,
+    StartWorkers,
+    Sweep,
+    TellLoss,
+    TellPeers,
+)
+from .decide import decide, signal_name, start
+from .events import (
+    Broken,
+    Event,
+    GraceOver,
+    JobHangs,
+    LeftOut,
+    LossTold,
+    NodeInSession,
+    NodeWaiting,
+    NotKept,
+    NotNeeded,
+    PeerFailed,
+    PeerLeaves,
+    PeerLost,
+    PeersDone,
+    PeersStopped,
+    RoundFormed,
+    SessionEntered,
+    SessionLeft,
+    SignalReceived,
+    Swept,
+    WorkerEnded,
+)
+from .state import Aim, Phase, State, Verdict, is_at_full_strength, is_past
+
+
+__all__ = [
+    "Aim",
+    "AskWorkers",
+    "Broken",
+    "Command",
+    "Decision",
+    "Event",
+    "Finish",
+    "GraceOver",
+    "HoldWorkers",
+    "JobHangs",
+    "Join",
+    "KeepWorkers",
+    "LeftOut",
+    "LossTold",
+    "NodeInSession",
+    "NodeWaiting",
+    "NotKept",
+    "NotNeeded",
+    "PassOn",
+    "PeerFailed",
+    "PeerLeaves",
+    "PeerLost",
+    "PeersDone",
+    "PeersStopped",
+    "Phase",
+    "Replace",
+    "ReportRestart",
+    "RoundFormed",
+    "SessionEntered",
+    "SessionLeft",
+    "SignalReceived",
+    "SignalWorkers",
+    "StartWorkers",
+    "State",
+    "Sweep",
+    "Swept",
+    "TellLoss",
+    "TellPeers",
+    "Verdict",
+    "WorkerEnded",
+    "decide",
+    "is_at_full_strength",
+    "is_past",
+    "signal_name",
+    "start",
+]

@@ -1,0 +1,206 @@
+"""What happens, on this node and on others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFormed:
+    """The nodes have agreed.
+
+    Args:
+        num_workers: how many to start on this node.
+        generation: the job's.
+        restarts: how much of the job's budget is used.
+        ages: with a window, how many seconds ago these restarts were; one that leads to this round is not among them.
+        serves: this node serves the job's store.
+        nodes: how many are in the round.
+        keepers: ranks of the nodes that keep their workers; the others' take over lost ones. None: all start anew.
+        is_keeper: this node is one of them.
+        replaced: how many workers were replaced since the session began, if any node keeps its own.
+    """
+
+    num_workers: int
+    generation: int = 0
+    restarts: int = 0
+    serves: bool = False
+    nodes: int = 1
+    keepers: frozenset[int] | None = None
+    is_keeper: bool = False
+    replaced: int = 0
+    ages: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnded:
+    """A worker has ended.
+
+    Args:
+        symptom: it only reports a lost peer, or the supervisor stopped it.
+        again: another one in its place would fail alike: it raised what a replaced one had raised at the same step, or its session
+            could not begin.
+    """
+
+    index: int
+    failed: bool
+    symptom: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEntered:
+    """A worker is in a session: it survives the loss of others. ``sharded``: no other worker has its state."""
+
+    index: int
+    sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLeft:
+    """A worker's session has ended well."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInSession:
+    """All workers of a node are in a session; or, if not ``inside``, one of them has left it. Of this node, too."""
+
+    node_rank: int
+    inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LossTold:
+    """Several nodes: all are told that a worker of a session is lost, in the same order.
+
+    Args:
+        node_rank: where.
+        index: its local index, if it is this node's.
+        survivors: whether other workers of that node are in the session.
+    """
+
+    node_rank: int
+    index: int | None = None
+    survivors: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """Another node reported a failure in a generation."""
+
+    node_rank: int
+    generation: int
+    symptom: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobHangs:
+    """Nothing moves, or another node has found that out, and the job is not to go on like that.
+
+    Args:
+        is_own: this node has found it out.
+        restarts: all workers are restarted while restarts are left; otherwise the job fails in any case.
+    """
+
+    is_own: bool
+    restarts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """Another node is lost, or (``is_own``) the others consider this one lost. With fixed membership, it is not replaced."""
+
+    node_rank: int
+    is_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The next round has formed without this node, which waits for a later one."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotKept:
+    """The round counts on workers that a node has had to stop. From all nodes, this one included."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeaves:
+    """Another node leaves in an orderly way, for example because it is preempted."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWaiting:
+    """A node waits to be admitted, and there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeersDone:
+    """All nodes have succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeersStopped:
+    """A user stopped another node: the job ends without a restart."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignalReceived:
+    """``everywhere``: all nodes of an elastic job have received it."""
+
+    number: int
+    everywhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GraceOver:
+    """The time ``kill_at`` has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """No process of the generation is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotNeeded:
+    """The job succeeded while this node waited for a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """This node cannot continue: it has lost its fork server."""
+
+    reason: str
+
+
+Event = (
+    RoundFormed
+    | WorkerEnded
+    | SessionEntered
+    | SessionLeft
+    | NodeInSession
+    | LossTold
+    | JobHangs
+    | PeerFailed
+    | PeerLost
+    | LeftOut
+    | NotKept
+    | PeerLeaves
+    | NodeWaiting
+    | PeersDone
+    | PeersStopped
+    | SignalReceived
+    | GraceOver
+    | Swept
+    | NotNeeded
+    | Broken
+)

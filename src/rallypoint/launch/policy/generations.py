@@ -1,0 +1,236 @@
+"""The generations of a job: how one begins, ends and is followed by the next."""
+
+from __future__ import annotations
+
+import signal as signals
+from dataclasses import replace
+
+from .commands import (
+    AskWorkers,
+    Command,
+    Decision,
+    Finish,
+    Join,
+    KeepWorkers,
+    ReportRestart,
+    SignalWorkers,
+    StartWorkers,
+    Sweep,
+    TellPeers,
+)
+from .events import RoundFormed
+from .state import Aim, Phase, State, Verdict
+
+
+# Processes that outlive all workers (daemons, forgotten children) get SIGTERM and this long.
+LEFTOVER_GRACE = 1.0
+# The workers are asked a second time this long before the moment ends.
+ANSWER_TIME = 0.3
+
+
+def round_formed(now: float, state: State, event: RoundFormed) -> Decision:
+    """The nodes have met: start the workers, or go on with those that were held."""
+    if state.phase is Phase.REJOINING:
+        return _met_again(now, state, event)
+    if state.phase is not Phase.JOINING:
+        return _formed_early(state, event)
+    state = replace(
+        _charged(now, state, event),
+        generation=event.generation,
+        serves=event.serves,
+        verdict=Verdict.NONE,
+    )
+    if event.restarts > state.max_restarts:
+        # A failure that could have been the consequence of a lost node was not one, so it is charged after all.
+        new = replace(state, phase=Phase.ENDED, aim=Aim.FAIL)
+        return Decision(new, (Finish(Aim.FAIL),), "the restart budget is spent")
+    running = frozenset(range(event.num_workers))
+    new = replace(state, phase=Phase.RUNNING, running=running, aim=Aim.SUCCEED)
+    new = replace(
+        new,
+        nodes=event.nodes,
+        has_left=False,
+        is_sharded=False,
+        replaced=0,
+        kept=frozenset(),
+        arriving=frozenset(),
+        lost=frozenset(),
+        in_session=frozenset(),
+        without_survivors=frozenset(),
+        said_in_session=False,
+        is_joining=False,
+        formed=None,
+    )
+    why = f"round {event.generation} formed"
+    if event.keepers is None:
+        return Decision(new, (StartWorkers(),), why)
+    new = replace(_among_keepers(new, event), arriving=running)
+    return Decision(new, (StartWorkers(takes_over=True),), f"{why}: taking over lost workers")
+
+
+def _charged(now: float, state: State, event: RoundFormed) -> State:
+    """All nodes count the restarts that the round counts."""
+    if not state.restart_window:
+        return replace(state, restarts=event.restarts)
+    before = tuple(now - age for age in event.ages)
+    news = (now,) * (event.restarts - len(before))
+    return replace(state, restarts=event.restarts, charged=(*before, *news))
+
+
+def _formed_early(state: State, event: RoundFormed) -> Decision:
+    """A round formed that this node was to be in, but its workers are being stopped."""
+    why = f"round {event.generation} formed while {state.phase}"
+    if not state.is_joining:
+        return Decision(state, (), why)
+    if state.aim is Aim.RESTART and not event.is_keeper:
+        return Decision(replace(state, formed=event), (), why)
+    # The others count on this node.
+    new = replace(state, is_joining=False, generation=event.generation, serves=event.serves)
+    what = {Aim.RESTART: "not kept", Aim.FAIL: "failed"}.get(state.aim, "stopped")
+    if state.aim is Aim.SIGNALLED and state.leaves:
+        what = "leaving"
+    return Decision(new, (TellPeers(what),), why)
+
+
+def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
+    why = f"round {event.generation} formed"
+    spent = event.restarts > state.max_restarts
+    if event.keepers is None or not event.is_keeper or spent or state.has_left:
+        why = f"{why}, and the workers cannot be kept"
+        if not event.is_keeper:
+            return stop(now, replace(state, formed=event), Aim.RESTART, why, tell=None)
+        new = replace(state, is_joining=False, generation=event.generation, serves=event.serves)
+        return stop(now, new, Aim.RESTART, why, tell="not kept", verdict=Verdict.CHANGED)
+    lost = tuple(sorted(state.lost))
+    new = replace(
+        _among_keepers(_charged(now, state, event), event),
+        phase=Phase.RUNNING,
+        generation=event.generation,
+        serves=event.serves,
+        verdict=Verdict.NONE,
+        running=state.running | state.lost,
+        arriving=state.arriving | state.lost,
+        lost=frozenset(),
+        is_joining=False,
+    )
+    return Decision(new, (KeepWorkers(lost),), f"{why}: the workers keep what they have")
+
+
+def _among_keepers(state: State, event: RoundFormed) -> State:
+    """In a round in which some nodes keep their workers. The others are about to enter the session, and have no state yet."""
+    assert event.keepers is not None
+    nodes = frozenset(range(event.nodes))
+    bare = (state.without_survivors | (nodes - event.keepers)) & nodes
+    return replace(
+        state, replaced=event.replaced, in_session=nodes, without_survivors=bare, nodes=event.nodes
+    )
+
+
+def after_failure(state: State, symptom: bool) -> tuple[Aim, Verdict]:
+    """What follows a failure, as far as the restart budget allows."""
+    if state.elastic and symptom:
+        return Aim.RESTART, Verdict.SUSPECT
+    aim = Aim.RESTART if state.restarts < state.max_restarts else Aim.FAIL
+    return aim, Verdict.FAILED
+
+
+def stop(
+    now: float,
+    state: State,
+    aim: Aim,
+    why: str,
+    tell: str | None,
+    verdict: Verdict = Verdict.NONE,
+    symptom: bool = False,
+) -> Decision:
+    """Go from RUNNING (or a later phase of success) to STOPPING; after a symptom, to LISTENING first."""
+    commands: list[Command] = []
+    order = list(Verdict)
+    state = replace(state, verdict=max(state.verdict, verdict, key=order.index))
+    # Others have heard that this node was told to stop or to leave. A failure now would be held against them.
+    late = tell == "failed" and state.signal is not None
+    if tell is not None and state.num_nodes > 1 and not late:
+        commands.append(TellPeers(tell))
+    if state.phase is Phase.JOINING:
+        new = replace(state, phase=Phase.ENDED, aim=aim)
+        return Decision(new, (*commands, Finish(aim)), why)
+    if state.phase is Phase.WAITING:
+        # The workers of this node have succeeded and are swept.
+        return swept(now, replace(state, phase=Phase.SWEEPING, aim=aim), tuple(commands), why)
+    if state.phase is Phase.SWEEPING:
+        return Decision(replace(state, aim=overruled(state.aim, aim)), tuple(commands), why)
+    if state.phase is Phase.STOPPING:
+        return Decision(replace(state, aim=overruled(state.aim, aim)), tuple(commands), why)
+    aim = overruled(state.aim, aim)
+    # If no worker is left to report the cause, another node may be: as a failure of its own, or by being lost.
+    may_be_told = state.running or (state.verdict is Verdict.SUSPECT and state.nodes > 1)
+    listens = symptom and state.moment > 0 and may_be_told
+    if listens and state.phase is Phase.LISTENING:
+        return Decision(replace(state, aim=aim), tuple(commands), why)
+    if not state.running and not listens:
+        new = replace(state, phase=Phase.SWEEPING, aim=aim, kill_at=None)
+        return Decision(new, (*commands, Sweep(min(LEFTOVER_GRACE, state.grace))), why)
+    if listens:
+        ask_again_at = now + max(0.0, state.moment - ANSWER_TIME)
+        new = replace(
+            state, phase=Phase.LISTENING, aim=aim, kill_at=ask_again_at, asked_again=False
+        )
+        return Decision(
+            new, (*commands, AskWorkers()), f"{why}: a symptom, the cause is not known yet"
+        )
+    number = state.signal if aim is Aim.SIGNALLED and state.signal else signals.SIGTERM
+    commands.append(SignalWorkers(number))
+    new = replace(state, phase=Phase.STOPPING, aim=aim, kill_at=now + state.grace)
+    return Decision(new, tuple(commands), why)
+
+
+def moment_over(now: float, state: State) -> Decision:
+    """LISTENING: ask a second time, then stop the workers."""
+    if state.kill_at is None or now < state.kill_at:
+        return Decision(state, (), "the moment is not over")
+    if not state.asked_again:
+        new = replace(state, asked_again=True, kill_at=now + ANSWER_TIME)
+        return Decision(new, (AskWorkers(),), "no worker has reported the cause: asking again")
+    return stop(now, state, state.aim, "no worker has reported the cause", tell=None)
+
+
+def overruled(aim: Aim, by: Aim) -> Aim:
+    """Which of two aims wins: a signal over all others, a failure over a restart, a restart over success."""
+    order = [Aim.SUCCEED, Aim.RESTART, Aim.FAIL, Aim.SIGNALLED]
+    return max(aim, by, key=order.index)
+
+
+def swept(now: float, state: State, commands: tuple[Command, ...] = (), why: str = "") -> Decision:
+    """No process of the generation is left: the next one, or the end."""
+    if state.phase is not Phase.SWEEPING:
+        return Decision(state, commands, why or f"swept while {state.phase}")
+    if state.aim is Aim.RESTART:
+        new = replace(
+            state,
+            phase=Phase.JOINING,
+            generation=state.generation + 1,
+            aim=Aim.SUCCEED,
+            kill_at=None,
+            peers_done=False,
+            is_joining=False,
+            formed=None,
+        )
+        if state.formed is not None:
+            decision = round_formed(now, new, state.formed)
+            return replace(decision, commands=(*commands, ReportRestart(), *decision.commands))
+        if state.is_joining:
+            return Decision(new, (*commands, ReportRestart()), why or "waiting for the next round")
+        join = Join(new.generation, state.restarts, state.verdict)
+        commands = (*commands, ReportRestart(), join)
+        return Decision(new, commands, why or "restarting")
+    if state.aim is Aim.SUCCEED and state.num_nodes > 1 and not state.peers_done:
+        if state.elastic and not state.serves:
+            return end(state, "all workers ended well", (*commands, TellPeers("done")))
+        new = replace(state, phase=Phase.WAITING)
+        return Decision(new, (*commands, TellPeers("done")), "waiting for the other nodes")
+    return end(state, why or "nothing is left", commands)
+
+
+def end(state: State, why: str, commands: tuple[Command, ...] = ()) -> Decision:
+    """This node's part in the job is over."""
+    return Decision(replace(state, phase=Phase.ENDED), (*commands, Finish(state.aim)), why)

@@ -1,0 +1,137 @@
+"""What one node's supervisor knows of its job, for decisions."""
+
+from __future__ import annotations
+
+import signal as signals
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .events import RoundFormed
+
+
+class Verdict(StrEnum):
+    """Why a generation ended, as far as the restart budget is concerned."""
+
+    NONE = ""
+    CHANGED = "changed"  # members joined or left: not charged
+    SUSPECT = "suspect"  # a failure that may be the consequence of a lost node
+    FAILED = "failed"
+
+
+class Phase(StrEnum):
+    JOINING = "joining"
+    REJOINING = "rejoining"  # the workers of a session are held while the nodes meet again
+    RUNNING = "running"
+    LISTENING = "listening"
+    STOPPING = "stopping"
+    SWEEPING = "sweeping"
+    WAITING = "waiting"
+    ENDED = "ended"
+
+
+class Aim(StrEnum):
+    """What follows once all processes of this generation are gone."""
+
+    SUCCEED = "succeed"
+    RESTART = "restart"
+    FAIL = "fail"
+    SIGNALLED = "signalled"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """One node's supervisor.
+
+    Args:
+        grace: seconds between SIGTERM and SIGKILL.
+        moment: seconds after a symptom in which another worker may report the cause, before SIGTERM.
+        num_nodes: with one node there are no peers to wait for.
+        elastic: members may come and go; else a lost node is the end.
+        serves: this node serves the job's store.
+        restarts: how much of the budget is used.
+        restart_window: seconds after which a restart no longer counts; 0: it always does.
+        charged: with a window, when the restarts were that count.
+        verdict: what this generation's end means for the budget.
+        running: local indices of workers that have not ended.
+        kill_at: STOPPING: when SIGKILL is due. LISTENING: when its next step is due.
+        asked_again: the workers were asked a second time; LISTENING is about to end.
+        signal: the first signal received, if any.
+        stops_job: all nodes have received it.
+        passed: signals for the workers alone; the job continues.
+        sigterm_repeats: SIGTERM may come several times for one reason, as from Slurm: then it hurries nobody.
+        max_losses: how many workers may be replaced in place within ``loss_window`` seconds.
+        kept: local indices of workers in a session.
+        arriving: local indices of workers that take a lost one's place and have not entered their session.
+        losses: when workers were replaced, on any node.
+        replaced: how many since the round formed, on all nodes.
+        lost: local indices of workers whose loss was told to all nodes, and not read yet.
+        nodes: how many are in the round.
+        in_session: ranks of the nodes whose workers have all entered a session.
+        without_survivors: those of them whose workers are all to be replaced.
+        said_in_session: this node has told the others that its workers are in a session.
+        has_left: a worker's session has ended.
+        is_sharded: no other worker has the state of this node's: what is lost with a node cannot be had.
+        is_joining: this node is to be in the next round already, while it ends its workers.
+        formed: that round, if it has formed meanwhile.
+    """
+
+    max_restarts: int
+    grace: float
+    moment: float = 0.0
+    num_nodes: int = 1
+    elastic: bool = False
+    serves: bool = False
+    restarts: int = 0
+    restart_window: float = 0.0
+    charged: tuple[float, ...] = ()
+    verdict: Verdict = Verdict.NONE
+    phase: Phase = Phase.JOINING
+    generation: int = 0
+    running: frozenset[int] = frozenset()
+    aim: Aim = Aim.SUCCEED
+    kill_at: float | None = None
+    asked_again: bool = False
+    signal: int | None = None
+    stops_job: bool = False
+    peers_done: bool = False
+    passed: frozenset[int] = frozenset()
+    sigterm_repeats: bool = False
+    max_losses: int = 0
+    loss_window: float = 600.0
+    kept: frozenset[int] = frozenset()
+    arriving: frozenset[int] = frozenset()
+    losses: tuple[float, ...] = ()
+    replaced: int = 0
+    lost: frozenset[int] = frozenset()
+    nodes: int = 1
+    in_session: frozenset[int] = frozenset()
+    without_survivors: frozenset[int] = frozenset()
+    said_in_session: bool = False
+    has_left: bool = False
+    is_sharded: bool = False
+    is_joining: bool = False
+    formed: RoundFormed | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """SIGTERM to one node means preemption: an elastic job continues without it. Ctrl-C stops the job."""
+        return self.elastic and self.signal == signals.SIGTERM and not self.stops_job
+
+
+def is_past(state: State, generation: int) -> bool:
+    """Whether news about a generation come too late: workers of a later one run, and the loss of a node was that of the earlier one.
+
+    Where the nodes are about to meet, news of the last one still count.
+    """
+    return generation < state.generation - (state.phase is Phase.JOINING)
+
+
+def is_at_full_strength(state: State) -> bool:
+    """Whether all workers of all nodes are in a session, so that there is something a spare could take over."""
+    return (
+        state.phase is Phase.RUNNING
+        and bool(state.running)
+        and state.running <= state.kept
+        and not (state.arriving or state.lost or state.has_left)
+        and (state.num_nodes == 1 or len(state.in_session) == state.nodes)
+    )
