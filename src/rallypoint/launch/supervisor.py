@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 from rallypoint import events
-from rallypoint._core import clock, env as environment, event_sinks, limits, process, secret
+from rallypoint._core import clock, env as environment, event_sinks, limits, process
 from rallypoint.errors import ConfigError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
 
 from . import policy, signals
-from .config import LaunchConfig, OnHang, StartMethod, TargetKind
+from .config import LaunchConfig, OnHang, TargetKind
 from .coordination.interface import (
     Coordination,
     CoordinationFailed,
@@ -41,7 +41,6 @@ from .output.relay import Relay
 from .output.report import FailureReport, in_a_line
 from .output.reportfiles import write_error_files, write_report
 from .output.run_folder import RunFolder
-from .placement import worker_env
 from .policy import Aim, Phase
 from .server.channel import Message
 from .server.server_process import ServerProcess
@@ -52,8 +51,10 @@ from .supervision.event_loop import EventLoop
 from .supervision.hung_workers import HungWorkers
 from .supervision.kept_workers import KeptWorkers
 from .supervision.observation import Observation
+from .supervision.peer_news import PeerNews
 from .supervision.replacements import Replacements, tell_start
 from .supervision.server_requests import ServerRequests
+from .supervision.server_start import TORCH, start_server
 from .supervision.shared_stop import SharedStop
 from .supervision.situation import Situation
 from .supervision.spawner import Spawner
@@ -61,14 +62,8 @@ from .supervision.worker_signals import WorkerSignals
 from .worker.job import WorkerFds
 
 
-# Modules that every fork server imports.
-TORCH = ("torch", "torch.distributed")
 # For this long a worker may die of a signal before the supervisor receives it: the sender may have to wait for a CPU.
 DEATH_AHEAD = 1.0
-# Reports of nodes that are no events for others.
-UNTOLD = frozenset(
-    {"all_done", "reports", "in session", "out of session", "standstill", "left out", "told"}
-)
 # How long output may still arrive after its writers have ended.
 DRAIN_PATIENCE = 2.0
 # How long the nodes wait for each other's failures before they print the report, beyond the grace period.
@@ -167,7 +162,7 @@ class Supervisor:
         self._hung: HungWorkers
         self._spawner: Spawner
         self._replacements: Replacements
-        self._open_files: int | None = None  # the limit for a worker
+        self._peer_news: PeerNews
         self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._observation = Observation(
             config, self._env, coordination, console, self._loop, self._now, say, self._hangs
@@ -190,7 +185,9 @@ class Supervisor:
                     self._relay = Relay()
                     for _ in range(4):
                         self._reserve.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-                    self._server = self._start_server()
+                    self._server = start_server(
+                        config, self._env, self._token, self._call, self._say
+                    )
                     self._observation.trace()
                     events.emit(
                         events.JobStarted(
@@ -252,6 +249,18 @@ class Supervisor:
             say,
         )
         self._observation.spares = self._replacements.spares.status
+        self._peer_news = PeerNews(
+            config,
+            now,
+            self._causes,
+            self._signals,
+            self._shared_stop,
+            self._replacements,
+            self._hung,
+            say,
+            self._decide,
+            self._wait_for_no_reports,
+        )
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[SignalEvents]:
@@ -272,39 +281,6 @@ class Supervisor:
             return SignalEvents(numbers)  # other signals belong to the caller
         # Workers may handle any signal, so none of them may end the supervisor.
         return SignalEvents(numbers | signals.ending(), signals.IGNORED_BY_SHELLS & numbers)
-
-    def _start_server(self) -> ServerProcess:
-        config = self._config
-        if not process.is_proc_mounted():
-            raise LaunchError(
-                "/proc is not mounted: the processes of a job are found there"
-                " (mount -t proc proc /proc; in a chroot, before entering it)"
-            )
-        if config.start_method is StartMethod.FORK:
-            assert self._call is not None
-            with environment.overlay({"RALLY_JOB": self._token}):
-                return ServerProcess.fork(config.job, self._call, self._token, config.secret)
-        if config.job.kind is not TargetKind.FUNCTION:
-            self._open_files = limits.allow_open_files()
-        threads = config.local_world_size or config.workers_per_node or 2
-        defaults = worker_env.common_defaults(self._env, threads)
-        preload = (*TORCH, *config.preload)
-        server = ServerProcess.start(
-            config.job,
-            config.start_method,
-            preload,
-            {**secret.environment_of_workers(self._env, config.secret), **defaults},
-            self._token,
-            config.secret,
-            # A function launch runs in the user's program, which may have children of its own.
-            alone=config.job.kind is not TargetKind.FUNCTION,
-            open_files=self._open_files,
-            learns=config.learned_preload,
-            warm=config.warm,
-        )
-        if server.why_cold:
-            self._say(f"--warm has no effect: {server.why_cold}")
-        return server
 
     def _serve(self, received: SignalEvents) -> Outcome:
         server, coordination, loop = self._server, self._coordination, self._loop
@@ -361,6 +337,9 @@ class Supervisor:
 
     def _gathering_is_over(self) -> bool:
         return self._gather_until is None or clock.MONOTONIC.now() >= self._gather_until
+
+    def _wait_for_no_reports(self) -> None:
+        self._gather_until = None
 
     def _close(self, received: SignalEvents) -> None:
         self._observation.close()
@@ -425,7 +404,7 @@ class Supervisor:
             self._signals.taken.add(number)
             events.emit(events.SignalReceived(name=policy.signal_name(number)))
             if number in config.signals:
-                self._gather_until = None  # do not wait for other nodes' reports
+                self._wait_for_no_reports()
             if not self._shared_stop.begin(number):
                 self._decide(policy.SignalReceived(number))
             self._decide_held_ends()
@@ -597,15 +576,6 @@ class Supervisor:
 
     def _hear_peers(self) -> None:
         for event in self._coordination.take():
-            if isinstance(event, PeerEvent) and event.what not in UNTOLD:
-                events.emit(
-                    events.NodeReported(
-                        generation=event.generation,
-                        node_rank=event.node_rank,
-                        what=event.what,
-                        reason=event.reason,
-                    )
-                )
             match event:
                 case RoundReady():
                     self._now.round = event
@@ -624,59 +594,8 @@ class Supervisor:
                     )
                 case ServeStore():
                     self._serve_job_store(event)
-                case PeerEvent("all_done"):
-                    self._decide(policy.PeersDone())
-                case PeerEvent("told", node_rank, generation):
-                    self._shared_stop.hear(node_rank, generation)
-                case PeerEvent("stopped", _) if self._now.state.aim is Aim.SIGNALLED:
-                    self._signals.peers_stop = True
-                case PeerEvent("stopped", node_rank):
-                    self._signals.peers_stop = True
-                    who = f"node {node_rank}" if node_rank >= 0 else "another node"
-                    self._say(f"{who} was told to stop; stopping this node too")
-                    self._decide(policy.PeersStopped(node_rank))
-                case PeerEvent("reports"):
-                    self._gather_until = None
-                case PeerEvent(_, _, generation) if policy.is_past(self._now.state, generation):
-                    pass
-                case PeerEvent("lost", node_rank):
-                    self._causes.note_lost(f"{event.reason}{self._lost_state}")
-                    self._decide(policy.PeerLost(node_rank, event.is_own))
-                case PeerEvent("hangs", _, generation) if generation == self._now.state.generation:
-                    self._causes.not_of_workers = event.reason
-                    self._decide(policy.JobHangs(is_own=False, restarts=self._restarts_on_hang))
-                case PeerEvent("left out"):
-                    self._decide(policy.LeftOut())
-                case PeerEvent("not kept", node_rank):
-                    self._causes.note_lost(f"node {node_rank} could not keep its workers")
-                    self._decide(policy.NotKept(node_rank))
-                case PeerEvent("leaving", node_rank):
-                    self._signals.peers_stop = not event.reason
-                    why = f"failed: {event.reason}" if event.reason else "was told to leave"
-                    self._causes.note_lost(f"node {node_rank} {why}{self._lost_state}")
-                    self._decide(policy.PeerLeaves(node_rank))
-                case PeerEvent("in session" | "out of session" as what, node_rank):
-                    self._decide(policy.NodeInSession(node_rank, what == "in session"))
-                    self._replacements.start_spares_soon()
-                case PeerEvent("worker lost", node_rank, generation, (failure, *_)):
-                    told = None
-                    if generation == self._now.state.generation:
-                        told = self._replacements.locate(
-                            node_rank, failure, survivors=event.survivors
-                        )
-                    if told is not None:
-                        self._decide(told)
-                case PeerEvent("standstill", node_rank, generation):
-                    if generation == self._now.state.generation:
-                        self._hung.hear_of_standstill(node_rank, event.meeting, event.progress)
-                case PeerEvent("waiting"):
-                    self._causes.note_lost("a node wants to join")
-                    self._decide(policy.NodeWaiting())
-                case PeerEvent(_, node_rank, generation, failures):
-                    echo = self._causes.note_peers(failures)
-                    if event.reason:
-                        self._causes.note_lost(f"node {node_rank} failed: {event.reason}")
-                    self._decide(policy.PeerFailed(node_rank, generation, echo))
+                case PeerEvent():
+                    self._peer_news.hear(event)
                 case NodeAsked():
                     self._observation.answer_node(event)
                 case NotNeeded():
@@ -770,13 +689,6 @@ class Supervisor:
         )
         following = state.generation + (state.phase is Phase.REJOINING)
         self._coordination.join(following, facts)
-
-    @property
-    def _lost_state(self) -> str:
-        """What is lost with a node, for the line that says why all restart."""
-        if self._now.state.elastic and self._now.state.is_sharded:
-            return ", and with it the only snapshots of its sharded state"
-        return ""
 
     def _keep(self, lost: Sequence[int]) -> None:
         """The nodes have met again after the loss of one: the workers of this node continue."""

@@ -36,7 +36,6 @@ from rallypoint.launch.output.failure import (
     WorkerFailure,
     failures_from_json,
     failures_to_json,
-    in_order_of_blame,
 )
 from rallypoint.launch.server.job_store import hosting
 from rallypoint.rendezvous import plan as plans
@@ -47,7 +46,7 @@ from rallypoint.rendezvous.kept_round import Kept
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.record_store import RecordStore
 
-from . import network, node_answers, step_tables
+from . import network, node_answers, step_tables, tally
 from .interface import (
     CoordinationEvent,
     CoordinationFailed,
@@ -61,12 +60,11 @@ from .interface import (
 from .journal import Journal
 from .journal_reader import NO_ROUND, JournalReader, Round
 from .meeting import rendezvous_for
+from .tally import Tally
 
 
 # How long leaving may take. The node that serves the store waits until the others have read the last entries.
 LEAVE_PATIENCE = 5.0
-# An entry carries at most this many failures; the root cause comes first.
-MAX_FAILURES_TOLD = 64
 # At most this many characters of another node's reason are shown.
 MAX_REASON = 300
 # How long the node that serves the store stays for nodes that have not read that it leaves: one may be suspended.
@@ -137,12 +135,12 @@ class PeerNodes:
     def tell(
         self, what: str, generation: int, failures: tuple[WorkerFailure, ...], reason: str = ""
     ) -> None:
-        told = failures_to_json(failures[:MAX_FAILURES_TOLD])
+        told = tally.told(failures)
         match what:
             case "done":
                 self._requests.put(lambda: self._count_done(generation))
             case "report":
-                self._ask(lambda: self._report(generation, told))
+                self._ask(lambda: self._report(told))
             case "leaving":
                 self._requests.put(lambda: self._say_farewell(generation, reason))
             case "in session" | "out of session" | "not kept" | "told":
@@ -423,62 +421,31 @@ class PeerNodes:
 
     def _count_done(self, generation: int) -> None:
         assert self._rendezvous is not None
-        current, records = self._round, self._records()
-        records.write(f"{generation}/done/{current.rank}", {})
-        records.increment(f"{generation}/done")
-        if self._num_through(records, current) >= current.num_nodes:
+        if self._tally().note_success():
             if self._config.elastic:
                 self._rendezvous.close_rendezvous(ENDED_WELL)
             self._append("all_done", generation)
             return
         if self._config.elastic:
-            self._gather_if_all_told(current)
+            self._merge_if_all_told()
             if self._rendezvous.serves:
                 # If the others meet again, they need not wait for this node.
                 self._rendezvous.leave(finished=True)
-                current.keeps = True
+                self._round.keeps = True
 
-    def _num_through(self, records: RecordStore, current: Round) -> int:
-        """How many members have finished the round: they succeeded, or in an elastic job are gone."""
-        counted = records.count(f"{current.generation}/done")
-        gone = current.gone if self._config.elastic else set[int]()
-        if counted < current.num_nodes and not gone:
-            return counted
-        # Anyone could increment the counter; only members can write marks. A lost member may have succeeded first.
-        ranks = range(current.num_nodes)
-        marks = records.look([f"{current.generation}/done/{rank}" for rank in ranks])
-        return sum(
-            mark is not None or rank in gone for rank, mark in zip(ranks, marks, strict=True)
-        )
-
-    def _num_told(self, records: RecordStore, current: Round) -> int:
-        """How many members have reported their failures, or cannot any more."""
-        elastic = self._config.elastic
-        silent = self._num_through(records, current) if elastic else len(current.gone)
-        return records.count(f"{current.generation}/reports") + silent
-
-    def _report(self, generation: int, told: str) -> None:
+    def _report(self, failures: str) -> None:
         """Publish this node's failures. The last node to do so merges all reports."""
-        current = self._round
-        records = self._records()
-        records.write(f"{current.generation}/report/{current.rank}", {"failures": told})
-        current.reported = True
-        records.increment(f"{current.generation}/reports")
-        self._gather_if_all_told(current)
+        self._tally().note_report(failures)
+        self._merge_if_all_told()
 
-    def _gather_reports(self, records: RecordStore, current: Round) -> None:
-        keys = [f"{current.generation}/report/{rank}" for rank in range(current.num_nodes)]
-        failures: list[WorkerFailure] = []
-        first = None if self._reader is None else self._reader.first_failure
-        bodies = records.look(keys)
-        # The journal's first failure comes first: between hosts, only its order is comparable.
-        order = sorted(range(len(bodies)), key=lambda rank: (rank != first, rank))
-        for rank in order:
-            body = bodies[rank]
-            failures += () if body is None else failures_from_json(body["failures"])
-        told = failures_to_json(in_order_of_blame(failures)[:MAX_FAILURES_TOLD])
-        records.claim(f"{current.generation}/report", {"failures": told})
-        self._append("reports", current.generation)
+    def _merge_if_all_told(self) -> None:
+        counted = self._tally()
+        if counted.is_all_told():
+            counted.merge_reports(None if self._reader is None else self._reader.first_failure)
+            self._append("reports", self._round.generation)
+
+    def _tally(self) -> Tally:
+        return Tally(self._records(), self._round, elastic=self._config.elastic)
 
     def _leave(self, ending: str, if_last: str, deadline: Deadline) -> None:
         """Tell the others that this node leaves; close the rendezvous and clear the store if it is the last."""
@@ -652,18 +619,11 @@ class PeerNodes:
         is_own = about == current.rank
         self._post(PeerEvent("lost", about, current.generation, reason=reason, is_own=is_own))
         if current.reported:
-            self._requests.put(lambda: self._gather_if_all_told(current))
-
-    def _gather_if_all_told(self, current: Round) -> None:
-        records = self._records()
-        if not records.count(f"{current.generation}/reports"):
-            return
-        if self._num_told(records, current) >= current.num_nodes:
-            self._gather_reports(records, current)
+            self._requests.put(self._merge_if_all_told)
 
     def _take_reports(self, current: Round) -> None:
         reader = self._reader
-        body = None if reader is None else reader.look(f"{current.generation}/report")
+        body = None if reader is None else reader.look(tally.merged_key(current.generation))
         if body is not None:
             with self._lock:
                 self._reports = failures_from_json(body["failures"])

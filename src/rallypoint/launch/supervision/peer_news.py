@@ -1,0 +1,149 @@
+"""What other nodes report, as events for the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rallypoint import events
+from rallypoint.launch import policy
+from rallypoint.launch.config import LaunchConfig, OnHang
+from rallypoint.launch.coordination.interface import PeerEvent
+from rallypoint.launch.policy import Aim
+
+from .causes import Causes
+from .hung_workers import HungWorkers
+from .replacements import Replacements
+from .shared_stop import SharedStop
+from .situation import Situation
+from .worker_signals import WorkerSignals
+
+
+# Reports that are no events for those who listen from outside.
+_UNTOLD = frozenset(
+    {"all_done", "reports", "in session", "out of session", "standstill", "left out", "told"}
+)
+
+
+class PeerNews:
+    """Hears what other nodes report.
+
+    Args:
+        config: what runs.
+        now: what is so on this node.
+        causes: what has gone wrong.
+        signals: to the workers.
+        shared_stop: a signal to all nodes.
+        replacements: of workers in a session.
+        hung: workers that do not move.
+        say: prints a line for the user.
+        decide: passes an event to the policy.
+        all_reported: called when no more failures of other nodes are to come.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        now: Situation,
+        causes: Causes,
+        signals: WorkerSignals,
+        shared_stop: SharedStop,
+        replacements: Replacements,
+        hung: HungWorkers,
+        say: Callable[[str], None],
+        decide: Callable[[policy.Event], None],
+        all_reported: Callable[[], None],
+    ) -> None:
+        self._now = now
+        self._causes = causes
+        self._signals = signals
+        self._shared_stop = shared_stop
+        self._replacements = replacements
+        self._hung = hung
+        self._say = say
+        self._decide = decide
+        self._all_reported = all_reported
+        self._restarts_on_hang = config.on_hang is OnHang.RESTART
+
+    def hear(self, event: PeerEvent) -> None:
+        """Handle a report."""
+        if event.what not in _UNTOLD:
+            events.emit(
+                events.NodeReported(
+                    generation=event.generation,
+                    node_rank=event.node_rank,
+                    what=event.what,
+                    reason=event.reason,
+                )
+            )
+        state = self._now.state
+        match event:
+            case PeerEvent("all_done"):
+                self._decide(policy.PeersDone())
+            case PeerEvent("told", node_rank, generation):
+                self._shared_stop.hear(node_rank, generation)
+            case PeerEvent("stopped", node_rank):
+                self._signals.peers_stop = True
+                if state.aim is not Aim.SIGNALLED:
+                    who = f"node {node_rank}" if node_rank >= 0 else "another node"
+                    self._say(f"{who} was told to stop; stopping this node too")
+                    self._decide(policy.PeersStopped(node_rank))
+            case PeerEvent("reports"):
+                self._all_reported()
+            case PeerEvent(_, _, generation) if policy.is_past(state, generation):
+                pass
+            case PeerEvent("worker lost" | "standstill" | "hangs", _, state.generation):
+                self._hear_of_workers(event)
+            case PeerEvent("worker lost" | "standstill"):
+                pass
+            case PeerEvent("in session" | "out of session" as what, node_rank):
+                self._decide(policy.NodeInSession(node_rank, what == "in session"))
+                self._replacements.start_spares_soon()
+            case _:
+                self._hear_of_members(event)
+
+    def _hear_of_workers(self, event: PeerEvent) -> None:
+        """Of workers of the present generation."""
+        match event:
+            case PeerEvent("worker lost", node_rank, _, (failure, *_)):
+                told = self._replacements.locate(node_rank, failure, survivors=event.survivors)
+                if told is not None:
+                    self._decide(told)
+            case PeerEvent("standstill", node_rank):
+                self._hung.hear_of_standstill(node_rank, event.meeting, event.progress)
+            case _:
+                self._causes.not_of_workers = event.reason
+                self._decide(policy.JobHangs(is_own=False, restarts=self._restarts_on_hang))
+
+    def _hear_of_members(self, event: PeerEvent) -> None:
+        """Of nodes that come, go or fail."""
+        node_rank = event.node_rank
+        note_lost = self._causes.note_lost
+        match event.what:
+            case "lost":
+                note_lost(f"{event.reason}{self._lost_state}")
+                self._decide(policy.PeerLost(node_rank, event.is_own))
+            case "left out":
+                self._decide(policy.LeftOut())
+            case "not kept":
+                note_lost(f"node {node_rank} could not keep its workers")
+                self._decide(policy.NotKept(node_rank))
+            case "leaving":
+                self._signals.peers_stop = not event.reason
+                why = f"failed: {event.reason}" if event.reason else "was told to leave"
+                note_lost(f"node {node_rank} {why}{self._lost_state}")
+                self._decide(policy.PeerLeaves(node_rank))
+            case "waiting":
+                note_lost("a node wants to join")
+                self._decide(policy.NodeWaiting())
+            case _:
+                echo = self._causes.note_peers(event.failures)
+                if event.reason:
+                    note_lost(f"node {node_rank} failed: {event.reason}")
+                self._decide(policy.PeerFailed(node_rank, event.generation, echo))
+
+    @property
+    def _lost_state(self) -> str:
+        """What is lost with a node, for the line that says why all restart."""
+        if self._now.state.elastic and self._now.state.is_sharded:
+            return ", and with it the only snapshots of its sharded state"
+        return ""

@@ -1,0 +1,65 @@
+"""Starting the fork server of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rallypoint._core import env as environment, limits, process, secret
+from rallypoint.errors import LaunchError
+from rallypoint.launch.config import LaunchConfig, StartMethod, TargetKind
+from rallypoint.launch.placement import worker_env
+from rallypoint.launch.server.server_process import ServerProcess
+from rallypoint.launch.worker.job import WorkerFds
+
+
+# Modules that every fork server imports.
+TORCH = ("torch", "torch.distributed")
+
+
+def start_server(
+    config: LaunchConfig,
+    env: Mapping[str, str],
+    token: str,
+    call: Callable[[WorkerFds], None] | None,
+    say: Callable[[str], None],
+) -> ServerProcess:
+    """Start the fork server, which imports from now on.
+
+    Args:
+        config: what to run.
+        env: the supervisor's environment.
+        token: identifies the job among the user's jobs.
+        call: function launches by ``fork``: what a worker calls.
+        say: prints a line for the user.
+
+    Raises:
+        LaunchError: it could not be started.
+    """
+    if not process.is_proc_mounted():
+        raise LaunchError(
+            "/proc is not mounted: the processes of a job are found there"
+            " (mount -t proc proc /proc; in a chroot, before entering it)"
+        )
+    if config.start_method is StartMethod.FORK:
+        assert call is not None
+        with environment.overlay({"RALLY_JOB": token}):
+            return ServerProcess.fork(config.job, call, token, config.secret)
+    # A function launch runs in the user's program, which has limits of its own, and may have children.
+    is_alone = config.job.kind is not TargetKind.FUNCTION
+    threads = config.local_world_size or config.workers_per_node or 2
+    defaults = worker_env.common_defaults(env, threads)
+    server = ServerProcess.start(
+        config.job,
+        config.start_method,
+        (*TORCH, *config.preload),
+        {**secret.environment_of_workers(env, config.secret), **defaults},
+        token,
+        config.secret,
+        alone=is_alone,
+        open_files=limits.allow_open_files() if is_alone else None,
+        learns=config.learned_preload,
+        warm=config.warm,
+    )
+    if server.why_cold:
+        say(f"--warm has no effect: {server.why_cold}")
+    return server
