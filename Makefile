@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --requirement requirements-dev.txt
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[examples,etcd,tls,traces]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[examples,etcd,gpu,tls,traces]'
 	touch $@
 
 demo: $(STAMP)   ## train a model on two processes, with plots, in under a minute

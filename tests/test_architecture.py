@@ -36,9 +36,10 @@ OVER_TORCH = {"parallel", "join", "elastic", "rpc", "compat"}
 # Within launch: folder -> folders of launch it may import.
 LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
     "command_line": {"placement", "server"},
-    "coordination": {"output", "placement", "server"},
-    "watching": {"coordination"},
-    "supervision": {"coordination", "output", "placement", "server", "watching"},
+    "coordination": {"output", "placement", "policy", "server"},
+    "watching": {"coordination", "policy"},
+    "supervision": {"coordination", "output", "placement", "policy", "server", "watching"},
+    "policy": set(),
     "doctor": {"command_line", "coordination", "output"},
     "hosts": {"command_line"},
     "submit": {"command_line", "hosts"},

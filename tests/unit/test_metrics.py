@@ -54,7 +54,8 @@ def status(**more: Any) -> dict[str, Any]:
 
 def used(**more: Any) -> dict[str, Any]:
     usual = {"rank": 0, "pid": 5, "cpu": 2.0, "memory": 1 << 20, "threads": 3, "children": 0}
-    return {**usual, "collectives": None, "slowness": None, "calls": None, **more}
+    unknown = dict.fromkeys(("collectives", "slowness", "calls", "gpu", "gpu_memory"))
+    return {**usual, **unknown, **more}
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -92,7 +93,14 @@ def test_prometheus_reads_them() -> None:
     assert broken != broken
     assert found["rally_worker_memory_bytes", "0"] == 1 << 20
     assert ("rally_worker_collectives", "0") not in found
-    assert not [name for name, _ in found if name.startswith("rally_rpc")]
+    assert not [name for name, _ in found if name.startswith(("rally_rpc", "rally_worker_gpu"))]
+
+
+def test_gpus() -> None:
+    text = openmetrics.text(status(), [used(gpu=90.0, gpu_memory=1 << 30)], Counts(), "0.1.0")
+    found = samples(text)
+    assert found["rally_worker_gpu_busy_ratio", "0"] == 0.9
+    assert found["rally_worker_gpu_memory_bytes", "0"] == 1 << 30
 
 
 def test_rpc_calls() -> None:
@@ -157,7 +165,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     ]
     names = {name for expr in asked for name in re.findall(r"rally_\w+", expr)}
     slowness = {"late": 0.3, "waits": 0.0, "slow": True}
-    worker = used(calls=COUNTS, slowness=slowness)
+    worker = used(calls=COUNTS, slowness=slowness, gpu=90.0, gpu_memory=1 << 30)
     known = samples(openmetrics.text(status(), [worker], Counts(), "0"))
     assert names and names <= {name for name, _ in known}
 

@@ -60,6 +60,19 @@ def test_the_odd_ones_say_why() -> None:
     ]
 
 
+def test_gpus_have_columns_and_an_order_where_there_are_some() -> None:
+    now = [told(rank, gpu=95.0, gpu_memory=3 << 30) for rank in range(4)]
+    now[2] |= {"gpu": 20.0}
+    now[3] |= {"gpu": None, "gpu_memory": None}
+    found = worker_table.rows(now)
+    assert [each.remark for each in found] == ["", "", "its GPU is idler than the others'", ""]
+    head, *table = worker_table.lines(found, 120)
+    assert head.split()[4:7] == ["MEM", "GPU%", "GPUMEM"]
+    assert [line.split()[5:7] for line in table[2:]] == [["20", "3.0G"], ["-", "-"]]
+    assert [each.rank for each in worker_table.ordered(found, "gpu")] == [0, 1, 2, 3]
+    assert "GPU" not in worker_table.lines(worker_table.rows([told(0)]), 120)[0]
+
+
 def test_columns_that_nobody_has_are_left_out() -> None:
     head, line = worker_table.lines(worker_table.rows([told(3)]), 80)
     assert head.split() == ["RANK", "HOST", "PID", "CPU%", "MEM", "THR"]

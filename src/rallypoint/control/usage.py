@@ -1,16 +1,31 @@
-"""What a process and its children use: CPU time, memory, threads, bytes read and written, from /proc."""
+"""What a process and its children use: CPU time, memory, threads, bytes read and written, from /proc; and GPUs."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rallypoint._core import process
 
+from .gpus import GPUS
+
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def of_workers(pids: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """By pid, what each of these processes uses with all its descendants.
+
+    Returns:
+        What :func:`usage` returns, and ``gpu`` and ``gpu_memory``, as :meth:`.Gpus.used` returns them; None without GPUs.
+    """
+    families = {pid: (pid, *process.descendants(pid)) for pid in pids}
+    of_gpus = GPUS.used({pid: frozenset(family) for pid, family in families.items()})
+    none = {"gpu": None, "gpu_memory": None}
+    return {pid: {**_used_by(family), **of_gpus.get(pid, none)} for pid, family in families.items()}
 
 
 def usage(pid: int) -> dict[str, Any]:
@@ -23,16 +38,21 @@ def usage(pid: int) -> dict[str, Any]:
         went to or came from storage), ``state`` (of the process itself: R, S, D, T, Z; empty if it is gone), ``core`` (the CPU
         that it ran on last).
     """
+    return _used_by((pid, *process.descendants(pid)))
+
+
+def _used_by(family: tuple[int, ...]) -> dict[str, Any]:
+    """Of a process, the first, and its descendants."""
     found = {"cpu": 0.0, "memory": 0, "threads": 0, "children": -1, "read": 0, "written": 0}
     told: dict[str, Any] = {**found, "state": "", "core": -1}
-    for each in (pid, *process.descendants(pid)):
+    for each in family:
         try:
             fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
             pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
             moved = _moved(each)
         except (OSError, IndexError, ValueError):
             continue  # it has ended
-        if each == pid:
+        if each == family[0]:
             told["state"], told["core"] = fields[0], int(fields[36])
         told["cpu"] += (int(fields[11]) + int(fields[12])) / _TICKS
         told["threads"] += int(fields[17])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 from rallypoint import events
-from rallypoint._core import clock, env as environment, event_sinks, limits, process
+from rallypoint._core import clock, env as environment, event_sinks, limits, process, secret
 from rallypoint.errors import ConfigError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
 
@@ -41,9 +41,11 @@ from .output.relay import Relay
 from .output.report import FailureReport, in_a_line
 from .output.reportfiles import write_error_files, write_report
 from .output.run_folder import RunFolder
+from .placement import worker_env
 from .policy import Aim, Phase
 from .server.channel import Message
 from .server.server_process import ServerProcess
+from .server.server_start import TORCH, start_server
 from .signals import SignalEvents
 from .supervision import store_socket
 from .supervision.causes import Causes, WhyFailed
@@ -54,7 +56,6 @@ from .supervision.observation import Observation
 from .supervision.peer_news import PeerNews
 from .supervision.replacements import Replacements, tell_start
 from .supervision.server_requests import ServerRequests
-from .supervision.server_start import TORCH, start_server
 from .supervision.shared_stop import SharedStop
 from .supervision.situation import Situation
 from .supervision.spawner import Spawner
@@ -185,9 +186,7 @@ class Supervisor:
                     self._relay = Relay()
                     for _ in range(4):
                         self._reserve.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-                    self._server = start_server(
-                        config, self._env, self._token, self._call, self._say
-                    )
+                    self._server = self._start_server()
                     self._observation.trace()
                     events.emit(
                         events.JobStarted(
@@ -281,6 +280,15 @@ class Supervisor:
             return SignalEvents(numbers)  # other signals belong to the caller
         # Workers may handle any signal, so none of them may end the supervisor.
         return SignalEvents(numbers | signals.ending(), signals.IGNORED_BY_SHELLS & numbers)
+
+    def _start_server(self) -> ServerProcess:
+        config = self._config
+        threads = config.local_world_size or config.workers_per_node or 2
+        env = {
+            **secret.environment_of_workers(self._env, config.secret),
+            **worker_env.common_defaults(self._env, threads),
+        }
+        return start_server(config, env, self._token, self._call, self._say)
 
     def _serve(self, received: SignalEvents) -> Outcome:
         server, coordination, loop = self._server, self._coordination, self._loop

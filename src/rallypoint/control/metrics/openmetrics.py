@@ -155,12 +155,18 @@ def _add_usage(out: _Text, workers: list[Mapping[str, Any]], counts: Counts) -> 
     out.family(name, "counter", "CPU time, with children.", cpu, "seconds")
     for key, name, unit, help_text in (
         ("memory", "rally_worker_memory_bytes", "bytes", "Resident memory, with children."),
+        ("gpu_memory", "rally_worker_gpu_memory_bytes", "bytes", "On GPUs, with children."),
         ("threads", "rally_worker_threads", "", "Threads, with those of children."),
         ("children", "rally_worker_children", "", "Child processes."),
         ("collectives", "rally_worker_collectives", "", "Begun since the last recovery."),
     ):
         samples = [({"rank": each["rank"]}, each[key]) for each in workers if each[key] is not None]
         out.family(name, "gauge", help_text, samples, unit)
+    busy = [
+        ({"rank": each["rank"]}, each["gpu"] / 100) for each in workers if each["gpu"] is not None
+    ]
+    help_text = "The part of the time in which its busiest GPU ran a kernel, of any process."
+    out.family("rally_worker_gpu_busy_ratio", "gauge", help_text, busy)
 
 
 def _add_calls(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:

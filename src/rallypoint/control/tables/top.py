@@ -16,12 +16,13 @@ from .top_view import View
 
 
 HELP = """\
-usage: rally top [JOB] [--interval SECONDS] [--sort rank|cpu|memory] [--once]
+usage: rally top [JOB] [--interval SECONDS] [--sort rank|cpu|memory|gpu] [--once]
 
 Show what each worker of a job uses, with its children, on all nodes of the job, every few seconds.
 
   CPU%      of one core          THR, CHILD       threads, child processes
   MEM       resident memory      READ/s, WRITE/s  from and to storage
+  GPU%      its busiest GPU works, for anyone            GPUMEM          memory on GPUs
   STEP      as the script reports it (rallypoint.progress); it/s: steps per second
   COLL/s    collectives per second                       WAIT%   of its time in which it waits for others
 
@@ -30,10 +31,10 @@ rank: stopped, stuck in the kernel, behind, busier or idler than the others, mor
 
   JOB             its id, the beginning of it, or the supervisor's pid (rally ps); not needed if there is one job
   --interval S    seconds between two looks (default 2)
-  --sort KEY      rank, cpu or memory
+  --sort KEY      rank, cpu, memory or gpu
   --once          one table, and end
 
-Keys: q quits; r c m sort by rank, CPU, memory; the arrows choose a rank; s shows its stack, l the end of its output (without
+Keys: q quits; r c m g sort by rank, CPU, memory, GPU; the arrows choose a rank; s shows its stack, l the end of its output (without
 a choice: of all ranks). If the output is no terminal, tables follow each other until the job ends."""
 
 

@@ -22,7 +22,7 @@ from rallypoint.errors import ControlError, RallyError
 from .top_view import View
 
 
-_SORT_KEYS = {"r": "rank", "c": "cpu", "m": "memory"}
+_SORT_KEYS = {"r": "rank", "c": "cpu", "m": "memory", "g": "gpu"}
 # Terminals send one or the other.
 _ARROWS = {"\x1b[A": -1, "\x1bOA": -1, "\x1b[B": 1, "\x1bOB": 1}
 _KEY = re.compile(r"\x1b[\[O][0-9;]*.|.", re.DOTALL)

@@ -13,12 +13,16 @@ from .quantities import digits, duration
 ODD_CPU = 40.0
 # The same for memory, as a factor.
 ODD_MEMORY = 1.5
+# The same for GPUs, in percent of the time.
+ODD_GPU = 40.0
 _HEAD = (
     "RANK",
     "HOST",
     "PID",
     "CPU%",
     "MEM",
+    "GPU%",
+    "GPUMEM",
     "STEP",
     "it/s",
     "THR",
@@ -33,12 +37,12 @@ _LEFT = {1, len(_HEAD) - 1}
 # What a narrow terminal does without, the least important first. Rank and remark stay.
 _DROPPED = (
     *("PID", "CHILD", "THR", "HOST", "WRITE/s", "READ/s", "COLL/s", "it/s"),
-    *("WAIT%", "STEP", "MEM", "CPU%"),
+    *("WAIT%", "GPUMEM", "STEP", "MEM", "GPU%", "CPU%"),
 )
 _GAP = "  "
 # Characters of a job's id that are enough to tell it from others.
 _SHORT_ID = 8
-SORTS = {"rank": "RANK", "cpu": "CPU%", "memory": "MEM"}
+SORTS = {"rank": "RANK", "cpu": "CPU%", "memory": "MEM", "gpu": "GPU%"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +53,8 @@ class Row:
         rank, host, pid: of the worker.
         cpu: percent of one core, with its children; None at the first look.
         memory: resident bytes, with its children.
+        gpu: percent of the time in which its busiest GPU works; None if it uses none that is known.
+        gpu_memory: bytes on GPUs, with its children.
         threads, children: how many.
         read, written: bytes per second from and to storage; None at the first look.
         collectives: per second, in a session; None otherwise.
@@ -67,6 +73,8 @@ class Row:
     pid: int
     cpu: float | None
     memory: int
+    gpu: float | None
+    gpu_memory: int | None
     threads: int
     children: int
     read: float | None
@@ -93,7 +101,9 @@ def rows(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]] =
     cpus = [each.cpu for each in found if each.cpu is not None]
     usual_cpu = _median(cpus) if len(cpus) > 2 else None
     usual_memory = _median([each.memory for each in found]) if len(found) > 2 else None
-    return [_marked(each, usual_cpu, usual_memory) for each in found]
+    gpus = [each.gpu for each in found if each.gpu is not None]
+    usual_gpu = _median(gpus) if len(gpus) > 2 else None
+    return [_marked(each, usual_cpu, usual_memory, usual_gpu) for each in found]
 
 
 def _median(values: Sequence[float]) -> float:
@@ -118,6 +128,8 @@ def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) ->
         pid=now["pid"],
         cpu=None if cpu is None else cpu * 100,
         memory=now["memory"],
+        gpu=now.get("gpu"),
+        gpu_memory=now.get("gpu_memory"),
         threads=now["threads"],
         children=now["children"],
         read=rate("read"),
@@ -133,7 +145,9 @@ def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) ->
     )
 
 
-def _marked(row: Row, usual_cpu: float | None, usual_memory: float | None) -> Row:
+def _marked(
+    row: Row, usual_cpu: float | None, usual_memory: float | None, usual_gpu: float | None
+) -> Row:
     remarks = []
     if row.state in {"T", "t"}:
         remarks.append("stopped")
@@ -149,6 +163,9 @@ def _marked(row: Row, usual_cpu: float | None, usual_memory: float | None) -> Ro
         remarks.append(f"no step for {duration(row.late)}")
     if usual_cpu is not None and row.cpu is not None and abs(row.cpu - usual_cpu) > ODD_CPU:
         remarks.append("busier than the others" if row.cpu > usual_cpu else "idler than the others")
+    if usual_gpu is not None and row.gpu is not None and abs(row.gpu - usual_gpu) > ODD_GPU:
+        compared = "busier" if row.gpu > usual_gpu else "idler"
+        remarks.append(f"its GPU is {compared} than the others'")
     if usual_memory and row.memory > ODD_MEMORY * usual_memory:
         remarks.append(f"{row.memory / usual_memory:.1f} times the others' memory")
     return replace(row, remark=", ".join(remarks))
@@ -161,6 +178,8 @@ def ordered(found: Sequence[Row], by: str) -> list[Row]:
             return sorted(found, key=lambda row: -(row.cpu or 0.0))
         case "memory":
             return sorted(found, key=lambda row: -row.memory)
+        case "gpu":
+            return sorted(found, key=lambda row: -(row.gpu or 0.0))
         case _:
             return sorted(found, key=lambda row: row.rank)
 
@@ -213,6 +232,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         str(row.pid),
         "-" if row.cpu is None else f"{row.cpu:.0f}",
         size(row.memory),
+        "-" if row.gpu is None else f"{row.gpu:.0f}",
+        "-" if row.gpu_memory is None else size(row.gpu_memory),
         "-" if row.step is None else str(row.step),
         "-" if row.steps is None else digits(row.steps),
         str(row.threads),

@@ -235,6 +235,7 @@ def _usage(
         finally:
             for fd in lines.values():
                 os.close(fd)
+        used = usage.of_workers(pid for _, pid, _, _ in known)
         return [
             {
                 "rank": rank,
@@ -242,7 +243,7 @@ def _usage(
                 "collectives": begun.get(pid) if counted is None else counted,
                 "progress": steps,
                 "slowness": slowness.get(rank),
-                **usage.usage(pid),
+                **used[pid],
                 "at": clock.MONOTONIC.now(),
             }
             for rank, pid, counted, steps in known

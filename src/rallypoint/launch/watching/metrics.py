@@ -85,21 +85,22 @@ class Metrics:
         now = clock.MONOTONIC.now()
         if now - self._at >= AGE:
             slowness = self._slowness()
-            used = [
+            running = [each for each in self._workers() if each.pid and each.status is None]
+            used = usage.of_workers(each.pid for each in running)
+            told = [
                 {
                     "rank": each.ranks.rank,
                     "pid": each.pid,
                     "collectives": collectives(each),
                     "calls": each.calls(),
                     "slowness": slowness.get(each.ranks.rank),
-                    **usage.usage(each.pid),
+                    **used[each.pid],
                 }
-                for each in self._workers()
-                if each.pid and each.status is None
+                for each in running
             ]
             version = rallypoint.__version__
             self._counts.store_operations = record_store.operations()
-            self._text = openmetrics.text(self._status(), used, self._counts, version)
+            self._text = openmetrics.text(self._status(), told, self._counts, version)
             self._at = clock.MONOTONIC.now()
         return self._text
 

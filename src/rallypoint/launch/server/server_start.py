@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rallypoint._core import env as environment, limits, process, secret
+from rallypoint._core import env as environment, limits, process
 from rallypoint.errors import LaunchError
 from rallypoint.launch.config import LaunchConfig, StartMethod, TargetKind
-from rallypoint.launch.placement import worker_env
-from rallypoint.launch.server.server_process import ServerProcess
 from rallypoint.launch.worker.job import WorkerFds
+
+from .server_process import ServerProcess
 
 
 # Modules that every fork server imports.
@@ -27,7 +27,7 @@ def start_server(
 
     Args:
         config: what to run.
-        env: the supervisor's environment.
+        env: what is added to the supervisor's environment.
         token: identifies the job among the user's jobs.
         call: function launches by ``fork``: what a worker calls.
         say: prints a line for the user.
@@ -46,13 +46,11 @@ def start_server(
             return ServerProcess.fork(config.job, call, token, config.secret)
     # A function launch runs in the user's program, which has limits of its own, and may have children.
     is_alone = config.job.kind is not TargetKind.FUNCTION
-    threads = config.local_world_size or config.workers_per_node or 2
-    defaults = worker_env.common_defaults(env, threads)
     server = ServerProcess.start(
         config.job,
         config.start_method,
         (*TORCH, *config.preload),
-        {**secret.environment_of_workers(env, config.secret), **defaults},
+        env,
         token,
         config.secret,
         alone=is_alone,
