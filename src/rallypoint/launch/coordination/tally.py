@@ -41,7 +41,7 @@ class Tally:
         key = f"{self._round.generation}/done"
         self._records.write(f"{key}/{self._round.rank}", {})
         self._records.increment(key)
-        return self._num_through() >= self._round.num_nodes
+        return self.num_through() >= self._round.num_nodes
 
     def note_report(self, failures: str) -> None:
         """Publish this node's failures (:func:`told`)."""
@@ -55,7 +55,7 @@ class Tally:
         reports = self._records.count(f"{self._round.generation}/reports")
         if not reports:
             return False
-        silent = self._num_through() if self._elastic else len(self._round.gone)
+        silent = self.num_through() if self._elastic else len(self._round.gone)
         return reports + silent >= self._round.num_nodes
 
     def merge_reports(self, first: int | None) -> None:
@@ -74,7 +74,7 @@ class Tally:
         merged = told(in_order_of_blame(failures))
         self._records.claim(merged_key(current.generation), {"failures": merged})
 
-    def _num_through(self) -> int:
+    def num_through(self) -> int:
         """How many members have finished the round: they succeeded, or in an elastic job are gone."""
         current = self._round
         counted = self._records.count(f"{current.generation}/done")

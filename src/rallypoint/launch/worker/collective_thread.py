@@ -22,6 +22,8 @@ from rallypoint.launch import torch_private
 
 # Calls whose times are told: an answer has to fit into the line.
 _MOST_ENTERED = 2000
+# Seconds until the thread runs: it has to wait for a CPU, and for the GIL.
+_START_PATIENCE = 5.0
 # Installed packages, Python's own modules, and what starts a worker.
 _NOT_THE_SCRIPT = re.compile(
     r"/(?:site-packages|dist-packages|lib/python3\.\d+)/|/rallypoint/(?:launch|elastic|join)/|^<"
@@ -29,12 +31,14 @@ _NOT_THE_SCRIPT = re.compile(
 
 
 def start(fd: int) -> None:
-    """Start the thread.
+    """Start the thread. Returns once it has its name, by which a supervisor sees whether there is anybody to ask.
 
     Args:
         fd: where questions come from, and answers go.
     """
-    torch_private.start_thread(_answer, fd, os.fstat(fd).st_ino)
+    named = threading.Event()
+    torch_private.start_thread(_answer, fd, os.fstat(fd).st_ino, named)
+    named.wait(_START_PATIENCE)
 
 
 def records_of(error: BaseException) -> list[flight_records.Group]:
@@ -46,9 +50,12 @@ def records_of(error: BaseException) -> list[flight_records.Group]:
     return _records(at)
 
 
-def _answer(fd: int, inode: int) -> None:
-    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
-        name.write(stack_line.THREAD)
+def _answer(fd: int, inode: int, named: threading.Event) -> None:
+    try:
+        with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
+            name.write(stack_line.THREAD)
+    finally:
+        named.set()
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     while True:

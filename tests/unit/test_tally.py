@@ -1,12 +1,9 @@
 """What a node concludes from the job's store, though a stranger has added to it."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from rallypoint.launch.coordination.journal_reader import Round
-from rallypoint.launch.coordination.peers import PeerNodes
+from rallypoint.launch.coordination.tally import Tally
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.record_store import RecordStore
 from rallypoint.rendezvous.records import Codec
@@ -18,8 +15,7 @@ SECRET = b"known to all the nodes"
 def through(records: RecordStore, nodes: int, gone: set[int], *, elastic: bool = True) -> int:
     current = Round(0, 0, nodes)
     current.gone.update(gone)
-    node: Any = SimpleNamespace(_config=SimpleNamespace(elastic=elastic))
-    return PeerNodes._num_through(node, records, current)
+    return Tally(records, current, elastic=elastic).num_through()
 
 
 @pytest.mark.parametrize("elastic", [True, False])
