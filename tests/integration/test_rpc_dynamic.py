@@ -382,3 +382,25 @@ def test_many_join_at_the_same_moment_and_all_see_all():
         threads = threading.active_count()
         workers.run(rpc_workers.leave)
         assert threading.active_count() == threads
+
+
+def test_a_name_means_the_successor_though_the_predecessor_still_owes_an_answer(trio):
+    new = trio.more()
+
+    def begin() -> None:
+        rpc_workers.held["owed"] = rpc.rpc_async("w1", nap, (2.0,))
+        assert call("w1") == 6
+
+    def call_the_successor() -> None:
+        eventually(lambda: any(each.id == 3 for each in rpc.members()[1]))
+        assert not rpc_workers.held["owed"].done()
+        assert call("w1") == 6
+        with pytest.raises(PeerLost):
+            rpc_workers.held["owed"].wait()
+
+    trio.on(0, begin)
+    leaving = trio.begin(1, functools.partial(rpc.shutdown, graceful=False))
+    trio.on(0, lambda: eventually(lambda: "w1" not in names()))
+    trio.on(new, rpc_workers.join_dynamic, "w1")
+    trio.on(0, call_the_successor)
+    leaving.result()

@@ -30,20 +30,20 @@ class Gpus:
             kernel, of any process; None if the driver does not say) and ``gpu_memory`` (bytes of its processes; None as well).
         """
         self._open()
-        found: dict[int, dict[str, Any]] = {}
+        busy: dict[int, list[float]] = {}
+        memory: dict[int, list[int]] = {}
         for handle in self._handles:
-            memory = self._memory_by_pid(handle)
-            of_workers = {key: pids & memory.keys() for key, pids in workers.items()}
-            if not any(of_workers.values()):
-                continue
-            busy = self._busy(handle)
-            for key, pids in of_workers.items():
-                if pids:
-                    told = found.setdefault(key, {"gpu": None, "gpu_memory": None})
-                    told["gpu"] = _largest(told["gpu"], busy)
-                    for pid in pids:
-                        told["gpu_memory"] = _sum(told["gpu_memory"], memory[pid])
-        return found
+            running = self._running(handle)
+            of_gpu = self._busy(handle) if running else []
+            for key, pids in workers.items():
+                own = [used for pid, used in running if pid in pids]
+                if own:
+                    busy.setdefault(key, []).extend(of_gpu)
+                    memory.setdefault(key, []).extend(used for used in own if used is not None)
+        return {
+            key: {"gpu": max(busy[key], default=None), "gpu_memory": sum(each) if each else None}
+            for key, each in memory.items()
+        }
 
     def _open(self) -> None:
         with self._lock:
@@ -62,26 +62,20 @@ class Gpus:
             except pynvml.NVMLError:
                 pass  # no driver, or it is another version than its library
 
-    def _memory_by_pid(self, handle: Any) -> dict[int, int | None]:
+    def _running(self, handle: Any) -> list[tuple[int, int | None]]:
+        """The pids that use a GPU, and how many bytes of it."""
         try:
             running = self._library.nvmlDeviceGetComputeRunningProcesses(handle)
         except self._library.NVMLError:
-            return {}
-        return {each.pid: each.usedGpuMemory for each in running}
+            return []
+        return [(each.pid, each.usedGpuMemory) for each in running]
 
-    def _busy(self, handle: Any) -> float | None:
+    def _busy(self, handle: Any) -> list[float]:
+        """In percent of the time; empty if the driver does not say, as for a GPU that is partitioned (MIG)."""
         try:
-            return float(self._library.nvmlDeviceGetUtilizationRates(handle).gpu)
+            return [float(self._library.nvmlDeviceGetUtilizationRates(handle).gpu)]
         except self._library.NVMLError:
-            return None  # a GPU that is partitioned (MIG)
-
-
-def _largest(one: float | None, other: float | None) -> float | None:
-    return other if one is None else one if other is None else max(one, other)
-
-
-def _sum(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one if other is None else one + other
+            return []
 
 
 GPUS = Gpus()

@@ -258,7 +258,7 @@ class Supervisor:
             self._hung,
             say,
             self._decide,
-            self._wait_for_no_reports,
+            self._end_gathering,
         )
 
     @contextlib.contextmanager
@@ -346,7 +346,8 @@ class Supervisor:
     def _gathering_is_over(self) -> bool:
         return self._gather_until is None or clock.MONOTONIC.now() >= self._gather_until
 
-    def _wait_for_no_reports(self) -> None:
+    def _end_gathering(self) -> None:
+        """Do not wait for other nodes' reports any longer."""
         self._gather_until = None
 
     def _close(self, received: SignalEvents) -> None:
@@ -412,7 +413,7 @@ class Supervisor:
             self._signals.taken.add(number)
             events.emit(events.SignalReceived(name=policy.signal_name(number)))
             if number in config.signals:
-                self._wait_for_no_reports()
+                self._end_gathering()
             if not self._shared_stop.begin(number):
                 self._decide(policy.SignalReceived(number))
             self._decide_held_ends()

@@ -22,7 +22,7 @@ Show what each worker of a job uses, with its children, on all nodes of the job,
 
   CPU%      of one core          THR, CHILD       threads, child processes
   MEM       resident memory      READ/s, WRITE/s  from and to storage
-  GPU%      its busiest GPU works, for anyone            GPUMEM          memory on GPUs
+  GPU%      how busy its busiest GPU is, with all that run on it               GPUMEM  its memory on GPUs (extra gpu)
   STEP      as the script reports it (rallypoint.progress); it/s: steps per second
   COLL/s    collectives per second                       WAIT%   of its time in which it waits for others
 
@@ -34,8 +34,8 @@ rank: stopped, stuck in the kernel, behind, busier or idler than the others, mor
   --sort KEY      rank, cpu, memory or gpu
   --once          one table, and end
 
-Keys: q quits; r c m g sort by rank, CPU, memory, GPU; the arrows choose a rank; s shows its stack, l the end of its output (without
-a choice: of all ranks). If the output is no terminal, tables follow each other until the job ends."""
+Keys: q quits; r c m g sort by rank, CPU, memory, GPU; the arrows choose a rank; s shows its stack, l the end of its output
+(without a choice: of all ranks). If the output is no terminal, tables follow each other until the job ends."""
 
 
 def command(words: Sequence[str]) -> int:

@@ -94,6 +94,8 @@ class Connections:
         self._routes: dict[Any, Outgoing] = {}
         self._connecting: dict[int, threading.Lock] = {}
         self.outgoing: dict[int, Outgoing] = {}
+        # To workers that are gone, whose last answers are awaited. No call is made over them.
+        self._retired: set[Outgoing] = set()
         self.incoming: set[Incoming] = set()
         # Connections that have ended and are not closed yet.
         self._ended: set[Outgoing | Incoming] = set()
@@ -103,7 +105,7 @@ class Connections:
         self.idle = IdleCondition()
 
     def all_outgoing(self) -> list[Outgoing]:
-        return list(self.outgoing.values())
+        return [*self.outgoing.values(), *self._retired]
 
     def all_incoming(self) -> list[Incoming]:
         return list(self.incoming)
@@ -134,7 +136,7 @@ class Connections:
             with waiting():
                 outgoing = self.connect(member, until, seconds)
         with self._lock:
-            if outgoing.lost_reason is None and not self.is_closed:
+            if self.outgoing.get(member.id) is outgoing and not self.is_closed:
                 self._routes[to] = outgoing
         return outgoing
 
@@ -308,11 +310,16 @@ class Connections:
 
     def forget(self, outgoing: Outgoing) -> None:
         with self._lock:
-            if self.outgoing.get(outgoing.info.id) is outgoing:
-                del self.outgoing[outgoing.info.id]
-            for key in [key for key, each in self._routes.items() if each is outgoing]:
-                del self._routes[key]
+            self._unroute(outgoing)
+            self._retired.discard(outgoing)
         self.idle.note()
+
+    def _unroute(self, outgoing: Outgoing) -> None:
+        """Make no more calls over it. The caller holds the lock."""
+        if self.outgoing.get(outgoing.info.id) is outgoing:
+            del self.outgoing[outgoing.info.id]
+        for key in [key for key, each in self._routes.items() if each is outgoing]:
+            del self._routes[key]
 
     def lost(self, outgoing: Outgoing, reason: str) -> None:
         self._poller.remove(outgoing.line.fileno())
@@ -385,7 +392,7 @@ class Connections:
     def hang_up(
         self, worker: int, name: str | None, later: Callable[[float, Callable[[], None]], None]
     ) -> None:
-        """A worker is gone: once the data that it has sent is read, its unanswered calls fail.
+        """A worker is gone: no more calls are made over its connection, and those that it does not answer fail.
 
         Its answers may still be on the way. The connection ends by itself after them, unless its host is gone too. So it is
         ended here only if that takes long.
@@ -394,9 +401,13 @@ class Connections:
             name: only if the worker has this name.
             later: calls a function after so many seconds.
         """
-        outgoing = self.outgoing.get(worker)
-        if outgoing is None or (name is not None and outgoing.peer != name):
-            return
+        with self._lock:
+            outgoing = self.outgoing.get(worker)
+            if outgoing is None or (name is not None and outgoing.peer != name):
+                return
+            # It has not failed yet, or it would not be in the table. When it does, it is forgotten.
+            self._unroute(outgoing)
+            self._retired.add(outgoing)
         if outgoing.calls:
             later(_LAST_ANSWERS, outgoing.hang_up)
         else:
@@ -422,10 +433,10 @@ class Connections:
             if self.is_closed:
                 return None
             self.is_closed = True
-            outgoing = list(self.outgoing.values())
+            outgoing = self.all_outgoing()
             incoming = list(self.incoming)
-            self._routes.clear()
-            self.outgoing.clear()
+            for table in (self._routes, self.outgoing, self._retired):
+                table.clear()
         return outgoing, incoming
 
     def abandon(self) -> None:
@@ -433,9 +444,12 @@ class Connections:
         self._lock = threading.Lock()
         self.is_closed = True
         self.idle.abandon()
-        for each in (*self.outgoing.values(), *self.incoming, *self._ended):
+        for each in (*self.all_outgoing(), *self.incoming, *self._ended):
             each.abandon()
-        for table in (self._routes, self.outgoing, self.incoming, self._ended, self._kept):
+        for table in (
+            *(self._routes, self.outgoing, self._retired),
+            *(self.incoming, self._ended, self._kept),
+        ):
             table.clear()
 
     def be_alone(self) -> None:
