@@ -478,6 +478,8 @@ def test_top_once(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row.split()[3].isdigit() for row in rows), "percent of a core"
     assert main(["top", job.name, "--interval", "0"]) == 2
     assert "--interval '0': expected seconds" in capsys.readouterr().err
+    assert main(["top", job.name, "--once", "--sort", "speed"]) == 2
+    assert "--sort 'speed': expected rank, cpu, memory or gpu" in capsys.readouterr().err
 
 
 def test_top_on_a_terminal_of_80_columns(job: Job) -> None:

@@ -78,7 +78,9 @@ def _parse(words: Sequence[str]) -> tuple[list[str], float, str, bool]:
                 interval = _seconds(value)
             case "--sort":
                 if value not in worker_table.SORTS:
-                    raise ConfigError("--sort", value, "expected rank, cpu or memory")
+                    *most, last = worker_table.SORTS
+                    expected = f"expected {', '.join(most)} or {last}"
+                    raise ConfigError("--sort", value, expected)
                 sort = value
             case _ if flag.startswith("-"):
                 known = "--interval, --sort, --once"
