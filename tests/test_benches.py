@@ -24,6 +24,7 @@ LITTLE = {
     "false_alarms.py": ["--minutes", "0.1"],
     "fuzz_records.py": ["--records", "1000"],
     "fuzz_rpc.py": ["--frames", "2000"],
+    "handlers.py": QUICK,
     "hang_drill.py": ["--seeds", "1", "--only", "stuck read"],
     "join.py": QUICK,
     "launch.py": QUICK,

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from pace import pace
+from ports import free_port
 from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends import tcpstore
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
@@ -165,3 +166,55 @@ def test_a_call_that_a_signal_has_interrupted_leaves_no_answer_for_the_next(
     assert again.get("k", 1.0) == b"v"
     again.close()
     store.close()
+
+
+_TORCH_FIRST = """
+import torch.distributed  # has read its log level by now
+from concurrent.futures import ThreadPoolExecutor
+from rallypoint.rendezvous import RendezvousParameters, rendezvous_handler_registry
+
+endpoint = "127.0.0.1:%d"
+handlers = [
+    rendezvous_handler_registry.create_handler(
+        RendezvousParameters("tcp", endpoint, "job", 2, 2, "127.0.0.1", is_host=node == 0)
+    )
+    for node in range(2)
+]
+with ThreadPoolExecutor(2) as pool:
+    rounds = list(pool.map(lambda each: each.next_rendezvous(), handlers))
+assert sorted(each.rank for each in rounds) == [0, 1]
+rounds[0].store.set("key", b"value")
+assert rounds[1].store.get("key") == b"value"
+"""
+
+
+def test_a_program_that_imported_torch_first_sees_no_warning_of_c10d() -> None:
+    program = [sys.executable, "-c", _TORCH_FIRST % free_port()]
+    env = {name: text for name, text in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+_WATCHED = """
+import os, socket
+from rallypoint.rendezvous.backends.native_store import StoreServer, client
+from rallypoint.rendezvous.backends.tcpstore import TcpStore
+
+server = StoreServer(socket.create_server(("127.0.0.1", 0)))
+ours = TcpStore("127.0.0.1", server.port, silence=8.0)
+connections = [client(ours, 1.0) for _ in range(2)]
+for fd in map(int, os.listdir("/proc/self/fd")):
+    try:
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            if sock.getpeername()[1] == server.port:  # not the server's end
+                print(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    except OSError:
+        pass
+"""
+
+
+def test_the_kernel_watches_connections_of_c10ds_own_clients_too() -> None:
+    program = [sys.executable, "-c", _WATCHED]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=240)
+    # 0.9 of the silence, in ms. c10d alone sets none, as for the client that its server has of itself.
+    assert sorted(done.stdout.split()) == ["0", *3 * ["7200"]]

@@ -67,7 +67,7 @@ def connecting_to(host: str) -> Iterator[None]:
     if not _is_address(host):
         yield  # outside any handler, so that errors raised here have no context of ours
         return
-    with without_name_servers(), _quiet:
+    with without_name_servers(), quiet:
         yield
 
 
@@ -102,7 +102,7 @@ class _Quiet:
                 level.value = self._before
 
 
-_quiet = _Quiet()
+quiet = _Quiet()
 _ERROR = 2
 
 

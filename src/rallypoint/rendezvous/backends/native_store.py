@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import socket
 from datetime import timedelta
 from typing import Any
@@ -16,8 +16,8 @@ from .tcpstore import REPLY_TIMEOUT, TcpStore, break_on_silence
 
 # Two threads that each put a variable back would leave one of them changed.
 _loading = forks.Lock()
-# One connection is made at a time, so that its descriptor can be told apart.
-_connecting = forks.Lock()
+# How c10d describes a client; it offers no other way to its descriptor.
+_CLIENT = re.compile(r"TCPStore\(client=TCPClient\(SocketImpl\(fd=(\d+),")
 
 
 class StoreServer:
@@ -56,13 +56,9 @@ def client(store: TcpStore, timeout: float) -> Any:
         RendezvousConnectionError: the store is gone.
     """
     load()
-    address = resolver.numeric(store.host, store.port)
-    with _connecting:
-        before = _descriptors()
-        made = _connected(address, store.port, REPLY_TIMEOUT, None)
-        if store.silence is not None:
-            for fd, _ in _descriptors() - before:
-                _watch(fd, store.port, store.silence)
+    made = _connected(resolver.numeric(store.host, store.port), store.port, REPLY_TIMEOUT, None)
+    if store.silence is not None:
+        _watch(made, store.silence)
     made.set_timeout(timedelta(seconds=timeout))
     return made
 
@@ -85,8 +81,9 @@ def _tcp_store() -> Any:
 def _connected(host: str, port: int, timeout: float, listener: socket.socket | None) -> Any:
     make = _tcp_store()
     try:
-        # A server is a client of itself, too. c10d asks for the name of every address, only to print it.
-        with resolver.without_name_servers():
+        # A server is a client of itself, too. c10d asks for the name of every address, only to print it, and
+        # warns if there is none. (The level above is not read by a torch that was loaded earlier.)
+        with resolver.without_name_servers(), resolver.quiet:
             return make(
                 host,
                 port,
@@ -104,28 +101,11 @@ def _connected(host: str, port: int, timeout: float, listener: socket.socket | N
         ) from None
 
 
-# c10d offers no way to set options of its sockets; but they are this process's own, and found among the descriptors that are new.
-
-
-def _descriptors() -> set[tuple[int, int]]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of this very listing
-            found.add((int(name), os.fstat(int(name)).st_ino))
-    return found
-
-
-def _watch(fd: int, port: int, silence: float) -> None:
-    """If this is the connection to that port, have the kernel watch it."""
-    own = -1
-    try:
-        own = os.dup(fd)
-        with socket.socket(fileno=own) as sock:
-            own = -1
-            # Other threads open sockets of other kinds, whose peers are no pair of host and port.
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
-                break_on_silence(sock, silence)
-    except OSError:
-        # Another thread's that is closed already, not a socket, or a listener.
-        if own >= 0:
-            os.close(own)
+def _watch(client: Any, silence: float) -> None:
+    """Have the kernel watch the client's connection. One of a torch that describes it otherwise is not watched."""
+    with resolver.without_name_servers(), resolver.quiet:  # as when it connects
+        found = _CLIENT.match(repr(client))
+    if found is None:
+        return
+    with socket.socket(fileno=os.dup(int(found[1]))) as sock:
+        break_on_silence(sock, silence)
