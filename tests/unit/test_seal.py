@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 import socket
+from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.ciphers import aead
 from hypothesis import assume, given, settings, strategies as st
 
 from rallypoint.errors import FrameChanged
 from rallypoint.wire import bulk
+from rallypoint.wire.buffers import address_of
 from rallypoint.wire.frames import READ_SIZE, Frame, FrameParser, encode
 from rallypoint.wire.seal import LENGTH, MOST, OVERHEAD, SHORT, Keys, SealedParser, Sealer
 from rallypoint.wire.sealed_line import SealedLine, SealedSocket
@@ -281,6 +284,40 @@ def test_long_values_do_not_depend_on_how_the_bytes_are_given(name: str) -> None
     assert len(values) == 1
 
 
-def test_this_python_computes_gmac() -> None:
-    """All for which there are wheels of torch do: without it sealed TCP is three times as slow."""
-    assert bulk.Gmac.name in NAMES
+def test_this_python_computes_both_fast_ones() -> None:
+    """All for which there are wheels of torch do: without them sealed TCP is a third as fast."""
+    assert sorted(NAMES[:-1]) == [bulk.Gmac.name, bulk.Poly1305.name]
+    assert NAMES[-1] == bulk.Sha256.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "cipher", "key_bytes"),
+    [(bulk.Gmac, aead.AESGCM, 16), (bulk.Poly1305, aead.ChaCha20Poly1305, 32)],
+)
+def test_they_are_what_others_compute(kind: type[bulk.Bulk], cipher: Any, key_bytes: int) -> None:
+    data, key = pattern(70_001, 4)[:70_001], bytes(range(bulk.KEY_BYTES))
+    ours = kind(key)  # type: ignore[call-arg]  # the protocol says nothing about it
+    for number in (1, 2**40):
+        ours.begin(number)
+        ours.update(memoryview(data))
+        expected = cipher(key[:key_bytes]).encrypt(number.to_bytes(12, "big"), b"", data)
+        assert ours.finish() == expected
+
+
+def test_an_openssl_without_one_of_them_has_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    crypto = bulk._crypto()
+    assert crypto is not None
+    monkeypatch.delitem(crypto.ciphers, bulk.Poly1305.cipher)
+    assert bulk.available.__wrapped__() == (bulk.Gmac.name, bulk.Sha256.name)
+    monkeypatch.delitem(crypto.ciphers, bulk.Gmac.cipher)
+    assert bulk.available.__wrapped__() == (bulk.Sha256.name,)
+
+
+@pytest.mark.parametrize("at", [0, 1, 64, 4000, 4095])
+def test_a_long_record_lies_in_its_page_as_its_content_does(at: int) -> None:
+    """Else the copy is several times as slow, depending on where a tensor happens to lie."""
+    memory = memoryview(bytearray(MOST + 4096))
+    record = Sealer(keys()).long([memory[at : at + MOST]])
+    distance = address_of(record[LENGTH.size :]) - address_of(memory[at:])
+    assert distance % 4096 == 0
+    assert len(record) == MOST + OVERHEAD
