@@ -742,7 +742,8 @@ def exchange(
                 rest = rest[sock.send(rest) :]
             if not rest and not is_half and before is None:
                 is_half = True
-                sock.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # the other end has been quicker
+                    sock.shutdown(socket.SHUT_WR)
         except (BrokenPipeError, ConnectionResetError):
             found["cut off too early" if before is not None else "reset"] += 1
             return

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -23,6 +25,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from elastic import wait_until
@@ -31,6 +34,7 @@ from rallypoint import elastic
 from rallypoint._core.checkpoint_folder import entries
 from rallypoint._core.checkpoint_records import RECORD, name_of
 from rallypoint._core.storage import storage_at
+from rallypoint.elastic import checkpoint_metadata
 from rallypoint.elastic.checkpoints import Checkpoints
 from supervisors import Popen, run
 
@@ -303,6 +307,64 @@ def test_if_none_can_be_loaded_training_begins_anew(
     assert "no checkpoint at" in caplog.text
     # Those that could not be loaded stay, for someone to look at.
     assert names(tmp_path) == [name_of(step) for step in (7, 14, 20, 30, 33)]
+
+
+class Touches:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def sealed_again(folder: Path, path: str) -> None:
+    """What somebody who may write to the folder does after a change of one file."""
+    record = json.loads((folder / RECORD).read_text())
+    data = (folder / path).read_bytes()
+    record["files"][path] = {"size": len(data), "digest": hashlib.sha256(data).hexdigest()}
+    (folder / RECORD).write_text(json.dumps(record))
+
+
+def test_a_planted_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    """In a folder that others may write to, whoever comes first decides what is loaded."""
+    stopped(tmp_path, 8)
+    folder, touched = tmp_path / name_of(7), tmp_path / "touched"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = Touches(touched)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    sealed_again(folder, ".metadata")
+    with pytest.raises(elastic.ElasticError, match=r"it names posix.system, which is no part of"):
+        Training().run(tmp_path)
+    assert not touched.exists()
+
+
+def test_a_planted_object_in_a_tensors_place_is_not_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the file changes after it was looked at."""
+    stopped(tmp_path, 8)
+    folder, touched = tmp_path / name_of(7), tmp_path / "touched"
+    data = io.BytesIO()
+    torch.save(Touches(touched), data)
+    (folder / "planted").write_bytes(data.getvalue())
+    genuine = checkpoint_metadata.load
+
+    def changed(file: Any) -> Any:
+        found = genuine(file)
+        if reads:
+            for index, place in list(found.storage_data.items()):
+                place.relative_path, place.offset = "planted", 0
+                place.length = len(data.getvalue())
+                found.storage_data[MetadataIndex(index.fqn)] = place
+                found.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+        reads.append(1)
+        return found
+
+    reads: list[int] = []
+    monkeypatch.setattr(checkpoint_metadata, "load", changed)
+    with pytest.raises(elastic.ElasticError, match="is not a tensor"):
+        Training().run(tmp_path)
+    assert not touched.exists()
 
 
 def test_another_model_is_an_error_and_nothing_is_overwritten(tmp_path: Path) -> None:

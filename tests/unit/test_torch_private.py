@@ -6,6 +6,8 @@ A new torch that changes one fails here, by name, with what of ours depends on i
 import ast
 import atexit
 import concurrent.futures.process
+import dataclasses
+import enum
 import gc
 import importlib
 import importlib.util
@@ -362,6 +364,8 @@ ATTRIBUTES = {
     "_divide_by_initial_world_size",
     "_execution_engine",
     "_frombuffer",
+    "_get_layout",
+    "_MEM_FORMAT_ENCODING",
     "_functorch",
     "_jit_internal",
     "_join_config",
@@ -588,6 +592,14 @@ def test_log_lines_count_their_time_from_now() -> None:
     finally:
         logging._startTime = before  # type: ignore[attr-defined]
     assert threading.main_thread().native_id == threading.get_native_id()
+
+
+def test_the_metadata_of_a_checkpoint_is_made_of_what_we_know() -> None:
+    """What torch writes is read again in tests/unit/test_checkpoint_metadata.py."""
+    assert all(dataclasses.is_dataclass(each) for each in of_elastic.metadata_classes())
+    formats, layout = of_elastic.metadata_values()
+    assert issubclass(formats, enum.Enum)
+    assert layout("torch.strided") is torch.strided
 
 
 def test_every_operation_of_a_group_is_known() -> None:

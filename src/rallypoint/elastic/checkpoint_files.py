@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
+    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -37,6 +38,7 @@ from rallypoint._core.storage import Storage
 from rallypoint.errors import ElasticError
 
 from . import shards, torch_private
+from .checkpoint_metadata import MetadataReader
 from .checkpoint_state import filled, keys_in
 from .shards import Shard
 
@@ -219,6 +221,10 @@ class _LoadPlanner(DefaultLoadPlanner):
         found = self.state_dict[index.fqn]
         return found.tensor if isinstance(found, Shard) else super().lookup_tensor(index)
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # DCP's unpickles it, and runs what it says. All that a session writes are tensors.
+        raise Unreadable(f"{read_item.dest_index.fqn} is not a tensor")
+
 
 def _load(state: dict[str, Any], reader: FileSystemReader) -> None:
     """What ``dcp.load`` does, without its collectives."""
@@ -273,7 +279,7 @@ def read(
 
 
 def _read(storage: Storage, name: str, owners: Mapping[str, Any]) -> dict[str, Any]:
-    reader = FileSystemReader(name)
+    reader = MetadataReader(name)
     reader.fs = cast("Any", _Files(storage))
     reader.path = cast("Any", name)
     known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata

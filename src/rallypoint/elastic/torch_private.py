@@ -6,6 +6,8 @@ the installed torch for each name and its signature.
 
 from __future__ import annotations
 
+import functools
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -370,3 +372,34 @@ def python_gauss() -> float | None:
     """The number that ``random.gauss`` holds back for its next call."""
     held: float | None = random._inst.gauss_next  # type: ignore[attr-defined]
     return held
+
+
+# -- metadata of checkpoints ----------------------------------------------------------------------------------
+
+# The unpickler in Python. The one in C does not let a subclass decide at each instruction.
+PythonUnpickler: Any = pickle._Unpickler
+
+
+@functools.cache
+def metadata_classes() -> tuple[type, ...]:
+    """What the instances in the metadata of a checkpoint are made of."""
+    from torch.distributed.checkpoint import filesystem, metadata as of
+
+    return (
+        of.BytesStorageMetadata,
+        of.ChunkStorageMetadata,
+        of.Metadata,
+        of.MetadataIndex,
+        of.StorageMeta,
+        of.TensorProperties,
+        of.TensorStorageMetadata,
+        filesystem._StorageInfo,
+    )
+
+
+@functools.cache
+def metadata_values() -> tuple[Any, ...]:
+    """What their attributes are made with, besides plain data: memory formats and layouts."""
+    from torch.distributed.checkpoint import metadata as of
+
+    return of._MEM_FORMAT_ENCODING, torch.serialization._get_layout
