@@ -728,6 +728,11 @@ def exchange(
         if left <= 0.0:
             found["never answered" if before is not None else "never closed"] += 1
             return
+        if not rest and not is_half and before is None:
+            # At once if all of it was cut off: nobody answers nothing.
+            is_half = True
+            with contextlib.suppress(OSError):  # the other end has been quicker
+                sock.shutdown(socket.SHUT_WR)
         readable, writable, _ = select.select([sock], [sock] if rest else [], [], left)
         replies = []
         try:
@@ -740,10 +745,6 @@ def exchange(
                 replies = parser.feed(got) if before is not None else []
             if writable and rest:
                 rest = rest[sock.send(rest) :]
-            if not rest and not is_half and before is None:
-                is_half = True
-                with contextlib.suppress(OSError):  # the other end has been quicker
-                    sock.shutdown(socket.SHUT_WR)
         except (BrokenPipeError, ConnectionResetError):
             found["cut off too early" if before is not None else "reset"] += 1
             return

@@ -56,9 +56,7 @@ def launches(count: int, progress: Progress) -> list[dict[str, Any]]:
     rows = []
     for what, found in (("wall time", wall), ("processor time", cpu)):
         figures = {side: spread(times, 1) for side, times in found.items()}
-        # Of each turn: the machine's speed changes from one to the next.
-        differences = [a - b for a, b in zip(found["secret"], found["insecure"], strict=True)]
-        more = round(statistics.median(differences), 1)
+        more = round(figures["secret"]["median"] - figures["insecure"]["median"], 1)
         rows.append(
             {"what": f"launch of {WORKERS} workers, {what}", "unit": "ms", **figures, "more": more}
         )
@@ -113,8 +111,8 @@ def main() -> int:
         "took_s": round(time.monotonic() - began, 1),
         "targets": [
             {
-                "what": f"a launch takes at most {MOST_MS:g} ms of processor time more",
-                "holds": launch[1]["more"] <= MOST_MS,
+                "what": f"a launch takes at most {MOST_MS:g} ms more, by the medians",
+                "holds": launch[0]["more"] <= MOST_MS,
             },
             {
                 "what": f"an empty call takes at most {MOST_TIMES} times as long",
