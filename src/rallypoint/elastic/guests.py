@@ -6,16 +6,16 @@ rank's own memory (:mod:`.memory`, :mod:`.slots`). The file is sparse, so a regi
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import socket
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rallypoint._core import addresses, forks
+from rallypoint._core.threaded_listener import ThreadedListener
 from rallypoint.errors import ProtocolError
 from rallypoint.wire.frames import Frame, encode
 from rallypoint.wire.line import Line
@@ -30,6 +30,8 @@ from .slots import STRIDE, Slots
 _log = logging.getLogger(__name__)
 # Seconds for the threads to read what has come.
 DRAINING = 10.0
+# Connections that wait to be accepted: strangers must not fill the queue.
+_BACKLOG = 128
 
 
 def region(rank: int) -> int:
@@ -52,10 +54,8 @@ class Guests:
         self.size = size
         self._lock = forks.Lock()  # the slots
         self._slots: dict[int, Slots] = {}
-        self._incoming: dict[threading.Thread, Line | socket.socket] = {}
         self._token = secrets.token_bytes(32).hex()
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
+        self._listener: ThreadedListener | None = None
 
     def open(self, store_host: str, store_port: int) -> Door:
         """Listen, once.
@@ -70,29 +70,20 @@ class Guests:
         if self._listener is None:
             with forks.opening():
                 listener = addresses.bind_only(addresses.listening_address(None, told), 0)
-                self._listener = forks.close_in_child(listener)
-            listener.listen(self.size)
-            self._thread = threading.Thread(
-                target=self._accept, args=(listener,), name="rally-guests", daemon=True
-            )
-            self._thread.start()
-        return Door(told, int(self._listener.getsockname()[1]), self._token)
+                listener = forks.close_in_child(listener)
+            listener.listen(max(self.size, _BACKLOG))
+            self._listener = ThreadedListener(listener, self._serve, "rally-guest")
+        return Door(told, self._listener.port, self._token)
 
     def drain(self) -> None:
         """A loss: end all connections, once what has come is read. What a lost rank has sent last is here then."""
-        for thread, line in self._incoming.copy().items():
-            _shut(line)
-            thread.join(DRAINING)
+        if self._listener is not None:
+            self._listener.drain(DRAINING)
 
     def close(self) -> None:
         """Stop listening; the memory stays."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            assert self._thread is not None
-            self._thread.join()
-            listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self.drain()
         for each in self._slots.values():
             each.close()
@@ -133,27 +124,15 @@ class Guests:
 
     # -- threads --------------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(
-                target=self._serve, args=(sock,), name="rally-guest", daemon=True
-            )
-            self._incoming[thread] = sock
-            thread.start()
-
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, welcome: Callable[[], None]) -> None:
         """One connection, until it ends."""
         line: Line | None = None
         guest: _Guest | None = None
         try:
             place = _Place()
             rank, line = copy_line.welcome(sock, self._token, self._rank, place.allocate)
+            welcome()
             guest = _Guest(self, rank, line, place)
-            self._incoming[threading.current_thread()] = line
             while True:
                 for frame in line.read(None):
                     guest.take(frame)
@@ -162,12 +141,10 @@ class Guests:
         except ProtocolError as error:
             _log.warning("a copy of another rank's state was refused: %s", str(error))
         finally:
-            self._incoming.pop(threading.current_thread(), None)
             if guest is not None:
                 guest.close()
             if line is not None:
                 line.close()
-            sock.close()
 
     def memory_for(self, rank: int, size: int) -> memoryview:
         """Where a snapshot of so many bytes goes: in the place of the guest's older one."""
@@ -248,11 +225,3 @@ class _Guest:
     def close(self) -> None:
         if self._memory is not None:
             self._memory.close()
-
-
-def _shut(line: Line | socket.socket) -> None:
-    if isinstance(line, Line):
-        line.shut()
-        return
-    with contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)

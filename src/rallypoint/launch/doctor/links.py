@@ -7,12 +7,14 @@ there, or as much as it can in a while. The other one answers all who have the t
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 import struct
-import threading
 import time
+from collections.abc import Callable
 
 from rallypoint._core import clock
+from rallypoint._core.threaded_listener import ThreadedListener
 
 from .facts import Link
 
@@ -38,31 +40,20 @@ class Answerer:
     def __init__(self, address: str, token: bytes) -> None:
         self._token = token
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="rally-doctor", daemon=True).start()
+        listener = socket.create_server((address, 0), family=family)
+        self._listener = ThreadedListener(listener, self._serve, "rally-doctor")
+        self.port = self._listener.port
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(
-                target=self._serve, args=[connection], name="rally-doctor", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, welcome: Callable[[], None]) -> None:
         with connection, contextlib.suppress(OSError, ConnectionError):
             connection.settimeout(PATIENCE)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if _receive(connection, TOKEN_LENGTH) != self._token:
+            if not hmac.compare_digest(_receive(connection, TOKEN_LENGTH), self._token):
                 return
+            welcome()
             if _receive(connection, 1) == _PING:
                 while connection.recv(1):
                     connection.sendall(_TIME.pack(clock.wall()))
