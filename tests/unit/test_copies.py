@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from rallypoint._core import secret
+from pace import pace
+from rallypoint._core import secret, threaded_listener
 from rallypoint.elastic import copy_line, guests
 from rallypoint.elastic.copies import Copies
 from rallypoint.elastic.copy_line import Door
@@ -139,6 +142,31 @@ def test_a_loss_ends_the_wait_for_a_silent_partner() -> None:
     end.close()
     lines[0].close()  # type: ignore[attr-defined]
     silent.close()
+
+
+def test_strangers_take_few_threads_and_few_lines(
+    ends: list[End], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=guests.__name__)
+    many = 3 * threaded_listener.MOST_STRANGERS
+    strangers = [
+        socket.create_connection(("127.0.0.1", ends[1].door.port), timeout=10.0 * pace())
+        for _ in range(many)
+    ]
+    ends[0].own(1)
+    deadline = time.monotonic() + 10.0 * pace()
+    while len(caplog.records) < many - threaded_listener.MOST_STRANGERS:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    threads = [each for each in threading.enumerate() if each.name == "rally-guest"]
+    # And the other rank at each of the two ends.
+    assert len(threads) <= threaded_listener.MOST_STRANGERS + 2
+    for each in strangers:
+        each.close()
+    slots = Slots(ends[0].memory.fd, 0)
+    assert ends[0].snapshot(slots, Held(1, 10), 1000), "the partner is still there"
+    slots.close()
+    assert [each.levelno for each in caplog.records].count(logging.WARNING) == 1
 
 
 def test_regions_of_guests_do_not_overlap() -> None:

@@ -56,6 +56,7 @@ class Guests:
         self._slots: dict[int, Slots] = {}
         self._token = secrets.token_bytes(32).hex()
         self._listener: ThreadedListener | None = None
+        self._stranger_told = False
 
     def open(self, store_host: str, store_port: int) -> Door:
         """Listen, once.
@@ -139,7 +140,12 @@ class Guests:
         except OSError:
             pass  # it has ended: the supervisor tells why
         except ProtocolError as error:
-            _log.warning("a copy of another rank's state was refused: %s", str(error))
+            # Once for all strangers: there may be hundreds per second.
+            level = (
+                logging.WARNING if guest is not None or not self._stranger_told else logging.INFO
+            )
+            self._stranger_told |= guest is None
+            _log.log(level, "a copy of another rank's state was refused: %s", str(error))
         finally:
             if guest is not None:
                 guest.close()
