@@ -144,6 +144,21 @@ def test_a_loss_ends_the_wait_for_a_silent_partner() -> None:
     silent.close()
 
 
+@pytest.mark.parametrize("bind", ["127.0.0.1", "*", None])
+def test_a_rank_listens_where_the_job_was_told_to(
+    bind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if bind is not None:
+        monkeypatch.setenv("RALLY_BIND", bind)
+    end = End(0)
+    listener = end.copies.guests._listener
+    assert listener is not None
+    where = listener._listener.getsockname()[0]
+    # Nodes that meet at a loopback address need not be on one host.
+    assert where == bind if bind == "127.0.0.1" else where in {"::", "0.0.0.0"}
+    end.close()
+
+
 def test_strangers_take_few_threads_and_few_lines(
     ends: list[End], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -126,3 +126,9 @@ def test_templates_in_arguments_are_a_workers_own_numbers():
     )
     filled = ("--out=part4.1", "1/3", "{a: 4}", "{Rank}", "$")
     assert fill_in(args, RANKS[1], 3) == filled
+
+
+def test_workers_know_where_the_job_was_told_to_listen() -> None:
+    assert "RALLY_BIND" not in worker_env({}, RANKS[0], FACTS, "")
+    told = dataclasses.replace(FACTS, bind="10.0.0.1")
+    assert worker_env({}, RANKS[0], told, "")["RALLY_BIND"] == "10.0.0.1"

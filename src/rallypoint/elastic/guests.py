@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rallypoint._core import addresses, forks
+from rallypoint._core import addresses, env as environment, forks
 from rallypoint._core.threaded_listener import ThreadedListener
 from rallypoint.errors import ProtocolError
 from rallypoint.wire.frames import Frame, encode
@@ -70,7 +70,8 @@ class Guests:
         told = "" if addresses.is_loopback(found) else found
         if self._listener is None:
             with forks.opening():
-                listener = addresses.bind_only(addresses.listening_address(None, told), 0)
+                bind = environment.get("RALLY_BIND")  # --bind
+                listener = addresses.bind_only(addresses.listening_address(bind, told), 0)
                 listener = forks.close_in_child(listener)
             listener.listen(max(self.size, _BACKLOG))
             self._listener = ThreadedListener(listener, self._serve, "rally-guest")

@@ -34,6 +34,7 @@ class RoundFacts:
     signals: str
     virtual_local_rank: bool = False
     is_open: bool = False  # the job has no secret
+    bind: str | None = None  # --bind
 
 
 def common_defaults(env: Mapping[str, str], local_world_size: int) -> dict[str, str]:
@@ -83,6 +84,8 @@ def worker_env(
     }
     if facts.is_open:
         new["RALLY_INSECURE"] = "1"
+    if facts.bind is not None:
+        new["RALLY_BIND"] = facts.bind
     if facts.virtual_local_rank:
         new["LOCAL_RANK"] = "0"
         new["CUDA_VISIBLE_DEVICES"] = _own_device(env, ranks.local_rank)

@@ -174,6 +174,7 @@ class Spawner:
             signals=",".join(each.name for each in config.signals),
             virtual_local_rank=config.virtual_local_rank,
             is_open=config.secret is None,
+            bind=config.bind,
         )
 
     def _ranks(self, ready: RoundReady) -> list[WorkerRanks]:
