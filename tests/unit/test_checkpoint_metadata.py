@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from rallypoint.elastic import checkpoint_metadata
+from rallypoint.elastic import checkpoint_metadata, torch_private as of_elastic
 
 
 class Runs:
@@ -29,6 +29,15 @@ class Runs:
 
 def loaded(data: bytes) -> Metadata:
     return checkpoint_metadata.load(io.BytesIO(data))
+
+
+def test_members_of_an_enum_are_read_as_each_python_writes_them() -> None:
+    """3.11.0 to 3.11.3, which Debian 12 has, name them by getattr."""
+    formats = of_elastic.metadata_values()[0]
+    member = next(iter(formats))
+    for written in (Runs(getattr, formats, member.name), Runs(formats, member.value)):
+        found = loaded(pickle.dumps(Metadata({}, planner_data=written)))
+        assert found.planner_data is member
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -48,6 +57,7 @@ def test_what_torch_has_written_is_read_as_torch_reads_it(tmp_path: Path) -> Non
         Metadata(state_dict_metadata={"x": Runs(os.system, "true")}),  # type: ignore[dict-item]
         Metadata(state_dict_metadata={}, planner_data=Runs(eval, "1")),
         Runs(getattr, Metadata, "__init__"),
+        Runs(getattr, of_elastic.metadata_values()[0], "__class__"),
         Runs(torch.load, "file"),
         Runs(__import__, "os"),
         sys.exit,

@@ -6,6 +6,7 @@ code in the job that loads it. Here it can only create what such a file describe
 
 from __future__ import annotations
 
+import enum
 import pickle
 from collections.abc import Callable
 from pathlib import PosixPath, PurePosixPath
@@ -49,6 +50,13 @@ def load(file: IO[bytes]) -> Metadata:
     return found
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """By ``getattr``, Python 3.11.0 to 3.11.3 pickle members of an enum."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError("it asks for an attribute, which is no part of a checkpoint")
+    return kind[name]
+
+
 class _Unpickler(PythonUnpickler):  # type: ignore[misc]  # it has no types
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(PythonUnpickler.dispatch)
     # An attribute of the untyped base class.
@@ -57,6 +65,8 @@ class _Unpickler(PythonUnpickler):  # type: ignore[misc]  # it has no types
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         known = (*torch_private.metadata_classes(), *torch_private.metadata_values(), *_PLAIN)
         for each in known:
             if (module, name) == (each.__module__, each.__qualname__):
