@@ -3,7 +3,8 @@
     python bench/secret.py --quick
     python bench/secret.py --output bench/results/secret.json
 
-A launch is `rally run` with an elastic job of one node (so --insecure has an effect) and an empty script, until it exits.
+A launch is `rally run` with an elastic job of one node (so --insecure has an effect) until it exits: of `true` as a program,
+because the import of torch would take most of the time and bring nearly all of the noise, and of an empty script.
 The calls are empty ones between two processes: in groups with a secret, and in groups that rely on their user's key. The
 two sides of each comparison take turns.
 """
@@ -30,7 +31,7 @@ WORKERS = 8
 MOST_MS, MOST_TIMES = 10.0, 1.02
 
 
-def launches(count: int, progress: Progress) -> list[dict[str, Any]]:
+def launches(count: int, progress: Progress, *, program: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="rally-secret-") as name:
         folder = Path(name)
         (folder / "empty.py").write_text("")
@@ -46,7 +47,8 @@ def launches(count: int, progress: Progress) -> list[dict[str, Any]]:
                 words = ["--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{port}"]
                 words += ["--rdzv-conf", "last_call_timeout=0.01", "--nproc-per-node", str(WORKERS)]
                 before, began = os.times(), time.monotonic()
-                command = [*RALLY, *words, *sides[side], str(folder / "empty.py")]
+                words += ["--no-python", "true"] if program else [str(folder / "empty.py")]
+                command = [*RALLY, *sides[side], *words]
                 subprocess.run(command, check=True, capture_output=True, timeout=120)
                 after, ended = os.times(), time.monotonic()
                 if turn:  # the first ones warm up
@@ -58,7 +60,12 @@ def launches(count: int, progress: Progress) -> list[dict[str, Any]]:
         figures = {side: spread(times, 1) for side, times in found.items()}
         more = round(figures["secret"]["median"] - figures["insecure"]["median"], 1)
         rows.append(
-            {"what": f"launch of {WORKERS} workers, {what}", "unit": "ms", **figures, "more": more}
+            {
+                "what": f"launch of {WORKERS} {'programs' if program else 'scripts'}, {what}",
+                "unit": "ms",
+                **figures,
+                "more": more,
+            }
         )
     return rows
 
@@ -95,12 +102,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a quick check")
     args = parser.parse_args()
     os.environ.update(TORCH_CPP_LOG_LEVEL="ERROR")
-    num_launches, pairs = (1, 2) if args.quick else (40, 40)
-    progress = Progress(num_launches + 1 + pairs)
+    num_launches, pairs = (1, 2) if args.quick else (15, 120)
+    progress = Progress(5 * num_launches + 2 + pairs)
     began = time.monotonic()
     try:
         call = calls(pairs, 100 if args.quick else 2000, progress)
-        launch = launches(num_launches, progress)
+        launch = launches(4 * num_launches, progress, program=True)
+        launch += launches(num_launches, progress, program=False)
     finally:
         progress.close()
     result = {
