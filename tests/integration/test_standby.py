@@ -86,3 +86,36 @@ def test_strangers_do_not_fill_the_port_of_a_standby_that_begins_to_serve(
         stack.callback(recovered[0].store.close)
         recovered[0].store.set("key", b"value")
         assert tcp_home._probe_store("127.0.0.1", port, PATIENCE) is Answer.SERVES
+
+
+def test_a_node_whose_own_store_ends_asks_where_it_was_before() -> None:
+    """It was led to another store and, when that was lost, back to its own; then the other one is there again."""
+    pytest.importorskip("torch")
+    home = TcpHome([("127.0.0.1", closed_port())], silence=5.0, is_host=False, say=lambda _: None)
+    elsewhere = closed_port()
+    standby = {"id": "me", "addr": "127.0.0.1", "port": home.standby("127.0.0.1")["port"]}
+    last = LastRound(plan={"store": "gone", "standbys": [standby]}, node_id="me")
+    lost = RendezvousConnectionError("the store is lost")
+
+    with ExitStack() as stack:
+        stack.callback(home.close)
+
+        def recover() -> None:
+            recovery = home.recover(lost, last, Deadline(PATIENCE), threading.Event())
+            stack.callback(recovery.store.close)
+
+        recover()
+        assert home.serves
+        other = serve_here(socket.create_server(("127.0.0.1", elsewhere)))()
+        home.follow("127.0.0.1", elsewhere, last.plan)
+        assert not home.serves
+        other.close()
+        recover()
+        assert home.serves
+        own = home._server
+        assert own is not None
+        own.close()
+        stack.callback(serve_here(socket.create_server(("127.0.0.1", elsewhere)))().close)
+        recover()
+        assert not home.serves
+        assert home._current.port == elsewhere

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rallypoint.rendezvous import notes
+from rallypoint.rendezvous.backends import places
 from rallypoint.rendezvous.backends.places import Answer, Place, Search, Way
 from rallypoint.rendezvous.notes import Age, Moved
 
@@ -52,6 +53,7 @@ class Node:
     ended: frozenset[str] = frozenset()
     knows_plan: bool = False
     was_led: bool = False  # to a store, by a note, since the last plan
+    back_from: Place | None = None  # where it was when it went back to a store of its own
 
     @property
     def name(self) -> str:
@@ -141,14 +143,15 @@ class Machine:
         old = node.current
         if host and host != node.name:
             old = replace(old, watch=1 + int(host[1:]))
-        others = [
-            place
-            for place in (self.plan if node.knows_plan else ())
-            if place.node_id != host or (place.node_id == node.name and node.may_serve)
-        ]
-        if node.name not in [each.node_id for each in others]:
-            known = {each.port for each in (old, *others) if not each.watch}
-            others += [] if ENDPOINT in known else [Place(HOST, ENDPOINT)]
+        others = places.others(
+            old,
+            host,
+            self.plan if node.knows_plan else [],
+            [AT_ENDPOINT],
+            own=node.name,
+            may_serve=node.may_serve,
+            back_from=node.back_from,
+        )
         return Search(
             old,
             host,
@@ -191,6 +194,7 @@ class Machine:
         if way is Way.AGAIN:
             node.serves = left[place.port]
             node.left.remove(node.serves)
+            node.back_from = replace(node.current, node_id="")
         elif place.port in self.stores:
             return False
         else:
@@ -318,6 +322,36 @@ ORDERS = given(st.integers(2, 4), st.lists(st.tuples(HAPPENS, ACTS, st.booleans(
 @ORDERS
 def test_all_that_are_left_meet_at_one_store(count: int, history: History) -> None:
     assert_all_meet(count, history)
+
+
+def test_a_node_that_went_back_to_its_own_store_asks_where_it_came_from() -> None:
+    """It had been led away from it; the other store ended and opened again; then its own one ended too."""
+    slow = [(0, False, 0.0), (1, False, 0.0), (1, False, 0.0)]
+    assert_all_meet(
+        2,
+        [
+            ("kill the server", [(0, True, 0.0)], True),
+            ("start", slow, False),
+            ("end the store", [(1, True, 0.0)], False),
+            ("end the store", [], False),
+        ],
+    )
+
+
+def test_the_node_that_the_plan_names_may_have_taken_over_from_another() -> None:
+    """Its store had ended, and a newcomer's become the job's; that node lost its store, too, and searches by the plan."""
+    turns = [(0, True, 0.0), (1, True, 0.0), (0, False, 0.0), (2, True, 0.0), (3, True, 0.0)]
+    assert_all_meet(
+        4,
+        [
+            ("end the store", [], False),
+            ("start", [], False),
+            ("kill the server", [], False),
+            ("start", [(0, True, 0.0), (4, False, 0.0)], False),
+            ("end the store", [*turns, (4, False, 0.0)], False),
+            ("kill the server", [], False),
+        ],
+    )
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -106,3 +107,20 @@ def test_what_has_arrived_is_read_before_the_end(listener: ThreadedListener) -> 
         assert member.recv(1) == b""
     with dial(listener, b"m") as member:
         assert is_answered(member), "newcomers are served as before"
+
+
+def test_connections_may_end_while_others_begin(listener: ThreadedListener) -> None:
+    arrived = threading.Event()
+
+    def arrive() -> None:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                dial(listener, b"m").close()
+        arrived.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        arriving = pool.submit(arrive)
+        while not arrived.is_set():
+            listener.drain(10.0 * pace())
+        arriving.result()
+    until(lambda: threads() == 0)

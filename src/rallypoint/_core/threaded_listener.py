@@ -71,19 +71,23 @@ class ThreadedListener:
             except OSError:
                 self._closed.wait(_AGAIN)  # out of descriptors, if this is not the end
                 continue
-            with self._lock:
-                crowded = self._half_open.add(sock, source_of(str(address[0])))
-                if crowded is not None:
-                    _shut(crowded[0])  # its thread closes it
-                thread = threading.Thread(
-                    target=self._run, args=(sock,), name=self._name, daemon=True
-                )
-                self._threads[sock] = thread
-            try:
-                thread.start()
-            except RuntimeError:  # out of threads
+            if not self._begin(sock, source_of(str(address[0]))):
                 self._end(sock)
                 self._closed.wait(_AGAIN)
+
+    def _begin(self, sock: socket.socket, source: str) -> bool:
+        """Whether there was a thread left for it."""
+        thread = threading.Thread(target=self._run, args=(sock,), name=self._name, daemon=True)
+        with self._lock:  # who drains finds no thread that has not started
+            crowded = self._half_open.add(sock, source)
+            if crowded is not None:
+                _shut(crowded[0])  # its thread closes it
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._threads[sock] = thread
+        return True
 
     def _run(self, sock: socket.socket) -> None:
         try:

@@ -1,9 +1,9 @@
 """Where nodes go when their store is lost, decided from the answer of each place. Pure.
 
 The places are, in this order, the old one (perhaps only a connection broke) and each *standby* of the last plan
-by rank. The first that is alive will serve, and is given time to start; dead ones are skipped. So all nodes arrive at the
-same place without exchanging messages. A node that is not a standby also checks the hosts of the endpoint, after all
-others: if all members have ended, the nodes that waited meet there again.
+by rank (:func:`others`). The first that is alive will serve, and is given time to start; dead ones are skipped. So all nodes
+arrive at the same place without exchanging messages. A node that is not a standby also checks the hosts of the endpoint,
+after all others: if all members have ended, the nodes that waited meet there again.
 
 A place is one port. A node that has served at its place, and is to serve there once more before the nodes have met, does so at the
 same port: it is the only one that the others know (:meth:`Search.way`).
@@ -51,13 +51,54 @@ class Way(Enum):
     BIND = "bind"  # serve at the port that it kept for that; what it has served there has ended
 
 
+def others(
+    old: Place,
+    host_id: str,
+    standbys: Sequence[Place],
+    hosts: Iterable[Place],
+    *,
+    own: str,
+    may_serve: bool,
+    back_from: Place | None,
+) -> list[Place]:
+    """Where the store may be if it is not at the old place, in order of preference.
+
+    Args:
+        old: where the store was.
+        host_id: the node that served it; empty if that is not known.
+        standbys: of the last plan, by rank.
+        hosts: of the endpoint.
+        own: this node's id.
+        may_serve: False: what served the store here was lost, and the others do not count on this node.
+        back_from: where this node was before it went back to a store of its own.
+    """
+    found = [
+        place
+        for place in standbys
+        if place.node_id != host_id or (place.node_id == own and may_serve)
+    ]
+    # The node that has served until now answers at the old place, if it does. But the plan may be wrong about that:
+    # a newcomer may have served instead, and that node be the one that has taken over since.
+    found += [place for place in standbys if place.node_id == host_id != own]
+    if own not in [each.node_id for each in found]:
+        # We cannot serve in place of another. If all start over, they do so at the original place.
+        # At the port of a node that has ended, a newcomer may serve by then.
+        known = {(each.addr, each.port) for each in (old, *found) if not each.watch}
+        found += [host for host in hosts if (host.addr, host.port) not in known]
+    if back_from is not None and (back_from.addr, back_from.port) not in {
+        (each.addr, each.port) for each in (old, *found)
+    }:
+        found.append(back_from)  # it may be the job's again, and no plan need say so
+    return found
+
+
 class Search:
     """One node's search, which may ask each place several times.
 
     Args:
         old: where the store was.
         host_id: the node that served it; empty if that is not known.
-        others: where it may be now, in order of preference.
+        others: where it may be now, in order of preference: :func:`others`.
         own: this node's id.
         dead: ids of nodes that are known to have ended.
         alive_patience: seconds that a living node has to start serving.

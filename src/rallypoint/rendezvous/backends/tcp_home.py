@@ -31,7 +31,7 @@ from rallypoint.errors import ConfigError, RendezvousConnectionError
 from rallypoint.rendezvous.home import LastRound, Prepare, Recovery, Server
 from rallypoint.rendezvous.store import Store
 
-from . import door
+from . import door, places
 from .door import Doorman
 from .greeting import SILENT, Door, Reply
 from .places import Answer, Place, Search, Way
@@ -117,6 +117,7 @@ class TcpHome:
         self._outside: Place | None = None  # the same for others, once it has moved
         # A note has led here since this plan was made: who serves at the current place is not what it says.
         self._overtaken: Mapping[str, Any] | None = None
+        self._back_from: Place | None = None  # where it was when it went back to a store of its own
         self._may_serve = True  # what served the store here has not been lost
         self._told = False  # whether the user knows that the endpoint is not this host's
         self._forward: LeaveNote | None = None
@@ -360,17 +361,15 @@ class TcpHome:
         old = self._current
         if host is not None and host_id != own:
             old = replace(old, watch=host.watch, watch_addr=host.addr)
-        # The node that has served until now answers at the old place, or not at all.
-        others = [
-            place
-            for place in _standbys(last)
-            if place.node_id != host_id or (place.node_id == own and self._may_serve)
-        ]
-        if own not in [each.node_id for each in others]:
-            # We cannot serve in place of another. If all start over, they do so at the original place.
-            # At the port of a node that has ended, a newcomer may serve by then.
-            known = {(each.addr, each.port) for each in (old, *others) if not each.watch}
-            others += [Place(*host) for host in self._hosts if host not in known]
+        others = places.others(
+            old,
+            host_id,
+            _standbys(last),
+            [Place(*each) for each in self._hosts],
+            own=own,
+            may_serve=self._may_serve,
+            back_from=self._back_from,
+        )
         return Search(
             old,
             host_id,
@@ -429,6 +428,7 @@ class TcpHome:
             f"the job's store at {self._current.addr} is lost; serving it here again, port {left.port}"
         )
         self._left.remove(left)
+        self._back_from = replace(self._current, node_id="")
         self._server, self._current, self._outside = left, place, place
         self._begin_forwarding(place, search.places)
         return Recovery(again, True, frozenset(search.dead))
@@ -470,12 +470,12 @@ class TcpHome:
                 f"this node cannot serve the store at port {place.port}: {error.strerror}"
             ) from None
 
-    def _begin_forwarding(self, here: Place, places: Iterable[Place]) -> None:
+    def _begin_forwarding(self, here: Place, known: Iterable[Place]) -> None:
         """Lead nodes on that come to other places: a newcomer at the endpoint, and another part of a broken network."""
         if self._forward is None:
             return
         assert self._server is not None
-        found = dict.fromkeys([*self._hosts, *((each.addr, each.port) for each in places)])
+        found = dict.fromkeys([*self._hosts, *((each.addr, each.port) for each in known)])
         self._forwarder = threading.Thread(
             target=self._keep_forwarding,
             args=(self._server, here, tuple(found)),
@@ -485,14 +485,14 @@ class TcpHome:
         self._forwarder.start()
 
     def _keep_forwarding(
-        self, server: _Served, here: Place, places: Sequence[tuple[str, int]]
+        self, server: _Served, here: Place, others: Sequence[tuple[str, int]]
     ) -> None:
         """Redirect nodes that come to an earlier place of the store, or a possible one, to the job's present place."""
         assert self._forward is not None
         pause = FORWARD_EVERY
         while not self._closed.wait(pause) and self._server is server:
             pause = FORWARD_EVERY
-            for host, port in places:
+            for host, port in others:
                 if (host, port) == (here.addr, here.port) or (
                     port == here.port and addresses.is_this_host(host)
                 ):
