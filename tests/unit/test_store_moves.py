@@ -70,6 +70,7 @@ class Machine:
         self.generation = -1
         self.plan: list[Place] = []
         self.server = ""
+        self.server_at: Place | None = None
         self._count = self._names = 0
         self.mistaken: list[str] = []  # members that took a newcomer's empty store for theirs
         self.forgotten: list[
@@ -143,6 +144,7 @@ class Machine:
         old = node.current
         if host and host != node.name:
             old = replace(old, watch=1 + int(host[1:]))
+        known = self.server_at if node.knows_plan and self.server != node.name else None
         others = places.others(
             old,
             host,
@@ -150,7 +152,7 @@ class Machine:
             [AT_ENDPOINT],
             own=node.name,
             may_serve=node.may_serve,
-            back_from=node.back_from,
+            been=[each for each in (known, node.back_from) if each is not None],
         )
         return Search(
             old,
@@ -163,8 +165,8 @@ class Machine:
         )
 
     def _has_ended(self, node: Node) -> bool:
-        """The node that served what this one has lost."""
-        host = node.current.node_id or self.server
+        """The node that served what this one has lost, as far as this one can know: a note does not say who serves."""
+        host = node.current.node_id or ("" if node.was_led else self.server)
         return bool(host) and int(host[1:]) not in self.nodes
 
     def _ask(self, place: Place) -> Answer:
@@ -279,7 +281,8 @@ class Machine:
             return False
         self.generation = max(self.generation, store.age.generation - 1) + 1
         store.age = replace(store.age, generation=self.generation + 1)
-        store.plan, self.plan, self.server = self.generation, [], ""
+        store.plan, self.plan = self.generation, []
+        self.server, self.server_at = "", None
         for node in self.living:
             self._keep_a_port(node)
             assert node.standby is not None
@@ -287,6 +290,7 @@ class Machine:
             self.plan.append(Place(HOST, node.standby, node.name, 1 + node.number))
             if node.serves is store:
                 self.server = node.name
+                self.server_at = Place(HOST, store.port, watch=1 + node.number)
         return True
 
     def _keep_a_port(self, node: Node) -> None:
@@ -349,6 +353,20 @@ def test_the_node_that_the_plan_names_may_have_taken_over_from_another() -> None
             ("kill the server", [], False),
             ("start", [(0, True, 0.0), (4, False, 0.0)], False),
             ("end the store", [*turns, (4, False, 0.0)], False),
+            ("kill the server", [], False),
+        ],
+    )
+
+
+def test_a_newcomer_learns_from_the_plan_where_its_store_was() -> None:
+    """It came to a store of another node; the plan's node serves again at a port that is not its next one."""
+    assert_all_meet(
+        2,
+        [
+            ("kill the server", [(0, True, 0.0), (0, False, 0.0)], False),
+            ("start", [(0, False, 0.0), (1, False, 0.0)], True),
+            ("end the store", [], False),
+            ("start", [(1, True, 0.0), (2, False, 0.0)], False),
             ("kill the server", [], False),
         ],
     )

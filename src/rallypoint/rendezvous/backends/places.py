@@ -59,7 +59,7 @@ def others(
     *,
     own: str,
     may_serve: bool,
-    back_from: Place | None,
+    been: Iterable[Place],
 ) -> list[Place]:
     """Where the store may be if it is not at the old place, in order of preference.
 
@@ -70,7 +70,7 @@ def others(
         hosts: of the endpoint.
         own: this node's id.
         may_serve: False: what served the store here was lost, and the others do not count on this node.
-        back_from: where this node was before it went back to a store of its own.
+        been: where the store was served before, by the plan or as this node remembers: there it may be again.
     """
     found = [
         place
@@ -83,12 +83,10 @@ def others(
     if own not in [each.node_id for each in found]:
         # We cannot serve in place of another. If all start over, they do so at the original place.
         # At the port of a node that has ended, a newcomer may serve by then.
-        known = {(each.addr, each.port) for each in (old, *found) if not each.watch}
-        found += [host for host in hosts if (host.addr, host.port) not in known]
-    if back_from is not None and (back_from.addr, back_from.port) not in {
-        (each.addr, each.port) for each in (old, *found)
-    }:
-        found.append(back_from)  # it may be the job's again, and no plan need say so
+        taken = {(each.addr, each.port) for each in (old, *found) if not each.watch}
+        found += [host for host in hosts if (host.addr, host.port) not in taken]
+    known = {(each.addr, each.port) for each in (old, *found)}
+    found += [each for each in been if (each.addr, each.port) not in known]
     return found
 
 

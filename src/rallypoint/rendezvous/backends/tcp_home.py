@@ -297,7 +297,10 @@ class TcpHome:
                     continue
         if self._standby is None:
             return {}
-        return {"addr": addr, "port": self._standby.getsockname()[1]}
+        told: dict[str, Any] = {"addr": addr, "port": self._standby.getsockname()[1]}
+        if self._server is not None:
+            told["serves_at"] = self._server.port
+        return told
 
     def recover(
         self,
@@ -368,7 +371,7 @@ class TcpHome:
             [Place(*each) for each in self._hosts],
             own=own,
             may_serve=self._may_serve,
-            back_from=self._back_from,
+            been=[each for each in (_served_at(last), self._back_from) if each is not None],
         )
         return Search(
             old,
@@ -579,17 +582,31 @@ class TcpHome:
 
 
 def _standbys(last: LastRound | None) -> list[Place]:
-    found = []
+    return [place for each in _listed(last) if (place := _place(each, "port")) is not None]
+
+
+def _served_at(last: LastRound | None) -> Place | None:
+    """Where the plan's store was, if the plan says so: not all that know the plan have been there.
+
+    None for the node that served it: if that has lost it, another node's may be there by now.
+    """
+    for each in _listed(last):
+        if last is not None and last.node_id != each.get("id") == last.plan.get("store"):
+            place = _place(each, "serves_at")
+            return None if place is None else replace(place, node_id="")
+    return None
+
+
+def _listed(last: LastRound | None) -> list[dict[str, Any]]:
     listed = None if last is None else last.plan.get("standbys")
-    for each in listed if isinstance(listed, list) else ():
-        if not isinstance(each, dict):
-            continue
-        addr, port, watch = each.get("addr"), each.get("port"), each.get("watch")
-        if isinstance(addr, str) and isinstance(port, int):
-            found.append(
-                Place(addr, port, str(each.get("id")), watch if isinstance(watch, int) else 0)
-            )
-    return found
+    return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+
+
+def _place(told: Mapping[str, Any], port_key: str) -> Place | None:
+    addr, port, watch = told.get("addr"), told.get(port_key), told.get("watch")
+    if not isinstance(addr, str) or not isinstance(port, int):
+        return None
+    return Place(addr, port, str(told.get("id")), watch if isinstance(watch, int) else 0)
 
 
 def _probe(host: str, port: int) -> Answer:
