@@ -53,3 +53,14 @@ def test_a_timer_wakes_the_loop_and_may_set_the_next_one() -> None:
     finally:
         os.close(read)
         os.close(write)
+
+
+def test_a_time_weeks_away_is_no_error() -> None:
+    loop = EventLoop()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop.watch(ours)
+        theirs.send(b"x")
+        assert loop.wait(clock.MONOTONIC.now() + 1e12) == {ours.fileno()}
+        loop.after(1e12, lambda: None)
+        assert loop.wait() == {ours.fileno()}

@@ -154,6 +154,18 @@ def test_a_level_that_does_not_exist_is_named() -> None:
         logs.set_up({"LOGLEVEL": "loud"})
 
 
+def test_a_level_may_have_any_of_its_names() -> None:
+    """Images set this variable for other programs."""
+    ours = logging.getLogger("rallypoint")
+    before = ours.level, ours.handlers[:]
+    try:
+        for name in ("WARN", "fatal", "NOTSET"):
+            logs.set_up({"LOGLEVEL": name})
+    finally:
+        ours.setLevel(before[0])
+        ours.handlers[:] = before[1]
+
+
 def test_field_types_are_plain() -> None:
     plain = {str, int, float, bool, int | None, tuple[int, ...]}
     for each in ALL:

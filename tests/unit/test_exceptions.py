@@ -142,3 +142,93 @@ def test_runpy_is_left_out(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert "mod.py" in done.stdout and "_run_code" not in done.stdout, done.stderr
+
+
+class ApiError(Exception):
+    """As clients of web services have it: its attributes are those of the answer."""
+
+    def __init__(self, body: dict) -> None:
+        super().__init__("quota exceeded")
+        self.body = body
+
+    def __getattr__(self, name: str) -> object:
+        return self.__dict__["body"][name]
+
+
+def answered_with_an_error() -> None:
+    raise ApiError({"code": 429})
+
+
+class Meddles(Exception):
+    """Nothing of it can be looked at."""
+
+    def __getattr__(self, name: str) -> object:
+        raise KeyboardInterrupt
+
+    def __str__(self) -> str:
+        raise SystemExit(9)
+
+
+def meddled() -> None:
+    raise Meddles
+
+
+def test_an_exception_with_attributes_of_its_own_is_told():
+    found = described(answered_with_an_error)
+    assert found["message"] == "quota exceeded"
+    assert "raise ApiError" in found["traceback"]
+
+
+def test_an_exception_that_cannot_be_looked_at_is_told_by_its_type_and_line():
+    found = described(meddled)
+    assert found["type"].endswith("Meddles")
+    assert "in meddled" in found["traceback"]
+    assert found["exit_code"] == 1
+
+
+def unwrapped() -> None:
+    """As anyio and trio hand on the one error of a group."""
+    try:
+        raise BaseExceptionGroup("several", [SystemExit(3)])
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0]  # noqa: B904  its context is the group
+
+
+def from_itself() -> None:
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        raise error from error
+
+
+def in_a_ring() -> None:
+    first, second = SystemExit(3), SystemExit(4)
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+
+@pytest.mark.parametrize("function", [unwrapped, from_itself, in_a_ring])
+def test_an_exit_behind_itself_ends_here(function):
+    assert described(function, 3)["exit_code"] == 3
+
+
+def test_a_deep_group_is_told():
+    group: Exception = ValueError("the leaf")
+    for _ in range(3000):
+        group = ExceptionGroup("a group", [group])
+
+    def raise_it() -> None:
+        raise group
+
+    assert described(raise_it)["message"].startswith("a group (1 sub-exception): ")
+
+
+def test_notes_do_not_displace_the_frames():
+    def noted() -> None:
+        error = ValueError("expected 3 channels")
+        error.add_note("N" * 100_000)
+        raise error
+
+    found = described(noted)
+    assert "in noted" in found["traceback"]
+    assert "expected 3 channels" in found["traceback"]

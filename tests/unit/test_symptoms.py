@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from rallypoint._core.whole_writes import NOBODY_READS
 from rallypoint.launch.output import symptoms
 from rallypoint.launch.output.symptoms import Says
 
@@ -44,13 +45,22 @@ TABLE = [
     (Says.PEER_LOST, "rallypoint.errors.PeerLost", "worker 'b' is gone"),
     (Says.CONNECTION, "ConnectionResetError", "[Errno 104] Connection reset by peer"),
     (Says.CONNECTION, "BrokenPipeError", "[Errno 32] Broken pipe"),
-    (Says.CONNECTION, "requests.exceptions.ConnectionError", "HTTPConnectionPool: Connection refused"),
     (Says.CONNECTION, "EOFError", ""),
     (Says.CAUSE, "EOFError", "Ran out of input"),
     (Says.CAUSE, "ValueError", "expected 3 channels"),
     (Says.CAUSE, "RuntimeError", "cannot restore: the request timed out"),
     (Says.CAUSE, "RuntimeError", "mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
     (Says.CAUSE, "RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed."),
+    # Clients of other servers, and settings.
+    (Says.CAUSE, "requests.exceptions.ConnectionError", "HTTPConnectionPool: Connection refused"),
+    (Says.CAUSE, "httpx.RemoteProtocolError", "peer closed connection without sending complete message body"),
+    (Says.CAUSE, "botocore.exceptions.ReadTimeoutError", "object-store.example: Read timed out"),
+    (Says.CAUSE, "psycopg2.OperationalError", "connection to server failed: Connection refused"),
+    (Says.CAUSE, "ValueError", "bad --store-timeout: timeout must be positive"),
+    (Says.CAUSE, "KeyError", "'gloo_timeout'"),
+    (Says.CAUSE, "BrokenPipeError", f"[Errno 32] Broken pipe: {NOBODY_READS}"),
+    # A library's own class around what torch says.
+    (Says.PEER_LOST, "trainer.StepFailed", f"{GLOO}pair.cc:545] Connection closed by peer [127.0.0.1]:3133"),
 ]  # fmt: skip
 
 

@@ -25,6 +25,21 @@ class MonotonicClock:
 
 
 MONOTONIC: Clock = MonotonicClock()
+# What ``poll`` takes.
+_LONGEST_POLL = 2**31 - 1
+
+
+def milliseconds(seconds: float) -> int:
+    """How long ``poll`` is to wait; 24 days at most.
+
+    Whole milliseconds, rounded up: the last one must not be spent spinning.
+    """
+    return max(0, int(min(seconds * 1000 + 1, _LONGEST_POLL)))
+
+
+def milliseconds_until(at: float) -> int:
+    """The same until a time on :data:`MONOTONIC`."""
+    return milliseconds(at - MONOTONIC.now())
 
 
 class Deadline:

@@ -11,7 +11,6 @@ from . import event_sinks
 
 
 VARIABLE = "LOGLEVEL"
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def set_up(env: Mapping[str, str]) -> None:
@@ -21,8 +20,9 @@ def set_up(env: Mapping[str, str]) -> None:
         ConfigError: ``LOGLEVEL`` is not a known level.
     """
     level = env.get(VARIABLE) or "WARNING"
-    if level.upper() not in _LEVELS:
-        raise ConfigError(VARIABLE, level, "no such level", f"expected one of {', '.join(_LEVELS)}")
+    levels = logging.getLevelNamesMapping()  # WARN, FATAL and NOTSET among them
+    if level.upper() not in levels:
+        raise ConfigError(VARIABLE, level, "no such level", f"expected one of {', '.join(levels)}")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("rally: %(levelname)s %(name)s: %(message)s"))
     ours = logging.getLogger("rallypoint")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 
-_held: tuple[int, int] | None = None
+# Of this process: its id, the descriptor, and the socket's identity.
+_held: tuple[int, int, tuple[int, int]] | None = None
 
 
 def hold(fd: int) -> None:
     """In a worker, at its start: this descriptor leads to its supervisor."""
     global _held  # noqa: PLW0603  one process has one supervisor
-    _held = os.getpid(), fd
+    _held = os.getpid(), fd, _identity(fd)
 
 
 def held() -> int | None:
@@ -19,3 +20,16 @@ def held() -> int | None:
     if _held is None or _held[0] != os.getpid():
         return None
     return _held[1]
+
+
+def leads_there(fd: int) -> bool:
+    """Whether a descriptor still is the one that was held: a script that closes all may open another one under its number."""
+    try:
+        return _held is not None and _identity(fd) == _held[2]
+    except OSError:
+        return False
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino

@@ -15,6 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+# What is added to the error of a `print` whose reader is gone.
+NOBODY_READS = "whoever read the output has closed it"
+
+
 def write_whole(fd: int, data: bytes) -> None:
     """Write all of ``data`` without interleaving. Blocks until it is written.
 

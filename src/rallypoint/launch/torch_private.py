@@ -281,7 +281,11 @@ def begin_now() -> None:
 
 
 def cut_message(found: TracebackException, length: int) -> None:
-    """Cut the message that a traceback ends with."""
+    """Cut the message and the notes that a traceback ends with."""
     text = getattr(found, "_str", None)
     if isinstance(text, str) and len(text) > length:
         found._str = text[:length] + "…"  # type: ignore[attr-defined]
+    notes = found.__notes__
+    told = "\n".join(map(str, notes)) if isinstance(notes, list) else ""
+    if len(told) > length:
+        found.__notes__ = [told[:length] + "…"]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
+from rallypoint._core import clock
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded
 
@@ -365,8 +366,7 @@ class Line:
         except ValueError:
             # Another thread has just closed it, so it has no descriptor any more.
             raise Closed("this end has closed the connection") from None
-        # Whole milliseconds, rounded up, or the last one would be spent spinning.
-        milliseconds = None if left is None else int(left * 1000) + 1
+        milliseconds = None if left is None else clock.milliseconds(left)
         return bool(poll.poll(milliseconds) if rest is None else rest.call(poll.poll, milliseconds))
 
     def _gone(self, error: OSError) -> Closed:

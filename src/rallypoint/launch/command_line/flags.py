@@ -188,8 +188,8 @@ FLAGS: tuple[Flag, ...] = (
         metavar="LIST",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         group=_RESTART,
-        help="signals that are forwarded to the workers and end the job. Only if it is named does SIGQUIT (Ctrl-\\)"
-        " end it; otherwise it shows the workers' stacks",
+        help="signals that are forwarded to the workers and end the job; SIGTERM, SIGINT and SIGHUP do without being named."
+        " Only if it is named does SIGQUIT (Ctrl-\\) end it; otherwise it shows the workers' stacks",
     ),
     Flag(
         name="--signals-to-pass",

@@ -95,6 +95,8 @@ def _check_script(name: str) -> None:
 
 
 def _is_machine_code(name: str) -> bool:
+    if not os.path.isfile(name):
+        return False  # what is read from a pipe is gone
     try:
         with open(name, "rb") as file:
             return file.read(4) == b"\x7fELF"

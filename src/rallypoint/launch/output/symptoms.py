@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from itertools import takewhile
 
+from rallypoint._core.whole_writes import NOBODY_READS
 from rallypoint.launch.torch_private import REMOTE_TRACEBACKS
 
 
@@ -45,7 +46,7 @@ _TIMED_OUT = re.compile(
     r"timed out waiting \d+ ?ms for (recv|send)|(gloo|nccl).*(timed out|timeout)|wait timeout after \d+ ?ms"
     r"|watchdog caught collective operation timeout|some nccl operations have failed or timed out"
     r"|socket (has )?timed? ?out|socket timeout|timed out after .* waiting for clients"
-    r"|\b(tcp|file|hash|prefix)?store\b.*(timed out|timeout)|rpc ran for more than set timeout",
+    r"|\b(tcp|file|hash|prefix)store\b.*(timed out|timeout)|rpc ran for more than set timeout",
     re.IGNORECASE | re.DOTALL,
 )
 _PEER_LOST = re.compile(
@@ -64,6 +65,18 @@ _CONNECTION = re.compile(
 )
 _CONNECTION_TYPES = {"ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError"}
 _CONNECTION_TYPES |= {"ConnectionAbortedError"}
+# Types that libraries for several processes raise; and what only such a library says, in whatever type it is passed on. An
+# error of another type that sounds like a lost peer is of a client of a database or a web service, or of a setting.
+_GENERAL_TYPES = {
+    *("RuntimeError", "Exception", "SystemError", "C++ exception", "EOFError"),
+    *("OSError", "ConnectionError", "TimeoutError", "socket.timeout"),
+    *("multiprocessing.context.AuthenticationError", "multiprocessing.context.TimeoutError"),
+} | _CONNECTION_TYPES
+_PACKAGES = ("torch.", "rallypoint.", "c10.", "c10d.", "gloo.", "mpi4py.")
+_OF_A_LIBRARY = re.compile(
+    r"gloo/|pair\.cc|\bnccl[A-Z]\w+|nccl (error|operations)|ProcessGroup|monitoredBarrier|TCPStore|connectFullMesh"
+    r"|watchdog caught collective"
+)
 # Programs handle these routinely while they wait or probe: nothing is wrong.
 _ORDINARY = {
     *("queue.Empty", "_queue.Empty", "queue.Full", "StopIteration", "StopAsyncIteration", "KeyError"),
@@ -76,6 +89,15 @@ _ORDINARY = {
 def says(link: Link) -> Says:
     """Classify one exception by itself."""
     kind, message = link
+    if not (
+        kind in _GENERAL_TYPES
+        or kind.startswith(_PACKAGES)
+        or kind.rpartition(".")[2] in _PEER_LOST_NAMES
+        or _OF_A_LIBRARY.search(message)
+    ):
+        return Says.CAUSE
+    if NOBODY_READS in message:
+        return Says.CAUSE
     if _MISSING.search(message):
         return Says.MISSING
     if _TIMED_OUT.search(message):

@@ -226,9 +226,7 @@ class ForkServer:
         times = [at for at in (self._sweep_kill_at, self._sweep_give_up_at) if at is not None]
         times += [held.until for held in self._held]
         times += [at for at in [self._templates.next_time()] if at is not None]
-        if not times:
-            return None
-        return max(0, int((min(times) - clock.MONOTONIC.now()) * 1000) + 1)
+        return clock.milliseconds_until(min(times)) if times else None
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         self._came_at[number] = clock.MONOTONIC.now()

@@ -127,8 +127,7 @@ class WarmServer:
     def _milliseconds_to_wait(self) -> int | None:
         if self._jobs:
             return None
-        left = self._used + self._idle - clock.MONOTONIC.now()
-        return max(0, int(left * 1000) + 1)
+        return clock.milliseconds_until(self._used + self._idle)
 
     def _end(self) -> NoReturn:
         """Remove the socket, unless another server has taken its name; then end. Jobs go on."""

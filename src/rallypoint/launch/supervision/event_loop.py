@@ -44,9 +44,7 @@ class EventLoop:
         times = [at for at, _ in self._timers]
         if until is not None:
             times.append(until)
-        timeout = None
-        if times:
-            timeout = max(0, int((min(times) - clock.MONOTONIC.now()) * 1000) + 1)
+        timeout = clock.milliseconds_until(min(times)) if times else None
         return {fd for fd, _ in self._poller.poll(timeout)}
 
     def call_due(self) -> None:

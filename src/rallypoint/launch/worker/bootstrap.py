@@ -117,6 +117,8 @@ def main() -> None:
             os.set_inheritable(start[name], False)
     secret.keep()
     fds = WorkerFds(1, 2, start["line"], start["stacks"], start["payload"], start["result"])
+    fds = fds.out_of_the_way()
+    supervisor_line.hold(fds.line)
     job = Job.from_json({**start["job"], "args": sys.argv[3:]})
     streams.make_live(job)
     _fresh_main(job)
@@ -148,23 +150,25 @@ def run_forked(
     env_of_server = environment.snapshot()
     environment.process_environment().update(worker.env)
     _own_state()
-    _tell_collectives(worker.fds.stacks)
+    fds = worker.fds.out_of_the_way()
+    supervisor_line.hold(fds.line)
+    _tell_collectives(fds.stacks)
     streams.make_live(job)
     process.set_title(_title(job))
     if call is not None:
-        outcome = _run(job, worker.fds, call)
+        outcome = _run(job, fds, call)
         ending.leave_in_caller(outcome.code, interrupted=outcome.interrupted)
     known_modules = frozenset(sys.modules)
     _fresh_main(job)
     if package_of is not None:
-        import_watch.start(package_of, env_of_server, lambda told: send_line(worker.fds.line, told))
+        import_watch.start(package_of, env_of_server, lambda told: send_line(fds.line, told))
     if job.kind is not TargetKind.FUNCTION:
         preloaded.hide("torch", worker.import_changes)
     else:
         environment.apply(worker.import_changes)
     if rank_watch.SPARE in worker.env:
         rank_watch.begin()
-    outcome = _run(job, worker.fds, None)
+    outcome = _run(job, fds, None)
     ending.leave(outcome.code, interrupted=outcome.interrupted, known_modules=known_modules)
 
 
@@ -259,7 +263,6 @@ class _Outcome:
 
 def _run(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> _Outcome:
     own_pid = os.getpid()
-    supervisor_line.hold(fds.line)
     if call is not None or not faulthandler.is_enabled():
         # Send the stack at a native fault to the report; stderr belongs to the script. (In a fork of
         # the caller, faulthandler may be enabled already, but writes to the caller's file.)
@@ -337,6 +340,8 @@ def _compiled(full: str) -> types.CodeType | None:
     try:
         return compile(source, full, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
+        if not Path(full).is_file():
+            raise  # a pipe: it cannot be read twice
         return None
 
 
@@ -398,6 +403,8 @@ def _answer_what_is_handled(line: int) -> None:
 
 def send_line(line: int, record: dict[str, Any]) -> None:
     """Send one JSON record to the supervisor. Ignores a dead supervisor or a closed descriptor."""
+    if not supervisor_line.leads_there(line):
+        return
     data = memoryview(json.dumps(record).encode() + b"\n")
     try:
         while data:

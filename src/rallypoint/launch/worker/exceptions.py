@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from rallypoint._core import clock
+from rallypoint._core.whole_writes import NOBODY_READS, write_whole
 from rallypoint.launch import torch_private
 
 from . import ending
@@ -24,10 +25,14 @@ MAX_TRACEBACK = 32_000
 MAX_MESSAGE = 4_000
 MAX_CHAIN = 16
 MAX_LEAVES = 16
+_UNKNOWN = "(str() of it failed)"
 # Files and packages whose frames stand between the script and the user's function, or an error and its exit.
 _WRAPPERS = frozenset({"argparse.py", "runpy.py", "<frozen runpy>", "optparse.py"})
 _WRAPPER_PACKAGES = frozenset({"hydra", "click", "typer", "absl", "fire", "jsonargparse", "tyro"})
-_OURS = os.path.join("rallypoint", "launch", "")
+_OURS = (
+    os.path.join("rallypoint", "launch", ""),
+    os.path.join("rallypoint", "_core", "whole_writes.py"),
+)
 _RECORD = os.path.join("torch", "distributed", "elastic", "multiprocessing", "errors", "")
 
 
@@ -36,8 +41,18 @@ def describe(error: BaseException, code: int) -> dict[str, Any]:
 
     A ``SystemExit`` says nothing, so it is replaced by the exception being handled when it was raised.
     """
-    cause = error
+    try:
+        return _described(error, code)
+    except BaseException:  # noqa: BLE001  code of the user's runs here, and the report must come
+        return _barely_described(error, code)
+
+
+def _described(error: BaseException, code: int) -> dict[str, Any]:
+    cause, seen = error, {id(error)}
     while isinstance(cause, SystemExit) and (behind := _behind(cause)) is not None:
+        if id(behind) in seen:
+            break  # `raise error from error`
+        seen.add(id(behind))
         cause = behind
     return {
         "type": _name(cause),
@@ -45,23 +60,53 @@ def describe(error: BaseException, code: int) -> dict[str, Any]:
         "traceback": _cut(_text(error, cause)),
         "exit_code": code,
         "exited": isinstance(error, SystemExit) and cause is not error,
-        "chains": [[list(link) for link in chain] for chain in _chains(cause, ())],
+        "chains": [[list(link) for link in chain] for chain in _chains(cause, (), frozenset())],
+        "at": clock.MONOTONIC.now(),
+        "timestamp": clock.timestamp(),
+    }
+
+
+def _barely_described(error: BaseException, code: int) -> dict[str, Any]:
+    """Its type, its message, and where it was raised; traceback's own functions fail with some."""
+    name, message = _name(error), message_of(error)
+    stack = _without_wrappers(traceback.extract_tb(error.__traceback__))
+    lines = "".join(stack.format())
+    return {
+        "type": name,
+        "message": message,
+        "traceback": _cut(f"Traceback (most recent call last):\n{lines}{name}: {message}\n"),
+        "exit_code": code,
+        "exited": False,
+        "chains": [[[name, message[:500]]]],
         "at": clock.MONOTONIC.now(),
         "timestamp": clock.timestamp(),
     }
 
 
 def message_of(error: BaseException) -> str:
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001  a broken __str__ must not hide the failure
-        return "(str() of it failed)"
-    leaves = getattr(error, "exceptions", None)
-    if isinstance(error, BaseExceptionGroup) and leaves:
+    parts = []
+    for _ in range(MAX_CHAIN):
+        try:
+            message = str(error)
+        except BaseException:  # noqa: BLE001  a broken __str__ must not hide the failure
+            message = _UNKNOWN
+        if isinstance(error, BrokenPipeError) and _is_of_output(error):
+            message += f": {NOBODY_READS}"
+        parts.append(message[:MAX_MESSAGE])
+        if not isinstance(error, BaseExceptionGroup):
+            break
         # "unhandled errors in a TaskGroup" says nothing.
-        first = leaves[0]
-        message += f": {_name(first)}: {message_of(first)}"
-    return message[:MAX_MESSAGE]
+        error = error.exceptions[0]
+        parts.append(_name(error))
+    return ": ".join(parts)[:MAX_MESSAGE]
+
+
+def _is_of_output(error: BaseException) -> bool:
+    """Whether it was raised by a `print`: our stream is the only one there with Python code."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb is not None and tb.tb_frame.f_code.co_filename == write_whole.__code__.co_filename
 
 
 def _name(error: BaseException) -> str:
@@ -84,13 +129,14 @@ def _behind(error: BaseException) -> BaseException | None:
 
 
 def _chains(
-    error: BaseException | None, before: tuple[tuple[str, str], ...]
+    error: BaseException | None, before: tuple[tuple[str, str], ...], seen: frozenset[int]
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """The chains from the outermost exception back to each first one; a group has several."""
-    while error is not None and len(before) < MAX_CHAIN:
+    """The chains from the outermost exception back to each first one; a group has several. ``seen``: ids of those passed."""
+    while error is not None and len(before) < MAX_CHAIN and id(error) not in seen:
+        seen |= {id(error)}
         if isinstance(error, BaseExceptionGroup):
-            for leaf in error.exceptions[:MAX_LEAVES]:
-                yield from _chains(leaf, before)
+            for leaf in error.exceptions[:MAX_LEAVES] if len(seen) < 4 * MAX_CHAIN else ():
+                yield from _chains(leaf, before, seen)
             return
         if not isinstance(error, SystemExit):
             before = (*before, (_name(error), message_of(error)[:500]))
@@ -151,7 +197,11 @@ def _without_wrappers(stack: traceback.StackSummary) -> traceback.StackSummary:
 
 
 def _is_wrapper(filename: str) -> bool:
-    if os.path.basename(filename) in _WRAPPERS or _OURS in filename or _RECORD in filename:
+    if (
+        os.path.basename(filename) in _WRAPPERS
+        or any(each in filename for each in _OURS)
+        or _RECORD in filename
+    ):
         return True
     _, found, below = filename.rpartition("site-packages" + os.sep)
     return bool(found) and below.split(os.sep)[0] in _WRAPPER_PACKAGES

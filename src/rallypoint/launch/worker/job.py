@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import resource
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 
 # Asks a worker which exception it is handling; no other use of this signal is known.
 ASK_SIGNAL = signal.SIGRTMIN + 21
+# A worker's own descriptors are the highest below this, or below its limit.
+_HIGHEST = 1024
+_ROOM = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,31 @@ class WorkerFds:
     @classmethod
     def from_list(cls, fds: Sequence[int]) -> Self:
         return cls(*fds)
+
+    def out_of_the_way(self) -> Self:
+        """Move all but the streams to high numbers; the low ones are closed.
+
+        The kernel gives out the lowest free number. A script that closes what it does not know, as daemons do, and then opens
+        files of its own would get the numbers that this process still writes to.
+        """
+        floor = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _HIGHEST) - _ROOM
+
+        def moved(fd: int | None) -> int | None:
+            if fd is None or fd >= floor:
+                return fd
+            try:
+                high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
+            except OSError:  # none is free up there
+                return fd
+            os.close(fd)
+            return high
+
+        line, stacks = moved(self.line), moved(self.stacks)
+        assert line is not None
+        assert stacks is not None
+        return replace(
+            self, line=line, stacks=stacks, payload=moved(self.payload), result=moved(self.result)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeVar
 
-from rallypoint._core import forks
+from rallypoint._core import clock, forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ProtocolError, RendezvousConnectionError
 from rallypoint.rendezvous.store import StoreSilent
@@ -270,8 +270,7 @@ class TcpStore:
         """Whether something comes, if only the end of the connection; waits for it."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        # Whole milliseconds, rounded up: the last one must not be spent spinning.
-        return bool(poller.poll(None if seconds is None else int(seconds * 1000) + 1))
+        return bool(poller.poll(None if seconds is None else clock.milliseconds(seconds)))
 
     # -- what went wrong ---------------------------------------------------------------------------
 

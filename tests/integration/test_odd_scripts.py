@@ -1,0 +1,137 @@
+"""Scripts that do what few do: they come through a pipe, or close every descriptor they do not know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import supervisors
+from stub_torch import STUB
+
+
+pytestmark = pytest.mark.integration
+
+RALLY = (sys.executable, "-m", "rallypoint", "run")
+
+
+def rally(
+    folder: Path, *words: object, through: str | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return supervisors.run(
+        [*RALLY, "--log-dir", folder / "logs", *words],
+        cwd=folder,
+        input=through,
+        env={**os.environ, "PYTHONPATH": str(STUB), **(env or {})},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "said"),
+    [
+        ("print('it ran')", 0, ""),
+        ("raise ValueError('bad')", 1, "ValueError: bad"),
+        ("x = (", 1, "SyntaxError: '(' was never closed"),
+    ],
+)
+def test_a_script_may_come_through_a_pipe(
+    tmp_path: Path, source: str, code: int, said: str
+) -> None:
+    done = rally(tmp_path, "--nproc-per-node", 1, "/dev/stdin", through=source)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert done.stdout == ("it ran\n" if code == 0 else "")
+
+
+# As daemons do before they open files of their own; then it is asked for its stacks, and fails.
+CLOSES_ALL = """
+import os, signal, sys
+os.closerange(3, 256)
+files = [open(f"weights.{number}", "w") for number in range(12)]
+for file in files:
+    print("weights", file=file, flush=True)
+os.kill(os.getpid(), signal.SIGRTMIN + 22)
+if os.fork() == 0:
+    os.kill(os.getpid(), signal.SIGRTMIN + 22)
+    os._exit(0)
+os.wait()
+print("still itself")
+raise RuntimeError("its own error")
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "exec"])
+def test_files_of_a_script_that_closes_all_descriptors_are_its_own(
+    tmp_path: Path, method: str
+) -> None:
+    """Nothing of ours is written into them, and what became of the script is still told."""
+    (tmp_path / "train.py").write_text(CLOSES_ALL)
+    done = rally(tmp_path, "--nproc-per-node", 1, "--start-method", method, "train.py")
+    assert done.returncode == 1
+    assert done.stdout == "still itself\n"
+    files = sorted(tmp_path.glob("weights.*"))
+    assert len(files) == 12
+    assert {file.read_text() for file in files} == {"weights\n"}
+    assert "raised RuntimeError" in done.stderr
+
+
+def test_few_descriptors_are_enough(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise RuntimeError('its own error')")
+    limited = f"ulimit -n 64; exec {' '.join(RALLY)} --log-dir logs --nproc-per-node 1 train.py"
+    done = subprocess.run(
+        ["sh", "-c", limited],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(STUB)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert "raised RuntimeError" in done.stderr
+
+
+# As clients of web services have it.
+ATTRIBUTES_OF_ITS_OWN = """
+import atexit
+atexit.register(print, "atexit ran")
+class ApiError(Exception):
+    def __getattr__(self, name):
+        return self.__dict__["body"][name]
+error = ApiError("quota exceeded")
+error.body = {}
+raise error
+"""
+
+
+def test_an_exception_with_attributes_of_its_own_is_the_users(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ATTRIBUTES_OF_ITS_OWN)
+    done = rally(tmp_path, "--nproc-per-node", 1, "train.py")
+    assert done.returncode == 1
+    assert done.stdout == "atexit ran\n"
+    assert "ApiError: quota exceeded" in done.stderr
+    assert "bootstrap.py" not in done.stderr
+
+
+def test_a_reader_that_has_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("while True:\n    print('a line')")
+    line = f"{' '.join(RALLY)} --log-dir logs --nproc-per-node 2 train.py | head -n 1"
+    done = subprocess.run(
+        ["sh", "-c", line],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(STUB)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.stdout == "a line\n"
+    assert "whoever read the output has closed it" in " ".join(done.stderr.split())
+    assert "cause unknown" not in done.stderr
+    assert "whole_writes.py" not in done.stderr.partition("the job failed")[2]
