@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from rallypoint._core import supervisor_line
 from rallypoint.launch.config import Job, TargetKind
 from rallypoint.launch.worker import bootstrap, ending, preloaded
 
@@ -157,15 +159,37 @@ def test_our_frames_are_not_in_a_traceback() -> None:
 
 def test_the_line_to_the_supervisor_may_be_closed() -> None:
     read, write = os.pipe()
+    with held(write):
+        os.close(read)
+        bootstrap.send_line(write, {"kind": "x"})
+        os.close(write)
+        bootstrap.send_line(write, {"kind": "x"})
+
+
+def test_nothing_is_written_to_what_has_taken_the_lines_number(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    with held(write), open(tmp_path / "own", "w") as own:
+        os.dup2(own.fileno(), write)
+        bootstrap.send_line(write, {"kind": "x"})
     os.close(read)
-    bootstrap.send_line(write, {"kind": "x"})
     os.close(write)
-    bootstrap.send_line(write, {"kind": "x"})
+    assert (tmp_path / "own").read_text() == ""
+
+
+@contextlib.contextmanager
+def held(line: int) -> Iterator[None]:
+    """As in a worker."""
+    supervisor_line.hold(line)
+    try:
+        yield
+    finally:
+        supervisor_line._held = None
 
 
 def told(error: BaseException) -> dict[str, object]:
     read, write = os.pipe()
-    bootstrap._tell(write, error, 1)
+    with held(write):
+        bootstrap._tell(write, error, 1)
     os.close(write)
     with os.fdopen(read) as file:
         record: dict[str, object] = json.loads(file.read())
