@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from .agreement import Verdict
+from .modes import Flags
 from .rng import RandomState
 from .schedule import Held
 
@@ -26,6 +27,7 @@ class Begun:
         gradients: all gradients, and how often each was changed in place.
         settings: of optimizers and the like (:class:`.Settings`); none with sharded state.
         changes: how often parameters had been changed; None if that does not matter.
+        modes: whether modules train, and which parameters are trained.
     """
 
     random: RandomState
@@ -33,6 +35,7 @@ class Begun:
     gradients: list[tuple[torch.Tensor, int] | None]
     settings: list[Any] | None = None
     changes: int | None = None
+    modes: Flags | None = None
 
 
 class Keeping(Protocol):

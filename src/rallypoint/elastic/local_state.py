@@ -57,6 +57,7 @@ class LocalState:
             "in place": in_place,
             "rest": rest,
             "gradients": [each is not None for each in self._objects.gradients()],
+            "modes": self._objects.modes.told(),
         }
         return structure, tensors
 
@@ -76,6 +77,7 @@ class LocalState:
         for each, state in zip(self._objects.others, structure["rest"], strict=True):
             _load(each, _filled(state, tensors, _parameters_of(each)))
         self._objects.set_gradients(structure["gradients"])
+        self._objects.modes.take(structure["modes"])
 
 
 def laid_out(

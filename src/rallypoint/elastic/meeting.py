@@ -365,6 +365,8 @@ class Meeting:
             self._objects.restore_buffers(begun.buffers)
             if begun.settings is not None:
                 self._objects.settings.restore(begun.settings)
+            if begun.modes is not None:
+                self._objects.modes.restore(begun.modes)
 
     def _exchange(self, verdict: Verdict) -> int:
         group = self._kept.groups.default

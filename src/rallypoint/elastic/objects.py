@@ -22,6 +22,7 @@ from rallypoint.errors import ElasticError
 
 from . import torch_private
 from .groups import KeptGroup
+from .modes import Flags, Modes
 from .settings import Settings
 from .setup_record import Scripted, Unchanged
 
@@ -62,6 +63,9 @@ class Objects:
         self._parameters = [
             parameter for module in self.modules for parameter in module.parameters()
         ]
+        parts = (part for module in self.modules for part in module.modules())
+        self._submodules = list({id(each): each for each in parts}.values())
+        self.modes = Modes(self._submodules, self._parameters)
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
         sharded = map(torch_private.is_sharded, (*self._parameters, *buffers, *self.others))
         self.is_sharded = any(sharded)
@@ -189,19 +193,21 @@ class Objects:
 
     # -- rehearsals ---------------------------------------------------------------------------------
 
-    def save(self) -> tuple[list[torch.Tensor], list[Any]]:
+    def save(self) -> tuple[list[torch.Tensor], list[Any], Flags]:
         """Copies of everything, gradients apart."""
         tensors = [each.detach().clone() for each in self._tensors_of_modules()]
-        return tensors, [copy.deepcopy(each.state_dict()) for each in self.others]
+        rest = [copy.deepcopy(each.state_dict()) for each in self.others]
+        return tensors, rest, self.modes.now()
 
-    def put_back(self, saved: tuple[list[torch.Tensor], list[Any]]) -> None:
+    def put_back(self, saved: tuple[list[torch.Tensor], list[Any], Flags]) -> None:
         """From :meth:`save`."""
-        tensors, rest = saved
+        tensors, rest, modes = saved
         with torch.no_grad():
             for each, held in zip(self._tensors_of_modules(), tensors, strict=True):
                 each.copy_(held)
         for each, state in zip(self.others, rest, strict=True):
             each.load_state_dict(state)
+        self.modes.restore(modes)
 
     # -- DDP ------------------------------------------------------------------------------------------
 
@@ -296,6 +302,7 @@ class Objects:
             tensors.append(tensor)
         for each, state in zip(self.others, structure["rest"], strict=True):
             each.load_state_dict(_filled(state, tensors))
+        self.modes.take(structure["modes"])
         return received
 
     def _tensors_of_modules(self) -> Iterator[torch.Tensor]:
@@ -314,6 +321,7 @@ class Objects:
             "modules": [_shape(each) for each in self._tensors_of_modules()],
             "tensors": [_shape(each) for each in tensors],
             "rest": rest,
+            "modes": self.modes.told(),
         }
         return structure, [*self._tensors_of_modules(), *tensors]
 

@@ -105,6 +105,7 @@ class Replicated:
             objects.settings.copied(),
             # A function may change weights for a while and put them back, as one that validates with averaged ones does.
             None if is_task else objects.changes(),
+            objects.modes.now(),
         )
 
     def note_collective(self) -> None:
@@ -140,7 +141,10 @@ class Replicated:
             self._objects.restore_buffers(begun.buffers)
             if begun.settings is not None:
                 self._objects.settings.restore(begun.settings)
+            if begun.modes is not None:
+                self._objects.modes.restore(begun.modes)
         elif receives:
+            self._objects.modes.go_behind_last(is_new=is_new)
             self._continue(verdict.steps, buffers, is_new=is_new)
 
     def reach_end(self) -> None:

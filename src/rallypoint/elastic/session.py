@@ -427,6 +427,7 @@ class Session:
         if error is None:
             self._check_accumulation()
             course.note_complete(is_task=self._is_task)
+            self._objects.modes.note_complete()
             step_reports.report(step_reports.BY_SESSION, course.steps)
             if meeting is not None:
                 meeting.begun = None

@@ -103,7 +103,8 @@ class Sharded:
         # With a batch in hand it is too late to go back: the first collective tells of a loss.
         if not self._course.in_body and not is_task:
             self._keep()
-        return Begun(RandomState.now(), [], self._objects.gradients())
+        modes = self._objects.modes.now()
+        return Begun(RandomState.now(), [], self._objects.gradients(), modes=modes)
 
     def note_collective(self) -> None:
         pass
@@ -122,15 +123,18 @@ class Sharded:
     ) -> None:
         """Be where the snapshot was taken: with its state, in a loop that gives its batch next."""
         assert verdict.snapshot is not None
-        snapshots, course = self._snapshots, self._course
+        snapshots, course, modes = self._snapshots, self._course, self._objects.modes
+        before = modes.now() if begun is None or begun.modes is None else begun.modes
         scope = snapshots.scope_of(verdict.snapshot)
         own = snapshots.restore(verdict.snapshot)
         if is_new:
             snapshots.enter_scope(self._scope)
             own.random.restore()
+            modes.go_behind_last(is_new=True)
             course.continue_at(own)
         elif course.steps == own.steps:
             # Nothing was completed since; what the script did between two steps is not undone.
+            modes.restore(before)
             if begun is not None:
                 begun.random.restore()
         elif scope != self._scope:

@@ -1,0 +1,78 @@
+"""What modules are set to, besides numbers: whether they train or evaluate, and which parameters are trained.
+
+A step or function that a loss ends may have left them otherwise (``net.eval()`` … ``net.train()``), and a process that takes a lost rank
+over runs its script from the top, without what changed them in earlier epochs (a backbone that was unfrozen).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The flags at one time.
+
+    Args:
+        training: of each module.
+        trained: of each parameter: ``requires_grad``.
+    """
+
+    training: list[bool]
+    trained: list[bool]
+
+
+class Modes:
+    """The flags of a session's modules.
+
+    Args:
+        parts: all modules, in the same order on all ranks.
+        parameters: all parameters, too.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
+        self._parts, self._parameters = list(parts), list(parameters)
+        self._behind = self.now()  # the last complete step
+
+    def now(self) -> Flags:
+        return Flags(
+            [each.training for each in self._parts],
+            [each.requires_grad for each in self._parameters],
+        )
+
+    def note_complete(self) -> None:
+        """A step is complete."""
+        self._behind = self.now()
+
+    def restore(self, flags: Flags) -> None:
+        # Setting them costs more than looking.
+        for part, training in zip(self._parts, flags.training, strict=True):
+            if part.training != training:
+                part.training = training
+        for parameter, trained in zip(self._parameters, flags.trained, strict=True):
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
+
+    def told(self) -> list[list[Any]]:
+        """For another process: those of now, and those behind the last complete step."""
+        return [[each.training, each.trained] for each in (self.now(), self._behind)]
+
+    def take(self, told: Sequence[Sequence[Any]]) -> None:
+        """From :meth:`told`: those of then are those of now."""
+        now, self._behind = (Flags(*each) for each in told)
+        self.restore(now)
+
+    def go_behind_last(self, *, is_new: bool) -> None:
+        """This rank's script goes on behind the last complete step, and does itself what follows there: ``was = net.training;
+        net.eval()``, say.
+
+        Args:
+            is_new: this process runs its script from the top. It may not come by what has unfrozen parameters since.
+        """
+        trained = self.now().trained if is_new else self._behind.trained
+        self.restore(Flags(self._behind.training, trained))

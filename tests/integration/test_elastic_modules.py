@@ -1,0 +1,145 @@
+"""What modules have besides parameters is the same at the end, whoever was lost and whatever was left half-way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisors import run
+
+
+pytestmark = pytest.mark.integration
+
+# Steps 0 to 3 and the validation 4, then 5 to 8 and 9, then 10 to 13 and 14.
+SCRIPT = """
+import json, os, pathlib, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+FOLDER = pathlib.Path(sys.argv[1])
+# [step, rank, where]: each happens once.
+FAULTS = json.loads(sys.argv[2])
+
+def fault(where):
+    for number, given in enumerate(FAULTS):
+        if given != [session.position, rank, where]:
+            continue
+        try:
+            (FOLDER / f"fault {number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+class Unfrozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.back, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.head(self.back(x).tanh())
+
+nets = {
+    "mode": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+    "unfrozen": Unfrozen(),
+}
+nets = {name: DDP(net, find_unused_parameters=name == "unfrozen") for name, net in nets.items()}
+nets["unfrozen"].module.back.requires_grad_(False)
+optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05) for name, net in nets.items()}
+mode = nets["mode"]
+data = [torch.randn(8, 4) for _ in range(4)]
+
+def validate():
+    # As it is written usually: nothing is put back if it is interrupted.
+    was = mode.training
+    mode.eval()
+    score = mode(data[0]).sum().detach()
+    fault("validation")
+    dist.all_reduce(score)
+    mode.train(was)
+
+def evaluate():
+    was = mode.training
+    mode.eval()
+    session.run(validate)
+    mode.train(was)
+
+with elastic.session(*nets.values(), *optimizers.values()) as session:
+    for epoch in session.epochs(3):
+        if epoch == 1:
+            nets["unfrozen"].module.back.requires_grad_(True)
+        for x in session.batches(data):
+            with session.step():
+                x = x + rank
+                loss = sum(net(x).sub(1).square().mean() for net in nets.values())
+                fault("backward")
+                if session.history:
+                    fault("backward again")
+                loss.backward()
+                fault("behind")
+                for each in optimizers.values():
+                    each.step()
+                    each.zero_grad()
+        session.run(validate) if epoch != 1 else evaluate()
+    end = {
+        name: [value for each in net.state_dict().values() for value in each.flatten().tolist()]
+        for name, net in nets.items()
+    }
+    end["steps"] = session.position
+    end["flags"] = [[each.training for each in net.modules()] for net in nets.values()]
+    end["trained"] = [[each.requires_grad for each in net.parameters()] for net in nets.values()]
+(FOLDER / f"end {rank}").write_text(json.dumps(end))
+dist.destroy_process_group()
+"""
+FAULTS = [
+    [2, 1, "backward"],
+    [2, 0, "backward again"],  # the others have had no backward pass since
+    [4, 1, "validation"],
+    [7, 0, "behind"],
+    [9, 0, "validation"],
+    [11, 1, "backward"],
+]
+
+
+def trained(folder: Path, faults: object) -> list[dict[str, Any]]:
+    folder.mkdir()
+    path = folder / "train.py"
+    path.write_text(SCRIPT)
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", str(path)]
+    done = run(
+        [*words, str(folder), json.dumps(faults)], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(folder.glob("fault *"))) == done.stderr.count("takes its place")
+    return [json.loads((folder / f"end {rank}").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return trained(tmp_path_factory.mktemp("jobs") / "undisturbed", [])
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("jobs") / "disturbed"
+    ends = trained(folder, FAULTS)
+    assert len(list(folder.glob("fault *"))) == len(FAULTS)
+    return ends
+
+
+@pytest.mark.parametrize("name", ["steps", "flags", "trained", "mode", "unfrozen"])
+def test_the_end_is_that_of_a_run_without_losses(
+    name: str, undisturbed: list[dict[str, Any]], disturbed: list[dict[str, Any]]
+) -> None:
+    for rank in range(2):
+        assert disturbed[rank][name] == undisturbed[rank][name], f"rank {rank}"
