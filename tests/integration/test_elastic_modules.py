@@ -18,6 +18,7 @@ pytestmark = pytest.mark.integration
 SCRIPT = """
 import json, os, pathlib, signal, sys
 from rallypoint import elastic
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,6 +57,7 @@ nets = {
 nets = {name: DDP(net, find_unused_parameters=name == "unfrozen") for name, net in nets.items()}
 nets["unfrozen"].module.back.requires_grad_(False)
 optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05) for name, net in nets.items()}
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers["mode"], lambda step: np.cos(step / 20))
 mode = nets["mode"]
 data = [torch.randn(8, 4) for _ in range(4)]
 
@@ -74,7 +76,7 @@ def evaluate():
     session.run(validate)
     mode.train(was)
 
-with elastic.session(*nets.values(), *optimizers.values()) as session:
+with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session:
     for epoch in session.epochs(3):
         if epoch == 1:
             nets["unfrozen"].module.back.requires_grad_(True)
@@ -90,12 +92,14 @@ with elastic.session(*nets.values(), *optimizers.values()) as session:
                 for each in optimizers.values():
                     each.step()
                     each.zero_grad()
+                scheduler.step()
         session.run(validate) if epoch != 1 else evaluate()
     end = {
         name: [value for each in net.state_dict().values() for value in each.flatten().tolist()]
         for name, net in nets.items()
     }
     end["steps"] = session.position
+    end["rate"] = scheduler.get_last_lr()[0]
     end["flags"] = [[each.training for each in net.modules()] for net in nets.values()]
     end["trained"] = [[each.requires_grad for each in net.parameters()] for net in nets.values()]
 (FOLDER / f"end {rank}").write_text(json.dumps(end))
@@ -137,7 +141,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ends
 
 
-@pytest.mark.parametrize("name", ["steps", "flags", "trained", "mode", "unfrozen"])
+@pytest.mark.parametrize("name", ["steps", "rate", "flags", "trained", "mode", "unfrozen"])
 def test_the_end_is_that_of_a_run_without_losses(
     name: str, undisturbed: list[dict[str, Any]], disturbed: list[dict[str, Any]]
 ) -> None:

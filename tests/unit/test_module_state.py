@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from rallypoint.elastic import local_state
+from rallypoint.elastic import checkpoint_files, local_state
+from rallypoint.elastic.checkpoint_state import HostCopy, State
 from rallypoint.elastic.local_state import LocalState
 from rallypoint.elastic.objects import Objects
+from rallypoint.elastic.plain_data import plain, unreadable
+from rallypoint.elastic.settings import Settings
 
 
 def gone_back(objects: Objects, change: Any) -> None:
@@ -39,3 +45,88 @@ def test_a_newcomer_runs_itself_what_follows_the_last_complete_step() -> None:
     assert net.training and not net.weight.requires_grad
     modes.go_behind_last(is_new=False)
     assert net.weight.requires_grad
+
+
+class Holder:
+    """An object of the script's own."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state["held"]
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+def numbers_of_numpy() -> dict[Any, Any]:
+    return {np.int64(3): [np.float64(0.5), (np.bool_(True), {"a": np.float32(2.0)})]}
+
+
+def is_of_python(found: Any) -> bool:
+    return repr(found) == "{3: [0.5, (True, {'a': 2.0})]}"
+
+
+def test_numbers_of_numpy_are_sent_as_those_of_python() -> None:
+    holder = Holder(numbers_of_numpy())
+    objects = Objects([holder])
+    assert objects.unreadable() == ""
+    gone_back(objects, lambda: holder.load_state_dict({"held": None}))
+    assert is_of_python(holder.held)
+    copied = Settings([], [Holder(np.float64(0.5))]).copied()
+    assert type(copied[1][0]["held"]) is float
+
+
+def test_numbers_of_numpy_are_written_to_checkpoints_as_those_of_python() -> None:
+    copy = HostCopy()
+    copy.take(State([Holder(numbers_of_numpy()), Holder({"t": [torch.ones(1), np.int8(2)]})]).now())
+    first, second = copy.structure.values()
+    assert is_of_python(first["held"])
+    assert type(second["held"]["t"][1]) is int
+    checkpoint_files.packed(copy.structure)
+
+
+def test_a_learning_rate_of_numpy_is_one_of_python_behind_a_loss() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step))
+    optimizer.step()
+    scheduler.step()
+    assert isinstance(optimizer.param_groups[0]["lr"], np.generic)
+    assert Objects([optimizer, scheduler]).unreadable() == ""
+
+
+def test_what_is_no_number_of_numpy_stays() -> None:
+    for each in (1, "a", None, np.ones(2), Color.RED, b"a"):
+        assert plain(each) is each
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({"a": [1, {"b": Color.RED}]}, f"['a'][1]['b'], a {__name__}.Color"),
+        ([np.ones(2)], "[0], a numpy.ndarray"),
+        ({Color.RED: 1}, ", a builtins.dict"),
+        ({"a": [1, (2.5, b"x", torch.float32, torch.Size([2]))]}, ""),
+    ],
+)
+def test_what_cannot_be_read_again_is_named(state: Any, told: str) -> None:
+    assert unreadable(state) == told
+
+
+def test_what_a_newcomer_could_not_read_is_said_when_training_begins(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    holder = Holder(1)
+    objects = Objects([holder])
+    objects.check_state()
+    assert not caplog.records
+    holder.held = {"best": Color.RED}  # the first step leaves it
+    for _ in range(3):
+        objects.check_state()
+    (said,) = caplog.messages
+    assert f"the state of a Holder holds ['held']['best'], a {__name__}.Color" in said

@@ -40,6 +40,7 @@ from rallypoint.errors import ElasticError
 from . import shards, torch_private
 from .checkpoint_metadata import MetadataReader
 from .checkpoint_state import filled, keys_in
+from .plain_data import unreadable
 from .shards import Shard
 
 
@@ -321,15 +322,10 @@ def packed(structure: Any) -> torch.Tensor:
     Raises:
         ElasticError: it holds something that would not be read again.
     """
+    if found := unreadable(structure):
+        raise ElasticError(f"a state_dict holds more than tensors and plain data: {found}")
     data = io.BytesIO()
     torch.save(structure, data)
-    try:
-        torch.load(io.BytesIO(data.getvalue()), weights_only=True)
-    except Exception as error:  # noqa: BLE001  the unpickler raises several kinds
-        first = next((line for line in str(error).splitlines() if "Unsupported" in line), error)
-        raise ElasticError(
-            f"a state_dict holds more than tensors and plain data: {first}"
-        ) from None
     return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
 
 

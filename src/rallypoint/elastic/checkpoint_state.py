@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rallypoint.errors import ElasticError
 
 from . import torch_private
+from .plain_data import plain
 from .shards import Shard
 
 
@@ -225,6 +226,7 @@ class HostCopy:
         if isinstance(state, Mapping):
             nested, exact = {}, {}
             for key, value in state.items():
+                key = plain(key)
                 nested[str(key)], exact[key] = self._copied(value, f"{path}.{key}", before, devices)
             return nested, exact
         if isinstance(state, list | tuple) and _has_parts(state):
@@ -233,7 +235,10 @@ class HostCopy:
                 for number, value in enumerate(state)
             ]
             return [each for each, _ in pairs], type(state)(exact for _, exact in pairs)
-        leaf = copy.deepcopy(state)
+        if type(state) in (list, tuple):
+            state = type(state)(self._copied(each, path, before, devices)[1] for each in state)
+            return state, state
+        leaf = copy.deepcopy(plain(state))
         return leaf, leaf
 
 

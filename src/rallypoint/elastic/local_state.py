@@ -16,6 +16,7 @@ from rallypoint.errors import ElasticError
 
 from . import torch_private
 from .objects import Objects
+from .plain_data import plain
 from .slots import ALIGNED
 
 
@@ -183,10 +184,10 @@ def _emptied(state: Any, tensors: list[torch.Tensor], owner: torch.Tensor | None
         dtype = str(local.dtype).removeprefix("torch.")
         return [kind, len(tensors) - 1, dtype, list(local.shape)]
     if isinstance(state, dict):
-        return {key: _emptied(value, tensors, owner) for key, value in state.items()}
-    if isinstance(state, list | tuple):
+        return {plain(key): _emptied(value, tensors, owner) for key, value in state.items()}
+    if type(state) in (list, tuple):
         return type(state)(_emptied(each, tensors, owner) for each in state)
-    return state
+    return plain(state)
 
 
 def _filled(state: Any, tensors: list[torch.Tensor], parameters: list[torch.Tensor]) -> Any:
@@ -214,6 +215,6 @@ def _filled_value(state: Any, tensors: list[torch.Tensor], owner: torch.Tensor |
         return own
     if isinstance(state, dict):
         return {key: _filled_value(value, tensors, owner) for key, value in state.items()}
-    if isinstance(state, list | tuple):
+    if type(state) in (list, tuple):
         return type(state)(_filled_value(each, tensors, owner) for each in state)
     return state

@@ -11,10 +11,12 @@ import copy
 import ctypes
 import hashlib
 import io
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +25,7 @@ from rallypoint.errors import ElasticError
 from . import torch_private
 from .groups import KeptGroup
 from .modes import Flags, Modes
+from .plain_data import plain, unreadable
 from .settings import Settings
 from .setup_record import Scripted, Unchanged
 
@@ -32,6 +35,8 @@ MAX_BUFFERS = 32 * 1024
 # Bytes of a buffer's digest, by which two ranks compare theirs.
 DIGEST = 8
 _TENSOR = "rallypoint tensor"
+
+_log = logging.getLogger(__name__)
 
 
 class Objects:
@@ -75,6 +80,7 @@ class Objects:
         self._buffers = [each for each in buffers if each.numel()]
         size = sum(each.numel() * each.element_size() for each in self._buffers)
         self._keeps_buffers = 0 < size <= MAX_BUFFERS
+        self._to_check = 2
         self.settings = Settings(self.optimizers, self.others)
         self._new_at = {net: _versions(net) for net in self.ddp}
 
@@ -262,9 +268,44 @@ class Objects:
 
     # -- from one rank to another -----------------------------------------------------------------
 
+    def unreadable(self) -> str:
+        """What another process could not read of the present state: of which object, and its keys. Empty if there is nothing."""
+        return self._unreadable([_emptied(each.state_dict(), []) for each in self.others])
+
+    def _unreadable(self, rest: Sequence[Any]) -> str:
+        for each, state in zip(self.others, rest, strict=True):
+            if found := unreadable(state):
+                return f"the state of a {type(each).__name__} holds {found.removeprefix(', ')}"
+        return ""
+
+    def check_state(self) -> None:
+        """A step begins. Say what another process could not read, at the first one and with what that leaves."""
+        if not self._to_check:
+            return
+        self._to_check -= 1
+        if not (found := self.unreadable()):
+            return
+        self._to_check = 0
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        _log.log(
+            logging.WARNING if is_first else logging.DEBUG,
+            "elastic.session: %s, which a process that takes a lost rank over cannot read: the job would fail then. Keep numbers,"
+            " texts, tensors, and lists and dicts of these in it, or name the class to torch.serialization.add_safe_globals",
+            found,
+        )
+
     def send(self, group: KeptGroup, to: int) -> int:
-        """Send everything. Returns the number of bytes."""
+        """Send everything. Returns the number of bytes.
+
+        Raises:
+            ElasticError: something could not be read again.
+        """
         structure, tensors = self._state()
+        if found := self._unreadable(structure["rest"]):
+            raise ElasticError(
+                f"{found}, which a process that takes a lost rank over cannot read. Keep numbers, texts, tensors, and lists and"
+                " dicts of these in it, or name the class to torch.serialization.add_safe_globals"
+            )
         head = io.BytesIO()
         torch.save(structure, head)
         data = torch.frombuffer(bytearray(head.getbuffer()), dtype=torch.uint8)
@@ -361,10 +402,10 @@ def _emptied(state: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(state)
         return [_TENSOR, len(tensors) - 1]
     if isinstance(state, dict):
-        return {key: _emptied(value, tensors) for key, value in state.items()}
-    if isinstance(state, list | tuple):
+        return {plain(key): _emptied(value, tensors) for key, value in state.items()}
+    if type(state) in (list, tuple):
         return type(state)(_emptied(each, tensors) for each in state)
-    return state
+    return plain(state)
 
 
 def _filled(state: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -372,7 +413,7 @@ def _filled(state: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return tensors[state[1]]
     if isinstance(state, dict):
         return {key: _filled(value, tensors) for key, value in state.items()}
-    if isinstance(state, list | tuple):
+    if type(state) in (list, tuple):
         return type(state)(_filled(each, tensors) for each in state)
     return state
 

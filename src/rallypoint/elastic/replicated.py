@@ -98,6 +98,7 @@ class Replicated:
         if not self._course.in_body or self._course.place.done:
             self._keep(is_task=is_task)
         objects = self._objects
+        objects.check_state()
         return Begun(
             RandomState.now(),
             objects.copy_buffers(),

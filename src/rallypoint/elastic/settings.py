@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .plain_data import plain
+
 
 # An object with more numbers than this, or tensors of more bytes, is left out.
 MAX_NUMBERS, MAX_BYTES = 1000, 1 << 16
@@ -98,6 +100,7 @@ def _small(group: dict[str, Any]) -> dict[str, Any]:
 def _copied(state: Any, room: _Room) -> Any:
     """As :func:`copy.deepcopy`, but faster for what states are made of, and not of what is large."""
     room.take(1)
+    state = plain(state)
     if state is None or isinstance(state, bool | int | float | str):
         return state
     if isinstance(state, torch.Tensor):

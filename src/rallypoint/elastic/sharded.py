@@ -103,6 +103,7 @@ class Sharded:
         # With a batch in hand it is too late to go back: the first collective tells of a loss.
         if not self._course.in_body and not is_task:
             self._keep()
+        self._objects.check_state()
         modes = self._objects.modes.now()
         return Begun(RandomState.now(), [], self._objects.gradients(), modes=modes)
 

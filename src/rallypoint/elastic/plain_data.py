@@ -1,0 +1,53 @@
+"""What states are made of besides tensors, as torch's restricted unpickler reads it: it executes nothing, so it knows few classes."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import torch
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy, which a schedule with ``np.cos`` leaves as a learning rate, as one of Python; anything else as it is."""
+    if type(value) in _PLAIN:
+        return value
+    numpy = sys.modules.get("numpy")  # whoever has one has imported it
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
+def unreadable(state: Any) -> str:
+    """The first thing that would not be read again: its keys and its class. Empty if all would.
+
+    Args:
+        state: nested dicts, lists and tuples of data, without tensors.
+    """
+    if _is_read(state):
+        return ""
+    pairs: Any = ()
+    if isinstance(state, dict):
+        pairs = state.items()
+    elif isinstance(state, list | tuple):
+        pairs = enumerate(state)
+    for key, value in pairs:
+        if found := unreadable(value):
+            return f"[{key!r}]{found}"
+    kind = type(state)
+    return f", a {kind.__module__}.{kind.__qualname__}"
+
+
+def _is_read(state: Any) -> bool:
+    if type(state) in _PLAIN:
+        return True
+    data = io.BytesIO()
+    try:
+        torch.save(state, data)
+        data.seek(0)
+        torch.load(data, weights_only=True)
+    except Exception:  # noqa: BLE001  pickling calls classes of the user's
+        return False
+    return True
