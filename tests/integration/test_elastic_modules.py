@@ -50,7 +50,22 @@ class Unfrozen(nn.Module):
     def forward(self, x):
         return self.head(self.back(x).tanh())
 
+class Assigned(nn.Module):
+    # DDP allows a forward pass to assign another buffer.
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("last", None)
+        self.register_buffer("recent", torch.zeros(1, 4))
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        self.last = x[-1] * 1.0
+        self.recent = torch.cat([self.recent, x[:1]])[-3:]
+        return self.lin(x - self.average - 0.1 * self.recent.mean(0))
+
 nets = {
+    "assigned": Assigned(),
     "mode": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
     "unfrozen": Unfrozen(),
 }
@@ -141,7 +156,9 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ends
 
 
-@pytest.mark.parametrize("name", ["steps", "rate", "flags", "trained", "mode", "unfrozen"])
+@pytest.mark.parametrize(
+    "name", ["steps", "rate", "flags", "trained", "mode", "unfrozen", "assigned"]
+)
 def test_the_end_is_that_of_a_run_without_losses(
     name: str, undisturbed: list[dict[str, Any]], disturbed: list[dict[str, Any]]
 ) -> None:

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from rallypoint.elastic import checkpoint_files, local_state
+from rallypoint.elastic.buffers import MAX_BUFFERS
 from rallypoint.elastic.checkpoint_state import HostCopy, State
 from rallypoint.elastic.local_state import LocalState
 from rallypoint.elastic.objects import Objects
 from rallypoint.elastic.plain_data import plain, unreadable
 from rallypoint.elastic.settings import Settings
+from rallypoint.errors import ElasticError
 
 
 def gone_back(objects: Objects, change: Any) -> None:
@@ -130,3 +132,55 @@ def test_what_a_newcomer_could_not_read_is_said_when_training_begins(
         objects.check_state()
     (said,) = caplog.messages
     assert f"the state of a Holder holds ['held']['best'], a {__name__}.Color" in said
+
+
+class Running(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("same", self.mean)
+        self.register_buffer("last", None)
+
+
+def test_buffers_are_where_and_what_they_were_whatever_was_assigned() -> None:
+    net = Running()
+    buffers, mean = Objects([net]).buffers, net.mean
+    saved = buffers.copied()
+    for _ in range(2):
+        net.mean += 1
+        net.mean = net.mean + 1
+        net.same = net.last = torch.ones(3)
+        buffers.restore(saved)
+        assert net.mean is net.same is mean
+        assert mean.tolist() == [0, 0]
+        assert net.last is None
+
+
+def test_another_ranks_buffers_find_a_place() -> None:
+    theirs, ours = Running(), Running()
+    theirs.mean = torch.ones(3, dtype=torch.float64)
+    theirs.last = theirs.mean
+    buffers = Objects([ours]).buffers
+    told = Objects([theirs]).buffers.told()
+    buffers.take(told)
+    assert buffers.told() == told
+    assert ours.last is ours.mean and ours.same is not ours.mean
+    same = ours.same
+    buffers.take(told)
+    assert ours.same is same
+    with pytest.raises(ElasticError, match="0 buffers, those of the others 3"):
+        Objects([nn.Linear(1, 1)]).buffers.take(told)
+
+
+def test_buffers_that_have_grown_are_not_filled_with_what_they_were_and_not_kept_once_large() -> (
+    None
+):
+    net = Running()
+    buffers = Objects([net]).buffers
+    data = buffers.as_bytes()
+    assert len(data) == 8
+    net.last = torch.ones(3)
+    buffers.fill(data)
+    assert net.last.tolist() == [1, 1, 1]
+    net.last = torch.ones(MAX_BUFFERS)
+    assert buffers.as_bytes() == b""

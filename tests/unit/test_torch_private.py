@@ -351,6 +351,7 @@ ATTRIBUTES = {
     "_current_frames",
     "_dump_nccl_trace_json",  # only in builds with NCCL
     "_authoritative_rank",
+    "_buffers",
     "_builtins",
     "_c10d_functional",
     "_cdata",
@@ -635,6 +636,10 @@ def test_private_attributes_that_sessions_use(ddp: Any) -> None:
     before = of_elastic.version(changed)
     changed += 1
     assert of_elastic.version(changed) == before + 1
+    norm = torch.nn.BatchNorm1d(1)
+    norm.register_buffer("later", None)
+    (held,) = of_elastic.buffers_of([torch.nn.Linear(1, 1), norm])
+    assert held["running_mean"] is norm.running_mean and held["later"] is None
     compiled = torch.compile(torch.nn.Linear(1, 1), backend="eager")
     assert of_elastic.is_compiled(compiled) and not of_elastic.is_compiled(torch.nn.Linear(1, 1))
     assert next(iter(compiled.state_dict())).startswith(of_elastic.COMPILED)

@@ -23,7 +23,7 @@ class Begun:
 
     Args:
         random: the generators.
-        buffers: copies of all modules' buffers; none with sharded state.
+        buffers: all modules' buffers, and copies (:class:`.Buffers`); none with sharded state.
         gradients: all gradients, and how often each was changed in place.
         settings: of optimizers and the like (:class:`.Settings`); none with sharded state.
         changes: how often parameters had been changed; None if that does not matter.
@@ -31,7 +31,7 @@ class Begun:
     """
 
     random: RandomState
-    buffers: list[torch.Tensor]
+    buffers: list[Any]
     gradients: list[tuple[torch.Tensor, int] | None]
     settings: list[Any] | None = None
     changes: int | None = None

@@ -362,7 +362,7 @@ class Meeting:
         """What others receive from here is the state before the step that is to be repeated."""
         begun = self.begun
         if begun is not None and verdict.source is not None and self._course.steps == verdict.steps:
-            self._objects.restore_buffers(begun.buffers)
+            self._objects.buffers.restore(begun.buffers)
             if begun.settings is not None:
                 self._objects.settings.restore(begun.settings)
             if begun.modes is not None:

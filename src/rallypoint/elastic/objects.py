@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
-import hashlib
 import io
 import logging
 from collections.abc import Iterator, Sequence
@@ -23,17 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from rallypoint.errors import ElasticError
 
 from . import torch_private
+from .buffers import Buffers
 from .groups import KeptGroup
 from .modes import Flags, Modes
 from .plain_data import plain, unreadable
 from .settings import Settings
-from .setup_record import Scripted, Unchanged
+from .setup_record import Scripted, Unchanged, bytes_of
 
 
-# Buffers of modules up to this many bytes are kept in each step.
-MAX_BUFFERS = 32 * 1024
-# Bytes of a buffer's digest, by which two ranks compare theirs.
-DIGEST = 8
 _TENSOR = "rallypoint tensor"
 
 _log = logging.getLogger(__name__)
@@ -69,17 +64,15 @@ class Objects:
             parameter for module in self.modules for parameter in module.parameters()
         ]
         parts = (part for module in self.modules for part in module.modules())
-        self._submodules = list({id(each): each for each in parts}.values())
-        self.modes = Modes(self._submodules, self._parameters)
+        submodules = list({id(each): each for each in parts}.values())
+        self.modes = Modes(submodules, self._parameters)
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
         sharded = map(torch_private.is_sharded, (*self._parameters, *buffers, *self.others))
         self.is_sharded = any(sharded)
         self.has_zero = any(
             torch_private.local_optimizer(each) is not each for each in self.optimizers
         )
-        self._buffers = [each for each in buffers if each.numel()]
-        size = sum(each.numel() * each.element_size() for each in self._buffers)
-        self._keeps_buffers = 0 < size <= MAX_BUFFERS
+        self.buffers = Buffers(submodules)
         self._to_check = 2
         self.settings = Settings(self.optimizers, self.others)
         self._new_at = {net: _versions(net) for net in self.ddp}
@@ -124,46 +117,6 @@ class Objects:
         """How often parameters were changed in place, if none of them is sharded. Called in each step."""
         return torch_private.sum_of_versions(self._parameters)
 
-    def copy_buffers(self) -> list[torch.Tensor]:
-        """Copies of all buffers: a repeated forward pass must not count its batch twice."""
-        return [each.detach().clone() for each in self._buffers]
-
-    def restore_buffers(self, copies: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for buffer, copy in zip(self._buffers, copies, strict=True):
-                buffer.copy_(copy)
-
-    def buffers_as_bytes(self) -> bytes:
-        """All buffers, if they are small, else nothing."""
-        if not self._keeps_buffers:
-            return b""
-        return b"".join(_bytes(each) for each in self._buffers)
-
-    def fill_buffers(self, data: bytes, left_out: Sequence[bool] = ()) -> None:
-        """From :meth:`buffers_as_bytes`, but for those that are ``left_out``."""
-        left_out = left_out or [False] * len(self._buffers)
-        with torch.no_grad():
-            for buffer, part, stays in zip(
-                self._buffers, self._parts(data), left_out, strict=False
-            ):
-                if not stays:
-                    given = torch.frombuffer(bytearray(part), dtype=buffer.dtype)
-                    buffer.copy_(given.view(buffer.shape))
-
-    def digests(self, data: bytes) -> bytes:
-        """Of each buffer in what :meth:`buffers_as_bytes` returned: :data:`DIGEST` bytes."""
-        return b"".join(
-            hashlib.blake2b(part, digest_size=DIGEST).digest() for part in self._parts(data)
-        )
-
-    def _parts(self, data: bytes) -> Iterator[bytes]:
-        """The bytes of each buffer; nothing if there are none."""
-        at = 0
-        for buffer in self._buffers if data else ():
-            size = buffer.numel() * buffer.element_size()
-            yield data[at : at + size]
-            at += size
-
     def gradients(self) -> list[tuple[torch.Tensor, int] | None]:
         """All gradients, and how often each was changed in place."""
         found = (each.grad for each in self._parameters)
@@ -199,18 +152,19 @@ class Objects:
 
     # -- rehearsals ---------------------------------------------------------------------------------
 
-    def save(self) -> tuple[list[torch.Tensor], list[Any], Flags]:
+    def save(self) -> tuple[list[torch.Tensor], list[Any], list[Any], Flags]:
         """Copies of everything, gradients apart."""
-        tensors = [each.detach().clone() for each in self._tensors_of_modules()]
+        tensors = [each.detach().clone() for each in self._parameters]
         rest = [copy.deepcopy(each.state_dict()) for each in self.others]
-        return tensors, rest, self.modes.now()
+        return tensors, self.buffers.copied(), rest, self.modes.now()
 
-    def put_back(self, saved: tuple[list[torch.Tensor], list[Any], Flags]) -> None:
+    def put_back(self, saved: tuple[list[torch.Tensor], list[Any], list[Any], Flags]) -> None:
         """From :meth:`save`."""
-        tensors, rest, modes = saved
+        tensors, buffers, rest, modes = saved
         with torch.no_grad():
-            for each, held in zip(self._tensors_of_modules(), tensors, strict=True):
+            for each, held in zip(self._parameters, tensors, strict=True):
                 each.copy_(held)
+        self.buffers.restore(buffers)
         for each, state in zip(self.others, rest, strict=True):
             each.load_state_dict(state)
         self.modes.restore(modes)
@@ -326,13 +280,14 @@ class Objects:
         group.receive_now(size, source)
         data = torch.zeros(int(size.item()), dtype=torch.uint8)
         group.receive_now(data, source)
-        structure = torch.load(io.BytesIO(_bytes(data)), weights_only=True)
+        structure = torch.load(io.BytesIO(bytes_of(data)), weights_only=True)
         received = data.numel() + 8
-        own = [_shape(each) for each in self._tensors_of_modules()]
+        own = [_shape(each) for each in self._parameters]
         if structure["modules"] != own:
             raise ElasticError(
                 "the modules of this rank have other shapes or types than the others'"
             )
+        self.buffers.take(structure["buffers"])
         with torch.no_grad():
             for each in self._tensors_of_modules():
                 received += _receive_into(each, group, source)
@@ -359,7 +314,8 @@ class Objects:
         tensors: list[torch.Tensor] = []
         rest = [_emptied(each.state_dict(), tensors) for each in self.others]
         structure = {
-            "modules": [_shape(each) for each in self._tensors_of_modules()],
+            "modules": [_shape(each) for each in self._parameters],
+            "buffers": self.buffers.told(),
             "tensors": [_shape(each) for each in tensors],
             "rest": rest,
             "modes": self.modes.told(),
@@ -427,8 +383,3 @@ def _receive_into(tensor: torch.Tensor, group: KeptGroup, source: int) -> int:
     if place is not target:
         target.copy_(place)
     return tensor.numel() * tensor.element_size()
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous()
-    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())

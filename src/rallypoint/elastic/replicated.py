@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from .agreement import Verdict
+from .buffers import DIGEST
 from .copies import Copies
 from .course import Course
 from .keeping import Begun
 from .memory import Memory
-from .objects import DIGEST, Objects
+from .objects import Objects
 from .own_state import OwnState, joined, parted
 from .rng import RandomState
 from .schedule import Held
@@ -101,7 +102,7 @@ class Replicated:
         objects.check_state()
         return Begun(
             RandomState.now(),
-            objects.copy_buffers(),
+            objects.buffers.copied(),
             objects.gradients(),
             objects.settings.copied(),
             # A function may change weights for a while and put them back, as one that validates with averaged ones does.
@@ -113,7 +114,7 @@ class Replicated:
         """Behind a step's last collective this rank may die in a step that the others complete."""
         if self.own is None or self._memory is None:
             return
-        state, buffers = RandomState.now(), self._objects.buffers_as_bytes()
+        state, buffers = RandomState.now(), self._objects.buffers.as_bytes()
         later = self.own.later
         if later is not None and later.equals(state) and self.own.later_buffers == buffers:
             return
@@ -125,7 +126,7 @@ class Replicated:
     def buffers_behind(self, steps: int) -> bytes:
         found = (each for each in (self.own, self._before) if each is not None)
         own = next((each for each in found if each.steps + 1 == steps and each.later), None)
-        return b"" if own is None else self._objects.digests(own.later_buffers)
+        return b"" if own is None else self._objects.buffers.digests(own.later_buffers)
 
     def settle(
         self,
@@ -139,7 +140,7 @@ class Replicated:
         if begun is not None and self._course.steps == verdict.steps:
             begun.random.restore()
             self.random = begun.random
-            self._objects.restore_buffers(begun.buffers)
+            self._objects.buffers.restore(begun.buffers)
             if begun.settings is not None:
                 self._objects.settings.restore(begun.settings)
             if begun.modes is not None:
@@ -198,7 +199,7 @@ class Replicated:
     def _keep(self, *, is_task: bool) -> None:
         if self._memory is None:
             return
-        course, buffers = self._course, self._objects.buffers_as_bytes()
+        course, buffers = self._course, self._objects.buffers.as_bytes()
         random, call = RandomState.now(), None
         if course.in_body and self.own is not None:
             random, call = self.own.random, random
@@ -231,11 +232,11 @@ class Replicated:
             )
             return
         own.newest.restore()
-        alike = () if is_exact else _alike(self._objects.digests(own.buffers), theirs)
+        alike = () if is_exact else _alike(self._objects.buffers.digests(own.buffers), theirs)
         # A buffer that was the same on both ranks then is not this rank's own. It may have changed since, behind the collective:
         # a count of updates of an average, say. What was received has that.
-        self._objects.fill_buffers(own.buffers, alike)
-        own = replace(own, buffers=self._objects.buffers_as_bytes())
+        self._objects.buffers.fill(own.buffers, alike)
+        own = replace(own, buffers=self._objects.buffers.as_bytes())
         self.own, self._before, self._packed_before = own, None, b""
         if self._memory is not None:
             self._write(self._memory)

@@ -538,7 +538,7 @@ class Session:
         self._course.steps = own.steps
         if loaded.is_own:
             own.random.restore()
-            self._objects.fill_buffers(own.buffers)
+            self._objects.buffers.fill(own.buffers)
         else:
             now = RandomState.now()
             begun = None if own.place.begun is None else now
@@ -574,7 +574,7 @@ class Session:
 
     def _own_now(self) -> OwnState:
         random = self._keeping.random or self._random_behind or RandomState.now()
-        buffers = self._objects.buffers_as_bytes()
+        buffers = self._objects.buffers.as_bytes()
         loader = loader_state.packed(self._loader)
         course = self._course
         return OwnState(course.steps, course.place, random, buffers=buffers, loader=loader)

@@ -57,7 +57,7 @@ class Recorder:
         if size > MAX_RESULT or self._size + size > MAX_RECORD:
             return None
         self._size += size
-        return [_bytes(each) for each in tensors]
+        return [bytes_of(each) for each in tensors]
 
     def parts(self) -> dict[str, bytes]:
         """The record, by the key under which this process stores it.
@@ -220,7 +220,8 @@ def _flat(given: Any) -> Iterator[torch.Tensor]:
             yield from _flat(each)
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor, on any device."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
 

@@ -325,6 +325,11 @@ def reset_fsdp(module: Any) -> None:
             part.reshard()
 
 
+def buffers_of(modules: Iterable[Any]) -> list[dict[str, torch.Tensor | None]]:
+    """Where the modules hold their buffers, of those that have any; :meth:`Module.named_buffers` leaves out places without one."""
+    return [held for module in modules if (held := module._buffers)]
+
+
 def version(tensor: torch.Tensor) -> int:
     """Counts the changes of a tensor in place."""
     return tensor._version
