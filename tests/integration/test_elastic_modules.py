@@ -64,7 +64,20 @@ class Assigned(nn.Module):
         self.recent = torch.cat([self.recent, x[:1]])[-3:]
         return self.lin(x - self.average - 0.1 * self.recent.mean(0))
 
+class Extra(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.count = nn.Linear(4, 2), 0
+    def get_extra_state(self):
+        return {"count": self.count}
+    def set_extra_state(self, state):
+        self.count = state["count"]
+    def forward(self, x):
+        self.count += 1
+        return self.lin(x) / self.count
+
 nets = {
+    "extra": Extra(),
     "assigned": Assigned(),
     "mode": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
     "unfrozen": Unfrozen(),
@@ -110,10 +123,15 @@ with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session
                 scheduler.step()
         session.run(validate) if epoch != 1 else evaluate()
     end = {
-        name: [value for each in net.state_dict().values() for value in each.flatten().tolist()]
+        name: [
+            value
+            for each in (*net.parameters(), *net.buffers())
+            for value in each.flatten().tolist()
+        ]
         for name, net in nets.items()
     }
     end["steps"] = session.position
+    end["count"] = nets["extra"].module.count
     end["rate"] = scheduler.get_last_lr()[0]
     end["flags"] = [[each.training for each in net.modules()] for net in nets.values()]
     end["trained"] = [[each.requires_grad for each in net.parameters()] for net in nets.values()]
@@ -157,7 +175,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["steps", "rate", "flags", "trained", "mode", "unfrozen", "assigned"]
+    "name", ["steps", "rate", "flags", "trained", "mode", "unfrozen", "assigned", "extra", "count"]
 )
 def test_the_end_is_that_of_a_run_without_losses(
     name: str, undisturbed: list[dict[str, Any]], disturbed: list[dict[str, Any]]

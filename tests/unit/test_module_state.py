@@ -12,7 +12,7 @@ from torch import nn
 
 from rallypoint.elastic import checkpoint_files, local_state
 from rallypoint.elastic.buffers import MAX_BUFFERS
-from rallypoint.elastic.checkpoint_state import HostCopy, State
+from rallypoint.elastic.checkpoint_state import HostCopy, State, filled, keys_in
 from rallypoint.elastic.local_state import LocalState
 from rallypoint.elastic.objects import Objects
 from rallypoint.elastic.plain_data import plain, unreadable
@@ -184,3 +184,51 @@ def test_buffers_that_have_grown_are_not_filled_with_what_they_were_and_not_kept
     assert net.last.tolist() == [1, 1, 1]
     net.last = torch.ones(MAX_BUFFERS)
     assert buffers.as_bytes() == b""
+
+
+class Counting(nn.Module):
+    """Keeps something besides tensors."""
+
+    def __init__(self, count: Any) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count, "tensors": [torch.ones(2)]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+        assert state["tensors"][0].tolist() == [1, 1]
+
+
+def test_extra_state_of_modules_is_undone_with_a_step_a_rehearsal_and_a_snapshot() -> None:
+    net = nn.Sequential(nn.Linear(1, 1), Counting(np.int64(3)))
+    objects = Objects([net])
+    settings = objects.settings.copied()
+    net[1].count = 4
+    objects.settings.restore(settings)
+    assert net[1].count == 3
+    saved = objects.save()
+    net[1].count = 5
+    objects.put_back(saved)
+    assert net[1].count == 3
+
+    def change() -> None:
+        net[1].count = 6
+
+    gone_back(objects, change)
+    assert net[1].count == 3
+
+
+def test_extra_state_that_a_newcomer_could_not_read_is_named() -> None:
+    told = Objects([Counting(Color.RED)]).unreadable()
+    assert "a Counting (get_extra_state) holds ['extra']['count'], a" in told
+
+
+def test_extra_state_is_in_checkpoints() -> None:
+    saved, net = Counting(7), Counting(0)
+    copy = HostCopy()
+    copy.take(State([saved]).now())
+    tensors = {key: torch.ones(2) for key in keys_in(copy.structure)}
+    State([net]).restore(filled(copy.structure, tensors))
+    assert net.count == 7

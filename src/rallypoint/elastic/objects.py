@@ -59,12 +59,16 @@ class Objects:
         self.given = tuple(given)
         self.modules = [each for each in given if isinstance(each, nn.Module)]
         self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
-        self.others = [each for each in given if not isinstance(each, nn.Module)]
+        parts = (part for module in self.modules for part in module.modules())
+        submodules = list({id(each): each for each in parts}.values())
+        # Everything else that has a state of its own, in the same order on all ranks.
+        self.others = [
+            *(each for each in given if not isinstance(each, nn.Module)),
+            *(ExtraState(each) for each in submodules if ExtraState.is_in(each)),
+        ]
         self._parameters = [
             parameter for module in self.modules for parameter in module.parameters()
         ]
-        parts = (part for module in self.modules for part in module.modules())
-        submodules = list({id(each): each for each in parts}.values())
         self.modes = Modes(submodules, self._parameters)
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
         sharded = map(torch_private.is_sharded, (*self._parameters, *buffers, *self.others))
@@ -229,7 +233,7 @@ class Objects:
     def _unreadable(self, rest: Sequence[Any]) -> str:
         for each, state in zip(self.others, rest, strict=True):
             if found := unreadable(state):
-                return f"the state of a {type(each).__name__} holds {found.removeprefix(', ')}"
+                return f"the state of {_named(each)} holds {found.removeprefix(', ')}"
         return ""
 
     def check_state(self) -> None:
@@ -321,6 +325,37 @@ class Objects:
             "modes": self.modes.told(),
         }
         return structure, [*self._tensors_of_modules(), *tensors]
+
+
+class ExtraState:
+    """What a module keeps besides tensors: ``get_extra_state`` and ``set_extra_state``.
+
+    Args:
+        module: that defines them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @staticmethod
+    def is_in(module: nn.Module) -> bool:
+        kind, base = type(module), nn.Module
+        return (
+            kind.get_extra_state is not base.get_extra_state
+            and kind.set_extra_state is not base.set_extra_state
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"extra": self.module.get_extra_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.set_extra_state(state["extra"])
+
+
+def _named(given: Any) -> str:
+    if isinstance(given, ExtraState):
+        return f"a {type(given.module).__name__} (get_extra_state)"
+    return f"a {type(given).__name__}"
 
 
 def _check_ddp(given: Any) -> None:
