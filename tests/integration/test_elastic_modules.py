@@ -76,7 +76,15 @@ class Extra(nn.Module):
         self.count += 1
         return self.lin(x) / self.count
 
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 2, sparse=True)
+    def forward(self, x):
+        return self.embedding(torch.arange(8)[: len(x)] % 5)
+
 nets = {
+    "sparse": Sparse(),
     "extra": Extra(),
     "assigned": Assigned(),
     "mode": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
@@ -113,7 +121,7 @@ with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session
                 x = x + rank
                 loss = sum(net(x).sub(1).square().mean() for net in nets.values())
                 fault("backward")
-                if session.history:
+                if len(session.history) > 1:
                     fault("backward again")
                 loss.backward()
                 fault("behind")
@@ -139,6 +147,7 @@ with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session
 dist.destroy_process_group()
 """
 FAULTS = [
+    [1, 1, "backward"],
     [2, 1, "backward"],
     [2, 0, "backward again"],  # the others have had no backward pass since
     [4, 1, "validation"],
@@ -175,7 +184,19 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["steps", "rate", "flags", "trained", "mode", "unfrozen", "assigned", "extra", "count"]
+    "name",
+    [
+        "steps",
+        "rate",
+        "flags",
+        "trained",
+        "mode",
+        "unfrozen",
+        "assigned",
+        "extra",
+        "count",
+        "sparse",
+    ],
 )
 def test_the_end_is_that_of_a_run_without_losses(
     name: str, undisturbed: list[dict[str, Any]], disturbed: list[dict[str, Any]]

@@ -80,6 +80,8 @@ class Objects:
         self._to_check = 2
         self.settings = Settings(self.optimizers, self.others)
         self._new_at = {net: _versions(net) for net in self.ddp}
+        # Layouts that were settled here. DDP changes none, but cannot tell one of sparse gradients before it has had some.
+        self._settled: dict[DistributedDataParallel, tuple[tuple[int, ...], ...]] = {}
 
     @property
     def ddp(self) -> list[DistributedDataParallel]:
@@ -185,13 +187,21 @@ class Objects:
         """
         found = []
         for net in self.ddp:
-            layout = torch_private.layout_of_buckets(net)
+            layout = self._layout_of(net)
             if layout is None and settle and self._has_stepped(net):
                 with self._answered(net, Unchanged()), contextlib.suppress(RuntimeError):
                     torch_private.rebuild_buckets(net)
-                layout = torch_private.layout_of_buckets(net)
-            found.append(None if layout is None else tuple(map(tuple, layout)))
+                layout = self._layout_of(net)
+            found.append(layout)
         return tuple(found)
+
+    def _layout_of(self, net: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
+        """None also where nobody can tell it; if no rank can, all settle it once more."""
+        try:
+            layout = torch_private.layout_of_buckets(net)
+        except RuntimeError:
+            return self._settled.get(net)
+        return None if layout is None else tuple(map(tuple, layout))
 
     def _has_stepped(self, net: DistributedDataParallel) -> bool:
         """Whether an optimizer has changed it since its reducer was new."""
@@ -217,8 +227,10 @@ class Objects:
         for net, layout in zip(self.ddp, layouts, strict=True):
             torch_private.reset_reducer(net)
             self._new_at[net] = _versions(net)
+            self._settled.pop(net, None)
             if layout is None:
                 continue
+            self._settled[net] = layout
             indices = [index for bucket in layout for index in bucket]
             script = Scripted([[*indices, len(layout)], [len(bucket) for bucket in layout]])
             with self._answered(net, script):

@@ -155,6 +155,9 @@ def layout_of_buckets(net: Any) -> list[list[int]] | None:
     """Which gradients DDP reduces together, as numbers of the parameters that it reduces; None before the layout is final.
 
     DDP settles the layout after its first iteration, in the order in which gradients arrived.
+
+    Raises:
+        RuntimeError: a bucket of sparse gradients has had none since the layout was settled.
     """
     if not net._has_rebuilt_buckets:
         return None
