@@ -85,6 +85,7 @@ class Sparse(nn.Module):
 
 nets = {
     "sparse": Sparse(),
+    "grown": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
     "extra": Extra(),
     "assigned": Assigned(),
     "mode": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
@@ -94,6 +95,7 @@ nets = {name: DDP(net, find_unused_parameters=name == "unfrozen") for name, net 
 nets["unfrozen"].module.back.requires_grad_(False)
 optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05) for name, net in nets.items()}
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers["mode"], lambda step: np.cos(step / 20))
+optimizers["grown"] = torch.optim.Adam(nets["grown"].module[1].parameters())
 mode = nets["mode"]
 data = [torch.randn(8, 4) for _ in range(4)]
 
@@ -116,6 +118,8 @@ with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session
     for epoch in session.epochs(3):
         if epoch == 1:
             nets["unfrozen"].module.back.requires_grad_(True)
+            added = nets["grown"].module[0].parameters()
+            optimizers["grown"].add_param_group({"params": list(added), "lr": 0.01})
         for x in session.batches(data):
             with session.step():
                 x = x + rank
@@ -127,7 +131,8 @@ with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session
                 fault("behind")
                 for each in optimizers.values():
                     each.step()
-                    each.zero_grad()
+                for net in nets.values():
+                    net.zero_grad()
                 scheduler.step()
         session.run(validate) if epoch != 1 else evaluate()
     end = {
@@ -196,6 +201,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "extra",
         "count",
         "sparse",
+        "grown",
     ],
 )
 def test_the_end_is_that_of_a_run_without_losses(

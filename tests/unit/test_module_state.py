@@ -15,6 +15,7 @@ from rallypoint.elastic.buffers import MAX_BUFFERS
 from rallypoint.elastic.checkpoint_state import HostCopy, State, filled, keys_in
 from rallypoint.elastic.local_state import LocalState
 from rallypoint.elastic.objects import Objects
+from rallypoint.elastic.param_groups import add_missing, members
 from rallypoint.elastic.plain_data import plain, unreadable
 from rallypoint.elastic.settings import Settings
 from rallypoint.errors import ElasticError
@@ -232,3 +233,62 @@ def test_extra_state_is_in_checkpoints() -> None:
     tensors = {key: torch.ones(2) for key in keys_in(copy.structure)}
     State([net]).restore(filled(copy.structure, tensors))
     assert net.count == 7
+
+
+def grown(*, named: bool) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
+    """Two layers, and an optimizer of the second; what adds the first."""
+    net = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+    groups = [
+        list(net[1].named_parameters()),
+        [(f"0.{n}", p) for n, p in net[0].named_parameters()],
+    ]
+    if not named:
+        groups = [[parameter for _, parameter in group] for group in groups]
+    return net, torch.optim.Adam(groups[0]), groups[1]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_groups_that_were_added_are_added_in_a_newcomer(*, named: bool) -> None:
+    net, optimizer, added = grown(named=named)
+    other_net, other, _ = grown(named=named)
+    optimizer.add_param_group({"params": added, "lr": 0.5})
+    net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    state = LocalState(Objects([net, optimizer]))
+    structure, tensors = state.pack()
+    held = [each.detach().clone().view(-1).view(torch.uint8) for each in tensors]
+    LocalState(Objects([other_net, other])).restore(structure, held)
+    assert [each["lr"] for each in other.param_groups] == [0.001, 0.5]
+    assert other.param_groups[1]["params"][0] is other_net[0].weight
+    assert str(other.state_dict()) == str(optimizer.state_dict())
+    # Its script comes by the same place.
+    again = other_net[0].named_parameters(prefix="0") if named else other_net[0].parameters()
+    other.add_param_group({"params": again, "lr": 0.1})
+    assert [each["lr"] for each in other.param_groups] == [0.001, 0.5]
+    again = other_net[0].named_parameters(prefix="0") if named else other_net[0].parameters()
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        other.add_param_group({"params": again})
+
+
+def test_a_group_that_came_after_a_snapshot_or_in_a_step_is_not_there_behind_a_loss() -> None:
+    net, optimizer, added = grown(named=False)
+    objects = Objects([net, optimizer])
+    gone_back(objects, lambda: optimizer.add_param_group({"params": added}))
+    assert len(optimizer.param_groups) == 1
+    saved = objects.settings.copied()
+    for _ in range(2):
+        optimizer.add_param_group({"params": added})
+        objects.settings.restore(saved)
+
+
+def test_groups_that_a_newcomer_cannot_have_are_an_error() -> None:
+    net, optimizer, added = grown(named=False)
+    parameters = list(net.parameters())
+    both = [[2, 3], [0, 1]]
+    optimizer.add_param_group({"params": added})
+    assert members(optimizer, parameters) == both
+    with pytest.raises(ElasticError, match="other groups of parameters"):
+        add_missing(optimizer, parameters, both[:1], [{}])
+    del optimizer.param_groups[1]
+    with pytest.raises(ElasticError, match="give their module to elastic.session, too"):
+        add_missing(optimizer, parameters, [*both[:1], [0, None]], [{}, {}])

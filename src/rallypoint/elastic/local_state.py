@@ -57,6 +57,7 @@ class LocalState:
         structure = {
             "in place": in_place,
             "rest": rest,
+            "groups": self._objects.groups(),
             "gradients": [each is not None for each in self._objects.gradients()],
             "modes": self._objects.modes.told(),
         }
@@ -75,7 +76,17 @@ class LocalState:
         own = list(self._objects.local_tensors())
         for each, held in zip(own, tensors[: structure["in place"]], strict=True):
             _fill(each, held)
-        for each, state in zip(self._objects.others, structure["rest"], strict=True):
+        others, groups = self._objects.others, structure["groups"]
+        for each, held in zip(others, groups, strict=True):
+            if isinstance(each, torch.optim.Optimizer):
+                del each.param_groups[len(held) :]  # they came later
+        # Before the tensors of their state are filled, which are sharded as the parameters.
+        options = [
+            state.get("optimizer", {}).get("param_groups", ()) for state in structure["rest"]
+        ]
+        options = [_filled_value(each, tensors, None) for each in options]
+        self._objects.add_missing_groups(groups, options)
+        for each, state in zip(others, structure["rest"], strict=True):
             _load(each, _filled(state, tensors, _parameters_of(each)))
         self._objects.set_gradients(structure["gradients"])
         self._objects.modes.take(structure["modes"])

@@ -24,6 +24,7 @@ from . import torch_private
 from .buffers import Buffers
 from .groups import KeptGroup
 from .modes import Flags, Modes
+from .param_groups import Members, add_missing, members
 from .plain_data import plain, unreadable
 from .settings import Settings
 from .setup_record import Scripted, Unchanged, bytes_of
@@ -312,10 +313,36 @@ class Objects:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             received += _receive_into(tensor, group, source)
             tensors.append(tensor)
-        for each, state in zip(self.others, structure["rest"], strict=True):
-            each.load_state_dict(_filled(state, tensors))
+        states = [_filled(state, tensors) for state in structure["rest"]]
+        self.add_missing_groups(
+            structure["groups"], [state.get("param_groups", ()) for state in states]
+        )
+        for each, state in zip(self.others, states, strict=True):
+            each.load_state_dict(state)
         self.modes.take(structure["modes"])
         return received
+
+    def groups(self) -> list[Members]:
+        """Which parameters are in which group, of each of the others: of those that are no optimizers, nothing."""
+        return [
+            members(each, self._parameters) if isinstance(each, torch.optim.Optimizer) else []
+            for each in self.others
+        ]
+
+    def add_missing_groups(
+        self, wanted: Sequence[Members], options: Sequence[Sequence[dict[str, Any]]]
+    ) -> None:
+        """Add those that another process has besides.
+
+        Args:
+            wanted: from :meth:`groups`.
+            options: for each of the others: its ``param_groups`` there.
+        Raises:
+            ElasticError: that cannot be done.
+        """
+        for each, groups, given in zip(self.others, wanted, options, strict=True):
+            if isinstance(each, torch.optim.Optimizer):
+                add_missing(each, self._parameters, groups, given)
 
     def _tensors_of_modules(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
@@ -334,6 +361,7 @@ class Objects:
             "buffers": self.buffers.told(),
             "tensors": [_shape(each) for each in tensors],
             "rest": rest,
+            "groups": self.groups(),
             "modes": self.modes.told(),
         }
         return structure, [*self._tensors_of_modules(), *tensors]

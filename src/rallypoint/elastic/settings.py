@@ -64,7 +64,8 @@ class Settings:
         """Go back to a copy, which may be used up."""
         groups, rest = saved
         for optimizer, held in zip(self._optimizers, groups, strict=True):
-            for group, before in zip(optimizer.param_groups, held, strict=False):
+            del optimizer.param_groups[len(held) :]  # the step adds them again
+            for group, before in zip(optimizer.param_groups, held, strict=True):
                 for name, value in before.items():
                     if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
                         group[name].copy_(value)  # others may hold it, such as a compiled optimizer

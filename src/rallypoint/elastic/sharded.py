@@ -126,6 +126,8 @@ class Sharded:
         assert verdict.snapshot is not None
         snapshots, course, modes = self._snapshots, self._course, self._objects.modes
         before = modes.now() if begun is None or begun.modes is None else begun.modes
+        optimizers = self._objects.optimizers
+        groups = [list(each.param_groups) for each in optimizers]
         scope = snapshots.scope_of(verdict.snapshot)
         own = snapshots.restore(verdict.snapshot)
         if is_new:
@@ -136,6 +138,8 @@ class Sharded:
         elif course.steps == own.steps:
             # Nothing was completed since; what the script did between two steps is not undone.
             modes.restore(before)
+            for optimizer, held in zip(optimizers, groups, strict=True):
+                optimizer.param_groups.extend(held[len(optimizer.param_groups) :])
             if begun is not None:
                 begun.random.restore()
         elif scope != self._scope:
