@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 FOLDER = pathlib.Path(sys.argv[1])
 # [step, rank, where]: each happens once.
 FAULTS = json.loads(sys.argv[2])
+IS_PUT_BACK = sys.argv[3] == "put back"
 
 def fault(where):
     for number, given in enumerate(FAULTS):
@@ -84,6 +86,7 @@ class Sparse(nn.Module):
         return self.embedding(torch.arange(8)[: len(x)] % 5)
 
 nets = {
+    "swapped": nn.Linear(4, 2),
     "sparse": Sparse(),
     "grown": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
     "extra": Extra(),
@@ -96,7 +99,7 @@ nets["unfrozen"].module.back.requires_grad_(False)
 optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05) for name, net in nets.items()}
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers["mode"], lambda step: np.cos(step / 20))
 optimizers["grown"] = torch.optim.Adam(nets["grown"].module[1].parameters())
-mode = nets["mode"]
+mode, average = nets["mode"], torch.zeros(2, 4)
 data = [torch.randn(8, 4) for _ in range(4)]
 
 def validate():
@@ -104,8 +107,18 @@ def validate():
     was = mode.training
     mode.eval()
     score = mode(data[0]).sum().detach()
-    fault("validation")
-    dist.all_reduce(score)
+    weight = nets["swapped"].module.weight
+    stored = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.copy_(average)
+        score += weight.sum().detach()
+        fault("validation")
+        dist.all_reduce(score)
+    finally:
+        if IS_PUT_BACK or sys.exception() is None:
+            with torch.no_grad():
+                weight.copy_(stored)
     mode.train(was)
 
 def evaluate():
@@ -162,14 +175,19 @@ FAULTS = [
 ]
 
 
-def trained(folder: Path, faults: object) -> list[dict[str, Any]]:
+def run_script(
+    folder: Path, faults: object, end: str = "put back"
+) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     path = folder / "train.py"
     path.write_text(SCRIPT)
     words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", str(path)]
-    done = run(
-        [*words, str(folder), json.dumps(faults)], capture_output=True, text=True, timeout=150
-    )
+    words += [str(folder), json.dumps(faults), end]
+    return run(words, capture_output=True, text=True, timeout=150)
+
+
+def trained(folder: Path, faults: object) -> list[dict[str, Any]]:
+    done = run_script(folder, faults)
     assert done.returncode == 0, done.stderr
     assert len(list(folder.glob("fault *"))) == done.stderr.count("takes its place")
     return [json.loads((folder / f"end {rank}").read_text()) for rank in range(2)]
@@ -202,6 +220,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "count",
         "sparse",
         "grown",
+        "swapped",
     ],
 )
 def test_the_end_is_that_of_a_run_without_losses(
@@ -209,3 +228,11 @@ def test_the_end_is_that_of_a_run_without_losses(
 ) -> None:
     for rank in range(2):
         assert disturbed[rank][name] == undisturbed[rank][name], f"rank {rank}"
+
+
+def test_weights_that_a_function_has_left_swapped_are_no_state_to_go_on_from(
+    tmp_path: Path,
+) -> None:
+    done = run_script(tmp_path / "job", [[4, 1, "validation"]], "not put back")
+    assert done.returncode == 1
+    assert "puts them back in a `finally` block" in " ".join(done.stderr.split())

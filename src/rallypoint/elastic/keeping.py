@@ -26,7 +26,9 @@ class Begun:
         buffers: all modules' buffers, and copies (:class:`.Buffers`); none with sharded state.
         gradients: all gradients, and how often each was changed in place.
         settings: of optimizers and the like (:class:`.Settings`); none with sharded state.
-        changes: how often parameters had been changed; None if that does not matter.
+        changes: how often parameters had been changed; None with sharded state.
+        fingerprint: of the parameters, for a function that may change them and put them back, as one that validates with averaged
+            ones does; None: no change is put back.
         modes: whether modules train, and which parameters are trained.
     """
 
@@ -35,6 +37,7 @@ class Begun:
     gradients: list[tuple[torch.Tensor, int] | None]
     settings: list[Any] | None = None
     changes: int | None = None
+    fingerprint: int | None = None
     modes: Flags | None = None
 
 
@@ -78,8 +81,13 @@ class Keeping(Protocol):
     def leave_task(self, before: int) -> bool:
         """After it. Returns False if it must run again: a loss leads back to ``before`` steps or fewer."""
 
-    def begin_step(self, *, is_task: bool) -> Begun:
-        """A step begins, with effect."""
+    def begin_step(self, *, is_task: bool, may_swap: bool = False) -> Begun:
+        """A step begins, with effect.
+
+        Args:
+            is_task: a function's.
+            may_swap: it may change parameters and put them back.
+        """
 
     def note_collective(self) -> None:
         """A collective of the step under way is about to begin."""

@@ -91,7 +91,7 @@ class Replicated:
     def leave_task(self, before: int) -> bool:
         return True
 
-    def begin_step(self, *, is_task: bool) -> Begun:
+    def begin_step(self, *, is_task: bool, may_swap: bool = False) -> Begun:
         self._catch_up()
         if self.random is not None:
             self.random.restore()
@@ -105,8 +105,8 @@ class Replicated:
             objects.buffers.copied(),
             objects.gradients(),
             objects.settings.copied(),
-            # A function may change weights for a while and put them back, as one that validates with averaged ones does.
-            None if is_task else objects.changes(),
+            objects.changes(),
+            objects.fingerprint() if may_swap else None,
             objects.modes.now(),
         )
 

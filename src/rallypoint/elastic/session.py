@@ -89,6 +89,8 @@ class Session:
         self._meeting: Meeting | None = None
         self._rehearsal: Rehearsal | None = None
         self._results: dict[str, Any] = {}  # of the functions that were run
+        self._swaps: dict[str, bool] = {}  # whether they change parameters, of those that have run
+        self._function = ""  # that is run
         self._in_epochs = self._in_step = self._is_task = self._rehearses = False
         self._has_stopped = False  # the last checkpoint is taken, as the job is told to stop
         self._applied = 0  # optimizers that have stepped in the step under way
@@ -253,7 +255,7 @@ class Session:
         self._end_rehearsal()
         while True:
             before, result = course.steps, None
-            self._is_task = True
+            self._is_task, self._function = True, key
             try:
                 with self.step():
                     result = function(*args, **kwargs)
@@ -410,7 +412,8 @@ class Session:
         if not course.in_body and not self._is_task:
             self._pass_boundary()
         if self._meeting is not None:
-            self._meeting.begun = self._keeping.begin_step(is_task=self._is_task)
+            may_swap = self._is_task and self._swaps.get(self._function, True)
+            self._meeting.begun = self._keeping.begin_step(is_task=self._is_task, may_swap=may_swap)
         self._applied = 0
         self._in_step = True
 
@@ -428,6 +431,11 @@ class Session:
             self._check_accumulation()
             course.note_complete(is_task=self._is_task)
             self._objects.modes.note_complete()
+            if self._is_task and meeting is not None and meeting.begun is not None:
+                # Reading all parameters at the beginning of each function would cost too much where one runs in each step.
+                changes = meeting.begun.changes
+                changed = changes is not None and changes != self._objects.changes()
+                self._swaps[self._function] = changed
             step_reports.report(step_reports.BY_SESSION, course.steps)
             if meeting is not None:
                 meeting.begun = None
@@ -445,8 +453,12 @@ class Session:
     def _has_changed(self) -> bool:
         """Whether the step under way has changed what cannot be changed back: parameters."""
         begun = None if self._meeting is None else self._meeting.begun
-        changes = None if begun is None else begun.changes
-        return self._applied > 0 or (changes is not None and changes != self._objects.changes())
+        if begun is None or self._applied:
+            return self._applied > 0
+        if self._is_task:  # a function may have put them back
+            before = begun.fingerprint
+            return before is not None and before != self._objects.fingerprint()
+        return begun.changes is not None and begun.changes != self._objects.changes()
 
     def _check_accumulation(self) -> None:
         begun = None if self._meeting is None else self._meeting.begun

@@ -222,8 +222,9 @@ def _flat(given: Any) -> Iterator[torch.Tensor]:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor, on any device."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
+    # Called for each buffer before each collective, where a call that does nothing counts.
+    flat = (tensor if tensor.is_cpu else tensor.detach().cpu()).contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes)
 
 
 def _fill(tensor: torch.Tensor, value: bytes) -> None:
