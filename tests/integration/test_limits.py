@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint._core import limits
+
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -52,11 +54,12 @@ print(sorted(set(outcomes)), outcomes[-1])
 """
 
 
-def rally(tmp_path: Path, *words: str, **more) -> str:
+def rally(tmp_path: Path, *words: str, through: tuple[str, ...] = (), **more) -> str:
     """What `rally run WORDS` says when it fails: one line, and no traceback."""
     (tmp_path / "t.py").write_text("print('here')")
+    script = "t.py" if through else str(tmp_path / "t.py")
     done = subprocess.run(
-        [sys.executable, "-m", "rallypoint", "run", "--start-method", "exec", *words, str(tmp_path / "t.py")],
+        [*through, sys.executable, "-m", "rallypoint", "run", "--start-method", "exec", *words, script],
         **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120, "check": False, **more},
     )  # fmt: skip
     assert done.returncode in {1, 2}, done
@@ -104,6 +107,25 @@ def test_open_files_of_a_command(tmp_path, most):
     assert f"no more than {most} files may be open in a process (RLIMIT_NOFILE)" in said
 
 
+def test_more_workers_than_the_machine_takes_are_refused_before_any_starts(tmp_path):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+
+    most, name = limits.most_processes()
+    said = rally(tmp_path, "--nproc-per-node", "100000", preexec_fn=limit)
+    # By default Linux gives a small machine fewer process ids than that.
+    why = (
+        f"no more than {most} processes may run here ({name})"
+        if most <= 100000
+        else "workers need 300000 open files, and no more than 512 are allowed"
+    )
+    assert f"--nproc-per-node '100000': {why}" in said and "start fewer workers" in said
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.py"]
+    if most > 200:
+        said = rally(tmp_path, "--nproc-per-node", "200", preexec_fn=limit)
+        assert "workers need 600 open files, and no more than 512 are allowed" in said
+
+
 def test_workers_have_the_limit_that_was_set_and_there_may_be_more_of_them(tmp_path):
     script = tmp_path / "t.py"
     script.write_text("import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
@@ -145,6 +167,30 @@ def test_processes_of_a_cgroup(tmp_path, pids_cgroup, most):
     assert "cannot start" in said
     assert f"no more than {most} processes and threads may run in this cgroup (/sys/fs/" in said
     assert "pids.max): raise that (systemd TasksMax=" in said
+
+
+@pytest.mark.parametrize("most", [2, 3, 4])
+def test_processes_of_a_user(tmp_path, most):
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and util-linux to become another user, for whom the limit holds")
+    # One whom no other test becomes: processes are counted by user. It may read the interpreter's files.
+    user = str(40_000 + os.getpid() % 20_000)
+    reads = "+dac_override,+dac_read_search"
+    become = ("setpriv", "--reuid", user, "--regid", user, "--clear-groups")
+    become += ("--inh-caps", reads, "--ambient-caps", reads)
+    os.chown(
+        tmp_path, int(user), int(user)
+    )  # without a privilege: reached from there, and not by its path
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+
+    said = rally(tmp_path, "--nproc-per-node", "2", through=become, preexec_fn=limit)
+    if most == 2:  # known before anything starts
+        assert "no more than 2 processes may run here (RLIMIT_NPROC, ulimit -u)" in said
+        return
+    assert f"user {user} may run no more than {most} processes and threads (RLIMIT_NPROC):" in said
+    assert "raise it with ulimit -u, or start fewer workers" in said
 
 
 def test_a_working_directory_that_has_been_deleted(tmp_path):
