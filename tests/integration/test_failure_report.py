@@ -528,6 +528,39 @@ except Exception:
     assert "│ ValueError: expected 3 channels" in result.summary
 
 
+# Both exit once the handler is left: the SystemExit tells nothing of the error.
+EXITS_LATER = {
+    "print_exc": """
+    import traceback
+    try: raise ValueError("expected 3 channels")
+    except ValueError: traceback.print_exc()
+    sys.exit(4)
+""",
+    "as Hydra does": """
+    import traceback
+    try: raise ValueError("expected 3 channels")
+    except ValueError as error:
+        print("Error executing job with overrides: ['lr=1']", file=sys.stderr)
+        traceback.print_exception(None, value=error, tb=error.__traceback__.tb_next)
+        print("\\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.", file=sys.stderr)
+    sys.exit(4)
+""",
+}
+
+
+@pytest.mark.parametrize("flags", [(), ("--redirects", "3")], ids=["console", "redirects"])
+@pytest.mark.parametrize("name", EXITS_LATER)
+def test_what_was_printed_before_an_exit_that_handles_nothing_is_shown(tmp_path, name, flags):
+    result = run(tmp_path, ALONE, *EXEC, *flags, failure=EXITS_LATER[name])
+    assert (result.root["rank"], result.code) == (1, 4), result.summary
+    assert result.root["raised"]["type"] == "SystemExit"
+    assert "  last lines of its stderr" in result.summary
+    assert "│ ValueError: expected 3 channels" in result.summary
+    if name == "as Hydra does":
+        assert "│ Error executing job with overrides: ['lr=1']" in result.summary
+        assert "│ Set the environment variable HYDRA_FULL_ERROR=1" in result.summary
+
+
 def test_a_failure_during_the_restart_is_the_one_reported(tmp_path):
     failure = """
 if generation == 0 and rank == 0:
