@@ -440,6 +440,17 @@ def test_lines_of_two_ranks_do_not_cut_into_each_other_in_a_pipe(tmp_path, start
     check_burst("".join(f"[default{line[0]}]:{line}" for line in lines))
 
 
+@BOTH_STARTS
+def test_lines_of_two_ranks_do_not_cut_into_each_other_in_a_file(tmp_path, start):
+    """As a shell redirects them: one file for all ranks, which is not opened for appending."""
+    words = command(tmp_path, BURST, "--start-method", start, "--nproc-per-node", "3")
+    output = tmp_path / "output"
+    with output.open("wb") as file, job(words, tmp_path, file.fileno()) as process:
+        assert process.wait(TIMEOUT) == 0
+    lines = output.read_text().splitlines()
+    check_burst("\n".join(f"[default{line[0]}]:{line}" for line in lines))
+
+
 def _is_full(pipe: int) -> bool:
     waiting = fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4)
     return int.from_bytes(waiting, sys.byteorder) >= 60_000
