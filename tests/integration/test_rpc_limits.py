@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,3 +179,55 @@ def test_a_call_may_have_more_time_than_a_frame_can_say(two, seconds):
         assert not any(each.calls for each in connections())
 
     two.on(0, case, seconds)
+
+
+def be_narrow_for_pickles() -> None:
+    frames.LIMITS = frames.Limits(payload=SMALL.payload)
+
+
+def echo(thing: Any) -> Any:
+    return thing
+
+
+@pytest.mark.parametrize("transport", ["uds", "tcp"])
+def test_bytes_and_arrays_may_be_larger_than_a_pickle(transport: str) -> None:
+    """The limit of a payload is not theirs, in requests and in answers."""
+    size = 4 * SMALL.payload
+
+    def case() -> None:
+        for made in (bytes(size), bytearray(size), memoryview(bytes(size)), np.ones(size // 8)):
+            found = rpc.rpc_sync("w1", echo, (made,))
+            assert type(found) is type(made) and memoryview(found) == memoryview(made)
+
+    with Workers(2) as workers:
+        workers.run(be_narrow_for_pickles)
+        workers.run(lambda: rpc_workers.join(transports=(transport,)))
+        workers.on(0, case)
+        workers.run(rpc_workers.leave)
+
+
+# More than a pickle may have. Of zeros, which take no memory before they are copied.
+LARGE = frames.LIMITS.payload + (100 << 20)
+
+
+def check_zeros(thing: Any) -> int:
+    view = memoryview(thing).cast("B")
+    assert not view[0] and not view[-1]
+    return view.nbytes
+
+
+def array(size: int) -> Any:
+    return np.zeros(size, dtype=np.uint8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [bytes, array])
+def test_more_than_a_gibibyte_in_one_call(two: Workers, make: Any) -> None:
+    def there() -> int:
+        return rpc.rpc_sync("w1", check_zeros, (make(LARGE),))
+
+    def back() -> int:
+        return check_zeros(rpc.rpc_sync("w1", make, (LARGE,)))
+
+    assert two.on(0, there) == LARGE
+    assert two.on(0, back) == LARGE
