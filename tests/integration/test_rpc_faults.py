@@ -179,6 +179,64 @@ def test_a_peer_that_does_not_read_costs_no_more_than_the_time_out(
     assert not outgoing.calls
 
 
+class Slow:
+    """Takes a moment to pickle, and is large enough to be a piece of its own."""
+
+    pickled = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        time.sleep(0.05)
+        Slow.pickled += 1
+        return str, ("x" * 100_000,)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_arguments_that_take_long_to_pickle_cost_no_more_than_the_time_out(
+    place: Place, sync: bool
+) -> None:
+    a, _ = place.join("a"), place.join("b")
+    assert call(a, "b", add, 1, 2) == 3
+    Slow.pickled = 0
+    with pytest.raises(RpcTimeout, match="on 'b'"):
+        if sync:
+            call(a, "b", len, [Slow() for _ in range(100)], timeout=0.3)
+        else:
+            call_async(a, "b", len, [Slow() for _ in range(100)], timeout=0.3).wait()
+    # So many take longer, however fast the machine is.
+    assert Slow.pickled <= 8
+    assert not a.route("b").calls
+    assert call(a, "b", len, [Slow()], timeout=60.0) == 1
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_arguments_that_take_long_to_copy_cost_no_more_than_the_time_out(
+    place: Place, sync: bool
+) -> None:
+    a, _ = place.join("a"), place.join("b")
+    assert call(a, "b", add, 1, 2) == 3
+    sharing = a.route("b").sharing
+    assert sharing is not None
+    copy = sharing.place
+
+    seconds = 0.5 * pace()
+
+    def copy_late(*args: Any, **options: Any) -> Any:
+        time.sleep(1.2 * seconds)
+        return copy(*args, **options)
+
+    sharing.place = copy_late  # type: ignore[method-assign]
+    tensor = torch.zeros(40 << 20, dtype=torch.uint8)
+    with pytest.raises(RpcTimeout) as caught:
+        if sync:
+            call(a, "b", len, tensor, timeout=seconds)
+        else:
+            call_async(a, "b", len, tensor, timeout=seconds).wait()
+    assert "bytes could be copied" in str(caught.value.__cause__), "it was copied all the same"
+    assert not a.route("b").calls
+    assert sharing.statistics()["shared_leased"] == 0
+    assert call(a, "b", len, tensor, timeout=60.0) == tensor.numel()
+
+
 def test_a_job_that_had_to_wait_in_line_is_answered(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
     b._pool._limit = 1
