@@ -18,6 +18,8 @@ import rpc_workers
 from pace import pace
 from rallypoint import rpc
 from rallypoint.errors import ConfigError, DeadlineExceeded, PeerLost
+from rallypoint.rpc import finalization
+from rallypoint.rpc.current_agent import required_agent
 from rpc_workers import Workers, eventually, timed
 
 
@@ -210,6 +212,31 @@ def test_an_end_waits_for_one_that_still_works():
 
         waited, _ = workers.run(end)
         assert waited > 0.3
+
+
+def test_an_end_compares_counts_of_its_own_and_not_the_statistics():
+    """Statistics may lose an addition of several threads; an end that went by them could come too early."""
+
+    def call() -> None:
+        for _ in range(5):
+            assert rpc.rpc_sync("w1", double, (1,)) == 2
+
+    def lose_statistics() -> None:
+        required_agent().counters.sent = required_agent().counters.served = 0
+
+    def work() -> tuple[int, int]:
+        made, served, _ = finalization._work_of(required_agent())
+        return made, served
+
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+        for times in (1, 2):
+            workers.on(0, call)
+            workers.run(lose_statistics)
+            assert workers.on(0, work) == (5 * times, 0)
+            # Counted after the answer has gone.
+            workers.on(1, lambda n=5 * times: eventually(lambda: work() == (0, n), 10 * pace()))
+        workers.run(rpc_workers.leave)
 
 
 def test_an_end_that_somebody_never_comes_to_names_them_and_still_cleans_up():
