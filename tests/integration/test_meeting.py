@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from elastic import PATIENCE, Cluster, Node, wait_until
+from pace import pace
 from ports import free_port
+from rallypoint.rendezvous.backends.door import greet
+from rallypoint.rendezvous.backends.greeting import Door
 
 
 pytestmark = pytest.mark.integration
@@ -89,10 +93,14 @@ def test_nodes_of_two_minds_both_say_why_they_wait(cluster: Cluster, one, other,
     for name in ("one", "other"):
         (cluster.folder / name).write_text(f"{name}: a secret of some length")
         (cluster.folder / name).chmod(0o600)
-    line = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
-    nodes = [start(cluster, "n0", *line, *one), start(cluster, "n1", *line, *other)]
+    port = free_port()
+    line = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}")
+    first = start(cluster, "n0", *line, *one)
+    wait_until(lambda: greet("localhost", port, 3.0).door is Door.SERVES, "the first serves")
+    began = time.monotonic()
+    nodes = [first, start(cluster, "n1", *line, *other)]
     for node in nodes:
-        node.wait_said(says, timeout=PATIENCE)
+        assert node.wait_said(says) - began < 5 * pace(), "of which its start takes a part"
     stop(*nodes)
 
 
@@ -163,10 +171,27 @@ def test_a_store_of_another_program_is_named(cluster: Cluster) -> None:
 def test_a_store_that_is_still_starting_is_waited_for_beyond_the_time_to_join(
     cluster: Cluster,
 ) -> None:
-    """The host's import of torch takes as long as the test likes; the guest's time to join is short."""
-    slow = cluster.folder / "slow"
+    """The host's import of torch takes as long as the test likes; that counts neither for the guest nor for the host."""
+    seconds = 3 * pace()
+    where = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
+    host_words = ("--rdzv-conf", f"join_timeout={seconds}")
+    host = start(cluster, "n0", *where, *host_words, env=slow_to_serve(cluster.folder))
+    guest_words = ("--rdzv-conf", "join_timeout=1.5,is_host=false")
+    # The host has bound its port: only then the guest comes.
+    wait_until(lambda: listening(where[-1]), "the host listens")
+    guest = start(cluster, "n1", *where, *guest_words)
+    guest.wait_said("is starting; waiting for it")
+    with pytest.raises(subprocess.TimeoutExpired):
+        guest.process.wait(1.1 * seconds)  # twice its time to join: the point of the test
+    cluster.order("go")
+    assert [host.wait(), guest.wait()] == [0, 0], cluster
+    assert "cannot reach" not in str(cluster)
+
+
+def slow_to_serve(folder: Path) -> dict[str, str]:
+    """Variables: the process that serves a store waits for the file "go" before its `import torch`."""
+    slow = folder / "slow"
     slow.mkdir()
-    # Before `import torch` in the process that serves the host's store.
     (slow / "sitecustomize.py").write_text(
         "import os, sys, time\n"
         "class Slow:\n"
@@ -176,19 +201,13 @@ def test_a_store_that_is_still_starting_is_waited_for_beyond_the_time_to_join(
         "                time.sleep(0.05)\n"
         "sys.meta_path.insert(0, Slow())\n"
     )
-    where = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
-    path = os.pathsep.join(filter(None, (str(slow), os.environ.get("PYTHONPATH"))))
-    host = start(cluster, "n0", *where, env={"PYTHONPATH": path})
-    guest_words = ("--rdzv-conf", "join_timeout=1.5,is_host=false")
-    # The host has bound its port: only then the guest comes.
-    wait_until(lambda: listening(where[-1]), "the host listens")
-    guest = start(cluster, "n1", *where, *guest_words)
-    guest.wait_said("is starting; waiting for it")
-    with pytest.raises(subprocess.TimeoutExpired):
-        guest.process.wait(3.0)  # twice its time to join: the point of the test
-    cluster.order("go")
-    assert [host.wait(), guest.wait()] == [0, 0], cluster
-    assert "cannot reach" not in str(cluster)
+    return on_path(slow)
+
+
+def on_path(folder: Path) -> dict[str, str]:
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    }
 
 
 def listening(endpoint: str) -> bool:
@@ -229,6 +248,19 @@ def test_a_name_that_has_no_address_yet_is_looked_up_again(cluster: Cluster, giv
     with hosts.open("a") as file:
         file.write("\n127.0.0.1 node0.train.test\n")
     assert [node.wait() for node in nodes] == [0, 0], cluster
+
+
+def test_a_name_that_never_has_an_address_ends_at_the_time_to_join(cluster: Cluster) -> None:
+    where = ("--nnodes", "2", "--rdzv-endpoint", f"node0.train.test:{free_port()}")
+    began = time.monotonic()
+    node = start(cluster, "n0", *where, "--rdzv-conf", "join_timeout=3")
+    assert node.wait() == 1
+    assert 3 <= time.monotonic() - began < 20 * pace()
+    waiting, end = (line for _, line in node.lines if "node0.train.test" in line)
+    assert "waiting for the rendezvous at node0.train.test" in waiting
+    assert "node0.train.test has no address yet" in waiting
+    assert "cannot reach the rendezvous at node0.train.test" in end
+    assert "node0.train.test has no address" in end
 
 
 # -- a third party's rendezvous -------------------------------------------------------------------
@@ -307,22 +339,41 @@ def test_a_plug_in_s_rendezvous_works_under_rally_run(cluster: Cluster) -> None:
     )
     (cluster.folder / "twice.py").write_text(TWICE)
     (cluster.folder / "room").mkdir()
-    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    path = on_path(site)
     line = ("--nnodes", "2", "--max-restarts", "1", "--rdzv-backend", "meeting-room")
     line += ("--rdzv-endpoint", str(cluster.folder / "room"), "--rdzv-conf", "colour=blue")
-    nodes = [
-        cluster.start(f"n{i}", *line, env={"PYTHONPATH": path}, script=("twice.py",))
-        for i in range(2)
-    ]
+    nodes = [cluster.start(f"n{i}", *line, env=path, script=("twice.py",)) for i in range(2)]
     assert [node.wait() for node in nodes] == [0, 0], cluster
     found = sorted(ran(cluster, node.name) for node in nodes)
     assert [each[0] for each in found] == ["0", "1"]
     assert {each[4] for each in found} == {"1"}
     assert "rank 1 raised ValueError: a bad batch; restarting" in str(cluster)
-    unknown = cluster.start("n2", "--rdzv-backend", "meeting-rom", env={"PYTHONPATH": path})
+    unknown = cluster.start("n2", "--rdzv-backend", "meeting-rom", env=path)
     assert unknown.wait() == 2
     assert "did you mean meeting-room?" in unknown.says()
     assert "tcpstore (also c10d, tcp)" in unknown.says()
+
+
+def test_a_rendezvous_that_a_program_registers_works_under_rally_run(cluster: Cluster) -> None:
+    site = cluster.folder / "site"
+    site.mkdir()
+    (site / "meeting_room.py").write_text(PLUG_IN)
+    # No package and no entry point: code that runs before the command registers it.
+    (site / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'run' in sys.orig_argv:\n"
+        "    import meeting_room\n"
+        "    from rallypoint.rendezvous import rendezvous_handler_registry as registry\n"
+        "    registry.register('meeting-room', meeting_room.create)\n"
+    )
+    (cluster.folder / "room").mkdir()
+    line = ("--nnodes", "2", "--rdzv-backend", "meeting-room", "--rdzv-conf", "colour=green")
+    line += ("--rdzv-endpoint", str(cluster.folder / "room"))
+    # Through another program: interpreters of their own, which load that code.
+    more = {"env": on_path(site), "prefix": ("env",)}
+    nodes = [start(cluster, f"n{i}", *line, **more) for i in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0], cluster
+    assert sorted(ran(cluster, node.name)[0] for node in nodes) == ["0", "1"]
 
 
 # -- nodes that come too late ---------------------------------------------------------------------
