@@ -19,6 +19,7 @@ from pace import pace
 from ports import free_port
 from rallypoint.rendezvous.backends.door import greet
 from rallypoint.rendezvous.backends.greeting import Door
+from servers.etcd_server import EtcdCluster, require_etcd
 
 
 pytestmark = pytest.mark.integration
@@ -386,10 +387,29 @@ def on_host(name: str) -> tuple[str, ...]:
     return ("unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "-")
 
 
-def test_who_comes_after_the_job_has_ended_well_is_told_once(cluster: Cluster) -> None:
+@pytest.fixture(params=["file", "etcd"])
+def outlives_jobs(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[str]:
+    """An endpoint whose store no node serves."""
     folder = cluster.folder / "shared"
     folder.mkdir()
-    line = ("--nnodes", "1:2", "--rdzv-endpoint", f"file://{folder}", "--rdzv-id", "job-7")
+    if request.param == "file":
+        yield f"file://{folder}"
+        return
+    require_etcd()
+    server = EtcdCluster(folder)
+    try:
+        yield f"etcd://{server.endpoints[0]}"
+        # Nothing stays there for good: each key goes by itself, a minute after it was set.
+        assert server.keys("rally/ended/job-7/")
+        assert server.seconds_to_live("rally/ended/") == {60}
+    finally:
+        server.stop()
+
+
+def test_who_comes_after_the_job_has_ended_well_is_told_once(
+    cluster: Cluster, outlives_jobs: str
+) -> None:
+    line = ("--nnodes", "1:2", "--rdzv-endpoint", outlives_jobs, "--rdzv-id", "job-7")
     line += ("--rdzv-conf", "last_call_timeout=0.1")
     assert start(cluster, "n0", *line, prefix=on_host("first")).wait() == 0, cluster
     late = start(cluster, "late", *line, prefix=on_host("late"))
@@ -400,3 +420,5 @@ def test_who_comes_after_the_job_has_ended_well_is_told_once(cluster: Cluster) -
     again = start(cluster, "late-again", *line, prefix=on_host("late"))
     assert again.wait() == 0
     assert (cluster.folder / "ran-late-again").exists(), again
+    # Nothing of the first one was left to wait for.
+    assert "the job is running" not in again.says()

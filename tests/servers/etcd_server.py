@@ -175,15 +175,34 @@ class EtcdCluster:
 
     def keys(self, prefix: str) -> list[str]:
         """Every key etcd itself holds under the prefix."""
+        return [base64.b64decode(one["key"]).decode() for one in self._entries(prefix)]
+
+    def seconds_to_live(self, prefix: str) -> set[int]:
+        """For how long the keys under the prefix were granted; 0: for good."""
+        granted = set()
+        for one in self._entries(prefix):
+            lease = one.get("lease", "0")
+            body = {"ID": lease}
+            answer = (
+                self.request(self._alive(), "v3/lease/timetolive", body) if int(lease) else b"{}"
+            )
+            granted.add(int(json.loads(answer).get("grantedTTL", 0)))
+        return granted
+
+    def _alive(self) -> Member:
+        return next(member for member in self.members if member.popen is not None)
+
+    def _entries(self, prefix: str) -> list[dict[str, str]]:
         start = prefix.encode()
         body = {
             "key": base64.b64encode(start).decode(),
             "range_end": base64.b64encode(start[:-1] + bytes([start[-1] + 1])).decode(),
             "keys_only": True,
         }
-        alive = next(m for m in self.members if m.popen is not None)
-        found = json.loads(self.request(alive, "v3/kv/range", body)).get("kvs", [])
-        return [base64.b64decode(one["key"]).decode() for one in found]
+        found: list[dict[str, str]] = json.loads(
+            self.request(self._alive(), "v3/kv/range", body)
+        ).get("kvs", [])
+        return found
 
     def leader(self) -> Member:
         """The member that the others follow."""

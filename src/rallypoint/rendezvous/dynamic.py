@@ -261,6 +261,8 @@ class DynamicRendezvous(RendezvousHandler):
     def clear(self, *, well: bool) -> None:
         """The job has ended (``well`` or not), and this is its last node: remove its records from the store."""
         if self.records is not None:
+            # Its next beat would restore the round's records, and the next job of the name would take that round for running.
+            self._watch.stop(leaving=True)
             self._home.clear(self.records.store, well=well)
 
     def settle(self) -> bool:
