@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from ports import free_port
 from rallypoint._core import process
 
 
@@ -53,6 +54,33 @@ def test_workers_write_their_last_checkpoint(start, method, number, workers_firs
     assert list(job.notes("saved.0.*").values()) == [expected] * 2, "each worker got each once"
     assert f"stopped by {number.name}; all workers have ended" in job.stderr()
     assert not job.alive()
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "workers_first"),
+    [("exec", signal.SIGHUP, True), ("forkserver", signal.SIGQUIT, False)],
+)
+def test_workers_of_an_elastic_job_write_their_last_checkpoint(
+    start, method, number, workers_first
+):
+    """On two nodes, each with a supervisor, a fork server and a worker; one of them serves the job's store."""
+    flags = ("--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-conf", "last_call_timeout=0.1")
+    flags += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--start-method", method)
+    flags += ("--signals-to-handle", "TERM,INT,HUP,QUIT")
+    nodes = [start(*flags, script="saver.py") for _ in range(2)]
+    for node in nodes:
+        node.workers(1)
+    for other in (signal.SIGUSR1, number):
+        to_all(nodes[0], other, workers_first=workers_first)
+        if other == signal.SIGUSR1:  # which workers handle: it ends nothing
+            for node in nodes:
+                node.wait_for(f"count.{int(other)}.*", 1)
+    assert [node.end() for node in nodes] == [128 + number] * 2
+    expected = " ".join(f"{n}:1" for n in sorted((int(signal.SIGUSR1), int(number))))
+    for node in nodes:
+        assert list(node.notes("saved.0.*").values()) == [expected], "each worker got each once"
+        assert f"stopped by {number.name}; all workers have ended" in node.stderr()
+    assert not nodes[0].alive()
 
 
 def test_what_no_worker_handles_is_named(start):
