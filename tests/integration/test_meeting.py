@@ -422,3 +422,43 @@ def test_who_comes_after_the_job_has_ended_well_is_told_once(
     assert (cluster.folder / "ran-late-again").exists(), again
     # Nothing of the first one was left to wait for.
     assert "the job is running" not in again.says()
+
+
+# In a node that has just connected: it goes on when the job has ended.
+HELD = """
+import pathlib, os, sys, time
+if "run" in sys.orig_argv:
+    from rallypoint.rendezvous.connection import Connection
+    note_coming = Connection._note_coming
+
+    def held(self, records):
+        Connection._note_coming = note_coming  # this once
+        note_coming(self, records)
+        pathlib.Path(os.environ["ELASTIC_FOLDER"], "came").touch()
+        while records.look(["closed"]) == [None]:
+            time.sleep(0.02)
+        time.sleep(0.3)
+
+    Connection._note_coming = held
+"""
+
+
+def test_who_is_still_connecting_when_the_job_ends_well_is_told_so(cluster: Cluster) -> None:
+    """The node that serves the store waits for it, for a moment."""
+    site = cluster.folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(HELD)
+    (cluster.folder / "script.py").write_text(
+        f"import time\n{SCRIPT}\nwhile not (folder / 'finish').exists(): time.sleep(0.02)"
+    )
+    line = ("--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    line += ("--rdzv-conf", "last_call_timeout=0.1,join_timeout=10")
+    first = start(cluster, "n0", *line)
+    wait_until((cluster.folder / "ran-n0").exists, "the job runs")
+    # Through another program: an interpreter of its own, which loads that code.
+    late = start(cluster, "late", *line, env=on_path(site), prefix=("env",))
+    wait_until((cluster.folder / "came").exists, "the late one has connected")
+    cluster.order("finish")
+    assert [first.wait(), late.wait()] == [0, 0], cluster
+    assert "the job has ended well: this node was not needed" in late.says()
+    assert not (cluster.folder / "ran-late").exists()
