@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import rpc_workers
+from pace import pace
 from rallypoint import rpc
 from rallypoint.rpc.connections import unused_memory
 from rpc_workers import Workers, eventually
@@ -19,9 +20,11 @@ from rpc_workers import Workers, eventually
 
 pytestmark = pytest.mark.integration
 
-# What is waited for takes so long; Ctrl-C is felt at once, on any machine in a fraction of it.
+# What is waited for takes so long; Ctrl-C is felt at once.
 LONG = 30.0
-FELT = LONG / 3
+FELT = 0.5
+# Where it cannot be tried again: a busy machine may stand still for a moment.
+FELT_ONCE = LONG / 3
 
 
 def nap(seconds: float) -> float:
@@ -52,6 +55,11 @@ def interrupted_after(act: Callable[[], Any]) -> float:
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)
+
+
+def felt_after(act: Callable[[], Any]) -> float:
+    seconds = interrupted_after(act)
+    return seconds if seconds <= FELT * pace() else min(seconds, interrupted_after(act))
 
 
 def wait_for_block() -> None:
@@ -86,11 +94,11 @@ def slow_ones() -> dict[str, float]:
         "wait_for": lambda: rpc.wait_for("nobody", LONG),
         "_all_gather": lambda: rpc.api._all_gather(1, timeout=LONG),
     }
-    took = {name: interrupted_after(act) for name, act in waits.items()}
+    took = {name: felt_after(act) for name, act in waits.items()}
     # With calls under way; and it has left afterwards.
-    took["shutdown"] = interrupted_after(lambda: rpc.shutdown(timeout=LONG))
+    assert interrupted_after(lambda: rpc.shutdown(timeout=LONG)) < FELT_ONCE
     assert not rpc.api._is_current_rpc_agent_set()
-    return {name: seconds for name, seconds in took.items() if seconds > FELT}
+    return {name: seconds for name, seconds in took.items() if seconds > FELT * pace()}
 
 
 def test_ctrl_c_is_felt_in_all_that_waits():
@@ -106,7 +114,7 @@ def test_ctrl_c_is_felt_by_who_waits_for_members():
         def join_alone() -> None:
             rpc_workers.join(rpc_timeout=LONG)
 
-        assert workers.on(0, interrupted_after, join_alone, limit=2 * LONG) < FELT
+        assert workers.on(0, interrupted_after, join_alone, limit=2 * LONG) < FELT_ONCE
 
 
 async def give_up_and_end() -> None:
