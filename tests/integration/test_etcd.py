@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -642,6 +643,29 @@ def test_a_closed_connection_says_so(store: EtcdStore) -> None:
     with pytest.raises(RendezvousConnectionError, match="closed"):
         other.set("k", b"v")
     store.set("k", b"v")
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_who_waits_for_a_key_is_woken_by_the_end_of_its_connection(
+    tls: bool, request: pytest.FixtureRequest
+) -> None:
+    """A job's end closes what its threads wait on: they must not hold it up."""
+    cluster: EtcdCluster = request.getfixturevalue("secured" if tls else "single")
+    files = {}
+    if tls:
+        certificates: Certificates = request.getfixturevalue("certificates")
+        names = {"ca_cert": "ca.pem", "cert": "client.pem", "key": "client.key"}
+        files = {field: certificates.path(name) for field, name in names.items()}
+    store = EtcdStore(endpoints=cluster.endpoints, prefix=f"jobs/wakes-{tls}", **files)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(store.get, "nothing", 60.0 * pace())
+        while not store._client._watching:
+            assert not waits.done()
+        began = time.monotonic()
+        store.close()
+        with pytest.raises(RendezvousConnectionError, match="closed"):
+            waits.result()
+    assert time.monotonic() - began < 10 * pace()
 
 
 def test_a_password_is_not_shown(single: EtcdCluster) -> None:

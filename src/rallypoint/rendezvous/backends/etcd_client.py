@@ -13,6 +13,7 @@ users, and no deadline for a watch; those three are here, around its ``post`` an
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import socket
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rallypoint._core import forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, RendezvousConnectionError
 
@@ -170,6 +172,8 @@ class EtcdClient:
         self.access = access
         self._token: str | None = None
         self._closed = threading.Event()
+        self._watching: set[requests.Response] = set()
+        self._lock = forks.Lock()
         self._session: requests.Session = requests.Session()
         # The environment's proxies are for the world outside; and its REQUESTS_CA_BUNDLE would win
         # over ca_cert, a ~/.netrc over the token.
@@ -253,14 +257,17 @@ class EtcdClient:
         member = self._members[at]
         connect = member.timeout or None
         try:
-            with self._session.post(
-                member.get_url("/watch"),
-                json={"create_request": request},
-                # A member that is cut off from the others would never answer.
-                headers={**self._authorization(), "Grpc-Metadata-hasleader": "true"},
-                timeout=(connect, max(seconds, 0.001)),
-                stream=True,
-            ) as response:
+            with (
+                self._session.post(
+                    member.get_url("/watch"),
+                    json={"create_request": request},
+                    # A member that is cut off from the others would never answer.
+                    headers={**self._authorization(), "Grpc-Metadata-hasleader": "true"},
+                    timeout=(connect, max(seconds, 0.001)),
+                    stream=True,
+                ) as response,
+                self._ends_with_us(response),
+            ):
                 for result in _results(response):
                     if items := parse_items([event["kv"] for event in result.get("events", ())]):
                         return [item for item in items if item.modified == items[0].modified]
@@ -286,8 +293,27 @@ class EtcdClient:
         self._closed.wait(seconds)
 
     def close(self) -> None:
-        self._closed.set()
+        """Close all connections; what waits ends at once."""
+        with self._lock:
+            self._closed.set()
+            watching, self._watching = self._watching, set()
+        for response in watching:
+            with contextlib.suppress(OSError, RuntimeError, ValueError):  # it has just ended
+                response.raw.shutdown()
         self._session.close()
+
+    @contextlib.contextmanager
+    def _ends_with_us(self, response: requests.Response) -> Iterator[None]:
+        """A session that is closed leaves open what it has lent."""
+        with self._lock:
+            if self._closed.is_set():
+                raise Interrupted(f"{self.name}: this connection was closed")
+            self._watching.add(response)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watching.discard(response)
 
     def _leave(self, at: int) -> None:
         if self._current == at:  # else another thread has moved on already
