@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,25 @@ def test_the_next_start_goes_on_at_the_same_step_with_the_same_bits(
     assert [step for step, _ in longer.seen] == list(range(34, 44))
 
 
+def test_a_loop_that_was_left_goes_on_behind_its_last_step(tmp_path: Path) -> None:
+    def drawn(where: Path, last: int) -> list[float]:
+        found = []
+        with elastic.session(nn.Linear(1, 1), checkpoint=where) as session:
+            for _ in session.batches([1, 2, 3, 4]):
+                with session.step():
+                    found.append(torch.rand(1).item())
+                if session.position == last:
+                    break
+        return found
+
+    torch.manual_seed(1)
+    expected = drawn(tmp_path / "calm", 4)
+    torch.manual_seed(1)
+    assert drawn(tmp_path / "left", 2) == expected[:2]
+    # The last step of the first part is run again without effect.
+    assert drawn(tmp_path / "left", 4)[1:] == expected[2:]
+
+
 class Counted(Dataset[int]):
     """Says which samples were fetched."""
 
@@ -169,6 +188,46 @@ class Counted(Dataset[int]):
     def __getitem__(self, number: int) -> int:
         self.fetched.append(number)
         return number
+
+
+def two_loops(
+    where: Path, data: Sequence[Dataset[int]], stop: int
+) -> list[tuple[list[int], float]]:
+    """The batches of two loops in each epoch, the first of which is left early, and what is drawn, up to a step."""
+    found = []
+
+    loaders = [DataLoader(each, batch_size=10, shuffle=True) for each in data]
+    with contextlib.suppress(Stop):
+        with elastic.session(nn.Linear(1, 1), checkpoint=where, checkpoint_every=1) as session:
+            for _ in session.epochs(2):
+                for loader in loaders:
+                    for batch in session.batches(loader):
+                        if session.position == stop:
+                            raise Stop
+                        with session.step():
+                            found.append((batch.tolist(), torch.rand(1).item()))
+                        finish(session)
+                        if session.position == 2:
+                            break
+                    session.run(str)
+    return found
+
+
+def test_an_epoch_with_several_loops_goes_on_in_the_one_that_was_under_way(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    expected = two_loops(tmp_path / "calm", [Counted(), Counted()], -1)
+    assert len(expected) == 11
+    for stop in (1, 5, 6, 9, 12, 14):
+        torch.manual_seed(1)
+        where = tmp_path / str(stop)
+        found = two_loops(where, [Counted(), Counted()], stop)
+        torch.manual_seed(99)
+        data = [Counted(), Counted()]
+        found += two_loops(where, data, -1)
+        assert found == expected, stop
+        if stop in (5, 14):
+            # The first loop of this epoch is complete.
+            assert len(data[0].fetched) == (30 if stop == 5 else 0)
 
 
 def one_part(

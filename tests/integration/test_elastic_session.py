@@ -557,6 +557,87 @@ def test_a_body_may_have_several_steps_and_functions(tmp_path: Path) -> None:
         assert end["scores"].items() <= wanted["scores"].items()
 
 
+# Two loops over batches in each epoch, the first of them left early in epoch 1.
+LOOPS = """
+import hashlib, json, os, pathlib, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = pathlib.Path(sys.argv[1])
+FAULTS = json.loads(sys.argv[2])
+
+def fault(where):
+    for number, (step, rank, at) in enumerate(FAULTS):
+        if (step, rank, at) != (session.position, dist.get_rank(), where):
+            continue
+        try:
+            (FOLDER / f"fault {number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def loader_of(name):
+    data = [(name, number, torch.randn(4)) for number in range(15)]
+    return torch.utils.data.DataLoader(data, batch_size=3, shuffle=True)
+
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+net = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+loaders = [loader_of("labelled"), loader_of("unlabelled")]
+torch.manual_seed(rank)
+
+def score():
+    fault("score")
+    value = torch.rand(1)
+    dist.all_reduce(value)
+    return value.item()
+
+with elastic.session(net, optimizer) as session:
+    for epoch in session.epochs(2):
+        for number, loader in enumerate(loaders):
+            for (name, *_), numbers, x in session.batches(loader):
+                with session.step():
+                    fault("forward")
+                    session.local.setdefault("seen", []).append([epoch, name, numbers.tolist()])
+                    (net(x) * torch.rand(1)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if session.position == 15:
+                    break
+            session.run(score)
+    bits = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
+    end = {
+        "steps": session.position,
+        "bits": hashlib.sha256(bits).hexdigest(),
+        "random": [torch.rand(1).item()],
+        "rate": 0,
+        "score": session.run(score),
+        "local": session.local,
+    }
+(FOLDER / f"end {rank}").write_text(json.dumps(end))
+dist.destroy_process_group()
+"""
+
+
+def test_an_epoch_may_have_several_loops_over_batches(tmp_path: Path) -> None:
+    _, calm = trained(tmp_path / "calm", [], script=LOOPS)
+    names = [name for _, name, _ in calm[0]["local"]["seen"]]
+    counts = (("labelled", 5), ("unlabelled", 5), ("labelled", 3), ("unlabelled", 5))
+    assert names == [name for name, count in counts for _ in range(count)]
+    faults = [
+        *((2, 1, "forward"), (5, 0, "score"), (6, 2, "forward"), (8, 0, "forward")),
+        *((11, 1, "score"), (12, 1, "forward"), (15, 0, "score"), (18, 2, "forward")),
+    ]
+    done, ends = trained(tmp_path / "job", faults, script=LOOPS)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "job").glob("fault *"))) == len(faults)
+    assert_same_end(ends, calm)
+
+
 def test_a_loop_of_ones_own_may_run_functions_now_and_then(tmp_path: Path) -> None:
     start, end = BODIES.index("    for epoch in"), BODIES.index("    bits = ")
     script = f"""{BODIES[:start]}

@@ -20,12 +20,13 @@ Bodies = list[list[str]]
 
 @dataclass
 class Script:
-    """A training script: epochs with functions before and behind a loop over batches, each with a body of its own.
+    """A training script: epochs with functions before and behind loops over batches, each batch with a body of its own.
 
     Args:
         epochs: how many.
         before, behind: how many functions.
-        bodies: what each batch's body does.
+        loops: what each batch's body does, of each loop.
+        breaks: loops that are left behind their first batch's body.
         losses: before which effects a loss strikes; a repetition succeeds.
         snapshots: with sharded state, every so many steps; 0: the state is replicated.
     """
@@ -33,7 +34,8 @@ class Script:
     epochs: int
     before: int
     behind: int
-    bodies: Bodies
+    loops: list[Bodies]
+    breaks: frozenset[int] = frozenset()
     losses: set[int] = field(default_factory=set)
     snapshots: int = 0
     course: Course = field(default_factory=Course)
@@ -46,14 +48,17 @@ class Script:
             course.begin_epoch()
             for number in range(self.before):
                 self.function(epoch, "before", number)
-            self.loop(epoch)
-            for number in range(self.behind):
-                self.function(epoch, "behind", number)
+            for number in range(len(self.loops)):
+                self.loop(epoch, number)
+                for each in range(self.behind):
+                    self.function(epoch, number, "behind", each)
             course.end_epoch(epoch)
 
-    def loop(self, epoch: int) -> None:
-        course = self.course
-        batches = self.begin()
+    def loop(self, epoch: int, loop: int) -> None:
+        course, bodies = self.course, self.loops[loop]
+        if course.begin_loop():
+            return
+        batches = self.begin(bodies)
         while True:
             if course.approach_batch():
                 self.keep_snapshot()
@@ -62,28 +67,30 @@ class Script:
                 break
             if done := course.begin_body():
                 course.rehearse(done)
-            self.body(epoch, batch)
+            self.body(bodies[batch], epoch, loop, batch)
             while course.repeats:
                 if done := course.begin_body_again():
                     course.rehearse(done)
-                self.body(epoch, batch)
+                self.body(bodies[batch], epoch, loop, batch)
+            if loop in self.breaks and not course.is_void:
+                break
             if not course.end_body():
-                batches = self.begin()
+                batches = self.begin(bodies)
         course.end_batches()
 
-    def begin(self) -> Any:
+    def begin(self, bodies: Bodies) -> Any:
         own = self.course.begin_batches()
         if own is None or own.place.begun is None:
-            self.course.place = replace(self.course.place, batch=0, begun=BEGUN)
-            return iter(range(len(self.bodies)))
-        return iter(range(own.place.batch, len(self.bodies)))
+            self.course.begin_at_first_batch(BEGUN, ())
+            return iter(range(len(bodies)))
+        return iter(range(own.place.batch, len(bodies)))
 
-    def body(self, epoch: int, batch: int) -> None:
-        for number, what in enumerate(self.bodies[batch]):
+    def body(self, body: list[str], *where: int) -> None:
+        for number, what in enumerate(body):
             if what == STEP:
-                self.step(epoch, batch, number)
+                self.step(*where, number)
             else:
-                self.function(epoch, batch, number)
+                self.function(*where, number)
 
     def step(self, *name: Any) -> None:
         if self.course.of_step() is Doing.REHEARSE:
@@ -138,7 +145,10 @@ scripts = st.builds(
     epochs=st.integers(1, 3),
     before=st.integers(0, 2),
     behind=st.integers(0, 2),
-    bodies=st.lists(st.lists(st.sampled_from([STEP, TASK]), max_size=4), max_size=4),
+    loops=st.lists(
+        st.lists(st.lists(st.sampled_from([STEP, TASK]), max_size=4), max_size=4), max_size=3
+    ),
+    breaks=st.frozensets(st.integers(0, 2)),
 )
 
 
@@ -186,7 +196,7 @@ def test_a_newcomer_begins_where_the_lost_one_was(script: Script, data: st.DataO
 def test_with_sharded_state_all_go_back_to_a_snapshot(
     bodies: Bodies, every: int, at: set[int]
 ) -> None:
-    script = Script(1, 0, 0, bodies, snapshots=every)
+    script = Script(1, 0, 0, [bodies], snapshots=every)
     calm = undisturbed(script)
     script.losses = at
     script.run()

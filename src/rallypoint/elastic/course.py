@@ -11,6 +11,7 @@ import enum
 from dataclasses import replace
 
 from .own_state import OwnState, Place
+from .rng import RandomState
 
 
 class Doing(enum.Enum):
@@ -29,6 +30,7 @@ class Course:
     Attributes:
         steps: how many steps and functions are complete.
         place: in the data.
+        in_epoch: an epoch is under way.
         in_batches: a loop over batches is under way.
         in_body: and the script has a batch in hand.
         repeats: this batch comes again.
@@ -40,9 +42,10 @@ class Course:
     def __init__(self) -> None:
         self.steps = 0
         self.place = Place()
-        self.in_batches = self.in_body = False
+        self.in_epoch = self.in_batches = self.in_body = False
         self.repeats = self.is_back = self.has_strayed = False
         self._resume: OwnState | None = None  # where the next iteration begins
+        self._loops = 0  # over batches, that the script has begun in this epoch
         self._tasks_to_skip = 0
         self._is_void = False  # a step has failed: the rest of the body has no effect
         self._to_rehearse = 0  # how many steps until the one to continue with
@@ -56,10 +59,16 @@ class Course:
     # -- loops --------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        self.place = replace(self.place, counted=True)
+        self.place, self.in_epoch = replace(self.place, counted=True), True
 
     def end_epoch(self, epoch: int) -> None:
         self.place, self._tasks_to_skip = Place(epoch + 1, counted=True), 0
+        self._resume, self._loops, self.in_epoch = None, 0, False
+
+    def begin_loop(self) -> bool:
+        """The script comes to a loop over batches. Returns whether the loop is left out: it was complete where this process begins."""
+        number, self._loops = self._loops, self._loops + 1
+        return self._resume is not None and number < self._resume.place.loop
 
     def begin_batches(self) -> OwnState | None:
         """A loop begins, or its iteration begins anew.
@@ -70,6 +79,18 @@ class Course:
         self.in_batches, self.is_back = True, False
         own, self._resume = self._resume, None
         return own
+
+    def begin_at_first_batch(self, begun: RandomState, sizes: tuple[tuple[int, int], ...]) -> None:
+        """The iteration of a loop begins, and no process has iterated before.
+
+        Args:
+            begun: the generators.
+            sizes: with a :class:`.Sampler`, how many ranks share the samples.
+        """
+        # A loop that was left behind a step has its mark in ``done``.
+        self.place = replace(
+            self.place, loop=self._loops - 1, batch=0, done=0, begun=begun, sizes=sizes
+        )
 
     def end_batches(self) -> None:
         self.has_strayed = self.has_strayed or (self.in_body and self.is_void)

@@ -43,13 +43,14 @@ class Place:
 
     Args:
         epoch: how many epochs are complete.
-        batch: how many batches of this epoch are.
+        loop: the number within this epoch of the loop over batches that was begun last; those before it are complete.
+        batch: how many batches of that loop are.
         tasks: how many functions were run in this epoch (``Session.run``), but for those in the body of a batch.
         done: how many steps and functions of the present batch's body are complete.
         in_body: whether the step under way is in a batch's body.
         counted: whether ``Session.epochs`` counts the epochs.
-        begun: the generators when the iteration of this epoch began; None without ``Session.batches``.
-        sizes: with a :class:`.Sampler`, how many ranks have shared this epoch's samples, and from which batch on.
+        begun: the generators when the iteration of that loop began; None before the first one.
+        sizes: with a :class:`.Sampler`, how many ranks have shared that loop's samples, and from which batch on.
     """
 
     epoch: int = 0
@@ -60,6 +61,7 @@ class Place:
     counted: bool = False
     begun: RandomState | None = None
     sizes: tuple[tuple[int, int], ...] = ()
+    loop: int = 0
 
     def after(self, *, task: bool) -> Place:
         """The place once the step under way is complete, or the function, if ``task``."""
@@ -144,6 +146,7 @@ class OwnState:
                 place.counted,
             ],
             "ranks": place.sizes,
+            "loop": place.loop,
             "is_task": self.is_task,
             "states": heads,
             "sizes": [len(part) for part in parts],
@@ -173,9 +176,10 @@ class OwnState:
         random, later, call, behind, begun = states
         assert random is not None
         epoch, batch, tasks, done, in_body, counted = head["place"]
-        # Checkpoints of earlier versions lack it.
+        # Checkpoints of earlier versions lack these two.
+        loop = head.get("loop", 0)
         sizes = tuple((first, size) for first, size in head.get("ranks", ()))
-        place = Place(epoch, batch, tasks, done, in_body, counted, begun, sizes)
+        place = Place(epoch, batch, tasks, done, in_body, counted, begun, sizes, loop)
         return cls(
             *(head["steps"], place, random, later, call, behind),
             *(buffers, later_buffers, head["is_task"], loader),

@@ -82,6 +82,10 @@ class Replicated:
     def continue_body(self) -> RandomState | None:
         if self.own is None:
             return None
+        if not self.own.place.in_body:
+            # The loop was left (break), and what follows it was under way.
+            self.random = self.own.random
+            return self.random
         self.random = self.own.call
         return self.own.behind
 

@@ -91,12 +91,14 @@ class Session:
         self._results: dict[str, Any] = {}  # of the functions that were run
         self._swaps: dict[str, bool] = {}  # whether they change parameters, of those that have run
         self._function = ""  # that is run
+        self._loops_outside = False  # a loop over batches was in no epoch
         self._in_epochs = self._in_step = self._is_task = self._rehearses = False
         self._has_stopped = False  # the last checkpoint is taken, as the job is told to stop
         self._applied = 0  # optimizers that have stepped in the step under way
         self._iterations = 0
         self._loader: Any = None  # whose batches are under way
         self._random_behind: RandomState | None = None  # the last step of a loop without batches
+        self._behind_break: RandomState | None = None  # of a loop, where this process begins
         self._ranks_before: int | None = None  # of a checkpoint with another number of them
         self._hooks: list[Any] = []
         self._on_resize: list[Callable[[int, int], object]] = []
@@ -161,7 +163,14 @@ class Session:
             count: of all epochs.
         Returns:
             An iterator over their numbers. A process that takes a lost one over begins with the present epoch.
+        Raises:
+            ElasticError: there was a loop over batches before, outside of an epoch.
         """
+        if self._loops_outside and self._resumes:
+            raise ElasticError(
+                "session.epochs was called behind a loop over session.batches that is in no epoch: a process that begins in the"
+                " midst of an epoch would take that loop for one of the epoch's. Put the loop into an epoch"
+            )
         self._in_epochs = True
         for epoch in range(self._course.place.epoch, count):
             self._course.begin_epoch()
@@ -174,18 +183,23 @@ class Session:
         A process that takes a lost one over begins with the batch under way: it skips the earlier ones by
         fetching them.
 
-        With sharded state, a loss may lead back to an earlier batch of the epoch.
+        With sharded state, a loss may lead back to an earlier batch of the loop.
+
+        An epoch may have several loops, one after another. A process that begins in the midst of it leaves out the bodies of
+        those that are complete, and fetches none of their batches.
 
         Args:
             loader: gives the same batches each time it is iterated with the same random state.
         Returns:
             An iterator over the batches.
         Raises:
-            ElasticError: a second epoch without :meth:`epochs`, which a newcomer could not skip; with sharded state,
-                a loader that can be iterated only once.
+            ElasticError: a second loop without :meth:`epochs`, which a newcomer could not skip; another loop is under way; with
+                sharded state, a loader that can be iterated only once.
         """
-        self._check_loader(loader)
         course, keeping = self._course, self._keeping
+        self._check_loader(loader)
+        if course.begin_loop():
+            return
         keeping.begin_batches(anew=False)
         self._loader = loader
         iterator = self._iterator_of(loader)
@@ -208,7 +222,7 @@ class Session:
                     continue
                 done, random = course.begin_body(), RandomState.now()
                 if done:
-                    self._rehearse(done, keeping.continue_body())
+                    self._rehearse(done, keeping.continue_body() or self._behind_break)
                 yield batch
                 while course.repeats:
                     self._begin_body_again(random)
@@ -597,11 +611,22 @@ class Session:
 
     # -- data -------------------------------------------------------------------------------------
 
+    @property
+    def _resumes(self) -> bool:
+        """Whether a process may begin in the midst of the script."""
+        return self._kept is not None or self._checkpoints is not None
+
     def _check_loader(self, loader: Iterable[Any]) -> None:
         self._check_way()
+        if self._course.in_batches:
+            raise ElasticError(
+                "session.batches: a loop began while another one is under way (zip, or one within the other; or a loop was left,"
+                " and a variable holds its iterator: close() it). Have one loop only: `session.batches` over an object that"
+                " gives the batches of both loaders, or iterate over the inner loader without it"
+            )
         self._iterations += 1
-        resumes = self._kept is not None or self._checkpoints is not None
-        if self._iterations > 1 and not self._in_epochs and resumes:
+        self._loops_outside = self._loops_outside or not self._course.in_epoch
+        if self._iterations > 1 and not self._in_epochs and self._resumes:
             raise ElasticError(
                 "session.batches was called again: write `for epoch in session.epochs(n)` around it, so that a process"
                 " that takes a lost one over, or the next start, can begin in the present epoch"
@@ -622,7 +647,7 @@ class Session:
             if isinstance(sampler, Sampler):
                 sampler.begin_at(course.place.epoch if self._in_epochs else self._iterations - 1)
                 sizes = sample_order.resized((), 0, sampler.num_ranks)
-            course.place = replace(course.place, batch=0, begun=RandomState.now(), sizes=sizes)
+            course.begin_at_first_batch(RandomState.now(), sizes)
             return self._iterate(loader)
         self._keeping.begin_batches(anew=True)
         own.place.begun.restore()
@@ -630,6 +655,7 @@ class Session:
         if ranks_before is not None and not isinstance(sampler, Sampler):
             own = self._rescaled(own, ranks_before)
             course.place = own.place
+        self._behind_break = None if own.place.in_body else own.random
         keeps_place: Any = loader if own.loader else None
         skips = not isinstance(sampler, Sampler) and keeps_place is None
         if isinstance(sampler, Sampler):

@@ -1,0 +1,62 @@
+"""Loops over batches that a session cannot tell apart are refused; those that follow each other are told apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rallypoint import elastic
+from rallypoint.elastic.own_state import OwnState, Place
+from rallypoint.elastic.rng import RandomState
+from rallypoint.errors import ElasticError
+
+
+def session(folder: Path | None = None) -> elastic.Session:
+    return elastic.session(torch.nn.Linear(1, 1), checkpoint=folder)
+
+
+def test_two_loops_at_once_are_refused() -> None:
+    with session() as it:
+        for _ in it.epochs(1):
+            pairs = zip(it.batches([1, 2]), it.batches([3, 4]), strict=True)
+            with pytest.raises(ElasticError, match="began while another one is under way"):
+                next(pairs)
+
+
+def test_a_loop_within_another_is_refused() -> None:
+    with session() as it:
+        for _ in it.batches([1, 2]):
+            with pytest.raises(ElasticError, match="iterate over the inner loader without it"):
+                next(it.batches([3, 4]))
+            break
+
+
+def test_a_loop_that_was_left_does_not_prevent_the_next() -> None:
+    found = []
+    with session() as it:
+        for _ in it.epochs(2):
+            for loader in ([1, 2], [3, 4]):
+                for batch in it.batches(loader):
+                    found.append(batch)
+                    break
+    assert found == [1, 3, 1, 3]
+
+
+def test_a_loop_in_no_epoch_before_the_epochs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ElasticError, match=r"session\.epochs was called behind a loop"):
+        with session(tmp_path) as it:
+            list(it.batches([1, 2]))
+            next(it.epochs(1))
+
+
+def test_a_place_tells_the_loop_and_one_of_an_earlier_version_is_in_the_first() -> None:
+    random = RandomState.now()
+    own = OwnState(5, Place(1, 2, begun=random, loop=3), random)
+    assert OwnState.unpack(own.pack()) == own
+    earlier = own.pack().replace(b'"loop":3,', b"")
+    size = int.from_bytes(earlier[:4]) - len(b'"loop":3,')
+    found = OwnState.unpack(size.to_bytes(4) + earlier[4:])
+    assert found == replace(own, place=replace(own.place, loop=0))
