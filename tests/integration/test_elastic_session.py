@@ -764,6 +764,76 @@ elastic.session(net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert f"a communication hook with a {name} cannot be kept" in " ".join(done.stderr.split())
 
 
+# Steps in which no optimizer steps.
+SKIPS = """
+import sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+KIND = sys.argv[1]
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+if "sharded" in KIND:
+    for each in (*net, net):
+        fully_shard(each)
+else:
+    net = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)  # the first steps overflow
+skipped = 0
+with elastic.session(net, optimizer, scaler) as session:
+    while session.position < 12:
+        with session.step():
+            if "scaler" in KIND:
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = net(torch.randn(32, 8)).square().mean()
+                before = scaler.get_scale()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                skipped += scaler.get_scale() < before
+            else:
+                loss = net(torch.randn(32, 8)).square().mean()
+                if "skips" in KIND:
+                    optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+                # A rule of the script's own.
+                if session.position % 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    skipped += 1
+if dist.get_rank() == 0:
+    print("skipped", skipped)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", ["scaler", "skips", "sharded skips", "accumulates", "sharded accumulates"]
+)
+def test_a_step_without_the_optimizers_is_refused_only_if_its_gradients_are_used(
+    tmp_path: Path, kind: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SKIPS)
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", str(script), kind]
+    done = run(words, capture_output=True, text=True, timeout=150)
+    if "accumulates" in kind:
+        assert done.returncode == 1
+        assert "all passes of an accumulation into one session.step()" in " ".join(
+            done.stderr.split()
+        )
+    else:
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout.split()[1]) >= 3
+
+
 def test_parameters_that_change_before_a_loss_are_no_state_to_go_on_from(tmp_path: Path) -> None:
     """As a sharpness-aware optimizer changes them between its two passes."""
     script = tmp_path / "train.py"

@@ -97,11 +97,13 @@ def test_gradients_that_a_step_leaves_are_seen() -> None:
     net = torch.nn.Linear(2, 2)
     objects = Objects([net])
     before = objects.gradients()
-    assert not objects.has_accumulated(before)
+    assert not list(objects.accumulated(before))
     net(torch.ones(1, 2)).sum().backward()
-    assert objects.has_accumulated(before)
+    assert [each for each, _ in objects.accumulated(before)] == [net.weight, net.bias]
+    net.weight.grad[0, 0] = torch.inf  # type: ignore[index]
+    assert [each for each, _ in objects.accumulated(before)] == [net.bias]
     net.zero_grad(set_to_none=False)
-    assert not objects.has_accumulated(before)
+    assert not list(objects.accumulated(before))
     objects.drop_gradients(before)
     assert net.weight.grad is None
 

@@ -129,16 +129,23 @@ class Objects:
         found = (each.grad for each in self._parameters)
         return [None if each is None else (each, _version(each)) for each in found]
 
-    def has_accumulated(self, before: Sequence[tuple[torch.Tensor, int] | None]) -> bool:
-        """Whether a step has left gradients that it did not find."""
+    def accumulated(
+        self, before: Sequence[tuple[torch.Tensor, int] | None]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and gradients that a step has left and did not find. Those that are zero or not finite do not count."""
         for parameter, held in zip(self._parameters, before, strict=True):
             grad = parameter.grad
             if grad is None:
                 continue
             changed = held is None or held[0] is not grad or held[1] != _version(grad)
-            if changed and bool(torch_private.local_part(grad).any()):
-                return True
-        return False
+            if changed and torch_private.is_gradient(grad):
+                yield parameter, grad
+
+    def fsdp_parameters(self) -> Iterator[torch.Tensor]:
+        """Those of FSDP2, whose gradients do not arrive by autograd."""
+        for module in self.modules:
+            for part in torch_private.fsdp_parts(module):
+                yield from part.parameters()
 
     def drop_gradients(self, before: Sequence[tuple[torch.Tensor, int] | None]) -> None:
         """After a step that did not end: as they were at its beginning, none or zero."""

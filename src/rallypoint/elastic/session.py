@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -24,6 +25,7 @@ from .copies import Copies
 from .course import Course, Doing
 from .groups import KeptGroup
 from .keeping import Keeping
+from .leftover import Leftover
 from .local_values import LocalValues
 from .meeting import Meeting, Recovery
 from .memory import Memory
@@ -80,6 +82,7 @@ class Session:
                 " fully_shard shards an optimizer's state, too"
             )
         self._objects = objects
+        self._leftover = Leftover(objects)
         self._kept = kept
         self._checkpoints = checkpoints
         self._every = snapshot_every
@@ -429,6 +432,7 @@ class Session:
             may_swap = self._is_task and self._swaps.get(self._function, True)
             self._meeting.begun = self._keeping.begin_step(is_task=self._is_task, may_swap=may_swap)
         self._applied = 0
+        self._leftover.begin_step()
         self._in_step = True
 
     def _end(self, error: BaseException | None) -> bool:
@@ -441,6 +445,7 @@ class Session:
             self._rehearsal.leave()
             self._note_rehearsed()
             return isinstance(error, Exception)  # its results mean nothing
+        self._leftover.end_step()
         if error is None:
             self._check_accumulation()
             course.note_complete(is_task=self._is_task)
@@ -476,23 +481,28 @@ class Session:
 
     def _check_accumulation(self) -> None:
         begun = None if self._meeting is None else self._meeting.begun
-        if self._applied or begun is None or not self._objects.optimizers:
+        if begun is None or not self._objects.optimizers:
             return
-        if self._objects.has_accumulated(begun.gradients):
+        if not self._applied:
+            self._leftover.add(self._objects.accumulated(begun.gradients))
+        if self._leftover.is_used:
             raise ElasticError(
                 "a step ended with gradients, and no optimizer of the session has stepped: they would be lost with a"
                 " process. Put all passes of an accumulation into one session.step()"
             )
 
-    def _note_applied(self, *_: Any) -> None:
+    def _note_applied(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._in_step and not self._rehearses:
             self._applied += 1
+            self._leftover.note_applied(optimizer)
 
     def _before_collective(self, group: KeptGroup, operation: str) -> None:
         if self._memory is not None and operation not in torch_private.POINT_TO_POINT:
             self._memory.progress.begin(group.kept_name)
         if self._in_step:
             self._keeping.note_collective()
+            if operation in torch_private.REDUCE_SCATTERS:
+                self._leftover.note_reduction()
 
     def _change(self, error: BaseException | None) -> MembershipChanged | None:
         """What a collective of the script raises: after a loss, or instead of waiting for a rank that will not come.

@@ -75,11 +75,14 @@ SAME_FOR_ALL = frozenset(
         *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
     }
 )
+REDUCE_SCATTERS = (
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+)
 COLLECTIVES = (
     *sorted(SAME_FOR_ALL),
     *("reduce", "gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
-    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    *REDUCE_SCATTERS,
 )
 # These change the tensors that they are given.
 IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "barrier", "reduce", "send"})
@@ -307,12 +310,22 @@ def local_optimizer(optimizer: Any) -> Any:
     return optimizer.optim if kind is not None and isinstance(optimizer, kind) else optimizer
 
 
+def fsdp_parts(module: Any) -> list[Any]:
+    """Those of a module's parts that were given to FSDP2."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [each for each in module.modules() if isinstance(each, kind)]
+
+
+def is_gradient(grad: torch.Tensor) -> bool:
+    """Whether a gradient, or this rank's part of it, is something to apply: neither zero nor with an element that is not finite."""
+    part = local_part(grad)
+    values = part.coalesce().values() if part.is_sparse else part
+    return bool(values.any()) and bool(values.isfinite().all())
+
+
 def reset_fsdp(module: Any) -> None:
     """Let the next forward pass of FSDP2's modules run after a pass that did not end. Their parameters are shards again."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is None:
-        return
-    parts = [each for each in module.modules() if isinstance(each, kind)]
+    parts = fsdp_parts(module)
     states = [each._get_fsdp_state() for each in parts]
     for group in (group for state in states for group in state._fsdp_param_groups):
         # To wait for it would raise: its group is gone.

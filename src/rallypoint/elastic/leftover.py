@@ -1,0 +1,81 @@
+"""Gradients that a step left although no optimizer had stepped: whether a later step uses them.
+
+An optimizer's step may be left out: by a ``GradScaler`` that finds gradients which are not finite, or by a script that sees such a
+loss. Then the next step begins with ``zero_grad``, and nothing is lost with a process. If it adds to them instead, or an optimizer
+applies them, they are part of an accumulation over several steps.
+
+The difference shows when the next gradient arrives: ``zero_grad`` comes right before, at the latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from . import torch_private
+from .objects import Objects
+
+
+class Leftover:
+    """What the last steps have left.
+
+    Args:
+        objects: the session's.
+
+    Attributes:
+        is_used: a step has used gradients that an earlier one left.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._left: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the parameter's id
+        self._hooks: list[Any] = []
+        self.is_used = False
+
+    def begin_step(self) -> None:
+        """A step begins with effect: watch what it does with them."""
+        self._left = {key: pair for key, pair in self._left.items() if _is_there(*pair)}
+        for parameter, _ in self._left.values():
+            if parameter.requires_grad:
+                node = get_gradient_edge(parameter).node
+                # The parameter does not keep its node alive.
+                hook = node.register_prehook(lambda *_, each=parameter: self._meet([each]))
+                self._hooks.append((node, hook))
+
+    def note_reduction(self) -> None:
+        """Gradients are about to be added up over ranks; those of FSDP2's shards arrive right behind it."""
+        if self._left:
+            self._meet(self._objects.fsdp_parameters())
+
+    def note_applied(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped. What has not arrived in this step, it has taken from an earlier one."""
+        if self._left:
+            self._meet(each for group in optimizer.param_groups for each in group["params"])
+
+    def end_step(self) -> None:
+        """It has ended, in whichever way."""
+        for _, hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def add(self, left: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """A step has ended, and no optimizer has stepped in it.
+
+        Args:
+            left: parameters and gradients (:meth:`.Objects.accumulated`).
+        """
+        self._left.update((id(pair[0]), pair) for pair in left)
+
+    def _meet(self, parameters: Iterable[torch.Tensor]) -> None:
+        """New gradients arrive there: has anybody thrown away the old ones?"""
+        for each in parameters:
+            pair = self._left.pop(id(each), None)
+            if pair is not None and _is_there(*pair):
+                self.is_used = True
+
+
+def _is_there(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
+    return parameter.grad is grad and torch_private.is_gradient(grad)
