@@ -196,7 +196,11 @@ def two_loops(
     """The batches of two loops in each epoch, the first of which is left early, and what is drawn, up to a step."""
     found = []
 
-    loaders = [DataLoader(each, batch_size=10, shuffle=True) for each in data]
+    own = [torch.Generator().manual_seed(7), None]
+    loaders = [
+        DataLoader(each, batch_size=10, shuffle=True, generator=generator)
+        for each, generator in zip(data, own, strict=True)
+    ]
     with contextlib.suppress(Stop):
         with elastic.session(nn.Linear(1, 1), checkpoint=where, checkpoint_every=1) as session:
             for _ in session.epochs(2):

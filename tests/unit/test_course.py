@@ -81,7 +81,7 @@ class Script:
     def begin(self, bodies: Bodies) -> Any:
         own = self.course.begin_batches()
         if own is None or own.place.begun is None:
-            self.course.begin_at_first_batch(BEGUN, ())
+            self.course.begin_at_first_batch(BEGUN, (), ())
             return iter(range(len(bodies)))
         return iter(range(own.place.batch, len(bodies)))
 

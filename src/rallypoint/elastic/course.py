@@ -62,13 +62,19 @@ class Course:
         self.place, self.in_epoch = replace(self.place, counted=True), True
 
     def end_epoch(self, epoch: int) -> None:
-        self.place, self._tasks_to_skip = Place(epoch + 1, counted=True), 0
+        self.place = Place(epoch + 1, counted=True, seen=self.place.seen)
+        self._tasks_to_skip = 0
         self._resume, self._loops, self.in_epoch = None, 0, False
+
+    @property
+    def loop(self) -> int:
+        """The number of the loop over batches within the epoch that the script has come to last."""
+        return self._loops - 1
 
     def begin_loop(self) -> bool:
         """The script comes to a loop over batches. Returns whether the loop is left out: it was complete where this process begins."""
-        number, self._loops = self._loops, self._loops + 1
-        return self._resume is not None and number < self._resume.place.loop
+        self._loops += 1
+        return self._resume is not None and self.loop < self._resume.place.loop
 
     def begin_batches(self) -> OwnState | None:
         """A loop begins, or its iteration begins anew.
@@ -80,16 +86,28 @@ class Course:
         own, self._resume = self._resume, None
         return own
 
-    def begin_at_first_batch(self, begun: RandomState, sizes: tuple[tuple[int, int], ...]) -> None:
+    def begin_at_first_batch(
+        self,
+        begun: RandomState,
+        own_begun: tuple[bytes, ...],
+        sizes: tuple[tuple[int, int], ...],
+    ) -> None:
         """The iteration of a loop begins, and no process has iterated before.
 
         Args:
             begun: the generators.
+            own_begun: the loader's own ones.
             sizes: with a :class:`.Sampler`, how many ranks share the samples.
         """
         # A loop that was left behind a step has its mark in ``done``.
         self.place = replace(
-            self.place, loop=self._loops - 1, batch=0, done=0, begun=begun, sizes=sizes
+            self.place,
+            loop=self.loop,
+            batch=0,
+            done=0,
+            begun=begun,
+            own_begun=own_begun,
+            sizes=sizes,
         )
 
     def end_batches(self) -> None:
@@ -189,9 +207,10 @@ class Course:
 
     def go_back(self, own: OwnState) -> None:
         """A loss leads back to a snapshot with fewer steps."""
-        self.place = own.place
+        # What loaders have for themselves has stayed here, but for the loop that is under way.
+        self.place = replace(own.place, seen=self.place.seen)
         if self.in_batches:
             self._resume, self.is_back = own, True
         else:
             # It was taken where a loop over batches ended.
-            self.place = replace(own.place, in_body=False)
+            self.place = replace(self.place, in_body=False)

@@ -15,6 +15,7 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .loader_generators import Seen
 from .rng import RandomState
 
 
@@ -51,6 +52,8 @@ class Place:
         counted: whether ``Session.epochs`` counts the epochs.
         begun: the generators when the iteration of that loop began; None before the first one.
         sizes: with a :class:`.Sampler`, how many ranks have shared that loop's samples, and from which batch on.
+        own_begun: the loader's own generators when the iteration of that loop began.
+        seen: all generators that loaders have for themselves.
     """
 
     epoch: int = 0
@@ -62,6 +65,8 @@ class Place:
     begun: RandomState | None = None
     sizes: tuple[tuple[int, int], ...] = ()
     loop: int = 0
+    own_begun: tuple[bytes, ...] = ()
+    seen: tuple[Seen, ...] = ()
 
     def after(self, *, task: bool) -> Place:
         """The place once the step under way is complete, or the function, if ``task``."""
@@ -72,6 +77,11 @@ class Place:
     def after_batch(self) -> Place:
         """The place behind the body of a batch."""
         return replace(self, batch=self.batch + 1, done=0, in_body=False)
+
+    def with_other_generators(self, now: RandomState) -> Place:
+        """The place on a rank whose own generators are not known, with those that it has."""
+        begun = None if self.begun is None else now
+        return replace(self, begun=begun, own_begun=(), seen=())
 
     @property
     def tasks_to_skip(self) -> int:
@@ -135,6 +145,7 @@ class OwnState:
             head, more = state.pack()
             heads.append({**head, "parts": len(more)})
             parts += more
+        parts += [*place.own_begun, *(each.state for each in place.seen)]
         head = {
             "steps": self.steps,
             "place": [
@@ -147,6 +158,8 @@ class OwnState:
             ],
             "ranks": place.sizes,
             "loop": place.loop,
+            "own": len(place.own_begun),
+            "seen": [[each.first, each.uses, each.stays] for each in place.seen],
             "is_task": self.is_task,
             "states": heads,
             "sizes": [len(part) for part in parts],
@@ -176,10 +189,18 @@ class OwnState:
         random, later, call, behind, begun = states
         assert random is not None
         epoch, batch, tasks, done, in_body, counted = head["place"]
-        # Checkpoints of earlier versions lack these two.
+        # Checkpoints of earlier versions lack these.
         loop = head.get("loop", 0)
         sizes = tuple((first, size) for first, size in head.get("ranks", ()))
-        place = Place(epoch, batch, tasks, done, in_body, counted, begun, sizes, loop)
+        count = head.get("own", 0)
+        own_begun, kept = tuple(left[:count]), zip(head.get("seen", ()), left[count:], strict=True)
+        seen = tuple(
+            Seen(first, tuple((loop, number) for loop, number in uses), stays, state)
+            for (first, uses, stays), state in kept
+        )
+        place = Place(
+            *(epoch, batch, tasks, done, in_body, counted, begun, sizes, loop, own_begun, seen)
+        )
         return cls(
             *(head["steps"], place, random, later, call, behind),
             *(buffers, later_buffers, head["is_task"], loader),

@@ -190,11 +190,9 @@ class Replicated:
 
     def take_place(self, data: bytes) -> None:
         other, now = OwnState.unpack(data), RandomState.now()
-        begun = None if other.place.begun is None else now
         # With the generators of another rank, this one would repeat its dropout masks and its order of the data.
-        self.own = OwnState(
-            other.steps, replace(other.place, begun=begun), now, is_task=other.is_task
-        )
+        place = other.place.with_other_generators(now)
+        self.own = OwnState(other.steps, place, now, is_task=other.is_task)
         _log.warning(
             "the random state of rank %d was lost with its node: it continues with that behind the script's set-up",
             dist.get_rank(),

@@ -26,6 +26,7 @@ from .course import Course, Doing
 from .groups import KeptGroup
 from .keeping import Keeping
 from .leftover import Leftover
+from .loader_generators import LoaderGenerators, generators_of, restore, states_of
 from .local_values import LocalValues
 from .meeting import Meeting, Recovery
 from .memory import Memory
@@ -83,6 +84,7 @@ class Session:
             )
         self._objects = objects
         self._leftover = Leftover(objects)
+        self._generators = LoaderGenerators()
         self._kept = kept
         self._checkpoints = checkpoints
         self._every = snapshot_every
@@ -201,7 +203,10 @@ class Session:
         """
         course, keeping = self._course, self._keeping
         self._check_loader(loader)
-        if course.begin_loop():
+        is_left_out = course.begin_loop()
+        seen = self._generators.meet(course.place.seen, course.loop, loader)
+        course.place = replace(course.place, seen=seen)
+        if is_left_out:
             return
         keeping.begin_batches(anew=False)
         self._loader = loader
@@ -233,6 +238,8 @@ class Session:
                 if not course.end_body():
                     self._end_rehearsal()
         finally:
+            seen = self._generators.leave(course.place.seen, loader)
+            course.place = replace(course.place, seen=seen)
             course.end_batches()
             self._loader = None
             keeping.end_batches()
@@ -577,8 +584,7 @@ class Session:
             self._objects.buffers.fill(own.buffers)
         else:
             now = RandomState.now()
-            begun = None if own.place.begun is None else now
-            own = replace(own, random=now, place=replace(own.place, begun=begun))
+            own = replace(own, random=now, place=own.place.with_other_generators(now))
             self._ranks_before = loaded.record.ranks
         self._course.continue_at(own)
         if not loaded.is_own:
@@ -657,10 +663,11 @@ class Session:
             if isinstance(sampler, Sampler):
                 sampler.begin_at(course.place.epoch if self._in_epochs else self._iterations - 1)
                 sizes = sample_order.resized((), 0, sampler.num_ranks)
-            course.begin_at_first_batch(RandomState.now(), sizes)
+            course.begin_at_first_batch(RandomState.now(), states_of(generators_of(loader)), sizes)
             return self._iterate(loader)
         self._keeping.begin_batches(anew=True)
         own.place.begun.restore()
+        restore(generators_of(loader), own.place.own_begun)
         ranks_before, self._ranks_before = self._ranks_before, None
         if ranks_before is not None and not isinstance(sampler, Sampler):
             own = self._rescaled(own, ranks_before)

@@ -1,0 +1,129 @@
+"""Random generators that loaders have for themselves: ``DataLoader(…, generator=…)``, and those of its samplers.
+
+They go on from epoch to epoch, so a process that begins in the midst of the training must find them as they were. Only the
+script has them, and it shows them where a loop over batches begins. So a process tells which loops they were seen in, and another
+one takes them up at the same places. A script may also make new ones for each epoch; those begin as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A generator, as its process tells of it.
+
+    Args:
+        first: a digest of its state where it was first seen.
+        uses: numbers of loops within an epoch, and the generator's place among those of the loop's loader.
+        stays: whether it was there in a later epoch, too; None: there was none yet.
+        state: where the last of these loops ended; empty before that.
+    """
+
+    first: str
+    uses: tuple[tuple[int, int], ...]
+    stays: bool | None = None
+    state: bytes = b""
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """A loader's own generators, without the one that all share."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found: list[torch.Generator] = []
+    for each in owners:
+        it = getattr(each, "generator", None)
+        if not isinstance(it, torch.Generator) or it is torch.default_generator:
+            continue
+        if not any(it is other for other in found):
+            found.append(it)
+    return found
+
+
+def states_of(generators: Iterable[torch.Generator]) -> tuple[bytes, ...]:
+    """Their states."""
+    return tuple(each.get_state().numpy().tobytes() for each in generators)
+
+
+def restore(generators: Sequence[torch.Generator], states: Sequence[bytes]) -> None:
+    """Set their states, if there are as many as that."""
+    if len(generators) == len(states):
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+class LoaderGenerators:
+    """Those that this process has seen, beside what is told of them.
+
+    What is told (a tuple of :class:`Seen`) is part of the place in the data, so it comes from outside, and goes back.
+    """
+
+    def __init__(self) -> None:
+        self._mine: dict[int, torch.Generator] = {}  # by their place in what is told
+
+    def meet(self, told: tuple[Seen, ...], loop: int, loader: Any) -> tuple[Seen, ...]:
+        """A loop begins, or is left out: take up what another process has told, and tell what is new.
+
+        Args:
+            told: so far.
+            loop: its number within the epoch.
+            loader: whose batches it has.
+        """
+        all_seen = list(told)
+        for number, generator in enumerate(generators_of(loader)):
+            use = (loop, number)
+            of_use = next((at for at, each in enumerate(all_seen) if use in each.uses), None)
+            mine = next((at for at, each in self._mine.items() if each is generator), None)
+            if mine is not None:
+                each = all_seen[mine]
+                if mine == of_use:
+                    all_seen[mine] = replace(each, stays=True)
+                else:
+                    self._forget(all_seen, of_use, use)
+                    all_seen[mine] = replace(each, uses=(*each.uses, use))
+                continue
+            (now,) = states_of([generator])
+            if of_use is not None and of_use not in self._mine:
+                each = all_seen[of_use]
+                if each.stays or (each.stays is None and each.first == _digest(now)):
+                    self._mine[of_use] = generator
+                    if each.state:
+                        restore([generator], [each.state])
+                    continue
+            self._forget(all_seen, of_use, use)
+            stays = None if of_use is None else False
+            self._mine[len(all_seen)] = generator
+            all_seen.append(Seen(_digest(now), (use,), stays))
+        return self._without_unused(all_seen)
+
+    def leave(self, told: tuple[Seen, ...], loader: Any) -> tuple[Seen, ...]:
+        """A loop has ended."""
+        all_seen = list(told)
+        for generator in generators_of(loader):
+            for at, each in self._mine.items():
+                if each is generator and at < len(all_seen):
+                    (state,) = states_of([generator])
+                    all_seen[at] = replace(all_seen[at], state=state)
+        return tuple(all_seen)
+
+    @staticmethod
+    def _forget(all_seen: list[Seen], at: int | None, use: tuple[int, int]) -> None:
+        """Another generator is in that place now."""
+        if at is not None:
+            each = all_seen[at]
+            all_seen[at] = replace(each, uses=tuple(other for other in each.uses if other != use))
+
+    def _without_unused(self, all_seen: list[Seen]) -> tuple[Seen, ...]:
+        kept = [at for at, each in enumerate(all_seen) if each.uses]
+        self._mine = {new: self._mine[old] for new, old in enumerate(kept) if old in self._mine}
+        return tuple(all_seen[at] for at in kept)
+
+
+def _digest(state: bytes) -> str:
+    return hashlib.blake2b(state, digest_size=8).hexdigest()
