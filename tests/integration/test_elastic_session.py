@@ -743,6 +743,37 @@ def test_a_decision_by_local_values_is_the_same_after_losses(tmp_path: Path) -> 
     assert len(ends["calm"]) == 1
 
 
+def test_what_a_loop_of_ones_own_draws_before_a_step_comes_again(tmp_path: Path) -> None:
+    begin, _, rest = LOOPS.partition("    for epoch in session.epochs(2):\n")
+    script = (
+        begin
+        + """
+    while session.position < 12:
+        if session.position in (4, 9):
+            session.run(score)
+        x = torch.randn(3, 4)
+        with session.step():
+            fault("forward")
+            session.local.setdefault("seen", []).append([x.sum().item(), torch.rand(1).item()])
+            net(x).square().mean().backward()
+            fault("backward")
+            optimizer.step()
+            optimizer.zero_grad()
+        fault("between")
+"""
+        + rest[rest.index("    bits =") :]
+    )
+    _, calm = trained(tmp_path / "calm", [], script=script)
+    faults = [
+        *((0, 2, "forward"), (2, 1, "backward"), (3, 0, "forward"), (4, 1, "score")),
+        *((6, 2, "backward"), (7, 0, "between"), (9, 0, "score"), (11, 1, "forward")),
+    ]
+    done, ends = trained(tmp_path / "job", faults, script=script)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "job").glob("fault *"))) == len(faults)
+    assert_same_end(ends, calm)
+
+
 @pytest.mark.parametrize("name", ["PowerSGDState", "PostLocalSGDState"])
 def test_hooks_with_state_are_refused(tmp_path: Path, name: str) -> None:
     script = tmp_path / "train.py"

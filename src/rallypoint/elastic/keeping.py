@@ -81,12 +81,15 @@ class Keeping(Protocol):
     def leave_task(self, before: int) -> bool:
         """After it. Returns False if it must run again: a loss leads back to ``before`` steps or fewer."""
 
-    def begin_step(self, *, is_task: bool, may_swap: bool = False) -> Begun:
+    def begin_step(
+        self, *, is_task: bool, may_swap: bool = False, behind: RandomState | None = None
+    ) -> Begun:
         """A step begins, with effect.
 
         Args:
             is_task: a function's.
             may_swap: it may change parameters and put them back.
+            behind: outside of a batch's body, the generators behind the step before, if there was one.
         """
 
     def note_collective(self) -> None:

@@ -98,7 +98,8 @@ class OwnState:
         place: of the step under way.
         random: the generators before the present batch is fetched; outside of a batch's body, at the beginning of the step.
         call: the generators at the beginning of the step, if it is not the first one in its body.
-        behind: the generators behind the step before, if that was in the same body, and the present one has not begun.
+        behind: the generators behind the step before, if that was in the same body, and the present one has not begun; outside of
+            a batch's body, if they were others than at the beginning of the step.
         is_task: the step under way is a function's.
         later: the generators before the last collective of the step under way; None before the first.
         buffers: of the modules, as bytes; empty if they are too large.

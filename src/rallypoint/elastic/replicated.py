@@ -95,13 +95,15 @@ class Replicated:
     def leave_task(self, before: int) -> bool:
         return True
 
-    def begin_step(self, *, is_task: bool, may_swap: bool = False) -> Begun:
+    def begin_step(
+        self, *, is_task: bool, may_swap: bool = False, behind: RandomState | None = None
+    ) -> Begun:
         self._catch_up()
         if self.random is not None:
             self.random.restore()
             self.random = None
         if not self._course.in_body or self._course.place.done:
-            self._keep(is_task=is_task)
+            self._keep(is_task=is_task, behind=behind)
         objects = self._objects
         objects.check_state()
         return Begun(
@@ -142,7 +144,10 @@ class Replicated:
         buffers: bytes,
     ) -> None:
         if begun is not None and self._course.steps == verdict.steps:
-            begun.random.restore()
+            # In a loop of the user's own, the script draws once more what it drew before the step. Whatever that is, the step
+            # begins with the same as before.
+            is_outside = self.own is not None and not self.own.place.in_body
+            (self.own.newest if self.own and is_outside else begun.random).restore()
             self.random = begun.random
             self._objects.buffers.restore(begun.buffers)
             if begun.settings is not None:
@@ -198,17 +203,25 @@ class Replicated:
             dist.get_rank(),
         )
 
-    def _keep(self, *, is_task: bool) -> None:
+    def _keep(self, *, is_task: bool, behind: RandomState | None = None) -> None:
         if self._memory is None:
             return
         course, buffers = self._course, self._objects.buffers.as_bytes()
         random, call = RandomState.now(), None
         if course.in_body and self.own is not None:
             random, call = self.own.random, random
+        if behind is not None and (course.in_body or behind.equals(random)):
+            behind = None
         if self.own is not None and self.own.steps < course.steps:
             self._before, self._packed_before = self.own, self._packed
         self.own = OwnState(
-            course.steps, course.place, random, call=call, buffers=buffers, is_task=is_task
+            course.steps,
+            course.place,
+            random,
+            call=call,
+            behind=behind,
+            buffers=buffers,
+            is_task=is_task,
         )
         self._write(self._memory)
 
@@ -242,8 +255,10 @@ class Replicated:
         self.own, self._before, self._packed_before = own, None, b""
         if self._memory is not None:
             self._write(self._memory)
-        if is_new and self._course.continue_at(own):
-            self.random = own.random
+        if is_new:
+            until_task = self._course.continue_at(own)
+            if until_task or (own.behind is not None and not own.place.in_body):
+                self.random = own.random
 
 
 def _alike(mine: bytes, theirs: bytes) -> list[bool]:

@@ -102,7 +102,7 @@ class Session:
         self._applied = 0  # optimizers that have stepped in the step under way
         self._iterations = 0
         self._loader: Any = None  # whose batches are under way
-        self._random_behind: RandomState | None = None  # the last step of a loop without batches
+        self._random_behind: RandomState | None = None  # the last step outside of a batch's body
         self._behind_break: RandomState | None = None  # of a loop, where this process begins
         self._ranks_before: int | None = None  # of a checkpoint with another number of them
         self._hooks: list[Any] = []
@@ -353,6 +353,7 @@ class Session:
             except ElasticError:
                 kept.link.tell({"kind": "kept refused"})
                 raise
+        self._random_behind = RandomState.now()
         meeting.count_anew()
         for each in kept.groups:
             each.before, each.explain = self._before_collective, self._change
@@ -433,11 +434,14 @@ class Session:
             self._prepare_rehearsal(None).enter()
             self._in_step = self._rehearses = True
             return
+        behind = None if course.in_body else self._random_behind
         if not course.in_body and not self._is_task:
             self._pass_boundary()
         if self._meeting is not None:
             may_swap = self._is_task and self._swaps.get(self._function, True)
-            self._meeting.begun = self._keeping.begin_step(is_task=self._is_task, may_swap=may_swap)
+            self._meeting.begun = self._keeping.begin_step(
+                is_task=self._is_task, may_swap=may_swap, behind=behind
+            )
         self._applied = 0
         self._leftover.begin_step()
         self._in_step = True
@@ -465,7 +469,7 @@ class Session:
             step_reports.report(step_reports.BY_SESSION, course.steps)
             if meeting is not None:
                 meeting.begun = None
-            if not course.in_body and self._checkpoint_is_due():
+            if not course.in_body and (meeting is not None or self._checkpoint_is_due()):
                 self._random_behind = RandomState.now()
             return False
         if meeting is None or not meeting.explains(error):

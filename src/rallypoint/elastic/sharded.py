@@ -99,7 +99,9 @@ class Sharded:
         self._keep(even_early=True)
         return self._course.steps > before
 
-    def begin_step(self, *, is_task: bool, may_swap: bool = False) -> Begun:
+    def begin_step(
+        self, *, is_task: bool, may_swap: bool = False, behind: RandomState | None = None
+    ) -> Begun:
         # With a batch in hand it is too late to go back: the first collective tells of a loss.
         if not self._course.in_body and not is_task:
             self._keep()
