@@ -17,7 +17,7 @@ from .notes import Notes
 from .run import Run
 from .samples import CountSamples, inputs_of_loader
 from .schedule import Inputs, Schedule, Weighting
-from .torch_private import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from .torch_private import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 
 # How many batches to read ahead if a loader has no length.
@@ -36,7 +36,7 @@ class Batches:
         steps: the inputs the user announced. None: as the loader's length says.
         lookahead: batches in a window. None: use windows only if some rank's loader has no length.
         count: returns the number of samples in a batch.
-        example: a batch for a rank that has none. None: zeros, shaped like another rank's batch.
+        example: a batch for a rank that has none. None: another rank's first batch.
         shadow: called in each step after this rank has run out. None: yield the last batch again.
         begin: called with the first schedule.
     """
@@ -184,10 +184,13 @@ class Batches:
     # -- a rank that never had a batch -----------------------------------------------------------
 
     def _describe(self, schedule: Schedule, batches: Iterator[Any]) -> Iterator[Any]:
-        """A rank that has batches sends a description of one to those that have none, which fill it with zeros."""
+        """A rank that has batches sends its first one to those that have none.
+
+        Zeros would do for most models; but some divide by a norm of their inputs, and then a weight of zero meets NaN.
+        """
         run = self._run
         source = next(rank for rank, steps in enumerate(schedule.steps) if steps)
-        text = ""
+        text, first = "", None
         if run.rank == source:
             first = next(batches)
             text = described(first)
@@ -203,8 +206,13 @@ class Batches:
                     f"rank {', '.join(lacking)} has no batches, and the other ranks' batches hold more than tensors,"
                     " numbers and text; pass example=<a batch> to Join, to run in their place"
                 )
-        elif lacks:
-            self._last = zeros_like_described(text)
+            return batches
+        batch = first if run.rank == source else zeros_like_described(text)
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                exchange.broadcast_into(leaf, source, run.device, run.group)
+        if lacks:
+            self._last = batch
         return batches
 
 
@@ -216,6 +224,9 @@ def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 def described(batch: Any) -> str:
     """A batch's structure, shapes and dtypes as JSON; empty if it holds anything but tensors, numbers and text."""
     leaves, structure = tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(t.layout is not torch.strided or t.is_quantized or t.is_meta for t in tensors):
+        return ""
     try:
         shown = [
             {

@@ -103,8 +103,7 @@ class Join:
             :attr:`syncs`.
         samples: a function that returns the number of samples in a batch. Default: the first dimension of the batch's
             first tensor.
-        example: a batch to run with weight zero on a rank that has no batch at all. None: zeros, shaped like another
-            rank's first batch.
+        example: a batch to run with weight zero on a rank that has no batch at all. None: another rank's first batch.
         replay: whether :meth:`batches` keeps running the loop's body with weight zero on a rank that has run out. False: it
             ends the loop there, and hooks match the other ranks. None: True, unless the list has a Joinable of your
             own, which brings its own hook.
@@ -273,7 +272,14 @@ class Join:
         if self._scale is None:
             if factor == 1.0:
                 return
-            self._scale = GradientScale(self._modules, at_outputs=self._replays_now)
+            joined = [m for m in self._members if m.module is not None]
+            outputs = [m for m in joined if self._replays_now and m.exchanges_within]
+            self._scale = GradientScale(
+                at_outputs=[m.module for m in outputs if m.module is not None],
+                at_parameters=[
+                    m.module for m in joined if m.module is not None and m not in outputs
+                ],
+            )
         self._scale.set(factor)
 
     def _finish(self, run: Run) -> None:

@@ -86,6 +86,24 @@ def broadcast_text(
     return bytes(held.cpu().tolist()).decode()
 
 
+def broadcast_into(
+    tensor: torch.Tensor, source: int, device: torch.device, group: dist.ProcessGroup | None
+) -> None:
+    """Copy the values of rank ``source`` of the group into the tensor.   Collective: one broadcast.
+
+    Args:
+        tensor: dense, of the same shape and dtype on every rank; on the other ranks contiguous, and without a gradient.
+        source: the sender's rank in the group.
+        device, group: as above.
+    """
+    held = tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
+    # No backend takes every dtype, but each takes bytes.
+    if held.numel():
+        dist.broadcast(held.view(-1).view(torch.uint8), group=group, group_src=source)
+    if dist.get_rank(group) != source:
+        tensor.copy_(held)
+
+
 def _flat(runs: Sequence[tuple[int, int | None]]) -> list[int]:
     return [number for steps, size in runs for number in (steps, UNKNOWN if size is None else size)]
 

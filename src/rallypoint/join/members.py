@@ -25,6 +25,8 @@ class Member:
         device: where its tensors are. None: anywhere.
         module: the module whose gradients are averaged over the group, and whose forward passes count as steps; or None.
         needs_plan: whether its hook must know which ranks have inputs.
+        exchanges_within: whether ranks exchange anything between the module's outputs and its parameters, so that
+            gradients must be weighted at the outputs.
     """
 
     name: str = ""
@@ -32,6 +34,7 @@ class Member:
     device: torch.device | None = None
     module: nn.Module | None = None
     needs_plan: bool = False
+    exchanges_within: bool = True
 
     def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
         """The block begins. ``stack`` restores whatever this changes."""

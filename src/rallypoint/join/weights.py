@@ -1,40 +1,48 @@
 """Multiplies each rank's gradient by a factor before the mean over the ranks.
 
-It does so in one of two places, depending on the kind of loop:
+It does so in one of two places:
 
-- *at the modules' outputs*, if every rank runs forward and backward in every step (replay). Whatever ranks exchange
-  within backward (statistics of a SyncBatchNorm, shards, tokens) is then weighted already, and any kind of
-  parameters works. A penalty computed from the parameters themselves is not scaled: each rank adds all of it to
-  the mean.
-- *at the parameters*, if ranks that have run out contribute zeros without running the model (hooks). There a penalty is
-  scaled with the rest, and the other ranks' factors make up for the missing ones.
+- *at the parameters*, if nothing is exchanged between a module's outputs and its parameters: DDP. It does not matter
+  how the loss uses the outputs, and what a rank with factor zero computed may even be infinite.
+- *at the modules' outputs*, if ranks exchange something within backward (shards, statistics of a SyncBatchNorm,
+  tokens), which must be weighted by then. Every rank then runs forward and backward in every step (replay). A penalty
+  computed from the parameters themselves is not scaled: each rank adds all of it to the mean.
 
 A factor of 1 costs nothing: hooks are registered only for other factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from .torch_private import tree_map
+from rallypoint.errors import JoinError
+
+from .torch_private import tree_leaves, tree_map
 
 
 class GradientScale:
     """Scales this rank's gradients in some modules.
 
     Args:
-        modules: the modules whose gradients are averaged over the ranks.
-        at_outputs: scale at the modules' outputs; False: at the parameters.
+        at_outputs: modules to scale at their outputs.
+        at_parameters: modules to scale at their parameters.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], *, at_outputs: bool) -> None:
-        self._modules = modules
+    def __init__(
+        self, *, at_outputs: Sequence[nn.Module], at_parameters: Sequence[nn.Module]
+    ) -> None:
         self._at_outputs = at_outputs
+        self._at_parameters = at_parameters
         self._handles: list[RemovableHandle] = []
         self._factor = 1.0
 
@@ -47,40 +55,98 @@ class GradientScale:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
-        elif self._at_outputs:
-            for module in self._modules:
-                self._handles += [
-                    module.register_forward_pre_hook(self._take_off, with_kwargs=True),
-                    module.register_forward_hook(self._put_on),
-                ]
-        else:
-            every = {id(p): p for module in self._modules for p in module.parameters()}
-            self._handles = [
-                p.register_hook(self._scaled)  # type: ignore[no-untyped-call]
-                for p in every.values()
-                if p.requires_grad
+            return
+        for module in self._at_outputs:
+            self._handles += [
+                module.register_forward_pre_hook(self._take_off, with_kwargs=True),
+                module.register_forward_hook(self._put_on),
             ]
+        every = {
+            id(p): (p, module)
+            for module in self._at_parameters
+            for p in module.parameters()
+            if p.requires_grad
+        }
+        for p, module in every.values():
+            self._handles.append(p.register_hook(self._scaled))  # type: ignore[no-untyped-call]
+            if _notes_use(module):
+                accumulates = get_gradient_edge(p).node
+                self._handles.append(accumulates.register_prehook(self._withheld))
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
         return _times(gradient, self._factor)
 
-    def _put_on(self, _: nn.Module, __: Any, output: Any) -> Any:
-        return tree_map(_scaling(self._factor), output)
+    def _withheld(self, gradients: Sequence[torch.Tensor | None]) -> Any:
+        # DDP exchanges which parameters were used, and takes those with a gradient for used. A replayed batch must not
+        # count: the optimizer would decay and move parameters that no other rank used. A sparse gradient stays, as
+        # DDP cannot do without; it has no rows.
+        if self._factor or any(each is not None and each.is_sparse for each in gradients):
+            return None
+        return (None,) * len(gradients)
+
+    def _put_on(self, module: nn.Module, _: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        found: list[torch.Tensor] = []
+        scaled = tree_map(partial(_scale, factor=self._factor, found=found), output)
+        for leaf in tree_leaves(output):
+            if _is_opaque(leaf) and (not found or any(t.requires_grad for t in _held_by(leaf))):
+                raise JoinError(
+                    f"{type(module).__name__}'s output holds {type(leaf).__name__}, in which Join cannot weight gradients;"
+                    " return tensors, or tuples, lists, dicts or dataclasses of tensors"
+                )
+        return scaled
 
     def _take_off(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         # Undo the factor where a gradient flows on into another of the modules, which applies it again.
         if not self._factor:
             return None
-        return tree_map(_scaling(1.0 / self._factor), (args, kwargs))
+        return tree_map(partial(_scale, factor=1.0 / self._factor, found=[]), (args, kwargs))
 
 
-def _scaling(factor: float) -> Callable[[Any], Any]:
-    def scale(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            return _Scaled.apply(leaf, factor)  # type: ignore[no-untyped-call]
-        return leaf
+def _notes_use(module: nn.Module) -> bool:
+    """Whether a module exchanges, in each step, which parameters the ranks used."""
+    if not isinstance(module, DistributedDataParallel):
+        return False
+    return bool(module.find_unused_parameters and not module.static_graph)
 
-    return scale
+
+def _scale(leaf: Any, *, factor: float, found: list[torch.Tensor]) -> Any:
+    """The leaf with its gradient scaled. What was scaled is added to ``found``."""
+    if isinstance(leaf, torch.Tensor):
+        if not leaf.requires_grad:
+            return leaf
+        scaled: torch.Tensor = _Scaled.apply(leaf, factor)  # type: ignore[no-untyped-call]
+        found.append(scaled)
+        return scaled
+    again: Callable[[Any], Any] = partial(_scale, factor=factor, found=found)
+    # tree_map does not look into these two.
+    if isinstance(leaf, dict):
+        other = copy.copy(leaf)
+        other.update({key: tree_map(again, value) for key, value in leaf.items()})
+        return other
+    if _is_record(leaf):
+        other = copy.copy(leaf)
+        for each in fields(leaf):
+            object.__setattr__(other, each.name, tree_map(again, getattr(leaf, each.name)))
+        return other
+    return leaf
+
+
+def _is_record(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _is_opaque(leaf: Any) -> bool:
+    """Whether a leaf may hold tensors where :func:`_scale` does not find them."""
+    plain = (torch.Tensor, dict, str, bytes, int, float, complex, type)
+    return leaf is not None and not isinstance(leaf, plain) and not _is_record(leaf)
+
+
+def _held_by(leaf: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an object's own attributes."""
+    held = getattr(leaf, "__dict__", {})
+    return (each for each in tree_leaves(dict(held)) if isinstance(each, torch.Tensor))
 
 
 def _times(gradient: torch.Tensor, factor: float) -> torch.Tensor:
@@ -94,7 +160,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return x.clone()  # autograd refuses to modify a view in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

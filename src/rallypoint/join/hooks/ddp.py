@@ -56,6 +56,8 @@ class DdpMember(Member):
         self.world_size = dist.get_world_size(ddp.process_group)
         self.module = ddp
         self._exchanges_statistics = any(map(exchanges_statistics, ddp.modules()))
+        # Parameters that DDP is to ignore are often experts, to which other ranks send tokens.
+        self.exchanges_within = self._exchanges_statistics or bool(ddp.parameters_to_ignore)
         self._run: Run | None = None
         self._parameters: list[nn.Parameter] = []
         self._index = 0
