@@ -268,6 +268,45 @@ def test_gradients_of_parameters_that_no_rank_uses_stay_as_they_were(three: Rank
         assert all(all(each) for each in found.values()), f"rank {rank}: {found}"
 
 
+def test_parameters_may_be_frozen_after_ddp_was_made(three: Ranks) -> None:
+    # DDP still exchanges whether a rank used them.
+    def freeze(model: Any, epoch: int) -> None:
+        model[0].requires_grad_(epoch == 0)
+
+    def case() -> list[torch.Tensor]:
+        found = []
+        for mode in (PLANNED, CLASSIC, "hooks", "replay"):
+            (model,) = models_of(1)
+            ddp = DistributedDataParallel(model, find_unused_parameters=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
+            for epoch in range(2):
+                freeze(model, epoch)
+                data = batches_of(dist.get_rank(), epoch)
+                steps = len(data) if mode == PLANNED else None
+                joined = [ddp, optimizer]
+                with Join(joined, weighting="ranks", steps=steps, replay=mode == "replay") as join:
+                    for batch in join.batches(data) if mode in ("hooks", "replay") else data:
+                        loss_of([ddp], batch).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            found.append(snapshot([model])[0])
+        return found
+
+    (model,) = models_of(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
+    for epoch, lengths in enumerate(EPOCHS[:2]):
+        freeze(model, epoch)
+        every = [batches_of(rank, epoch) for rank in range(3)]
+        for step in range(max(lengths)):
+            here = [each[step] for each in every if step < len(each)]
+            (sum(loss_of([model], each) for each in here) / len(here)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in three.run(case):
+        for each in found:
+            torch.testing.assert_close(each, snapshot([model])[0], rtol=1e-10, atol=1e-12)
+
+
 # Steps of each rank in each epoch: what is left of an accumulation meets an epoch in which other ranks have no inputs.
 LEFT = [
     [1, 1, 1],

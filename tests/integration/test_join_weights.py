@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
-from rallypoint.errors import JoinError
+from rallypoint.errors import ConfigError, JoinError
 from rallypoint.join import Join
 from rallypoint.testing import Ranks
 
@@ -151,6 +152,77 @@ def test_whatever_a_model_returns_and_a_loss_does_with_it(pairs: Ranks) -> None:
         for each, kind in zip(found, FORMS, strict=True):
             torch.testing.assert_close(
                 each, alone(every, *kind), rtol=1e-10, atol=1e-12, msg=lambda m, k=kind: f"{k}: {m}"
+            )
+
+
+@pytest.mark.parametrize("mode", ["classic", "planned", "hooks"])
+def test_a_loss_with_gradients_in_it_runs_back_twice_and_exchanges_once(mode: str) -> None:
+    every = [batches_of([3] * n, seed) for seed, n in enumerate((2, 4))]
+
+    def case() -> torch.Tensor:
+        data, model = every[dist.get_rank()], model_of()
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = len(data) if mode == "planned" else None
+        with Join([ddp, optimizer], weighting="ranks", steps=steps, replay=False) as join:
+            for batch in join.batches(data) if mode == "hooks" else data:
+                optimizer.zero_grad()
+                loss_of(ddp, batch, "forces").backward()
+                optimizer.step()
+        return flat(model)
+
+    # Of their own: the ranks used to wait for each other, or to end.
+    with contextlib.closing(Ranks(2, group_timeout=5)) as ranks:
+        for found in ranks.run(case):
+            torch.testing.assert_close(found, alone(every, how="forces"), rtol=1e-10, atol=1e-12)
+
+
+def test_a_function_of_the_users_counts_samples_in_every_kind_of_loader(pairs: Ranks) -> None:
+    """The loss is a mean over the rows that a mask leaves."""
+
+    def rows(rank: int) -> list[torch.Tensor]:
+        n = (4, 8)[rank]
+        (x, y), *_ = batches_of([n], rank)
+        return [x, y, torch.arange(n) % (3 - rank) == 0]
+
+    def left(batch: Any) -> int:
+        return int(batch[2].sum())
+
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (model(x) - y).square()[mask].mean()
+
+    def case() -> dict[str, torch.Tensor]:
+        loader = DataLoader(TensorDataset(*rows(dist.get_rank())), batch_size=2)
+        found = {}
+        for kind in ("loader", "list", "steps"):
+            model = model_of()
+            ddp = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            data: Any = loader if kind == "loader" else list(loader)
+            steps = data if kind == "steps" else None
+            with Join([ddp, optimizer], weighting="samples", samples=left, steps=steps) as join:
+                for batch in data if kind == "steps" else join.batches(data):
+                    optimizer.zero_grad()
+                    loss(ddp, *batch).backward()
+                    optimizer.step()
+            found[kind] = flat(model)
+        join = Join([ddp], weighting="samples", samples=left, steps=loader)
+        with pytest.raises(ConfigError, match="does not know the number of samples"), join:
+            pass
+        return found
+
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = [list(zip(*(each.split(2) for each in rows(rank)), strict=True)) for rank in (0, 1)]
+    for step in range(4):
+        here = [each[step] for each in parts if step < len(each)]
+        optimizer.zero_grad()
+        loss(model, *(torch.cat(each) for each in zip(*here, strict=True))).backward()
+        optimizer.step()
+    for found in pairs.run(case):
+        for kind, each in found.items():
+            torch.testing.assert_close(
+                each, flat(model), rtol=1e-10, atol=1e-12, msg=lambda m, k=kind: f"{k}: {m}"
             )
 
 

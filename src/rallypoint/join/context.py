@@ -102,7 +102,7 @@ class Join:
         accumulation: exchange gradients only in every this-many-th step; use ``no_sync()`` in the others, see
             :attr:`syncs`.
         samples: a function that returns the number of samples in a batch. Default: the first dimension of the batch's
-            first tensor.
+            first tensor. With it, a DataLoader does not know its numbers of samples in advance.
         example: a batch to run with weight zero on a rank that has no batch at all. None: another rank's first batch.
         replay: whether :meth:`batches` keeps running the loop's body with weight zero on a rank that has run out. False: it
             ends the loop there, and hooks match the other ranks. None: True, unless the list has a Joinable of your
@@ -157,10 +157,10 @@ class Join:
         self._shadow = Shadow(self._members)
         check_group("process_group", process_group)
         self._group = common_group(self._members, process_group)
-        self._own = None if steps is None else inputs_of(steps)
         self._lookahead = lookahead
         self._accumulation = accumulation
         self._samples = samples if samples is first_dim else counting(samples)
+        self._own = None if steps is None else inputs_of(steps, self._samples)
         self._example = example
         own_hooks = any(isinstance(member, HookMember) for member in self._members)
         check_kwargs(kwargs, own_hooks=own_hooks)

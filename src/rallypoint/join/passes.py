@@ -44,6 +44,13 @@ class Passes:
             self._before, self._step, self._now = self.order, step, []
         self._now.append(Pass(module, forward))
 
+    def has_run_back(self, step: int, module: int) -> bool:
+        """Whether each forward pass of the module in this step has had its backward pass."""
+        if step != self._step:
+            return False
+        own = [each.forward for each in self._now if each.module == module]
+        return 0 < own.count(True) <= own.count(False)
+
     @property
     def order(self) -> list[Pass] | None:
         """The order in a whole step. None: with several modules, until a step has shown it."""

@@ -57,8 +57,12 @@ def counting(samples: CountSamples) -> CountSamples:
     return count
 
 
-def inputs_of(steps: Any) -> Inputs:
+def inputs_of(steps: Any, count: CountSamples = first_dim) -> Inputs:
     """This rank's inputs, from the argument ``steps`` of :class:`~rallypoint.join.Join`.
+
+    Args:
+        steps: the argument.
+        count: returns the number of samples in a batch.
 
     Raises:
         ConfigError: ``steps`` is not a number, a list of numbers, or a loader with a length.
@@ -75,7 +79,7 @@ def inputs_of(steps: Any) -> Inputs:
         raise ConfigError(
             "steps", steps, "expected whole numbers, 0 or more: the samples of each step"
         )
-    found = inputs_of_loader(steps, first_dim)
+    found = inputs_of_loader(steps, count)
     if found is None:
         raise ConfigError(
             "steps",
@@ -97,7 +101,7 @@ def _is_size(value: Any) -> bool:
 def inputs_of_loader(loader: Iterable[Any] | Sized, count: CountSamples) -> Inputs | None:
     """A loader's inputs as far as they are known in advance; None if it has no length."""
     if isinstance(loader, data.DataLoader):
-        return _of_data_loader(loader)
+        return _of_data_loader(loader, count)
     if isinstance(loader, Sequence):  # a list of batches
         return Inputs.of_sizes(count(batch) for batch in loader)
     if isinstance(loader, Sized):
@@ -105,7 +109,7 @@ def inputs_of_loader(loader: Iterable[Any] | Sized, count: CountSamples) -> Inpu
     return None
 
 
-def _of_data_loader(loader: data.DataLoader[Any]) -> Inputs | None:
+def _of_data_loader(loader: data.DataLoader[Any], count: CountSamples) -> Inputs | None:
     if isinstance(loader.dataset, data.IterableDataset):
         return None  # its length is an estimate
     try:
@@ -113,8 +117,8 @@ def _of_data_loader(loader: data.DataLoader[Any]) -> Inputs | None:
     except TypeError:
         return None  # its sampler has no length
     batches, size = loader.batch_sampler, loader.batch_size
-    # A custom collate function may drop samples; torch's own does not.
-    plain = type(batches) is data.BatchSampler and size is not None
+    # A custom collate function may drop samples, and the user's count may differ; torch's own function does neither.
+    plain = type(batches) is data.BatchSampler and size is not None and count is first_dim
     if not plain or loader.collate_fn is not data.default_collate or not steps:
         return Inputs.of_steps(steps)
     assert size is not None

@@ -87,7 +87,8 @@ class Schedule:
                 "weighting",
                 weighting,
                 f"rank {', '.join(map(str, unknown))} does not know the number of samples in each step",
-                "pass steps=<list of samples per step> or a DataLoader to Join, or lookahead=8 and use join.batches",
+                "pass steps=<list of samples per step> or a DataLoader without samples= to Join, or leave out steps= and"
+                " iterate over join.batches(loader)",
             )
         self.inputs = tuple(inputs)
         self.weighting: Weighting = weighting

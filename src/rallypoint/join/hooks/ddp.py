@@ -76,8 +76,8 @@ class DdpMember(Member):
         self._index = run.add_module()
         run.averaged |= {id(p) for p in torch_private.ddp_parameters(self.ddp)}
         self._exchanged, self._shadowed, self._zeros = True, False, None
-        every = torch_private.ddp_parameters(self.ddp)
-        self._parameters = [p for p in every if p.requires_grad]
+        # Also those that are frozen now: DDP exchanges their gradients if they were not when it was made.
+        self._parameters = torch_private.ddp_parameters(self.ddp)
         stack.callback(self.ddp.register_forward_hook(self._after_forward).remove)
         torch_private.answer_sync(self.ddp, self._tell_sync, stack)
         torch_private.keep_divisor(self.ddp, stack)
@@ -153,8 +153,8 @@ class DdpMember(Member):
 
     def _before_backward(self, _: torch.Tensor) -> None:
         run = self._run
-        if run is None:
-            return
+        if run is None or run.passes.has_run_back(run.step, self._index):
+            return  # a loss that has gradients in it runs through the outputs twice, and exchanges once
         run.passes.note(run.step, self._index, forward=False)
         exchanged, self._exchanged = self._exchanged, bool(self.ddp.require_backward_grad_sync)
         if run.replays:
@@ -173,7 +173,7 @@ class DdpMember(Member):
 
     def _raise_standing(self, sharing: Callable[[], int]) -> None:
         """Scale gradients kept from before, on behalf of the ranks that do not contribute theirs."""
-        standing = [p.grad for p in self._parameters if p.grad is not None]
+        standing = [p.grad for p in self._trained if p.grad is not None]
         if not standing or not 0 < (number := sharing()) < self.world_size:
             return
         before = []
@@ -187,12 +187,13 @@ class DdpMember(Member):
             torch_private.after_backward(partial(_lower_unused, before, raised))
 
     def level(self) -> None:
-        own = [digest(self._gradients()), *[_kind(p.grad) for p in self._parameters]]
+        trained = self._trained
+        own = [digest([p.grad for p in trained]), *[_kind(p.grad) for p in trained]]
         told = exchange.gather(own, len(own), self.ddp.device, self.group)
         digests, *kinds = zip(*told, strict=True)
         if len(set(digests)) == 1:
             return
-        for parameter, every in zip(self._parameters, kinds, strict=True):
+        for parameter, every in zip(trained, kinds, strict=True):
             if any(every):
                 mean = _held(parameter, max(every)) / self.world_size
                 mean = mean.coalesce() if mean.is_sparse else mean  # a collective takes no other
@@ -253,7 +254,7 @@ class DdpMember(Member):
             reduced.append(torch_private.reduce_bucket(ddp, bucket))
         results = [_tensor(each.wait()) for each in reduced]
         unused = ddp.find_unused_parameters and not ddp.static_graph
-        used = self._used_anywhere() if unused else None
+        used = self._used_anywhere(buckets) if unused else None
         run.confirm()
         self._shadowed = True
         for bucket, result in zip(buckets, results, strict=True):
@@ -289,19 +290,21 @@ class DdpMember(Member):
     def _clears_by_zeros(self) -> bool:
         """Whether this rank's loop clears gradients by zeroing them, judging by the gradients it left."""
         if self._zeros is None:
-            left = [p.grad for p in self._parameters if p.grad is not None]
+            left = [p.grad for p in self._trained if p.grad is not None]
             values = [dense_parts(each)[-1] for each in left]
             self._zeros = bool(left) and not any(bool(each.count_nonzero()) for each in values)
         return self._zeros
 
-    def _used_anywhere(self) -> set[int]:
+    def _used_anywhere(self, buckets: Sequence[Any]) -> set[int]:
         ddp = self.ddp
+        exchanged = {id(p) for bucket in buckets for p in bucket.parameters()}
+        parameters = [p for p in self._parameters if id(p) in exchanged]
         counts = torch_private.usage_counts(ddp)
         counts.zero_()  # this rank used none
         ddp.process_group.allreduce(counts).wait()
         found = counts.tolist()
         counts.zero_()
-        return {id(p) for p, count in zip(self._parameters, found, strict=True) if count}
+        return {id(p) for p, count in zip(parameters, found, strict=True) if count}
 
     # -- all ranks have finished ------------------------------------------------------------------
 
@@ -328,6 +331,10 @@ class DdpMember(Member):
         size = self.ddp.broadcast_bucket_size
         torch_private.broadcast_coalesced(self.group, tensors, size, source)
 
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._parameters if p.requires_grad]
+
     def _gradients(self) -> list[torch.Tensor | None]:
         return [p.grad for p in self._parameters]
 
@@ -342,10 +349,9 @@ class DdpMember(Member):
         sparse = [p for p, kind in zip(parameters, kinds, strict=True) if kind == SPARSE]
         if not exchanged:
             if not is_last_joiner and self._is_spent():
-                for parameter in parameters:
-                    parameter.grad = None
-                for parameter in stand:
-                    parameter.grad = torch.zeros_like(parameter)
+                for parameter in self._trained:
+                    held = any(each is parameter for each in stand)
+                    parameter.grad = torch.zeros_like(parameter) if held else None
             return
         is_source = dist.get_rank(self.group) == source
         gradients = []
