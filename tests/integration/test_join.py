@@ -1020,6 +1020,58 @@ def test_a_replay_leaves_no_trace(pairs: Ranks) -> None:
     pairs.run(case)
 
 
+def test_the_body_may_change_a_batch(pairs: Ranks) -> None:
+    class Box:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    def case(mode: str) -> list[float]:
+        rank = dist.get_rank()
+        model = DistributedDataParallel(model_of())
+        data: list[Any] = []
+        if rank or mode != "example":
+            data = [
+                {"x": x, "box": Box(x.clone()), "labels": y}
+                for x, y in batches_of([[3] * 2, [3] * 5], rank, 0)
+            ]
+        example = {"x": torch.ones(3, FEATURES).double(), "box": Box(torch.ones(1))}
+        options: dict[str, Any] = {"lookahead": 2} if mode == "windows" else {}
+        if mode == "example":
+            options["example"] = example | {"labels": torch.ones(3, OUTPUTS).double()}
+        seen = []
+        with Join([model], weighting="samples", **options) as join:
+            for batch in join.batches(iter(data) if mode == "windows" else data):
+                labels, x = batch.pop("labels"), batch["x"].mul_(10)
+                batch["box"].x.mul_(10)
+                nn.functional.mse_loss(model(x), labels).backward()
+                if not join.active:
+                    seen += [float(x.abs().sum()), float(batch["box"].x.abs().sum())]
+        return seen
+
+    for mode in ("planned", "windows", "example"):
+        replayed, none = pairs.run(case, mode)
+        assert not none
+        assert len(replayed) == (10 if mode == "example" else 6)
+        assert len(set(replayed[::2])) == len(set(replayed[1::2])) == 1, f"{mode}: {replayed}"
+
+
+def test_a_block_that_is_turned_off_counts_its_steps(pairs: Ranks) -> None:
+    def case(enable: bool) -> list[list[tuple[int, bool]]]:
+        model = DistributedDataParallel(model_of())
+        found = []
+        for number in (6, 4):
+            for accumulation in (4, 1):
+                with Join([model], enable=enable, accumulation=accumulation) as join:
+                    found += [
+                        [(join.step, join.syncs) for _ in join.batches(data)]
+                        for data in (["batch"] * number, iter(["batch"] * 3))
+                    ]
+                assert (join.step, join.syncs) == (-1, True)
+        return found
+
+    assert pairs.run(case, False) == pairs.run(case, True)
+
+
 def test_loaders_that_do_not_keep_their_word(pairs: Ranks) -> None:
     class Liar:
         def __init__(self, says: int, gives: int) -> None:

@@ -1,9 +1,11 @@
-"""A rank's batches, followed by its last batch again until all ranks have finished."""
+"""A rank's batches, followed by copies of its last batch until all ranks have finished."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,7 +19,14 @@ from .notes import Notes
 from .run import Run
 from .samples import CountSamples, inputs_of_loader
 from .schedule import Inputs, Schedule, Weighting
-from .torch_private import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
+from .torch_private import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 
 # How many batches to read ahead if a loader has no length.
@@ -37,7 +46,7 @@ class Batches:
         lookahead: batches in a window. None: use windows only if some rank's loader has no length.
         count: returns the number of samples in a batch.
         example: a batch for a rank that has none. None: another rank's first batch.
-        shadow: called in each step after this rank has run out. None: yield the last batch again.
+        shadow: called in each step after this rank has run out. None: yield copies of the last batch.
         begin: called with the first schedule.
     """
 
@@ -143,15 +152,21 @@ class Batches:
             self._begin(schedule)
             if self._shadow is None and schedule.least == 0 < schedule.total:
                 batches = self._describe(schedule, batches)
+        own = schedule.steps[run.rank]
         for index in range(schedule.total):
-            active = schedule.is_active(run.rank, index)
+            batch, active = None, schedule.is_active(run.rank, index)
             if active:
-                self._last = self._next(batches, schedule, index)
+                batch = self._next(batches, schedule, index)
                 run.own += 1
+                may_run_out = own < schedule.total or not run.ends
+                if self._shadow is None and index == own - 1 and may_run_out:
+                    self._last = fresh(batch)
+            elif self._shadow is None:
+                batch = fresh(self._last)
             run.step += 1
             self._report(run.step)
             if active or self._shadow is None:
-                yield self._last
+                yield batch
             else:
                 self._shadow()
         self._report(run.step + 1)
@@ -216,9 +231,50 @@ class Batches:
         return batches
 
 
+@dataclass(slots=True)
+class Alone:
+    """The steps of a block that is turned off: each rank counts its own.
+
+    Args:
+        accumulation: the optimizer steps after every this-many-th batch.
+        step: the current step, from 0; -1 before the first.
+        syncs: whether the optimizer steps in this step.
+    """
+
+    accumulation: int
+    step: int = -1
+    syncs: bool = True
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the loader's batches."""
+        first, batches = self.step + 1, iter(loader)
+        batch = next(batches, self)
+        while batch is not self:
+            self.step += 1
+            # Only an accumulation has to know the last step in advance.
+            following = next(batches, self) if self.accumulation > 1 else None
+            self.syncs = following is self or (self.step + 1 - first) % self.accumulation == 0
+            yield batch
+            batch = following if self.accumulation > 1 else next(batches, self)
+
+
 def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
+
+
+def fresh(batch: Any) -> Any:
+    """A copy for the loop's body to change: it may take entries out of a batch, or transform it in place."""
+    return tree_map(_copied, batch)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # noqa: BLE001  # whatever the user's class raises: the body then gets the object itself
+        return leaf
 
 
 def described(batch: Any) -> str:

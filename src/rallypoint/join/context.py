@@ -37,7 +37,7 @@ from rallypoint.errors import ConfigError, InputsExhausted, JoinError
 
 from . import exchange, torch_private
 from .arguments import check_kwargs, check_types, common_group, weighting_of
-from .batches import Batches
+from .batches import Alone, Batches
 from .exchange import check_group
 from .hooks.ddp import DdpMember
 from .hooks.local_sgd import LocalSgdMember
@@ -89,7 +89,8 @@ class Join:
             ZeroRedundancyOptimizer, your own), optimizers, learning-rate schedulers, a ``GradScaler``, modules
             sharded by ``fully_shard``, other modules. Listing an optimizer, scheduler or scaler keeps its state up
             to date on ranks that have run out. Gradients of modules are assumed to be averaged over the group.
-        enable: False turns the block off; :meth:`batches` then just iterates over the loader.
+        enable: False turns the block off; :meth:`batches` then just iterates over the loader, and :attr:`step` and
+            :attr:`syncs` count this rank's batches.
         throw_on_early_termination: end the block on all ranks when the first one runs out.
         steps: this rank's inputs: a number of steps, the list of samples in each step, or a loader with a length. None:
             ranks count each other in every step (classic), unless :meth:`batches` is used.
@@ -167,6 +168,7 @@ class Join:
         self._replays = not own_hooks if replay is None else replay
         self._kwargs = kwargs
         self._run: Run | None = None
+        self._alone = Alone(accumulation)
         self._scale: GradientScale | None = None
         self._standstill: Standstill | None = None
         self._overlooked: Overlooked | None = None
@@ -190,6 +192,7 @@ class Join:
     # -- the block ------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        self._alone = Alone(self._accumulation)
         if not self._enable:
             return self
         if self._run is not None:
@@ -258,6 +261,7 @@ class Join:
     ) -> None:
         run, self._run = self._run, None
         if run is None:
+            self._alone = Alone(self._accumulation)
             return
         try:
             if kind is None:
@@ -474,6 +478,8 @@ class Join:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over this rank's batches, then repeat the last one with weight zero until all ranks have finished.
 
+        Each repetition is a new copy of the batch, so that the body may change it. The memory of one batch is held for this.
+
         Collective: every rank iterates to the end, or all ranks break in the same step.   Blocks: at the start, and once
         per window if a loader has no length.
 
@@ -502,7 +508,7 @@ class Join:
 
     def _iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
         if not self._enable:
-            yield from loader
+            yield from self._alone.over(loader)
             return
         run = self._run
         if run is None:
@@ -634,7 +640,7 @@ class Join:
             JoinError: outside a loop over :meth:`batches`, where the last step is unknown.
         """
         if self._run is None:
-            return True
+            return self._alone.syncs
         if not self._iterated:
             raise JoinError(
                 "join.syncs needs a loop over join.batches(loader); in your own loop, steps accumulation,"
@@ -645,7 +651,7 @@ class Join:
     @property
     def step(self) -> int:
         """The current step, counted from 0; -1 before the first."""
-        return -1 if self._run is None else self._run.step
+        return self._alone.step if self._run is None else self._run.step
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> dist.Work | None:

@@ -350,8 +350,8 @@ class DdpMember(Member):
         if not exchanged:
             if not is_last_joiner and self._is_spent():
                 for parameter in self._trained:
-                    held = any(each is parameter for each in stand)
-                    parameter.grad = torch.zeros_like(parameter) if held else None
+                    stands = any(each is parameter for each in stand)
+                    parameter.grad = torch.zeros_like(parameter) if stands else None
             return
         is_source = dist.get_rank(self.group) == source
         gradients = []
