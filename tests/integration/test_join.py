@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin, Joinable as TorchJoinable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from rallypoint.errors import ConfigError, InputsExhausted, JoinError
 from rallypoint.join import (
@@ -1263,6 +1265,45 @@ def test_what_does_not_go_together_is_an_error_on_every_rank(pairs: Ranks) -> No
         assert "rank 0: [N] torch.float64" in texts[1].replace("[N, ]", "[N]")
         assert "number of tensors (rank 0: 1, rank 1: 2)" in texts[2]
         assert "whether indices are given (rank 0: False, rank 1: True)" in texts[3]
+
+
+def test_structures_that_differ_or_cannot_be_sent_are_an_error_on_every_rank(pairs: Ranks) -> None:
+    def case() -> list[str]:
+        class Pair(NamedTuple):
+            a: torch.Tensor
+            b: torch.Tensor
+
+        rank, found = dist.get_rank(), []
+        a, b = torch.ones(1), torch.full((1,), 2.0)
+        for mine, others in (
+            ({"a": a, "b": b}, {"b": b, "a": a}),
+            ({"a": a}, {"c": a}),
+            ([a, b], {"a": a, "b": b}),
+            ([a, b], (a, b)),
+            (None, Pair(a, b)),
+            (None, {("a", 1): a}),
+        ):
+            with pytest.raises(JoinError) as caught:
+                gather_samples(others if rank else mine)
+            found.append(str(caught.value))
+        # What all ranks have needs not be sent.
+        for same in (Pair(a, b), {("a", 1): a}, defaultdict(lambda: 0, {"a": a})):
+            assert all(len(each) == 2 for each in tree_leaves(gather_samples(same)))
+        return found
+
+    for texts in pairs.run(case):
+        assert (
+            "differ in structure (rank 0: {'a': 'tensor', 'b': 'tensor'}, rank 1: {'b': 'tensor', 'a'"
+            in texts[0]
+        )
+        assert "rank 1: {'c': 'tensor'}" in texts[1]
+        assert "rank 0: ['tensor', 'tensor'], rank 1: {" in texts[2]
+        assert "rank 1: ('tensor', 'tensor')" in texts[3]
+        assert (
+            "rank 0 passes None, and the structure Pair(a='tensor', b='tensor') of rank 1"
+            in texts[4]
+        )
+        assert "the structure {('a', 1): 'tensor'} of rank 1 cannot be sent" in texts[5]
 
 
 def test_metrics_are_means_over_samples(three: Ranks) -> None:

@@ -293,7 +293,11 @@ def described(batch: Any) -> str:
             else leaf
             for leaf in leaves
         ]
-        return json.dumps([treespec_dumps(structure), shown])
+        told = treespec_dumps(structure)
+        # A key that is a tuple comes back as a list.
+        if treespec_loads(told) != structure:
+            return ""
+        return json.dumps([told, shown])
     except (TypeError, ValueError, NotImplementedError):
         return ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -111,7 +113,8 @@ def gather_samples(
     Collective: every rank of ``group`` calls it.   Blocks: until all ranks have called it.
     Args:
         values: a tensor ``[N, ...]``, or nested lists, tuples and dicts of such tensors, with one row for each of this
-            rank's ``N`` samples. ``N`` may differ between ranks. A rank without samples may pass None.
+            rank's ``N`` samples. The keys of a dict have the same order on all ranks. ``N`` may differ between ranks. A
+            rank without samples may pass None.
         indices: ``[N]``, integers: the data set's index of each row. Rows are then returned in index order, and an index
             that occurs several times (padding, for example) only once. None: rows are returned in rank order.
         group: the ranks that take part. Default: the default group.
@@ -119,7 +122,8 @@ def gather_samples(
         The same structure with tensors ``[sum of N, ...]``, or one row per distinct index, on the device of
         ``values``. None if no rank has values.
     Raises:
-        JoinError: on every rank: structures, shapes or dtypes differ between ranks; the message names the ranks.
+        JoinError: on every rank: structures, shapes or dtypes differ between ranks, or a rank passes None and the
+            others' structure cannot be sent to it; the message names the ranks.
         ConfigError: on this rank only: an argument has a wrong type, or rows and indices do not match.
     """
     given: object = indices
@@ -140,17 +144,29 @@ def gather_samples(
         len(leaves[0]) if leaves else 0,
         -1 if values is None else len(leaves),
         int(indices is not None),
+        _number_of(_shown(values)),
     ]
-    heads = gather(own, 3, device, group)
+    heads = gather(own, 4, device, group)
     holders = [rank for rank, head in enumerate(heads) if head[1] >= 0]
     if not holders:
         return None
     _agree("number of tensors", {rank: heads[rank][1] for rank in holders})
     _agree("whether indices are given", {rank: bool(heads[rank][2]) for rank in holders})
+    if len({heads[rank][3] for rank in holders}) > 1:
+        texts = [broadcast_text(_shown(values), rank, device, group) for rank in range(len(heads))]
+        _agree("structure", {rank: texts[rank] for rank in holders})
     counts = [max(head[0], 0) for head in heads]
     if len(holders) < len(heads):
         structure = described(_no_rows(values)) if values is not None else ""
         structure = broadcast_text(structure, holders[0], device, group)
+        if not structure:
+            lacking = ", ".join(str(rank) for rank in range(len(heads)) if rank not in holders)
+            shown = broadcast_text(_shown(values), holders[0], device, group)
+            raise JoinError(
+                f"gather_samples: rank {lacking} passes None, and the structure {shown} of rank {holders[0]} cannot be sent"
+                " to it, only lists, tuples, and dicts with text or numbers for keys; pass the same structure with"
+                " tensors of no rows"
+            )
         if values is None:
             values = tree_map(lambda t: t.to(device), zeros_like_described(structure))
             leaves = tree_leaves(values)
@@ -232,6 +248,17 @@ def _check_leaf(leaf: Any, first: torch.Tensor, indices: torch.Tensor | None) ->
         raise ConfigError(
             "indices", tuple(indices.shape), f"expected shape [{len(leaf)}], one index per row"
         )
+
+
+def _shown(values: Any) -> str:
+    """A structure as text, the same on all ranks."""
+    text = repr(tree_map(lambda _: "tensor", values))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # a defaultdict shows its function
+
+
+def _number_of(text: str) -> int:
+    """A number that stands for the text: the same on all ranks, and signed, of 64 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
 def _no_rows(values: Any) -> Any:
