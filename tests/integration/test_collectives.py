@@ -140,6 +140,37 @@ def moved_types() -> None:
     assert part.tolist() == [(size - 1) / 2]
 
 
+def conjugates() -> None:
+    """Views that are conjugated, or negated, when they are read: a backend reads what is in memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every = [tensor_of(r, 2 * size, 4).view(2 * size, 2, 2) for r in range(size)]
+    for view in (
+        lambda each: torch.view_as_complex(each).conj(),
+        lambda each: torch.view_as_complex(each).conj().imag,
+        lambda each: torch._neg_view(each),
+    ):
+        views = [view(each) for each in every]
+        x, size = views[rank], dist.get_world_size()
+        blocks = torch.cat([each.chunk(size)[rank] for each in views])
+        total = torch.stack(views).sum(0)
+        for found, wanted in (
+            (all_gather(x), torch.cat(views)),
+            (all_gather(x, dim=1), torch.cat(views, 1)),
+            (all_to_all(x), blocks),
+            (all_reduce(x), total),
+            (reduce_scatter(x), total.chunk(size)[rank]),
+            (broadcast(x, 1), views[1]),
+        ):
+            torch.testing.assert_close(found, wanted)
+    x = torch.view_as_complex(every[rank]).clone().requires_grad_()
+    scatter_to(x, dim=0).conj().real.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_conjugated_views(ranks):
+    ranks.run(conjugates)
+
+
 def test_types_that_the_backend_does_not_know(ranks):
     ranks.run(moved_types)
 
@@ -415,6 +446,44 @@ def test_mistakes_are_an_error_on_every_rank_that_names_the_ranks(ranks):
     assert "rank 1: dimension 0 of x is" in mine[3]
     assert f"rank {size - 1} sends 2 rows to rank 1, which expects 3" in mine[12]
     assert f"rank 1: send_splits [{', '.join(['3'] * size)}] add up to {3 * size} rows" in mine[15]
+
+
+def calls_of_no_member() -> list[str]:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        return []
+    found = []
+    for call in (
+        *(all_gather, all_reduce, all_to_all, broadcast, copy_to, gather_from, gather_sequence),
+        *(reduce_from, reduce_scatter, reduce_scatter_sequence, scatter_to),
+        lambda x, group: all_to_all_dynamic(x, [1], group),
+        lambda x, group: all_reduce(x, group, checks=True),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call(torch.ones(2, 2), group=group)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_collective_of_a_group_without_this_rank_is_an_error(two):
+    for text in two.run(calls_of_no_member)[1]:
+        assert "rank 1 is not a member" in text, text
+
+
+def derivatives_in_forward_mode() -> None:
+    x = torch.ones(2, 2)
+    for call in (all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, scatter_to):
+        with pytest.raises(ConfigError, match="no derivative in forward mode"):
+            torch.func.jvp(call, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(ConfigError, match="no derivative in forward mode"):
+            all_reduce(dual)
+        assert torch.equal(all_reduce(x), 2 * x), "a constant"
+
+
+def test_a_derivative_in_forward_mode_is_an_error(two):
+    two.run(derivatives_in_forward_mode)
 
 
 # -- other groups, other devices ---------------------------------------------------------------------------

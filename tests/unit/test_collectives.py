@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from rallypoint import parallel
 from rallypoint.errors import ConfigError
@@ -52,6 +53,14 @@ def test_without_a_group_it_is_the_identity(collective, checks):
     assert torch.equal(y, x)
     (y**2).sum().backward()
     assert torch.equal(x.grad, 2 * x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own use of it
+def test_without_a_group_it_has_a_derivative_in_forward_mode():
+    x = torch.randn(3, 4)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(all_reduce(forward_ad.make_dual(x, 2 * x)))
+    assert torch.equal(found.tangent, 2 * x)
 
 
 def test_rows_go_to_oneself():

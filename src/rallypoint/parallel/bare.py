@@ -73,6 +73,8 @@ def is_plain(x: Tensor) -> bool:
         and x.dtype in _KNOWN
         and x.dim() > 0
         and x.is_contiguous()
+        and not x.is_conj()
+        and not x.is_neg()
     )
 
 
@@ -89,7 +91,7 @@ def exchange(
     """All-to-all of rows. Without splits, every peer gets the same number of rows."""
     if x.dtype not in _KNOWN:
         return _from_bytes(exchange(_as_bytes(x), recv_splits, send_splits, group), x.dtype)
-    x = x.contiguous()
+    x = _dense(x)
     send = None if send_splits is None else list(send_splits)
     recv = None if recv_splits is None else list(recv_splits)
     if torch.compiler.is_compiling():
@@ -106,7 +108,7 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """The ranks' tensors, equal in shape, concatenated along ``dim``, which must be 0 or more."""
     if x.dtype not in _KNOWN:
         return _from_bytes(gather(_as_bytes(x), dim, group), x.dtype)
-    size, x = members.size_of(group), x.contiguous()
+    size, x = members.size_of(group), _dense(x)
     if torch.compiler.is_compiling():
         op = functional.all_gather_into_tensor
         flat = _compiled(op(x, size, _name(group)))
@@ -121,7 +123,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     if x.dtype in _SUMMED_IN:
         return reduce_scatter(x.to(_SUMMED_IN[x.dtype]), dim, group).to(x.dtype)
     size = members.size_of(group)
-    x = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))
+    x = _dense(x if dim == 0 else torch.cat(x.chunk(size, dim)))
     if torch.compiler.is_compiling():
         op = functional.reduce_scatter_tensor
         return _compiled(op(x, "sum", size, _name(group)))
@@ -179,7 +181,16 @@ def gather_numbers(numbers: Sequence[int], group: Group) -> list[list[int]]:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    return x.contiguous().unsqueeze(-1).view(torch.uint8)
+    return _dense(x).unsqueeze(-1).view(torch.uint8)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The tensor with its values in memory one after the other, as a backend reads them."""
+    if x.is_complex():
+        x = x.resolve_conj()
+    if not torch.compiler.is_compiling():
+        x = x.resolve_neg()
+    return x.contiguous()
 
 
 def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:

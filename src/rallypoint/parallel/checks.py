@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
@@ -19,7 +20,7 @@ def check_types(x: object, group: object, dim: object = 0, src: object = 0) -> N
     """Check the types of a collective's arguments. In a compiled graph, check nothing.
 
     Raises:
-        ConfigError: an argument has a wrong type.
+        ConfigError: an argument has a wrong type, or ``x`` a tangent.
     """
     if torch.compiler.is_compiling():
         return
@@ -35,6 +36,15 @@ def check_types(x: object, group: object, dim: object = 0, src: object = 0) -> N
             type(group).__name__,
             "expected a process group, or None for the default one",
             "mesh.group('tp') is the group of an axis",
+        )
+    tangent = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]
+    if tangent is not None and members.size_of(group) > 1:  # type: ignore[arg-type]  # for mypy it may be a number
+        # Otherwise the result would have this rank's tangent alone.
+        raise ConfigError(
+            "x",
+            "a tensor with a tangent",
+            "collectives have no derivative in forward mode",
+            "use backward() or torch.func.vjp",
         )
     for name, value in (("dim", dim), ("src", src)):
         if type(value) is not int and not is_whole(value):

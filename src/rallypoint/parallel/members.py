@@ -13,10 +13,17 @@ _ON_CPU = ("gloo", "mpi", "ucc")
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in ``group`` (None: the default group); 1 without a default group."""
+    """Number of ranks in ``group`` (None: the default group); 1 without a default group.
+
+    Raises:
+        ConfigError: this process is not a member.
+    """
     if group is None and not dist.is_initialized():
         return 1
-    return dist.get_world_size(group)
+    size = dist.get_world_size(group)
+    if size < 0:
+        raise _not_a_member()
+    return size
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
@@ -29,13 +36,17 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
         return 0
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ConfigError(
-            "group",
-            None,
-            f"rank {dist.get_rank()} is not a member",
-            "only members of the group may call this",
-        )
+        raise _not_a_member()
     return rank
+
+
+def _not_a_member() -> ConfigError:
+    return ConfigError(
+        "group",
+        None,
+        f"rank {dist.get_rank()} is not a member",
+        "only members of the group may call this",
+    )
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
