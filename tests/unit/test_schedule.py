@@ -86,7 +86,7 @@ def test_unknown_samples_are_no_hindrance_unless_they_are_the_weights(
     known, unknown = schedule(world, "ranks"), Schedule(inputs, "ranks")
     assert unknown.steps[rank] == known.steps[rank] + 1
     assert unknown.samples(rank, 0) is None
-    with pytest.raises(ConfigError, match=f"rank {rank} does not know.*lookahead"):
+    with pytest.raises(ConfigError, match=f"rank {rank} does not know.*join.batches"):
         Schedule(inputs, "samples")
 
 
