@@ -7,6 +7,7 @@ import pickle
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -15,7 +16,7 @@ from rallypoint.errors import MessageTooLarge, NotAllowed
 from rallypoint.rpc.agent.call_errors import translated
 from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.rpc.serialization.payload import dumps, dumps_call, loads, loads_call, packed_call
-from rallypoint.rpc.serialization.tensor_reader import DTYPES
+from rallypoint.rpc.serialization.tensor_reader import DTYPES, rebuild_small
 from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.wire import frames
 
@@ -144,6 +145,21 @@ def test_what_shares_memory_shares_it_over_there():
     apart = sent([torch.ones(3), torch.ones(3)])
     apart[0].zero_()
     assert apart[1].all()
+
+
+@pytest.mark.parametrize("count", [8, 30_000])
+def test_memories_that_begin_at_one_address_and_differ_in_size_arrive_each_as_it_is(count):
+    array = np.arange(count, dtype=np.float32)
+    whole, part = torch.from_numpy(array), torch.from_numpy(array[: count // 2])
+    square = torch.from_numpy(array.reshape(2, -1))
+    for tensors in ([whole, part], [part, whole], [part, square], [square, part]):
+        for found, original in zip(sent(tensors), tensors, strict=True):
+            assert same(found, original)
+
+
+def test_a_tensor_whose_memory_and_size_differ_is_refused():
+    with pytest.raises(RuntimeError, match="invalid for input of size 8"):
+        rebuild_small(bytearray(32), DTYPES.index(torch.float32), (2,), False)
 
 
 def test_what_shares_memory_shares_it_in_a_call_too():

@@ -98,7 +98,7 @@ class TensorWriter:
         self.out_of_band: list[int] = []
         # By storage: the index of its buffer, or its parcel.
         self._seen: dict[tuple[Any, ...], Any] | None = None
-        self._small: dict[int, bytearray] | None = None
+        self._small: dict[tuple[int, int], bytearray] | None = None
         self._devices = devices
 
     @classmethod
@@ -172,12 +172,14 @@ class TensorWriter:
     def _copy(self, storage: torch.UntypedStorage, whole: int) -> bytearray:
         """A small storage's bytes, for the pickle: one object per storage, so that views share it."""
         at = storage.data_ptr()
+        # Storages over foreign memory, such as arrays', may begin at one address and differ in size.
+        key = (at, whole)
         small = self._small
         if small is None:
             small = self._small = {}
-        copy = small.get(at)
+        copy = small.get(key)
         if copy is None:
-            copy = small[at] = bytearray(_view_memory(at, whole, _READ))
+            copy = small[key] = bytearray(_view_memory(at, whole, _READ))
             # Kept, so that its address is not reused while the message is pickled.
             self.held.append(storage)
         return copy
