@@ -19,6 +19,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import PeerLost, RpcError, RpcTimeout
 from rallypoint.rpc import NativeRpcBackendOptions, RRef
 from rallypoint.rpc.agent.agent import Agent
+from rallypoint.rpc.agent.coroutine_loop import CoroutineLoop
 from rallypoint.rpc.agent.item_source import ItemSource
 from rallypoint.rpc.agent.serving import Request
 from rallypoint.rpc.backends import _init
@@ -378,7 +379,7 @@ def test_a_stream_that_runs_out_of_time_is_not_taken_for_complete() -> None:
         def give_up(self) -> None:
             said.append("given up")
 
-    ItemSource(Slow(), 2).run(count, (5,), None)  # type: ignore[arg-type]
+    ItemSource(Slow(), 2, CoroutineLoop("idle")).run(count, (5,), None)  # type: ignore[arg-type]
     assert said == [0, 1, "given up"]
 
 

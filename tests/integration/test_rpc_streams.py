@@ -1,6 +1,7 @@
 """Streams: items in order and no faster than they are taken; ends from either side, in the middle, by death."""
 
 import asyncio
+import contextvars
 import functools
 import gc
 import threading
@@ -79,6 +80,50 @@ async def spoiled_later() -> AsyncIterator[int]:
     finally:
         await asyncio.sleep(0)
         raise ValueError("the file cannot be closed")
+
+
+async def waits_later(seconds: float) -> AsyncIterator[float]:
+    """Its cleanup takes a moment, and is complete only then."""
+    try:
+        yield 0.0
+        await asyncio.sleep(seconds)
+        yield seconds
+    finally:
+        await asyncio.sleep(0.05)
+        happened.append("closed")
+
+
+async def next_of_queue() -> AsyncIterator[int]:
+    while True:
+        yield await queue().get()
+
+
+@functools.cache
+def queue() -> asyncio.Queue[int]:
+    return asyncio.Queue()
+
+
+async def put(item: int) -> None:
+    await queue().put(item)
+
+
+variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+
+async def with_a_variable(to: int) -> AsyncIterator[int]:
+    token = variable.set(5)
+    try:
+        for _ in range(to):
+            yield variable.get()
+    finally:
+        variable.reset(token)
+
+
+async def with_a_limit(seconds: float, pause: float) -> AsyncIterator[int]:
+    async with asyncio.timeout(seconds):
+        for i in range(30):
+            await asyncio.sleep(pause)
+            yield i
 
 
 def slowly(seconds: float) -> Iterator[int]:
@@ -311,6 +356,73 @@ def test_streams_that_nobody_reads_keep_no_thread_from_working(pair):
             assert [rpc.rpc_sync("w1", double, (i,)) for i in range(20)] == list(range(0, 40, 2))
         assert [next(each) for each in streams] == [0] * 10
         assert [sum(each) for each in streams] == [sum(range(100))] * 10
+
+    pair.on(0, case)
+
+
+def test_asynchronous_generators_that_wait_take_no_threads_and_end_with_their_stream(pair):
+    """The callee has two threads."""
+
+    def case():
+        streams = [rpc.rpc_stream("w1", waits_later, (3600,), timeout=0) for _ in range(20)]
+        assert [next(each) for each in streams] == [0.0] * 20
+        with timed(5 * pace()):
+            assert rpc.rpc_sync("w1", double, (2,), timeout=4 * pace()) == 4
+        for each in streams:
+            each.close()
+        eventually(lambda: rpc.rpc_sync("w1", seen) == ["closed"] * 20, 10 * pace())
+        # Also at its deadline.
+        with pytest.raises(rpc.RpcTimeout):
+            list(rpc.rpc_stream("w1", waits_later, (3600,), timeout=0.2))
+        eventually(lambda: len(rpc.rpc_sync("w1", seen)) == 21, 10 * pace())
+
+    pair.on(0, case)
+
+
+def test_the_cleanup_of_an_asynchronous_generator_is_complete_before_its_worker_has_left():
+    def begin():
+        rpc_workers.held["stream"] = rpc.rpc_stream("w1", waits_later, (3600,), timeout=0)
+        assert next(rpc_workers.held["stream"]) == 0.0
+
+    def leave():
+        with timed(4 * pace()):
+            rpc.shutdown(graceful=False)
+        return seen()
+
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+        workers.on(0, begin)
+        assert workers.on(1, leave) == ["closed"]
+
+
+def test_asynchronous_generators_and_coroutines_share_one_loop(pair):
+    def case():
+        with rpc.rpc_stream("w1", next_of_queue, timeout=20 * pace()) as stream:
+            for i in range(3):
+                waiting = threading.Timer(0.05, rpc.rpc_sync, ("w1", put, (i,)))
+                waiting.start()
+                assert next(stream) == i
+                waiting.join()
+
+    pair.on(0, case)
+
+
+def test_an_asynchronous_generator_is_one_task(pair):
+    def case():
+        # More than the window: some items wait for credit.
+        assert list(rpc.rpc_stream("w1", with_a_variable, (40,))) == [5] * 40
+        found = []
+        with pytest.raises(TimeoutError):
+            for each in rpc.rpc_stream("w1", with_a_limit, (0.3, 0.2)):
+                found.append(each)  # noqa: PERF402  # those before the error are wanted
+        assert found == [0]
+        # The limit passes while the generator waits for its caller.
+        stream = rpc.rpc_stream("w1", with_a_limit, (0.2, 0.0), window=2)
+        time.sleep(0.4)
+        with pytest.raises(TimeoutError):
+            for each in stream:
+                found.append(each)  # noqa: PERF402
+        assert found == [0, 0, 1, 2]
 
     pair.on(0, case)
 

@@ -96,18 +96,11 @@ class Calls(Protocol):
         """The deadline of a call that starts now, and its timeout in seconds."""
 
 
-class Answerable(Protocol):
-    """A request of a peer, to be answered once."""
+class Leavable(Protocol):
+    """A request of a peer, which may stop waiting for the answer."""
 
     @property
     def call(self) -> CurrentCall: ...
-
-    @property
-    def incoming(self) -> Incoming: ...
-
-    def answer(self, result: Any) -> None: ...
-
-    def fail(self, error: BaseException, *, printed: bool = True) -> None: ...
 
     def give_up(self) -> None:
         """Send no answer: the caller has stopped waiting."""
@@ -116,24 +109,28 @@ class Answerable(Protocol):
         """Have ``act`` called when the caller cancels the call."""
 
 
-class Streaming(Protocol):
+class Answerable(Leavable, Protocol):
+    """A request of a peer, to be answered once."""
+
+    @property
+    def incoming(self) -> Incoming: ...
+
+    def answer(self, result: Any) -> None: ...
+
+    def fail(self, error: BaseException, *, printed: bool = True) -> None: ...
+
+
+class Streaming(Leavable, Protocol):
     """A request that is answered item by item."""
 
     # Of distributed autograd; None outside of any.
     context: Any
-
-    @property
-    def call(self) -> CurrentCall: ...
 
     def item(self, value: Any) -> None: ...
 
     def end_stream(self) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
-
-    def give_up(self) -> None: ...
-
-    def on_cancel(self, act: Callable[[], None]) -> None: ...
 
     def flow(self, source: Any) -> None:
         """Have ``source.credit`` called when the caller grants credit."""

@@ -1,19 +1,24 @@
-"""The event loop for ``async def`` functions that peers call."""
+"""The event loop for ``async def`` functions and generators that peers call."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any
 
 from rallypoint.errors import CallCancelled
-from rallypoint.rpc.ports import Answerable
+from rallypoint.rpc.ports import Answerable, Leavable
 
 
 logger = logging.getLogger(__name__)
+
+# Seconds for tasks that clean up when the loop closes.
+_LAST_WORDS = 0.5
 
 
 class CoroutineLoop:
@@ -28,31 +33,8 @@ class CoroutineLoop:
 
     def run(self, request: Answerable, coroutine: Any) -> None:
         """Run a coroutine, and answer when it is done."""
-        loop = self._start()
-        context = copy_context()
-
-        def begin() -> None:
-            task = loop.create_task(coroutine, context=context)
-            self._count += 1
-            deadline = request.call.deadline
-            if deadline is not None:
-
-                def expire() -> None:
-                    # No answer: the caller raises its own timeout.
-                    request.give_up()
-                    task.cancel()
-
-                alarm = loop.call_later(max(0.0, deadline - time.monotonic()), expire)
-                task.add_done_callback(lambda _: alarm.cancel())
-
-            def cancel() -> None:
-                loop.call_soon_threadsafe(task.cancel)
-
-            request.on_cancel(cancel)
-            task.add_done_callback(finish)
 
         def finish(task: asyncio.Task[Any]) -> None:
-            self._count -= 1
             if task.cancelled():
                 request.fail(CallCancelled("the coroutine was cancelled"))
                 return
@@ -62,7 +44,62 @@ class CoroutineLoop:
             else:
                 request.answer(task.result())
 
+        self.begin(request, coroutine, finish)
+
+    def begin(
+        self,
+        request: Leavable,
+        coroutine: Any,
+        finish: Callable[[asyncio.Task[Any]], None],
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run a coroutine as a task, which is cancelled with the call and at its deadline.
+
+        Args:
+            finish: called with the task when it is done.
+            leave: called before the task is cancelled.
+        """
+        loop = self._start()
+        context = copy_context()
+
+        def begin() -> None:
+            task = loop.create_task(coroutine, context=context)
+            self._count += 1
+            deadline = request.call.deadline
+
+            def stop() -> None:
+                leave()
+                task.cancel()
+
+            if deadline is not None:
+
+                def expire() -> None:
+                    # No answer: the caller raises its own timeout.
+                    request.give_up()
+                    stop()
+
+                alarm = loop.call_later(max(0.0, deadline - time.monotonic()), expire)
+                task.add_done_callback(lambda _: alarm.cancel())
+
+            def cancel() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(stop)
+
+            request.on_cancel(cancel)
+            task.add_done_callback(done)
+
+        def done(task: asyncio.Task[Any]) -> None:
+            self._count -= 1
+            finish(task)
+
         loop.call_soon_threadsafe(begin)
+
+    def wake(self, waiter: asyncio.Event) -> None:
+        """Set an event that a task waits for, from another thread."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(waiter.set)
 
     def _start(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -88,8 +125,16 @@ class CoroutineLoop:
         async def cancel_all() -> None:
             tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+                # Those that were cancelled before are cleaning up, which another cancellation would cut short.
+                if not task.cancelling():
+                    task.cancel()
+            if tasks:
+                _, left = await asyncio.wait(tasks, timeout=_LAST_WORDS)
+                for task in left:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            # Generators that coroutines have left open.
+            await loop.shutdown_asyncgens()
             loop.stop()
 
         loop.call_soon_threadsafe(lambda: loop.create_task(cancel_all()))

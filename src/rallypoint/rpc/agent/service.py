@@ -110,9 +110,9 @@ class Service:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> None:
-        """Run a generator on a thread of its own: it waits for its consumer."""
+        """Run a generator on a thread of its own, as it waits for its consumer; an asynchronous one on the event loop."""
         kwargs = dict(kwargs or {})
-        source = ItemSource(request, int(kwargs.pop(WINDOW_NAME, WINDOW)))
+        source = ItemSource(request, int(kwargs.pop(WINDOW_NAME, WINDOW)), self.loop)
         self._pool.submit(Task(lambda: source.run(func, args, kwargs)))
 
     # -- counting -----------------------------------------------------------------------------------
