@@ -417,6 +417,44 @@ def test_tensors_that_are_kept_are_not_overwritten_by_the_next_ones(trio):
     trio.on(0, case)
 
 
+def test_the_modes_of_the_thread_that_reads_do_not_change_what_arrives(trio):
+    def case():
+        weights = torch.ones(2, 3, requires_grad=True)
+        for mode in (torch.inference_mode, torch.no_grad):
+            # This thread reads its answer while it waits for the other call's.
+            other = rpc.rpc_async("w1", echo, (torch.ones(2, 3),))
+            with mode():
+                rpc.rpc_sync("w1", nap, (0.1,))
+                own = rpc.rpc_sync("w1", echo, (torch.ones(2, 3),))
+            for found in (other.wait(), own):
+                assert not found.is_inference()
+                (found * weights).sum().backward()
+                found.add_(weights).sum().backward()
+
+    trio.on(0, case)
+
+
+def leave_without_gradients() -> None:
+    torch.set_grad_enabled(False)
+
+
+def add_in_place(tensor: torch.Tensor) -> bool:
+    with torch.enable_grad():
+        tensor.add_(torch.ones(2, 3, requires_grad=True))
+    return tensor.requires_grad
+
+
+def test_a_function_that_leaves_its_thread_in_a_mode_does_not_change_later_arguments():
+    def case():
+        rpc.rpc_sync("w1", leave_without_gradients)
+        return [rpc.rpc_sync("w1", add_in_place, (torch.ones(2, 3),)) for _ in range(4)]
+
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))
+        assert workers.on(0, case) == [True] * 4
+        workers.run(rpc_workers.leave)
+
+
 def test_every_thread_gets_its_own_answer(trio):
     def case():
         def one(number):

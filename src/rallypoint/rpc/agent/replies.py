@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from rallypoint.errors import PeerLost, ProtocolError, RemoteError
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.messages import FAILURE, FLAG_PACKED, NOTHING
@@ -12,6 +14,10 @@ from rallypoint.rpc.serialization import payload as payloads
 from rallypoint.rpc.serialization.allowlist import AllowList
 from rallypoint.wire.frames import Frame
 from rallypoint.wire.remote_error import message_of, rebuild
+
+
+_is_inference = torch.is_inference_mode_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Replies:
@@ -36,6 +42,11 @@ class Replies:
 
     def read(self, frame: Frame, outgoing: Outgoing) -> Any:
         """The content of a reply. Raises the error that it carries."""
+        if _is_inference() or not _is_grad_enabled():
+            # The modes are those of the thread that happens to read, whose call another one may be. Under them, tensors
+            # would become inference tensors, and views that cannot be changed in place later.
+            with torch.inference_mode(False):  # which enables gradients as well
+                return self.read(frame, outgoing)
         buffers = frame.buffers
         if buffers and outgoing.sharing is not None:
             try:

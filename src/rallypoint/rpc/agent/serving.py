@@ -66,6 +66,9 @@ from .counters import is_own
 
 logger = logging.getLogger(__name__)
 
+_is_inference = torch.is_inference_mode_enabled
+_is_grad_enabled = torch.is_grad_enabled
+
 _FETCHES = (FETCH, SCRIPT_FETCH)
 
 
@@ -238,6 +241,10 @@ class Request:
         self._execute(later=later)
 
     def _read(self, frame: Frame, forks: list[Any]) -> Any:
+        if _is_inference() or not _is_grad_enabled():
+            # An earlier function has left its thread like this.
+            with torch.inference_mode(False):  # which enables gradients as well
+                return self._read(frame, forks)
         buffers = frame.buffers
         payload, allowed = frame.payload, self._worker.allowed
         if frame.kind in REMOTES:
