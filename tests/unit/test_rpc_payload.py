@@ -128,6 +128,40 @@ def test_any_view_of_any_memory_arrives(data):
     assert same(sent(original), original)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(2, 3),
+        lambda: torch.empty(0, 3),
+        lambda: torch.arange(30_000.0)[::10_000],
+        lambda: torch.ones(1).expand(100),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nn.Parameter(torch.ones(3)),
+        lambda: torch.ones(3, dtype=torch.complex64).conj(),
+        # As torch.save writes it.
+        lambda: torch.zeros(3, dtype=torch.float8_e8m0fnu),
+        lambda: torch._efficientzerotensor((3,)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_a_default_device_does_not_move_what_arrives(make):
+    original = make()
+    with torch.device("meta"):
+        found = sent(original)
+    assert found.device.type == "cpu"
+    assert torch.equal(found.detach().to_dense(), original.detach().to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_default_device_does_not_move_nested_tensors():
+    original = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with torch.device("meta"):
+        found = sent(original)
+    assert found.device.type == "cpu"
+    assert [each.tolist() for each in found.unbind()] == [[1, 1], [1, 1, 1]]
+
+
 def test_a_small_part_of_a_large_memory_does_not_take_it_along():
     whole = torch.arange(1_000_000.0)
     for part in (whole[10:20], whole[::100_000], whole.reshape(1000, 1000)[5:7, 3:5]):

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from .transfer import RECEIVED
 
 
-_leaf = torch.empty(0, requires_grad=True)
+_leaf = torch.empty(0, device="cpu", requires_grad=True)
 _ACCUMULATE: Any = type(_leaf.view_as(_leaf).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 

@@ -51,9 +51,9 @@ class _Received(torch.autograd.Function):
 # By source, the gradients of received tensors in a pass that runs their nodes.
 CAPTURED: dict[tuple[int, int, int], Any] = {}
 # Makes the outputs of _Received require a gradient.
-_ANCHOR = torch.empty(0, requires_grad=True)
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 # The type of the node of a received tensor. Its ``source``: the context, the worker that sent it, and its number there.
-RECEIVED: Any = type(_Received.apply(_ANCHOR, torch.empty(0), (0, 0, 0)).grad_fn)  # type: ignore[no-untyped-call]
+RECEIVED: Any = type(_Received.apply(_ANCHOR, torch.empty(0, device="cpu"), (0, 0, 0)).grad_fn)  # type: ignore[no-untyped-call]
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:

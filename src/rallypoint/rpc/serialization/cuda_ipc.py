@@ -211,7 +211,7 @@ class CudaMemory:
     kinds = frozenset({"cuda"})
 
     def stage(self, flat: Tensor) -> Tensor:
-        staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        staged = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
         staged.copy_(flat, non_blocking=True)
         torch.cuda.current_stream(flat.device).synchronize()
         return staged

@@ -50,7 +50,7 @@ def _references_of_one() -> tuple[int, int, int, int] | None:
 
     if sys.version_info >= (3, 14):
         return None
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     return found(tensor)
 
 

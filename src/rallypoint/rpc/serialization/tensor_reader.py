@@ -48,6 +48,9 @@ _AS_BYTES = {dtype for dtype in DTYPES if dtype.itemsize == 1 and dtype.is_float
     torch.complex32
 }
 
+# Given to all that makes tensors: otherwise a default device (``with torch.device("meta")``) would move what arrives.
+_CPU = torch.device("cpu")
+
 # Its bytes or the index of their buffer, dtype, shape, and requires_grad.
 Packed = tuple[bytearray | int, int, tuple[int, ...], bool]
 
@@ -137,11 +140,11 @@ def rebuild_spread(
     index: int, code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
 ) -> Tensor:
     packed = _reading().flat(index, code)
-    made = torch.empty_strided(size, stride, dtype=DTYPES[code])
+    made = torch.empty_strided(size, stride, dtype=DTYPES[code], device=packed.device)
     if 0 in stride or not _is_free_of_overlaps(size, stride):
         # Some elements share a place, which copy_ refuses. Indexing does not, and the values are equal.
         flat = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
-        places = torch.arange(flat.numel()).as_strided(size, stride).reshape(-1)
+        places = torch.arange(flat.numel(), device=flat.device).as_strided(size, stride).reshape(-1)
         flat.view(_BYTES[flat.element_size()])[places] = packed.view(_BYTES[flat.element_size()])
     else:
         made.copy_(packed.view(size))
@@ -170,7 +173,7 @@ def _is_free_of_overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool
 
 
 def rebuild_empty(code: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=DTYPES[code], requires_grad=grad)
+    return torch.empty_strided(size, stride, dtype=DTYPES[code], device=_CPU, requires_grad=grad)
 
 
 def rebuild_meta(
@@ -185,7 +188,8 @@ def rebuild_mkldnn(dense: Tensor, grad: bool) -> Tensor:
 
 
 def rebuild_nested(parts: list[Tensor], dtype: torch.dtype, grad: bool) -> Tensor:
-    return torch.nested.nested_tensor(parts, dtype=dtype, requires_grad=grad)
+    device = parts[0].device if parts else _CPU
+    return torch.nested.nested_tensor(parts, dtype=dtype, device=device, requires_grad=grad)
 
 
 def rebuild_grad(tensor: Tensor, grad: bool) -> Tensor:
@@ -251,7 +255,12 @@ def rebuild_coo(
     indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool, grad: bool
 ) -> Tensor:
     made = torch.sparse_coo_tensor(
-        indices, values, size, is_coalesced=coalesced, check_invariants=_checks()
+        indices,
+        values,
+        size,
+        device=values.device,
+        is_coalesced=coalesced,
+        check_invariants=_checks(),
     )
     return made.requires_grad_() if grad else made
 
@@ -265,6 +274,12 @@ def rebuild_compressed(
     grad: bool,
 ) -> Tensor:
     made = torch.sparse_compressed_tensor(
-        outer, inner, values, size, layout=getattr(torch, layout), check_invariants=_checks()
+        outer,
+        inner,
+        values,
+        size,
+        layout=getattr(torch, layout),
+        device=values.device,
+        check_invariants=_checks(),
     )
     return made.requires_grad_() if grad else made

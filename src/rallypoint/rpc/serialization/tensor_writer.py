@@ -52,6 +52,7 @@ _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_memory.restype = ctypes.py_object
 _READ = 0x100
+_CPU = torch.device("cpu")
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -151,7 +152,8 @@ class TensorWriter:
         if not tensor.data_ptr():
             if not torch_private.is_zero_tensor(tensor):
                 raise RuntimeError("the tensor has no memory")
-            return self._reduce(torch.zeros(size, dtype=tensor.dtype, requires_grad=grad))
+            zeros = torch.zeros(size, dtype=tensor.dtype, device=_CPU, requires_grad=grad)
+            return self._reduce(zeros)
         if whole == bytes_shown and tensor.is_contiguous():
             if whole <= SMALL:
                 return rebuild_small, (self._copy(storage, whole), code, size, grad)
@@ -326,7 +328,6 @@ def _bytes_of(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
 
 
 _STRIDED = torch.strided
-_CPU = torch.device("cpu")
 
 
 def pack(tensor: Tensor, large: list[torch.UntypedStorage]) -> Packed | None:
