@@ -1,5 +1,6 @@
 """Gradients through calls: equal to those of one process, per context, and gone when it ends."""
 
+import asyncio
 import functools
 import random
 import threading
@@ -373,6 +374,39 @@ def near_twice(value: Tensor) -> Tensor:
 
 def test_sends_that_take_no_part_are_not_waited_for(four: Workers) -> None:
     four.on(0, unused_and_several)
+
+
+tasks: list[Any] = []
+begun: list[str] = []
+
+
+async def begin_a_context_later() -> None:
+    """In a task that outlives this call, and its context."""
+
+    async def begin() -> None:
+        await asyncio.to_thread(nothing_is_kept)
+        try:
+            with autograd.context():
+                begun.append("a context of its own")
+        except RpcError as error:
+            begun.append(str(error))
+
+    tasks.append(asyncio.create_task(begin()))
+
+
+def what_begun() -> list[str]:
+    return list(begun)
+
+
+def outlive_a_context() -> None:
+    with autograd.context():
+        rpc.rpc_sync("w1", begin_a_context_later)
+    eventually(lambda: rpc.rpc_sync("w1", what_begun), 20)
+    assert rpc.rpc_sync("w1", what_begun) == ["a context of its own"]
+
+
+def test_a_task_that_outlives_its_context_may_begin_one(four: Workers) -> None:
+    four.on(0, outlive_a_context)
 
 
 def say_no() -> None:

@@ -672,6 +672,34 @@ def ask_and_note(to: str, seconds: float) -> None:
         happened.append("nested call ended")
 
 
+tasks: list[asyncio.Task[Any]] = []
+
+
+async def go_on_beside(to: str) -> None:
+    """A task outlives this call, whose deadline passes."""
+
+    async def go_on() -> None:
+        note(rpc.current_call() is not None)
+        await asyncio.sleep(0.3)
+        note(rpc.current_call() is not None)
+        try:
+            note(await rpc.rpc_async(to, echo, ("answered",)))
+        except rpc.RpcError as error:
+            note(repr(error))
+
+    tasks.append(asyncio.create_task(go_on()))
+    await asyncio.sleep(0)
+
+
+def test_a_task_that_outlives_the_call_that_started_it_does_not_inherit_its_deadline(trio):
+    def case():
+        rpc.rpc_sync("w1", go_on_beside, ("w2",), timeout=0.2)
+        eventually(lambda: len(rpc.rpc_sync("w1", seen)) == 3, 20)
+        assert rpc.rpc_sync("w1", seen) == [True, False, "answered"]
+
+    trio.on(0, case)
+
+
 def test_calls_whose_time_is_up_in_the_queue_are_not_begun():
     with Workers(2) as workers:
         workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))

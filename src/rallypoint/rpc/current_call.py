@@ -15,14 +15,16 @@ class CurrentCall:
         caller: the worker that made the call.
         deadline: when the caller stops waiting, in seconds of ``time.monotonic()``; None without a limit.
         cancelled: whether the caller has cancelled the call or timed out. A long function can check this and return.
+        is_over: whether it was answered, or given up. Tasks that its code has started may go on, without its deadline.
     """
 
-    __slots__ = ("caller", "cancelled", "deadline")
+    __slots__ = ("caller", "cancelled", "deadline", "is_over")
 
     def __init__(self, caller: WorkerInfo, deadline: float | None) -> None:
         self.caller = caller
         self.deadline = deadline
         self.cancelled = False
+        self.is_over = False
 
     def time_left(self) -> float | None:
         """How long the caller still waits.
@@ -40,6 +42,7 @@ def current_call() -> CurrentCall | None:
     """The call that the running code serves. Works in ``async def`` functions too.
 
     Returns:
-        The call; None in code that no other worker has called.
+        The call; None in code that no other worker has called, and in a task that outlives the call that started it.
     """
-    return SERVING.get()
+    serving = SERVING.get()
+    return None if serving is None or serving.is_over else serving

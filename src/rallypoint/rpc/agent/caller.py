@@ -424,7 +424,8 @@ class Caller:
                 f"timeout is {timeout!r}: expected seconds as a number (0: no limit)"
             ) from None
         serving = SERVING.get()
-        outer = None if serving is None else serving.deadline
+        # A task that a coroutine has started keeps the coroutine's call, also when that is over.
+        outer = None if serving is None or serving.is_over else serving.deadline
         if not 0 < seconds < FOREVER and limit_of(seconds) is None:
             if outer is None:
                 return None, 0.0

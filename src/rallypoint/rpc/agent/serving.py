@@ -373,6 +373,7 @@ class Request:
     def give_up(self) -> None:
         """Tell the caller that no answer will follow, so that a shutdown need not wait for one."""
         if self._incoming.claim(self._frame.call):
+            self.call.is_over = True
             self._say_given_up()
 
     def _say_given_up(self) -> None:
@@ -404,6 +405,7 @@ class Request:
         number = self._frame.call
         if not self._incoming.claim(number):
             return
+        self.call.is_over = True
         try:
             recording = self._recorder()
             packed = None if result is None else packed_result(result, recording)
@@ -447,6 +449,7 @@ class Request:
             return
         if not self._incoming.claim(self._frame.call):
             return
+        self.call.is_over = True
         forget_our_frames(error)
         if printed and not isinstance(error, (CallCancelled, asyncio.CancelledError)):
             self._print(error)
@@ -497,6 +500,7 @@ class Request:
 
     def end_stream(self) -> None:
         if self._incoming.claim(self._frame.call):
+            self.call.is_over = True
             self._incoming.reply(END, self._frame.call)
             self._incoming.answered(self._frame.call)
             self._worker.served(self._arrived, failed=False, is_user=self._is_user)

@@ -30,7 +30,9 @@ class context:  # noqa: N801  # torch's name
 
     def __enter__(self) -> int:
         agent = required_agent()
-        if CURRENT.get() is not None:
+        current = CURRENT.get()
+        # A task that a coroutine has started keeps the coroutine's context, also when that is over.
+        if current is not None and not current.is_over:
             # torch's words.
             raise RpcError("Already have an autograd context id for this thread")
         made: Context = agent.contexts.begin()
