@@ -409,6 +409,34 @@ def test_a_task_that_outlives_its_context_may_begin_one(four: Workers) -> None:
     four.on(0, outlive_a_context)
 
 
+def step(module: torch.nn.Module, inputs: Tensor) -> tuple[list[str], bool]:
+    kinds = [type(each).__name__ for each in module.parameters() if each.is_leaf]
+    before = [each.detach().clone() for each in module.parameters()]
+    module(inputs).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    changed = all(not old.equal(new) for old, new in zip(before, module.parameters(), strict=True))
+    return kinds, changed
+
+
+def weigh(weights: Tensor) -> Tensor:
+    return (weights * 3).sum()
+
+
+def send_a_module() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    alone = torch.nn.Parameter(torch.ones(2))
+    with autograd.context() as context_id:
+        found = rpc.rpc_sync("w1", step, (module, torch.ones(1, 2)))
+        assert found == (["Parameter"] * 4, True)
+        # A parameter by itself is a tensor of this worker, which wants its gradient.
+        autograd.backward(context_id, [rpc.rpc_sync("w1", weigh, (alone,))])
+        assert autograd.get_gradients(context_id)[alone].tolist() == [3, 3]
+
+
+def test_a_module_arrives_with_parameters_in_a_context_too(four: Workers) -> None:
+    four.on(0, send_a_module)
+
+
 def say_no() -> None:
     with pytest.raises(RpcError, match="Could not find autograd context with id: 5"):
         autograd.backward(5, [double(1.0) * 2])

@@ -258,6 +258,29 @@ def test_parameters_modules_and_their_shared_weights_arrive():
     assert torch.equal(copy(inputs), module(inputs))
 
 
+def test_parameters_keep_their_attributes():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.no_decay = True  # type: ignore[attr-defined]
+    parameter.group = [parameter]  # type: ignore[attr-defined]
+    module = torch.nn.Linear(2, 2)
+    module.weight.tag = "first"  # type: ignore[assignment]
+    found, copy = sent((parameter, module))
+    assert found.no_decay
+    assert found.group[0] is found
+    assert copy.weight.tag == "first"
+    assert not vars(copy.bias)
+    data, writer = dumps(parameter)
+    assert loads(data, [bytearray(each) for each in writer.buffers], allowed=AllowList(())).no_decay
+
+
+def test_an_attribute_cannot_replace_a_method_under_a_list():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.numel = 5  # type: ignore[method-assign, assignment]
+    assert sent(parameter).numel == 5
+    with pytest.raises(NotAllowed, match="would hide"):
+        loads(dumps(parameter)[0], allowed=AllowList(()))
+
+
 class Named(torch.Tensor):
     """A subclass with something of its own."""
 

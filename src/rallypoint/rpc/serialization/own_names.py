@@ -39,6 +39,7 @@ REBUILDERS = (
             "serialization.tensor_reader.rebuild_strided",
             "serialization.tensor_reader.rebuild_tensor",
             "serialization.tensor_reader.rebuild_there",
+            "serialization.tensor_reader.restore_attributes",
         )
     )
     | NUMPY_REBUILDERS

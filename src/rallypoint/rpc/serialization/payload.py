@@ -68,6 +68,7 @@ class Writer(pickle.Pickler):
         tensors: its buffers.
         forks: its remote references.
         recorder: reduces the tensors that require a gradient, within a context of distributed autograd.
+        in_modules: with a recorder, by ``id``, the parameters of modules that were reached.
     """
 
     def __init__(
@@ -77,15 +78,25 @@ class Writer(pickle.Pickler):
         super().__init__(file, 5, True, tensors.take if apart else None)
         self.to = to
         self.recorder: Records | None = None
+        self.in_modules: dict[int, torch.nn.Parameter] = {}
         self.forks = tensors.forks
 
     def reducer_override(self, obj: Any) -> Any:
         reducer = _REDUCERS.get(type(obj))
         if reducer is None:
-            if isinstance(obj, torch.Tensor):
-                refuse_stand_in(obj)
+            _look_at(self, obj)
             return NotImplemented
         return reducer(self, obj)
+
+
+def _look_at(writer: Writer, obj: Any) -> None:
+    """Before an object without a reducer is pickled."""
+    if isinstance(obj, torch.Tensor):
+        refuse_stand_in(obj)
+    elif writer.recorder is not None and isinstance(obj, torch.nn.Module):
+        # Not the object's own methods: those of a RemoteModule raise an error.
+        own = torch.nn.Module.named_parameters(obj, recurse=False)
+        writer.in_modules.update((id(each), each) for _, each in own)
 
 
 _by_value_class: type | None = None
@@ -105,13 +116,13 @@ def _by_value() -> type:
                 super().__init__(file, 5, tensors.take)
                 self.to = to
                 self.recorder: Records | None = None
+                self.in_modules: dict[int, torch.nn.Parameter] = {}
                 self.forks = tensors.forks
 
             def reducer_override(self, obj: Any) -> Any:
                 reducer = _REDUCERS.get(type(obj))
                 if reducer is None:
-                    if isinstance(obj, torch.Tensor):
-                        refuse_stand_in(obj)
+                    _look_at(self, obj)
                     return super().reducer_override(obj)
                 return reducer(self, obj)
 
@@ -550,7 +561,12 @@ def _reduce_tensor(writer: Writer, tensor: torch.Tensor) -> Any:
 
 
 def _reduce_parameter(writer: Writer, parameter: torch.nn.Parameter) -> Any:
-    if writer.recorder is not None and parameter.requires_grad:
+    if (
+        writer.recorder is not None
+        and parameter.requires_grad
+        # A module arrives with parameters of its own, as a copy that can be trained.
+        and id(parameter) not in writer.in_modules
+    ):
         return writer.recorder.reduce(parameter)
     return writer.tensors.reduce_parameter(parameter)
 

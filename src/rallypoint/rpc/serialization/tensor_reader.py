@@ -200,6 +200,15 @@ def rebuild_parameter(data: Tensor, grad: bool) -> torch.nn.Parameter:
     return torch.nn.Parameter(data, requires_grad=grad)
 
 
+def restore_attributes(parameter: torch.nn.Parameter, attributes: dict[str, Any]) -> None:
+    """Set what the sender's program has set on a parameter. Named in pickles."""
+    if type(parameter) is not torch.nn.Parameter:
+        raise TypeError(f"attributes of a parameter came with a {type(parameter).__name__}")
+    if _checks() and any(hasattr(torch.nn.Parameter, name) for name in attributes):
+        raise NotAllowed("an attribute of a parameter would hide one of its class")
+    vars(parameter).update(attributes)
+
+
 def rebuild_on_device(staged: Tensor, target: str, grad: bool) -> Tensor:
     return rebuild_grad(staged.to(target), grad)
 

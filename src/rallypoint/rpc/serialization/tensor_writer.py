@@ -40,6 +40,7 @@ from .tensor_reader import (
     rebuild_strided,
     rebuild_tensor,
     rebuild_there,
+    restore_attributes,
 )
 
 
@@ -168,8 +169,11 @@ class TensorWriter:
             return rebuild_strided, (index, code, size, tensor.stride(), offset, grad)
         return self._reduce_part(tensor, code, size, item, bytes_shown, grad)
 
-    def reduce_parameter(self, parameter: torch.nn.Parameter) -> Reduced:
-        return rebuild_parameter, (parameter.data, parameter.requires_grad)
+    def reduce_parameter(self, parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+        made = rebuild_parameter, (parameter.data, parameter.requires_grad)
+        attributes = vars(parameter)
+        # Apart from what makes it, since they may refer to the parameter.
+        return (*made, attributes, None, None, restore_attributes) if attributes else made
 
     def _copy(self, storage: torch.UntypedStorage, whole: int) -> bytearray:
         """A small storage's bytes, for the pickle: one object per storage, so that views share it."""
