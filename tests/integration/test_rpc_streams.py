@@ -210,6 +210,46 @@ def test_several_threads_and_tasks_share_the_items_of_one_stream_and_all_hear_it
     assert pair.on(0, case) == list(range(200))
 
 
+def test_all_threads_and_tasks_that_share_a_stream_see_its_error(pair):
+    def case():
+        stream = rpc.rpc_stream("w1", count, (100, 50), window=4)
+        errors: list[str] = []
+
+        def take() -> list[int]:
+            found = []
+            try:
+                for each in stream:
+                    found.append(each)  # noqa: PERF402  # those before the error are wanted
+            except ValueError as error:
+                errors.append(str(error))
+            return found
+
+        async def take_later() -> list[int]:
+            found = []
+            try:
+                async for each in stream:
+                    found.append(each)  # noqa: PERF401  # the same
+            except ValueError as error:
+                errors.append(str(error))
+            return found
+
+        async def take_in_tasks() -> list[int]:
+            return list(chain(*await asyncio.gather(*(take_later() for _ in range(3)))))
+
+        with ThreadPoolExecutor(4) as threads:
+            taking = [threads.submit(take) for _ in range(3)]
+            taking.append(threads.submit(lambda: asyncio.run(take_in_tasks())))
+            taken = sorted(chain(*(each.result(20 * pace()) for each in taking)))
+        # Each pool thread read only once, and whoever comes now is told, too.
+        assert take() == []
+        assert take() == []
+        return taken, errors
+
+    taken, errors = pair.on(0, case)
+    assert taken == list(range(50))
+    assert errors == ["bad 50"] * 7
+
+
 def test_who_waits_for_an_item_hears_that_another_one_has_closed_the_stream(pair):
     def case():
         stream = rpc.rpc_stream("w1", waits_for_item)

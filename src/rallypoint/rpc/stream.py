@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final, Generic, TypeVar
@@ -45,7 +46,7 @@ _END: Final = object()
 class ItemChannel(Generic[T]):
     """Receives items and grants credit. The call refers to it; the user has an :class:`RpcStream`.
 
-    Several threads and tasks may take items: each item goes to one of them, and the end to all.
+    Several threads and tasks may take items: each item goes to one of them, and the end or the error to all.
     """
 
     def __init__(self, decode: Callable[[Frame], T], window: int) -> None:
@@ -56,8 +57,11 @@ class ItemChannel(Generic[T]):
         self._call: Call | None = None
         self._outgoing: Outgoing | None = None
         self._taken = 0
-        self._ended = False
+        # Whether close() was called; then, also whether it has emptied the items.
+        self._is_left = False
         self._closed = False
+        # The threads and tasks that have seen the error with which the stream has ended.
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()
         # One for each task that waits.
         self._wakers: list[Callable[[], None]] = []
 
@@ -100,7 +104,7 @@ class ItemChannel(Generic[T]):
             else:
                 with pool.waiting():
                     found = self._wait()
-        return self._accept(found)
+        return self._accept(found, threading.current_thread)
 
     def _poll(self) -> Any:
         """The next item's frame, ``_END``, or None: wait. Takes no lock."""
@@ -125,20 +129,26 @@ class ItemChannel(Generic[T]):
             raise RpcTimeout(call.seconds, call.describe())
         return found
 
-    def _accept(self, found: Any) -> T:
+    def _accept(self, found: Any, reader: Callable[[], Any]) -> T:
         if found is not _END:
             self._give_credit()
             return self._decode(found)
         call = self._call
         assert call is not None
-        if not self._ended:
-            self._ended = True
+        if not self._is_left and self._is_news(reader()):
             if call.error is not None:
                 raise call.error
             if call.frame is not None and call.frame.kind != Kind.END:
                 # A failure: decoding raises it.
                 self._decode(call.frame)
         raise StopIteration
+
+    def _is_news(self, reader: Any) -> bool:
+        """Whether this thread or task has not seen the stream's error. After it, the stream is empty."""
+        with self._changed:
+            is_news = reader not in self._told
+            self._told.add(reader)
+        return is_news
 
     def _give_credit(self) -> None:
         """Note that an item was taken, and grant credit for half a window at once."""
@@ -159,7 +169,7 @@ class ItemChannel(Generic[T]):
             # Another one may take what comes.
             await self._wait_async()
         try:
-            return self._accept(found)
+            return self._accept(found, asyncio.current_task)
         except StopIteration:
             raise StopAsyncIteration from None
 
@@ -189,7 +199,7 @@ class ItemChannel(Generic[T]):
     def close(self) -> None:
         """Stop, and close the generator. Idempotent."""
         call, outgoing = self._call, self._outgoing
-        self._ended = True
+        self._is_left = True
         if call is not None and outgoing is not None and not call.done:
             outgoing.cancel(call.number, StopIteration())
         with self._changed:
