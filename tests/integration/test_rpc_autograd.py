@@ -437,6 +437,22 @@ def test_a_module_arrives_with_parameters_in_a_context_too(four: Workers) -> Non
     four.on(0, send_a_module)
 
 
+class Marked(torch.Tensor):
+    """A subclass."""
+
+
+def send_a_subclass() -> None:
+    x = double(2.0, 2)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("w1", weigh, (x.as_subclass(Marked),)).sum()])
+        assert x not in autograd.get_gradients(context_id)
+
+
+def test_a_tensor_of_a_subclass_passes_no_gradient(four: Workers) -> None:
+    """As the documentation says."""
+    four.on(0, send_a_subclass)
+
+
 def say_no() -> None:
     with pytest.raises(RpcError, match="Could not find autograd context with id: 5"):
         autograd.backward(5, [double(1.0) * 2])
