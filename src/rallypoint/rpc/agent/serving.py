@@ -405,7 +405,9 @@ class Request:
         number = self._frame.call
         if not self._incoming.claim(number):
             return
-        self.call.is_over = True
+        call = self._call
+        assert call is not None
+        call.is_over = True
         try:
             recording = self._recorder()
             packed = None if result is None else packed_result(result, recording)

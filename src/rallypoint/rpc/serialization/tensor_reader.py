@@ -97,7 +97,7 @@ def read_with(reading: Callable[[], TensorReader], checks: Callable[[], bool]) -
 
 
 def _shaped(flat: Tensor, size: tuple[int, ...], grad: bool) -> Tensor:
-    made = flat if len(size) == 1 and size[0] == len(flat) else flat.view(size)
+    made = flat if len(size) == 1 and size[0] == flat.numel() else flat.view(size)
     return made.requires_grad_() if grad else made
 
 
