@@ -1,8 +1,9 @@
-"""Scripts that do what few do: they come through a pipe, or close every descriptor they do not know."""
+"""Scripts and flags that are seldom used: a script through a pipe, one that closes every descriptor, signals that are named."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -135,3 +136,21 @@ def test_a_reader_that_has_gone_is_named(tmp_path: Path) -> None:
     assert "whoever read the output has closed it" in " ".join(done.stderr.split())
     assert "cause unknown" not in done.stderr
     assert "whole_writes.py" not in done.stderr.partition("the job failed")[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_flag_for_other_signals_leaves_ctrl_c_and_a_closed_terminal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "train.py").write_text("import time\nprint('ready')\ntime.sleep(600)")
+    with supervisors.Popen(
+        [*RALLY, "--log-dir", tmp_path / "logs", "--signals-to-handle", "TERM", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(STUB)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(120) == 128 + number

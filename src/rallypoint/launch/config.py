@@ -271,7 +271,7 @@ class LaunchConfig:
         role: ROLE_NAME of the workers.
         shutdown_timeout: seconds between SIGTERM (or a forwarded signal) and SIGKILL.
         cause_timeout: seconds between a failure that is only a symptom and SIGTERM for the others.
-        signals: signals that are forwarded to the workers and end the job.
+        signals: signals that are forwarded to the workers and end the job; SIGTERM, SIGINT and SIGHUP do without being named.
         quit_shows_stacks: SIGQUIT does not end the job, though it is one of them: it shows where the workers are.
         passed_signals: signals that are forwarded to the workers, and the job goes on.
         sigterm_repeats: SIGTERM may come several times for one reason, and does not shorten the grace period then.
@@ -380,6 +380,12 @@ class LaunchConfig:
             )
         if self.master_port is not None and not 0 <= self.master_port < 65536:
             raise ConfigError("--master-port", str(self.master_port), "expected 0 to 65535")
+
+    @property
+    def ending_signals(self) -> frozenset[signal.Signals]:
+        """Those that end the job: a flag adds to Ctrl-C and a closed terminal."""
+        always = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} - set(self.passed_signals)
+        return frozenset(always.union(self.signals))
 
     @property
     def elastic(self) -> bool:

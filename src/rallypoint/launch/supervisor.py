@@ -273,7 +273,7 @@ class Supervisor:
 
     def _signal_events(self) -> SignalEvents:
         config = self._config
-        numbers = {*config.signals, *config.passed_signals}
+        numbers = {*config.ending_signals, *config.passed_signals}
         if os.isatty(self._console.stderr_fd):
             numbers.add(signal.SIGWINCH)
         if config.job.kind is TargetKind.FUNCTION:
@@ -409,10 +409,10 @@ class Supervisor:
         config = self._config
         if number == signal.SIGQUIT and config.quit_shows_stacks:
             self._observation.show_stacks()
-        elif number in {*config.signals, *config.passed_signals}:
+        elif number in {*config.ending_signals, *config.passed_signals}:
             self._signals.taken.add(number)
             events.emit(events.SignalReceived(name=policy.signal_name(number)))
-            if number in config.signals:
+            if number in config.ending_signals:
                 self._end_gathering()
             if not self._shared_stop.begin(number):
                 self._decide(policy.SignalReceived(number))
@@ -561,7 +561,7 @@ class Supervisor:
         number = -code if code < 0 else code - 128
         return (
             self._now.state.phase in {Phase.RUNNING, Phase.LISTENING}
-            and number in self._config.signals
+            and number in self._config.ending_signals
             and number not in self._signals.taken
         )
 

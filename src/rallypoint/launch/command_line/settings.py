@@ -404,8 +404,6 @@ def _signals(values: Values) -> tuple[tuple[signal.Signals, ...], tuple[signal.S
             f"{', '.join(both)} is in {values.shown('signals_to_handle')} as well, and would end the job",
             "name it in one of the two",
         )
-    # A flag adds to what ends a job: Ctrl-C and a terminal that is closed do, whatever it names.
-    ending = tuple(dict.fromkeys((*ending, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
     return tuple(each for each in ending if each not in passed), passed
 
 
