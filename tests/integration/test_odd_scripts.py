@@ -33,6 +33,18 @@ def rally(
     )
 
 
+def in_a_shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", line.replace("{rally}", f"{' '.join(RALLY)} --log-dir logs")],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(STUB)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
 @pytest.mark.parametrize(
     ("source", "code", "said"),
     [
@@ -84,16 +96,7 @@ def test_files_of_a_script_that_closes_all_descriptors_are_its_own(
 
 def test_few_descriptors_are_enough(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise RuntimeError('its own error')")
-    limited = f"ulimit -n 64; exec {' '.join(RALLY)} --log-dir logs --nproc-per-node 1 train.py"
-    done = subprocess.run(
-        ["sh", "-c", limited],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(STUB)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = in_a_shell(tmp_path, "ulimit -n 64; exec {rally} --nproc-per-node 1 train.py")
     assert done.returncode == 1
     assert "raised RuntimeError" in done.stderr
 
@@ -122,16 +125,7 @@ def test_an_exception_with_attributes_of_its_own_is_the_users(tmp_path: Path) ->
 
 def test_a_reader_that_has_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("while True:\n    print('a line')")
-    line = f"{' '.join(RALLY)} --log-dir logs --nproc-per-node 2 train.py | head -n 1"
-    done = subprocess.run(
-        ["sh", "-c", line],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(STUB)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = in_a_shell(tmp_path, "{rally} --nproc-per-node 2 train.py | head -n 1")
     assert done.stdout == "a line\n"
     assert "whoever read the output has closed it" in " ".join(done.stderr.split())
     assert "cause unknown" not in done.stderr
