@@ -348,3 +348,42 @@ def test_a_replayed_batch_uses_no_parameters(pairs: Ranks) -> None:
     for found in pairs.run(case):
         for each in found:
             torch.testing.assert_close(each, flat(model), rtol=1e-10, atol=1e-12)
+
+
+def test_a_use_without_an_exchange_counts_when_the_rank_has_run_out(pairs: Ranks) -> None:
+    """Rank 0 runs backward in no_sync, throws the gradient away, and has no more: DDP still tells that use."""
+    every = [[(*batch, 1) for batch in batches_of([3] * n, seed)] for seed, n in enumerate([2, 4])]
+    exchanged = (0, 3)
+
+    def made() -> tuple[Tasks, torch.optim.Optimizer]:
+        torch.manual_seed(5)
+        model = Tasks().double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def case() -> list[torch.Tensor]:
+        found = []
+        for views in (False, True):
+            model, optimizer = made()
+            ddp = DistributedDataParallel(
+                model, find_unused_parameters=True, gradient_as_bucket_view=views
+            )
+            with Join([ddp, optimizer], weighting="samples") as join:
+                for step, (x, y, task) in enumerate(join.batches(every[dist.get_rank()])):
+                    optimizer.zero_grad()
+                    with contextlib.nullcontext() if step in exchanged else ddp.no_sync():
+                        (ddp(x, task) - y).square().mean().backward()
+                    if step in exchanged:
+                        optimizer.step()
+            found.append(flat(model))
+        return found
+
+    model, optimizer = made()
+    for step in exchanged:
+        here = [each[step] for each in every if step < len(each)]
+        optimizer.zero_grad()
+        predicted = model(torch.cat([x for x, _, _ in here]), here[0][2])
+        (predicted - torch.cat([y for _, y, _ in here])).square().mean().backward()
+        optimizer.step()
+    for found in pairs.run(case):
+        for each in found:
+            torch.testing.assert_close(each, flat(model), rtol=1e-10, atol=1e-12)

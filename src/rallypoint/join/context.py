@@ -284,7 +284,7 @@ class Join:
                     m.module for m in joined if m.module is not None and m not in outputs
                 ],
             )
-        self._scale.set(factor)
+        self._scale.set(factor, [m.module for m in self._members if m.module and m.ran_back])
 
     def _finish(self, run: Run) -> None:
         if self._iterated:

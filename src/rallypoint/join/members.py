@@ -27,6 +27,7 @@ class Member:
         needs_plan: whether its hook must know which ranks have inputs.
         exchanges_within: whether ranks exchange anything between the module's outputs and its parameters, so that
             gradients must be weighted at the outputs.
+        ran_back: whether the module has run backward since its last exchange (in ``no_sync()``).
     """
 
     name: str = ""
@@ -35,6 +36,7 @@ class Member:
     module: nn.Module | None = None
     needs_plan: bool = False
     exchanges_within: bool = True
+    ran_back: bool = False
 
     def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
         """The block begins. ``stack`` restores whatever this changes."""

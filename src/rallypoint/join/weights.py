@@ -14,7 +14,7 @@ A factor of 1 costs nothing: hooks are registered only for other factors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -45,10 +45,17 @@ class GradientScale:
         self._at_parameters = at_parameters
         self._handles: list[RemovableHandle] = []
         self._factor = 1.0
+        self._used_before: frozenset[nn.Module] = frozenset()
 
-    def set(self, factor: float) -> None:
-        """Use this factor from now on. Outputs of earlier forward passes keep the factor they had."""
+    def set(self, factor: float, used_before: Iterable[nn.Module] = ()) -> None:
+        """Use this factor from now on. Outputs of earlier forward passes keep the factor they had.
+
+        Args:
+            factor: of this rank's gradients.
+            used_before: modules that have run backward since their last exchange (in ``no_sync()``).
+        """
         self._factor = factor
+        self._used_before = frozenset(used_before)
         if (factor != 1.0) == bool(self._handles):
             return
         if self._handles:
@@ -71,16 +78,19 @@ class GradientScale:
             self._handles.append(p.register_hook(self._scaled))  # type: ignore[no-untyped-call]
             if _notes_use(module):
                 accumulates = get_gradient_edge(p).node
-                self._handles.append(accumulates.register_prehook(self._withheld))
+                self._handles.append(accumulates.register_prehook(partial(self._withheld, module)))
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
         return _times(gradient, self._factor)
 
-    def _withheld(self, gradients: Sequence[torch.Tensor | None]) -> Any:
+    def _withheld(self, module: nn.Module, gradients: Sequence[torch.Tensor | None]) -> Any:
         # DDP exchanges which parameters were used, and takes those with a gradient for used. A replayed batch must not
         # count: the optimizer would decay and move parameters that no other rank used. A sparse gradient stays, as
         # DDP cannot do without; it has no rows.
-        if self._factor or any(each is not None and each.is_sparse for each in gradients):
+        # Nor where DDP has noted uses that it is still to tell: it cannot do without the gradients of those.
+        if self._factor or module in self._used_before:
+            return None
+        if any(each is not None and each.is_sparse for each in gradients):
             return None
         return (None,) * len(gradients)
 

@@ -76,6 +76,8 @@ class DdpMember(Member):
         self._index = run.add_module()
         run.averaged |= {id(p) for p in torch_private.ddp_parameters(self.ddp)}
         self._exchanged, self._shadowed, self._zeros = True, False, None
+        # As DDP itself notes it: the last forward pass was in no_sync(), or without gradients.
+        self.ran_back = not self.ddp.require_forward_param_sync
         # Also those that are frozen now: DDP exchanges their gradients if they were not when it was made.
         self._parameters = torch_private.ddp_parameters(self.ddp)
         stack.callback(self.ddp.register_forward_hook(self._after_forward).remove)
@@ -157,6 +159,7 @@ class DdpMember(Member):
             return  # a loss that has gradients in it runs through the outputs twice, and exchanges once
         run.passes.note(run.step, self._index, forward=False)
         exchanged, self._exchanged = self._exchanged, bool(self.ddp.require_backward_grad_sync)
+        self.ran_back = not self._exchanged
         if run.replays:
             return  # every rank contributes its own gradients
         if run.schedule is not None:
