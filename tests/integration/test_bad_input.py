@@ -224,6 +224,10 @@ MISTAKES = [
     _mistake("--max-restarts x train.py", "--max-restarts 'x'", "whole number"),
     _mistake("--shutdown-timeout inf train.py", "--shutdown-timeout 'inf'", "number of seconds"),
     _mistake("--monitor-interval x train.py", "--monitor-interval 'x'", "number of seconds"),
+    _mistake(
+        "--hosts 192.0.2.1 --ssh-options=-i'k train.py", "--ssh-options", "not a shell's words"
+    ),
+    _mistake("--hosts node[01-04] train.py", "'node[01-04]'", "scontrol show hostnames"),
     _mistake("--signals-to-handle SIGFOO train.py", "'SIGFOO'", "`kill -l` lists the names"),
     _mistake("--signals-to-handle SIGTERM,KILL train.py", "'KILL'", "cannot be forwarded"),
     _mistake("--signals-to-pass SIGFOO train.py", "--signals-to-pass 'SIGFOO'", "`kill -l`"),

@@ -174,3 +174,30 @@ def test_another_hang_is_told_although_hardly_any_cpu_was_used_meanwhile(
     begun[workers[0].pid] = 2
     look_until(2, PATIENCE)
     assert len(said) == 2
+
+
+@pytest.mark.parametrize("lacks", ["threads", "descriptors"])
+def test_a_host_without_threads_or_descriptors_is_looked_at_later(
+    lacks: str, workers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that cannot be had must not end the job."""
+
+    def refuse(*_: object) -> Any:
+        raise RuntimeError("can't start new thread") if lacks == "threads" else OSError(24, "none")
+
+    def nothing() -> Mapping[str, Any]:
+        return {"processes": [], "ended": [], "moving": False}
+
+    asked = Asked(nothing)
+    refused: list[None] = []
+
+    def ask(what: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+        refused.append(None)
+        return asked(what) if lacks == "threads" else refuse()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse) if lacks == "threads" else None
+        patch.setattr(os, "dup", refuse) if lacks == "descriptors" else None
+        watch(workers, ask, lambda: len(refused) > 1)  # type: ignore[arg-type]
+    before = len(asked.times)
+    watch(workers, asked, lambda: len(asked.times) > before)

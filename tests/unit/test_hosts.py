@@ -20,15 +20,20 @@ from rallypoint.launch.hosts.orders import (
 
 
 def test_a_list_and_a_file_of_hosts() -> None:
-    assert read_list("a, me@b:8,[fd00::1]:2,fd00::2,") == (
-        *(Host("a"), Host("me@b", 8), Host("fd00::1", 2), Host("fd00::2")),
+    assert read_list("a, me@b:8,[fd00::1]:2,fd00::2,me@[fd00::3]:4,") == (
+        *(Host("a"), Host("me@b", 8), Host("fd00::1", 2), Host("fd00::2"), Host("me@fd00::3", 4)),
     )
     lines = ["# a comment", "", "a", "b:8  # MPICH", "c slots=4 max_slots=4"]
     assert read_file(lines, "--hostfile x") == (Host("a"), Host("b", 8), Host("c", 4))
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a:0", "a:x", "-oProxyCommand=x", "a b", "a,a:2", ":8", "a,,b", ",a"]
+    "text",
+    [
+        *("", "a:0", "a:x", "-oProxyCommand=x", "a b", "a,a:2", ":8", "a,,b", ",a"),
+        # Slurm's lists
+        *("node[01-04]", "node[01,03]:8", "[a]", "a]"),
+    ],
 )
 def test_what_is_no_list_of_hosts(text: str) -> None:
     with pytest.raises(ConfigError):
@@ -45,7 +50,8 @@ def test_variables_that_go_to_other_hosts() -> None:
 
 
 def test_orders_survive_the_line() -> None:
-    orders = Orders(folder="/a b", env={"A": "é\n"}, words=("x", "y"), secret=None, token="t")
+    secret = b"\xff\x00 no text".decode("utf-8", "surrogateescape")
+    orders = Orders(folder="/a b", env={"A": "é\n"}, words=("x", "y"), secret=secret, token="t")
     line = orders.to_line()
     assert line.count(b"\n") == 1
     assert Orders.from_line(line) == orders

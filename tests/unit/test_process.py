@@ -261,3 +261,44 @@ def test_a_title_longer_than_its_room_is_cut() -> None:
         timeout=240,
     )
     assert done.stdout.split() == ["True", "True", "1"]
+
+
+def test_a_child_of_another_user_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a /proc with hidepid, where a worker runs a set-uid program (sudo, ping)."""
+    with sleeper() as pid:
+        real_list, real_kill = os.listdir, os.kill
+
+        def listed(path: str) -> list[str]:
+            if str(path).startswith(f"/proc/{pid}/"):
+                raise PermissionError(path)
+            return real_list(path)
+
+        def opened(path: str, *args: object, **more: object) -> object:
+            if str(path).startswith(f"/proc/{pid}/"):
+                raise PermissionError(path)
+            return open(path, *args, **more)  # type: ignore[call-overload]
+
+        def killed(target: int, number: int) -> None:
+            if target == pid:
+                raise PermissionError(target)
+            real_kill(target, number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", listed)
+            patch.setattr(process, "open", opened, raising=False)
+            patch.setattr(os, "kill", killed)
+            assert process.children(pid) == []
+            assert process.state(pid) == ""
+            assert process.is_running(pid)
+            assert not process.catches(pid, signal.SIGTERM)
+            assert pid in process.descendants(os.getpid())
+
+
+@contextmanager
+def sleeper() -> Iterator[int]:
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield started.pid
+    finally:
+        started.kill()
+        started.wait()

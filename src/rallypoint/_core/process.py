@@ -99,8 +99,8 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError):
-        return found
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return found  # the last: another user's (a set-uid program), and /proc hides those
     for thread in threads:
         try:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
@@ -108,7 +108,7 @@ def children(pid: int) -> list[int]:
         except FileNotFoundError:
             if os.path.exists(f"/proc/{pid}/task/{thread}"):
                 return _children_by_scan(pid)  # a kernel without CONFIG_PROC_CHILDREN
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
             continue
     return found
 
@@ -168,7 +168,7 @@ def _stat_fields(pid: int) -> list[str]:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
 
 
@@ -198,7 +198,7 @@ def _has_signal(path: str, name: str, number: int) -> bool:
     try:
         with open(path) as file:
             lines = [line for line in file if line.startswith(name)]
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
     return bool(lines) and bool(int(lines[0].split()[1], 16) >> (number - 1) & 1)
 
@@ -217,8 +217,15 @@ def has_thread(pid: int, name: str) -> bool:
 
 def is_running(pid: int) -> bool:
     """False if the process is gone or a zombie."""
-    fields = _stat_fields(pid)
-    return bool(fields) and fields[0] not in "ZX"
+    if fields := _stat_fields(pid):
+        return fields[0] not in "ZX"
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True  # another user's, and /proc hides those
+    except OSError:
+        pass
+    return False
 
 
 def state(pid: int) -> str:

@@ -13,13 +13,13 @@ import queue
 import select
 import socket
 import struct
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rallypoint._core import forks
+from rallypoint._core import forks, side_thread
 from rallypoint.errors import RallyError
 
 from . import messages, sockets
@@ -31,6 +31,9 @@ Handler = Callable[[dict[str, Any]], Answer | Callable[[], Answer]]
 
 # More connections than this at once are refused.
 MAX_CONNECTIONS = 16
+
+
+_NO_THREAD = "no thread is left for the answer (see `ulimit -u`)"
 
 
 @dataclass(slots=True, eq=False)
@@ -133,14 +136,13 @@ class ControlServer:
     def _handle(self, connection: _Connection, line: bytes) -> None:
         try:
             answer = self._handler(messages.unpack(line, "the client"))
-        except RallyError as error:
+        except (RallyError, OSError) as error:  # the second: no descriptor is left
             answer = {"error": str(error)}
         if not callable(answer):
             self._answer(connection, messages.pack(answer))
             return
-        threading.Thread(
-            target=self._make, args=(connection, answer), name="rally-control", daemon=True
-        ).start()
+        if not side_thread.begin(partial(self._make, connection, answer), "rally-control"):
+            self._answer(connection, messages.pack({"error": _NO_THREAD}))
 
     def _make(self, connection: _Connection, make: Callable[[], Answer]) -> None:
         try:

@@ -54,7 +54,8 @@ def _used_by(family: tuple[int, ...]) -> dict[str, Any]:
             continue  # it has ended
         if each == family[0]:
             told["state"], told["core"] = fields[0], int(fields[36])
-        told["cpu"] += (int(fields[11]) + int(fields[12])) / _TICKS
+        # With that of children that have ended: it must not vanish with them.
+        told["cpu"] += sum(map(int, fields[11:15])) / _TICKS
         told["threads"] += int(fields[17])
         told["memory"] += pages * _PAGE
         told["read"] += moved[0]
@@ -67,7 +68,7 @@ def _used_by(family: tuple[int, ...]) -> dict[str, Any]:
 def _moved(pid: int) -> tuple[int, int]:
     try:
         text = Path(f"/proc/{pid}/io").read_text()
-    except PermissionError:  # it runs as another user
+    except (PermissionError, FileNotFoundError):  # it runs as another user; a kernel without this
         return 0, 0
     values = dict(line.split(": ") for line in text.splitlines())
     return int(values["read_bytes"]), int(values["write_bytes"])

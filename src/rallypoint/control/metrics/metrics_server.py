@@ -27,6 +27,15 @@ class _Connection:
     unsent: memoryview | None = None
 
 
+def _listener(host: str, port: int) -> socket.socket:
+    """A listening socket; without a host, at the addresses of both families."""
+    if not host and socket.has_dualstack_ipv6():
+        both = socket.AF_INET6
+        return socket.create_server((host, port), family=both, backlog=16, dualstack_ipv6=True)
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return socket.create_server((host, port), family=found[0][0], backlog=16)
+
+
 class MetricsServer:
     """Serves ``GET /metrics``. All calls come from one thread.
 
@@ -43,8 +52,7 @@ class MetricsServer:
         self._make = make
         self._connections: dict[int, _Connection] = {}
         with forks.opening():
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=16)
+            self._listener = _listener(host, port)
             self._listener.setblocking(False)
             self._epoll = select.epoll()
             forks.abandon_in_child(self)

@@ -105,6 +105,10 @@ def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | No
     hosts = _hosts(given.values)
     least = orders.least_hosts(given, len(hosts))
     options = given.values.get("--ssh-options", "")
+    try:
+        shlex.split(options)
+    except ValueError as error:
+        raise ConfigError("--ssh-options", options, f"not a shell's words: {error}") from None
     local = [_is_here(host) for host in hosts]
     if not all(local) and shutil.which("ssh") is None:
         raise ConfigError("--hosts", None, "needs ssh, which is not installed")

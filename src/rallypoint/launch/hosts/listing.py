@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
+
+
+# An address in brackets, behind a user's name perhaps.
+_IPV6 = re.compile(r"(?:[^@\[\]]+@)?\[[^\[\]]*:[^\[\]]*\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,13 @@ def _host(item: str, shown: str) -> Host:
     name, colon, number = item.rpartition(":")
     if not colon or item.endswith("]") or (":" in name and not name.endswith("]")):
         name, number = item, ""  # a name alone; or an IPv6 address, whose colons are its own
+    if ("[" in name or "]" in name) and not _IPV6.fullmatch(name):
+        raise ConfigError(
+            shown,
+            item,
+            "brackets stand around an IPv6 address only, and ranges are not expanded",
+            'for Slurm\'s lists: --hosts "$(scontrol show hostnames | paste -sd,)"',
+        )
     host = name.replace("[", "").replace("]", "")
     # ssh would take what begins with a dash for an option.
     if not host or host.startswith("-") or any(each.isspace() for each in host):

@@ -87,7 +87,7 @@ def _run(orders: Orders, report_fd: int, files: CallFiles | None) -> int:
     words, passed = list(orders.words), [report_fd]
     secret_fd = None
     if orders.secret is not None:
-        secret_fd = _pipe_with(orders.secret.encode())
+        secret_fd = _pipe_with(orders.secret.encode("utf-8", "surrogateescape"))
         words.insert(0, f"--secret-file=/dev/fd/{secret_fd}")
         passed.append(secret_fd)
     env = environment.snapshot() | dict(orders.env)

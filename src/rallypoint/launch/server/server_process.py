@@ -338,8 +338,8 @@ class ServerProcess:
                 try:
                     pidfds.append(os.pidfd_open(pid))
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+                except (ProcessLookupError, PermissionError):
+                    continue  # the second: a set-uid program
             poller = select.poll()
             for fd in pidfds:
                 poller.register(fd, select.POLLIN)

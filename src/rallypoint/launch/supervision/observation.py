@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rallypoint._core import clock
+from rallypoint._core import clock, side_thread
 from rallypoint.control.server import Answer, ControlServer
 from rallypoint.errors import ControlError, RallyError
 from rallypoint.launch.config import LaunchConfig
@@ -192,7 +192,8 @@ class Observation:
 
     def answer_node(self, asked: NodeAsked) -> None:
         """Another node asks about this node's workers."""
-        self._questions.answer(asked, self._now.workers, self._now.round, self.log_folder)
+        with contextlib.suppress(OSError):  # no descriptor is left: this node is silent
+            self._questions.answer(asked, self._now.workers, self._now.round, self.log_folder)
 
     # -- what has been ------------------------------------------------------------------------
 
@@ -267,7 +268,11 @@ class Observation:
     def show_stacks(self) -> None:
         """SIGQUIT, as Ctrl-\\ sends it: print where the workers are, and go on."""
         question = {"ask": "stacks", "patience": STACKS_PATIENCE}
-        look = self._questions.everywhere(question, self._now.workers, self._now.round)
+        try:
+            look = self._questions.everywhere(question, self._now.workers, self._now.round)
+        except OSError as error:
+            self._say(f"SIGQUIT received: no stacks: {error.strerror}")
+            return
 
         def show() -> None:
             from rallypoint.control.stacks import stack_groups  # a launch need not wait for it
@@ -278,4 +283,5 @@ class Observation:
                 text = f"no stacks: {error}"
             self._say(f"SIGQUIT received: the stacks of the workers\n{text}")
 
-        threading.Thread(target=show, name="rally-stacks", daemon=True).start()
+        if not side_thread.begin(show, "rally-stacks"):
+            self._say("SIGQUIT received: no stacks: no thread is left (see `ulimit -u`)")

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from rallypoint import events
-from rallypoint._core import clock
+from rallypoint._core import clock, side_thread
 from rallypoint.control import usage
 from rallypoint.errors import RallyError
 from rallypoint.launch.coordination.interface import RoundReady
@@ -100,8 +99,9 @@ class HangWatch:
         if ready.node_rank != 0 or world_size < 2:
             return
         if (not everybody and not many) or math.isinf(self._quiet_until):
-            lines = {each.pid: os.dup(each.stacks_fd) for each in alive}
-            self._begin(lambda: self._count(lines))
+            lines = side_thread.duplicates({each.pid: each.stacks_fd for each in alive})
+            if lines is not None and not self._begin(partial(self._count, lines)):
+                side_thread.close(lines)
         if clock.MONOTONIC.now() < self._quiet_until or not (everybody or many or frozen):
             return
         self._quiet_until, self._asked_at = math.inf, clock.MONOTONIC.now()  # it is told once
@@ -111,13 +111,19 @@ class HangWatch:
             question["if_still"] = self._after - self.interval
         seconds = self._after if everybody and not many else LONGER * self._after
         working = many or not everybody
-        stacks = ask(question)
+        try:
+            stacks = ask(question)
+        except OSError:  # no descriptor is left
+            self._look_again()
+            return
         by_stacks = everybody or many
-        self._begin(
+        begun = self._begin(
             lambda: self._find_out(
                 ready.generation, world_size, seconds, working, by_stacks, stacks
             )
         )
+        if not begun:
+            self._look_again()
 
     def _has_moved(self) -> bool:
         """Whether a collective was begun since it was told: steps may need so little CPU that it does not show."""
@@ -132,8 +138,8 @@ class HangWatch:
         usual = max((1 / rate for rate in rates if rate), default=0.0)
         return max(self._least, min(self._steps * usual, MOST))
 
-    def _begin(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name="rally-hang", daemon=True).start()
+    def _begin(self, work: Callable[[], None]) -> bool:
+        return side_thread.begin(work, "rally-hang")
 
     def _count(self, lines: Mapping[int, int]) -> None:
         """Note how many collectives the workers have begun. Closes the descriptors."""
@@ -144,8 +150,7 @@ class HangWatch:
         try:
             begun = collective_probe.begun(lines, COUNT_PATIENCE)
         finally:
-            for fd in lines.values():
-                os.close(fd)
+            side_thread.close(lines)
         self._frozen = self._standstill.look(clock.MONOTONIC.now(), lines.keys(), begun)
 
     def _look_again(self) -> None:

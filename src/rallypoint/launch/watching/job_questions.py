@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rallypoint._core import clock, progress
+from rallypoint._core import clock, progress, side_thread
 from rallypoint._core.rank_words import in_words
 from rallypoint.control import usage
 from rallypoint.errors import ControlError, RallyError
@@ -156,7 +155,7 @@ class JobQuestions:
             except (RallyError, OSError, ValueError):
                 pass  # the store is gone; who asked is told that this node is silent
 
-        threading.Thread(target=look, name="rally-stacks", daemon=True).start()
+        side_thread.begin(look, "rally-stacks")  # else this node is silent
 
     def _answer_logs(self, asked: NodeAsked, ready: RoundReady | None, folder: Path | None) -> None:
         from rallypoint.control.logs import log_answers
@@ -173,7 +172,7 @@ class JobQuestions:
             except (RallyError, OSError, ValueError):
                 pass  # as above
 
-        threading.Thread(target=look, name="rally-logs", daemon=True).start()
+        side_thread.begin(look, "rally-logs")  # as above
 
     def _own(
         self, question: Mapping[str, Any], workers: Sequence[Worker]

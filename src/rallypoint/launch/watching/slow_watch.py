@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rallypoint import events
-from rallypoint._core import clock
+from rallypoint._core import clock, side_thread
 from rallypoint.launch.generation import Worker
 
 
@@ -76,17 +76,21 @@ class SlowWatch:
             self._to_skip = 0
             self._end_all()
         ranks = {each.pid: each.ranks.rank for each in alive}
-        lines = {each.pid: os.dup(each.stacks_fd) for each in alive}
+        lines = side_thread.duplicates({each.pid: each.stacks_fd for each in alive})
+        if lines is None:
+            self._looking.release()
+            return
 
         def look() -> None:
             try:
                 self._look(generation, ranks, lines)
             finally:
-                for fd in lines.values():
-                    os.close(fd)
+                side_thread.close(lines)
                 self._looking.release()
 
-        threading.Thread(target=look, name="rally-slow", daemon=True).start()
+        if not side_thread.begin(look, "rally-slow"):
+            side_thread.close(lines)
+            self._looking.release()
 
     def close(self) -> None:
         """Look no more."""
