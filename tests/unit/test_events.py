@@ -126,7 +126,7 @@ def test_events_are_records_not_importing_torch() -> None:
     assert done.stdout == "False\n"
 
 
-@pytest.mark.parametrize("path", ["/nowhere/at/all", "/dev/null", "/"])
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "/dev/full", "/"])
 def test_a_file_that_cannot_be_appended_to_is_named(path: str) -> None:
     with pytest.raises(ConfigError, match=f"RALLY_EVENTS '{path}': cannot append to this file: "):
         event_sinks.check({"RALLY_EVENTS": path})
