@@ -11,6 +11,7 @@ import pytest
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.placement import clusters
+from rallypoint.launch.placement.clusters import slurm as slurm_cluster
 from rallypoint.launch.submit import kubernetes, ray, slurm, ssh, template_files
 from rallypoint.launch.submit.command import command
 from rallypoint.launch.submit.request import Request, read
@@ -84,6 +85,69 @@ def test_a_node_of_the_manifest_knows_where_it_stands() -> None:
     assert placement.master_addr == "net-0.net"
 
 
+def test_the_pods_of_an_elastic_job_are_replaced() -> None:
+    base = "k8s --image i --nodes 4 -- --nnodes"
+    _, fixed = json.loads(manifest(read(f"{base} 4 train.py".split())))["items"]
+    assert fixed["spec"]["backoffLimit"] == 0
+    assert "podFailurePolicy" not in fixed["spec"]
+    _, job = json.loads(manifest(read(f"{base}=2:4 train.py".split())))["items"]
+    assert job["spec"]["backoffLimit"] == 100
+    ignored, ends = job["spec"]["podFailurePolicy"]["rules"]
+    assert (ignored["action"], ends["action"]) == ("Ignore", "FailJob")
+    assert ends["onExitCodes"] == {"operator": "NotIn", "values": [137, 143]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds"),
+    [("", 45), ("--shutdown-timeout 100.5", 116), ("--shutdown-timeout=0", 15)],
+)
+def test_a_pod_has_the_time_that_its_workers_have(flags: str, seconds: int) -> None:
+    words = f"k8s --image i -- {flags} train.py".split()
+    _, job = json.loads(manifest(read(words)))["items"]
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "inf", "nan"])
+def test_a_time_to_end_that_is_none_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match="--shutdown-timeout"):
+        manifest(read(["k8s", "--image", "i", "--", "--shutdown-timeout", text, "t.py"]))
+
+
+def test_kubernetes_replaces_no_dollars() -> None:
+    """The kubelet puts variables in the place of `$(NAME)` and makes one dollar of two."""
+    _, job = json.loads(manifest(read(["k8s", "--image", "i", "--", "t.py", "a$$", "$(B)"])))[
+        "items"
+    ]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-2:] == ["a$$$$", "$$(B)"]
+
+
+def test_a_job_of_kubernetes_without_a_name_gets_one_of_its_own() -> None:
+    words = ["k8s", "--image", "i", "--dry-run", *("--", "t.py")]
+    shown: list[str] = []
+    for _ in range(2):
+        assert command(words, shown.append) == 0
+    names = []
+    for text in shown:
+        service, job = json.loads(text)["items"]
+        names.append(job["metadata"]["name"])
+        assert service["metadata"] == job["metadata"]
+        assert job["metadata"]["labels"] == {"rallypoint": names[-1]}
+    assert names[0] != names[1]
+    assert command([*words[:3], "--name=rallye", *words[3:]], shown.append) == 0
+    assert json.loads(shown[-1])["items"][0]["metadata"]["name"] == "rallye"
+
+
+def test_an_elastic_job_of_slurm_outlives_a_node() -> None:
+    lines = script(
+        read(["slurm", "--nodes", "4", "--", "--nnodes", "2:4", "t.py"]), "p"
+    ).splitlines()
+    assert "#SBATCH --no-kill" in lines
+    options = shlex.split(lines[-1])
+    assert options[1:4] == ["srun", "--kill-on-bad-exit=0", "--no-kill"]
+    assert slurm_cluster.ends_with_a_node([*options[1:4], "rally"], {}) == ""
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -138,6 +202,7 @@ def test_a_dry_run_hands_over_nothing(monkeypatch) -> None:
 
 MANIFESTS = [
     ["k8s", "--image", "i", "--", "train.py"],
+    ["k8s", "--image", "i", "--nodes=4", "--", "--nnodes=2:4", "train.py"],
     ["k8s", "--image", "r/i:1", "--nodes=4", "--gpus=8", "--name=net", "--", "train.py", 'a "b"'],
 ]
 
@@ -292,6 +357,19 @@ def test_a_script_for_ray_is_read_back() -> None:
     assert (job.num_nodes, job.workers, job.resources) == ((1, 2), 2, {"GPU": 4.0})
 
 
+def test_the_cluster_of_ray_gives_the_script_the_words_as_they_are() -> None:
+    """`ray job submit` joins its words with `list2cmdline`, and a shell of the cluster reads what comes of it."""
+    words = ["t.py", "u?a=1&y=2", "${now:%Y}", "it's", "*", "a b", "$(id)", 'say "x"', "é\n;", ""]
+    shown: list[str] = []
+    assert command(["ray", "--dry-run", "--", *words], shown.append) == 0
+    line = shlex.split(shown[0].splitlines()[-1])
+    text = subprocess.list2cmdline(line[line.index("--") + 1 :])
+    program = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    text = text.replace("python -m rallypoint.ray", shlex.join([sys.executable, "-c", program]), 1)
+    out = subprocess.run(text, shell=True, capture_output=True, check=True).stdout
+    assert job_words.read(json.loads(out)).target == tuple(words)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 def test_rays_own_parser_takes_it() -> None:
     program = """
@@ -321,7 +399,7 @@ print(json.dumps({name: context.params[name] for name in ("address", "metadata_j
     found = json.loads(out)
     assert found["address"] == "http://h:8265"
     assert json.loads(found["metadata_json"]) == {"job_name": "n"}
-    assert found["entrypoint"][-2:] == ["x.py", "a b"]
+    assert job_words.read(found["entrypoint"][3:]).target == ("x.py", "a b")
 
 
 @pytest.mark.parametrize(
@@ -332,6 +410,7 @@ print(json.dumps({name: context.params[name] for name in ("address", "metadata_j
         "--what=1 -- x.py",
         "--nodes=2",
         "--nodes=2 -- --nproc-per-node=gpu x.py",
+        *("--words=x", "--words=W10=", "--words=eyJ4IjogMX0=", "--words=é"),
     ],
 )
 def test_what_cannot_run_on_ray(text: str) -> None:

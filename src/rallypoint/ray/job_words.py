@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line import flags as run_flags
+from rallypoint.launch.submit import packed_words
 
 
 USAGE = """\
 usage: python -m rallypoint.ray [--nodes N | --nodes MIN:MAX] [--gpus N] -- [flags of rally run] train.py …
 
-Run a job on the nodes of the Ray cluster that this process is in. --gpus is per node."""
+Run a job on the nodes of the Ray cluster that this process is in. --gpus is per node. `rally submit ray` writes
+--words=TEXT for what follows --, in letters that no shell interprets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,7 @@ def read(words: Sequence[str]) -> JobWords:
     Raises:
         ConfigError: it cannot work.
     """
-    values = {"--nodes": "1", "--gpus": "0"}
+    values = {"--nodes": "1", "--gpus": "0", "--words": ""}
     rest = list(words)
     while rest and rest[0] != "--":
         name, equals, value = rest.pop(0).partition("=")
@@ -49,10 +51,11 @@ def read(words: Sequence[str]) -> JobWords:
         if not equals and not rest:
             raise ConfigError(name, None, "expected a value after it")
         values[name] = value if equals else rest.pop(0)
-    given = run_flags.parse(rest[1:])
+    rest = packed_words.unpack(values["--words"], "--words") if values["--words"] else rest[1:]
+    given = run_flags.parse(rest)
     if not given.target:
         raise ConfigError("rallypoint.ray", None, "expected -- and a script", "-- train.py")
-    flags = rest[1 : len(rest) - len(given.target)]
+    flags = rest[: len(rest) - len(given.target)]
     least, _, most = values["--nodes"].partition(":")
     workers = given.values.get("--nproc-per-node")
     if workers is not None:

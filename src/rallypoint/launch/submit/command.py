@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +15,7 @@ from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError
 
 from . import kubernetes, ray, slurm, ssh, template_files
-from .request import USAGE, Request, read
+from .request import DEFAULT_NAME, USAGE, Request, read
 from .template import fill
 
 
@@ -45,6 +47,9 @@ def command(words: Sequence[str], show: Callable[[str], None]) -> int:
     if request.print_template:
         show(template.rstrip("\n"))
         return 0
+    if request.engine == "k8s" and request.name == DEFAULT_NAME:
+        # What has ended keeps its name there, until somebody deletes it.
+        request = dataclasses.replace(request, name=f"{DEFAULT_NAME}-{secrets.token_hex(3)}")
     text = fill(template, _fields(request, env), shown)
     if not request.dry_run:
         _hand_over(request.engine, text)

@@ -1,29 +1,72 @@
 """The fields of the manifest for ``kubectl``: an indexed Job, and the Service that gives its pods names. Pure.
 
 The values are JSON, which YAML contains. MASTER_ADDR and WORLD_SIZE, with the JOB_COMPLETION_INDEX that Kubernetes sets,
-tell a node where it stands. rally restarts workers, so the Job has a backoffLimit of 0: a new pod would find a job that has
-failed. Pods look each other up before they are ready. If the namespace has a Secret ``rally`` with the key ``secret``, the
+tell a node where it stands. rally restarts workers, so a Job of fixed size has a backoffLimit of 0: a new pod would find a job
+that has failed. In an elastic one (``--nnodes MIN:MAX``) lost pods are replaced, and a pod that failed by itself ends the Job.
+Pods look each other up before they are ready. If the namespace has a Secret ``rally`` with the key ``secret``, the
 nodes use it. Names of Kubernetes: the API reference of batch/v1 Job and v1 Service.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
-from .request import Request, run_words
+from rallypoint.errors import ConfigError
+from rallypoint.launch.command_line import flags
+from rallypoint.launch.config import DEFAULT_SHUTDOWN_TIMEOUT
+
+from .request import Request, is_elastic, run_words
+
+
+# Lost pods of an elastic job; evictions and preemptions are not counted.
+_REPLACEMENTS = 100
+_FAILURE_POLICY = {
+    "rules": [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {
+            "action": "FailJob",
+            # Not by SIGKILL or SIGTERM, so by the job itself.
+            "onExitCodes": {"operator": "NotIn", "values": [137, 143]},
+            # Kubernetes 1.26 and 1.27 publish a schema that wants this of every rule.
+            "onPodConditions": [],
+        },
+    ]
+}
+# What the supervisor needs beyond --shutdown-timeout, for its report.
+_REPORT = 15
 
 
 def fields(request: Request) -> Mapping[str, str]:
     """The values of the template's fields."""
     resources = {"limits": {"nvidia.com/gpu": str(request.gpus)}} if request.gpus else {}
     words = run_words(request)
+    elastic = is_elastic(request)
     return {
         "name": request.name,
         "nodes": str(request.nodes),
         "gpus": str(request.gpus),
         "image": json.dumps(request.image),
         "resources": json.dumps(resources),
-        "words": json.dumps(words),
-        "command": json.dumps(["python", "-m", "rallypoint", "run", *words]),
+        "backoff": str(_REPLACEMENTS if elastic else 0),
+        "failure_policy": f'"podFailurePolicy": {json.dumps(_FAILURE_POLICY)},' if elastic else "",
+        "grace": str(_grace(request)),
+        "words": _as_given(words),
+        "command": _as_given(["python", "-m", "rallypoint", "run", *words]),
     }
+
+
+def _as_given(words: Sequence[str]) -> str:
+    """As JSON. Kubernetes puts variables in the place of ``$(NAME)``, and takes ``$$`` for a dollar."""
+    return json.dumps([each.replace("$", "$$") for each in words])
+
+
+def _grace(request: Request) -> int:
+    """How many seconds a pod has between SIGTERM and SIGKILL: as long as its workers have, and the report after them."""
+    text = flags.parse(request.words).values.get("--shutdown-timeout", "")
+    try:
+        seconds = float(text or DEFAULT_SHUTDOWN_TIMEOUT)
+        return math.ceil(seconds) + _REPORT
+    except (ValueError, OverflowError):
+        raise ConfigError("--shutdown-timeout", text, "expected seconds") from None

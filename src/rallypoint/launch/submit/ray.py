@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from . import packed_words
 from .request import Request
 
 
@@ -18,8 +19,10 @@ def fields(request: Request, client: str) -> Mapping[str, str]:
     least = request.nodes if request.min_nodes is None else request.min_nodes
     nodes = f"{request.nodes}" if least == request.nodes else f"{least}:{request.nodes}"
     gpus = [f"--gpus={request.gpus}"] if request.gpus else []
-    # The interpreter is the cluster's.
-    command = ["python", "-m", "rallypoint.ray", f"--nodes={nodes}", *gpus, "--", *request.words]
+    # Ray gives this to a shell of the cluster, and quotes words with blanks alone: its own must need no quotes. The
+    # interpreter is the cluster's.
+    words = f"--words={packed_words.pack(request.words)}"
+    command = ["python", "-m", "rallypoint.ray", f"--nodes={nodes}", *gpus, words]
     return {
         "name": request.name,
         "nodes": nodes,

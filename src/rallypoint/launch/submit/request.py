@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line import flags
+from rallypoint.launch.command_line import flags, nodes
 
 
 ENGINES = ("slurm", "k8s", "ssh", "ray")
@@ -21,11 +21,12 @@ Hand a job to Slurm (sbatch), Kubernetes (kubectl), hosts (ssh) or Ray (ray job 
 of `rally run`. With ssh the job goes on when the terminal is closed.
 
   --gpus N           on each node; a worker for each of them, unless --nproc-per-node says otherwise
-  --name NAME        of the job [rally]
+  --name NAME        of the job [rally; for Kubernetes, where a name can be used once, rally- and some letters]
   --dry-run          print what would be handed over
   --template FILE    write it from this template, and not from the first that is found in
                      ~/.config/rallypoint/submit, /etc/rallypoint/submit, or comes with rally
   --print-template   print the template that would be used, to be changed"""
+DEFAULT_NAME = "rally"
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 
@@ -53,7 +54,7 @@ class Request:
     words: tuple[str, ...]
     nodes: int = 1
     gpus: int = 0
-    name: str = "rally"
+    name: str = DEFAULT_NAME
     image: str = ""
     hosts: str = ""
     ssh_options: str = ""
@@ -113,7 +114,7 @@ def read(words: Sequence[str]) -> Request:
         )
         raise ConfigError("submit", None, "expected -- and a script", hint)
     _check_words(words[at + 1 :], engine)
-    name = values.get("--name", "rally")
+    name = values.get("--name", DEFAULT_NAME)
     if not _NAME.fullmatch(name):
         raise ConfigError("--name", name, "expected lower-case letters, digits and dashes")
     if engine == "k8s" and not values.get("--image"):
@@ -188,3 +189,8 @@ def run_words(request: Request) -> tuple[str, ...]:
     if request.gpus and not given:
         return (f"--nproc-per-node={request.gpus}", *request.words)
     return request.words
+
+
+def is_elastic(request: Request) -> bool:
+    """Whether the job goes on without some of its nodes."""
+    return nodes.is_range(flags.parse(request.words).values.get("--nnodes", ""))

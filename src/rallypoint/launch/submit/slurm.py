@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from .request import Request, run_words
+from .request import Request, is_elastic, run_words
 
 
 def fields(request: Request, python: str) -> Mapping[str, str]:
@@ -15,7 +15,10 @@ def fields(request: Request, python: str) -> Mapping[str, str]:
         request: the job.
         python: the interpreter, at the same path on all nodes.
     """
+    # An elastic job outlives a node: in the allocation, and in the step.
+    no_kill = ["--no-kill"] if is_elastic(request) else []
     options = [
+        *no_kill,
         *([f"--gpus-per-node={request.gpus}"] if request.gpus else []),
         *request.options,
     ]
@@ -24,6 +27,7 @@ def fields(request: Request, python: str) -> Mapping[str, str]:
         "nodes": str(request.nodes),
         "gpus": str(request.gpus),
         "options": "\n".join(f"#SBATCH {each}" for each in options),
+        "srun": shlex.join(["srun", "--kill-on-bad-exit=0", *no_kill]),
         "python": shlex.quote(python),
         "words": shlex.join(run_words(request)),
         "command": shlex.join((python, "-m", "rallypoint", "run", *run_words(request))),

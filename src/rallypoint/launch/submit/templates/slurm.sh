@@ -4,4 +4,4 @@
 #SBATCH --ntasks-per-node=1
 $options
 # rally ends the tasks of a failed job itself, and reports first; srun would kill them meanwhile.
-exec srun --kill-on-bad-exit=0 $command
+exec $srun $command
