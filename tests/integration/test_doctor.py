@@ -61,12 +61,27 @@ def test_preflight_starts_no_job_that_would_fail(tmp_path: Path) -> None:
         assert ("rally: preflight: 1 problem" in done.stderr) == (code == 1)
 
 
+def test_a_secret_that_can_be_read_once_is_enough_for_check_and_job(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('it runs')\n")
+    secret = "printf 0123456789abcdef"
+    words = f'exec "{RALLY}" run --preflight --secret-file <({secret}) {script}'
+    done = subprocess.run(
+        ["bash", "-c", words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "it runs\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["train.py"], "takes no script"),
         (["--nnodes", "x"], "expected a number of nodes"),
         (["--jsn"], "no such flag"),
+        (
+            ["--hosts", "a,b"],
+            "--hosts 'a,b': rally doctor checks the node it runs on (rally run --hosts",
+        ),
     ],
 )
 def test_wrong_words(words: list[str], said: str) -> None:

@@ -140,12 +140,14 @@ class Site:
         (self.folder / "call.py").write_text(CALL + program)
         return self.start_python("call.py", str(away), self.options, ",".join(hosts))
 
-    def start_python(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start_python(
+        self, *words: str, env: dict[str, str] | None = None, stdin: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[str]:
         begun = subprocess.Popen(
             [*self.hosts.prefix(0), sys.executable, *words],
             cwd=self.folder,
             env={**os.environ, "RALLY_SITE": self.mark, **(env or {})},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -239,6 +241,40 @@ def test_a_host_that_cannot_be_reached(site: Site) -> None:
     assert begun.returncode != 0
     assert "nothing could be started on 10.78.0.77" in err
     assert site.left() == []
+
+
+def test_a_connection_that_a_busy_sshd_drops_is_begun_again(site: Site) -> None:
+    """A bastion lets few connections log in at a time; all hosts behind it are reached at once."""
+    config = site.folder / "busy_config"
+    config.write_text((site.folder / "sshd_config").read_text().replace(f"{PORT}", "2223"))
+    command = [*site.hosts.prefix(1), str(SSHD), "-D", "-e", "-f", str(config)]
+    busy = subprocess.Popen(
+        [*command, "-o", "MaxStartups=1:100:1"], stderr=subprocess.PIPE, text=True
+    )
+    site.servers.append(busy)
+    wait_until(lambda: any(":08AF" in each for each in site.hosts.listening(1)), "the busy sshd")
+    connects = f"import socket; s = socket.create_connection(('{site.hosts.addr(1)}', 2223)); s.recv(9); print(flush=True); input()"
+    guest = site.start_python("-c", connects, stdin=subprocess.PIPE)
+    assert guest.stdout is not None and busy.stderr is not None
+    guest.stdout.readline()
+    options = site.options.replace(f"-p {PORT}", "-p 2223")
+    words = ("--hosts", site.names(1), "--ssh-options", options, "--start-method", "exec")
+    begun = site.start_python("-m", "rallypoint", "run", *words, "ranks.py")
+    while "MaxStartups throttling" not in busy.stderr.readline():
+        assert busy.poll() is None
+    guest.communicate("\n", timeout=60)
+    out, err = begun.communicate(timeout=180)
+    assert begun.returncode == 0, err
+    assert "rank 1 of 2" in out
+    assert site.left() == []
+
+
+def test_hosts_are_checked_before_the_job(site: Site) -> None:
+    """The secret is read for the check and for the job."""
+    begun = site.start("--hosts", site.names(1), "--preflight", "ranks.py")
+    out, err = begun.communicate(timeout=180)
+    assert begun.returncode == 0, err
+    assert "rank 1 of 2" in out
 
 
 @pytest.mark.parametrize(

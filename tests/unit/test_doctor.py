@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -209,3 +210,45 @@ def test_a_closed_and_a_silent_port(monkeypatch: pytest.MonkeyPatch) -> None:
         closed.listen()
         found = links.measure(0, 1, "127.0.0.1", port, TOKEN)
         assert found.problem == f"127.0.0.1:{port}: timed out"
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 64 * GIB),
+        # Version 2: a container that has read many files.
+        (
+            {
+                "memory.max": "2147483648\n",
+                "memory.current": "2140000000\n",
+                "memory.stat": "anon 5\nfile 1900000000\ninactive_file 1500000000\nactive_file 400000000\n",
+            },
+            2147483648 - 240_000_000,
+        ),
+        ({"memory.max": "1000\n", "memory.current": "900\n"}, 100),
+        ({"memory.max": "max\n", "memory.current": "900\n"}, 64 * GIB),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "900\n",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 500\ntotal_active_file 100\n",
+            },
+            700,
+        ),
+    ],
+)
+def test_memory_that_only_caches_files_is_available(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], available: int
+) -> None:
+    def read(path: Path) -> str:
+        if path == Path("/proc/meminfo"):
+            return f"MemTotal: 1 kB\nMemAvailable: {64 << 20} kB\n"
+        if path == Path("/proc/self/cgroup"):
+            return "4:memory:/a/b\n0::/a/b\n"
+        try:
+            return files[str(path).removeprefix("/sys/fs/cgroup/").replace("a/b/", "")]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert probe._memory() == available

@@ -1,6 +1,11 @@
 """`rally run --hosts`: lists, orders, and the output of several hosts in one terminal."""
 
+import os
+import select
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -17,6 +22,7 @@ from rallypoint.launch.hosts.orders import (
     ssh_command,
     words_for,
 )
+from rallypoint.launch.hosts.terminal_output import TerminalOutput
 
 
 def test_a_list_and_a_file_of_hosts() -> None:
@@ -161,3 +167,65 @@ def test_when_the_others_are_told_to_end() -> None:
     assert "b cannot" in must_end([part("b", None, started=False), waits], 2)
     assert must_end([part("b", None, started=False), waits], 1) == ""
     assert must_end([part("b", None), waits], 2) == ""
+
+
+def test_what_is_printed_is_shown_in_order_while_nobody_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "terminal")
+    reads = os.open(tmp_path / "terminal", os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reads, True)
+    with open(tmp_path / "terminal", "w") as terminal:
+        output = TerminalOutput(terminal, None)
+        assert output.takes(terminal) and output.takes(None) and not output.takes(sys.stdout)
+        data = [str(each).encode().rjust(999) + b"\n" for each in range(2000)]
+        for each in data:  # far more than a pipe takes
+            output.put(terminal, each)
+        output.put(None, b"dropped")
+        ended = threading.Event()
+        waits = threading.Thread(target=output.wait_for_room, args=(ended.is_set,))
+        waits.start()
+        waits.join(0.1)
+        assert waits.is_alive()
+        ended.set()
+        output.wake()
+        waits.join(60)
+        assert not waits.is_alive()
+        written = output.finish()
+        poller = select.poll()
+        poller.register(written, select.POLLIN)
+        assert not poller.poll(0)
+        found = b""
+        while len(found) < 2_000_000:
+            found += os.read(reads, 1 << 20)
+        assert found == b"".join(data)
+        assert poller.poll(60_000)
+        output.close()
+    os.close(reads)
+
+
+def test_what_a_terminal_that_stands_still_has_not_taken_can_be_given_up(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w") as terminal:
+        output = TerminalOutput(terminal)
+        for _ in range(4):
+            output.put(terminal, bytes(1 << 16))
+        output.finish()
+        output.close()
+        os.close(reads)  # the thread gets an error, and ends
+
+
+@pytest.mark.parametrize(
+    ("said", "started", "dropped"),
+    [
+        (b"kex_exchange_identification: Connection closed by remote host\r\n", False, True),
+        (b"banner\nssh_exchange_identification: read: Connection reset by peer\n", False, True),
+        (b"kex_exchange_identification: Connection closed by remote host\r\n", True, False),
+        (b"me@a: Permission denied (publickey).\n", False, False),
+        (b"ssh: Could not resolve hostname a: Name or service not known\n", False, False),
+    ],
+)
+def test_a_connection_is_begun_again_only_if_the_server_had_too_many(
+    said: bytes, started: bool, dropped: bool
+) -> None:
+    part = Part("a", started=started, ssh_code=255, said=bytearray(said))
+    assert part.was_dropped == dropped
+    assert ("MaxStartups" in verdict([part], 1).remarks[0]) == dropped

@@ -202,7 +202,7 @@ def run(words: Sequence[str]) -> int:
     if "--preflight" in given.values:
         from .doctor import command as doctor
 
-        if not doctor.preflight(given.values, _say):
+        if not doctor.preflight(config, _say):
             return 1
     return launch(config, report_fd, files)
 

@@ -61,6 +61,9 @@ def sizes_from(
     asked = dict(resources_per_node or {})
     if any(amount < 0 for amount in asked.values()):
         raise ConfigError("resources_per_node", asked, "expected amounts of 0 or more")
+    if "object_store_memory" in asked:
+        problem = "Ray gives no bundle a part of its object store"
+        raise ConfigError("resources_per_node", asked, problem, "leave object_store_memory out")
     gpus = asked.get("GPU", 0)
     workers = workers_per_node if workers_per_node is not None else max(1, int(gpus))
     if workers < 1:

@@ -55,7 +55,7 @@ class RallyTrainer:
         kwargs: for the function.
         num_nodes: bundles; ``(MIN, MAX)``: the job goes on with MIN of them.
         workers_per_node: default: one for each GPU of a bundle, else one.
-        resources_per_node: of a bundle, ``{"CPU": 8, "GPU": 4}``. Default: a CPU for each worker.
+        resources_per_node: of a bundle, ``{"CPU": 8, "GPU": 4}``; ``memory`` is in bytes. Default: a CPU for each worker.
         strategy: how Ray places the bundles; by default each on a machine of its own.
         flags: of ``rally run``: ``["--max-restarts", "3"]``.
         config: backends and parallelism for a function; its sizes are set here.
@@ -194,6 +194,7 @@ class _Job:
             .options(
                 num_cpus=bundle.pop("CPU", 0),
                 num_gpus=bundle.pop("GPU", 0),
+                memory=bundle.pop("memory", None),
                 resources=bundle,
                 max_concurrency=3,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(

@@ -109,9 +109,9 @@ def command(words: Sequence[str], show: Say, say: Say) -> int:
     return 0 if found.is_healthy else 1
 
 
-def preflight(values: Mapping[str, str], say: Say) -> bool:
+def preflight(config: LaunchConfig, say: Say) -> bool:
     """Check before a job, and print what is not fine. Returns whether it may start."""
-    found = examine(values, lambda _remark: None)  # the job makes them again
+    found = _examine(config, lambda _remark: None)  # the job makes them again
     if brief := finding_table.text(found.findings, briefly=True):
         say(f"preflight: {finding_table.verdict(found.findings)}\n{brief}")
     return found.is_healthy
@@ -123,7 +123,14 @@ def examine(values: Mapping[str, str], say: Say) -> Examination:
     Args:
         values: flags of ``rally run``.
         say: prints a remark.
+
+    Raises:
+        ConfigError: a flag is wrong.
     """
+    for name in ("--hosts", "--hostfile"):
+        if name in values:
+            hint = f"rally run {name} … --preflight train.py checks all of them, and runs a job"
+            raise ConfigError(name, values[name], "rally doctor checks the node it runs on", hint)
     from rallypoint.launch.command_line.settings import config_from
 
     # What the job would run does not matter: something that is always there.
@@ -133,6 +140,10 @@ def examine(values: Mapping[str, str], say: Say) -> Examination:
     config, remarks = config_from(target, environment.snapshot())
     for remark in remarks:
         say(remark)
+    return _examine(config, say)
+
+
+def _examine(config: LaunchConfig, say: Say) -> Examination:
     if config.num_nodes == 1 and config.rendezvous.plug_in is None:
         nodes = [probe.facts(config.workers_per_node, config.logs.folder)]
         return Examination(judgement.judge(nodes), nodes, [], None)
@@ -200,6 +211,8 @@ def _visit(config: LaunchConfig, result: Path, say: Say) -> str:
         step_timeout=0.0,
         start_method=StartMethod.FORKSERVER,
         preload=(),
+        warm=None,
+        templates=False,
         numa_binding=None,
         virtual_local_rank=False,
         local_rank_base=0,

@@ -120,13 +120,22 @@ def _memory() -> int | None:
         name: int(rest.split()[0]) << 10 for name, _, rest in (x.partition(":") for x in lines)
     }
     available = found.get("MemAvailable")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, used, details, prefix in (
+        ("memory.max", "memory.current", "memory.stat", ""),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_",
+        ),
     ):
         most, now = _of_cgroup(limit), _of_cgroup(used)
-        if most is not None and now is not None and available is not None:
-            available = min(available, max(0, int(most[0]) - int(now[0])))
+        if most is None or now is None or available is None:
+            continue
+        # The page cache of files counts as used, and fills a container up to its limit; it goes when memory is needed.
+        stat = _lines_of_cgroup(details)
+        cache = sum(stat.get(f"{prefix}{each}", 0) for each in ("inactive_file", "active_file"))
+        available = min(available, max(0, int(most[0]) - max(0, int(now[0]) - cache)))
     return available
 
 
@@ -142,6 +151,22 @@ def _cpu_quota() -> float | None:
 
 def _of_cgroup(name: str) -> list[str] | None:
     """The numbers in a file of our control group; None: there is none, or no limit."""
+    words = _text_of_cgroup(name).split()
+    return None if not words or not words[0].lstrip("-").isdigit() else words
+
+
+def _lines_of_cgroup(name: str) -> dict[str, int]:
+    """A file of our control group that has a name and a number on each line."""
+    found = {}
+    for line in _text_of_cgroup(name).splitlines():
+        key, _, number = line.partition(" ")
+        if number.isdigit():
+            found[key] = int(number)
+    return found
+
+
+def _text_of_cgroup(name: str) -> str:
+    """What is in a file of our control group; empty: there is none."""
     own = ""
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -149,16 +174,15 @@ def _of_cgroup(name: str) -> list[str] | None:
             if not controllers or controllers in name.partition("/")[0].split(","):
                 own = path
     except OSError:
-        return None
+        return ""
     folder, _, file = name.rpartition("/")
     base = Path("/sys/fs/cgroup", folder)
     for place in (base / own.lstrip("/") / file, base / file):
         try:
-            words = place.read_text().split()
+            return place.read_text()
         except OSError:
             continue
-        return None if not words or not words[0].lstrip("-").isdigit() else words
-    return None
+    return ""
 
 
 def _gloo(

@@ -1,7 +1,7 @@
 """The side of the terminal: starts a supervisor on every host, shows what they say, ends them with itself.
 
-A thread for each stream passes output on, and one for each host sends its orders. Heartbeats have a thread of their own: a terminal that stands still (Ctrl-S)
-must not end the job.
+A thread for each stream reads what a host says, and one for each host sends its orders. Heartbeats have a thread of their own, and so has
+the terminal (:mod:`.terminal_output`): one that stands still (Ctrl-S) must not end the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO
 
 from rallypoint._core import addresses, secret
 from rallypoint._core.clock import Deadline
@@ -27,7 +27,7 @@ from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line.flags import Given
 from rallypoint.launch.signals import SignalEvents
 
-from . import listing, merging, orders
+from . import listing, merging, orders, terminal_output
 from .listing import Host
 from .merging import Part, Verdict
 
@@ -38,6 +38,13 @@ _PORTS = range(15000, 30000)
 _ENDING = 30.0
 # How long they may take after SIGHUP: nobody sees what they still say.
 _HANG_UP = 2.5
+# So many connections begin at a time: sshd drops some of more than ten that have not logged in yet (MaxStartups), and hosts
+# may be behind the same one.
+_AT_A_TIME = 8
+# How often a connection is begun again that was dropped, and after how many seconds.
+_ATTEMPTS, _PAUSE = 4, (0.5, 2.0)
+# So many bytes of what ssh says before a host's part starts are looked at.
+_REMEMBERED = 4096
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 Say = Callable[..., None]
@@ -143,10 +150,10 @@ def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | No
                     if local[index]
                     else orders.ssh_command(host, options, sys.executable, forwarded)
                 )
-                job.start(command, mine.to_line())
+                job.add(command, mine.to_line())
             job.watch(signals)
         finally:
-            job.close()
+            job.close(signals)
     return Ended(parts=tuple(parts), verdict=merging.verdict(parts, least), signal=job.signal)
 
 
@@ -220,53 +227,45 @@ class _Job:
         self._say = say
         self._call = call
         self.signal: int | None = None
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._orders: list[tuple[tuple[str, ...], bytes]] = []  # command, first line
+        self._waiting: list[_Start] = []
+        self._beginning: set[int] = set()  # hosts that have not read their orders yet
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()  # of the merger
         self._writing = threading.Lock()
         self._ordered: set[int] = set()  # pids of those that have their orders
         self._told: list[int] = []  # signals
-        self._readers: list[list[threading.Thread]] = []
+        self._readers: dict[int, list[threading.Thread]] = {}
+        self._outputs = terminal_output.outputs(sys.stdout, sys.stderr)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="rally-heartbeat", daemon=True)
         self._patience: Deadline | None = None
 
-    def start(self, command: tuple[str, ...], first_line: bytes) -> None:
-        index = len(self._started)
-        # A session of its own: Ctrl-C is for this process, which passes it on.
-        begun = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._started.append(begun)
-        assert begun.stdin is not None
-        assert begun.stdout is not None
-        assert begun.stderr is not None
-        readers = [
-            threading.Thread(target=self._pass_on, args=(index, number, stream), daemon=True)
-            for number, stream in ((1, begun.stdout), (2, begun.stderr))
-        ]
-        self._readers.append(readers)
-        for each in readers:
-            each.start()
-        sent = os.dup(begun.stdin.fileno())
-        threading.Thread(target=self._order, args=(begun, sent, first_line), daemon=True).start()
-        if index == 0:
-            self._heart.start()
+    def add(self, command: tuple[str, ...], first_line: bytes) -> None:
+        """The next host, which :meth:`watch` starts."""
+        self._waiting.append(_Start(len(self._orders)))
+        self._orders.append((command, first_line))
 
     def watch(self, signals: SignalEvents) -> None:
-        """Until every host's part has ended."""
+        """Start the hosts' parts, until every one has ended."""
+        self._heart.start()
         poller = select.poll()
         poller.register(signals.fileno(), select.POLLIN)
-        pidfds = {os.pidfd_open(each.pid): index for index, each in enumerate(self._started)}
-        for fd in pidfds:
-            poller.register(fd, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
+        pidfds: dict[int, int] = {}
         try:
-            while pidfds:
-                left = None if self._patience is None else self._patience.remaining()
+            while True:
+                for index in self._due():
+                    fd = os.pidfd_open(self._start(index))
+                    pidfds[fd] = index
+                    poller.register(fd, select.POLLIN)
+                if not pidfds and not self._waiting:
+                    return
+                left = self._time_left()
                 ready = {fd for fd, _ in poller.poll(None if left is None else 1000 * left)}
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
                 for number in signals.take():
                     self._signal(number)
                 for fd in ready & pidfds.keys():
@@ -280,25 +279,94 @@ class _Job:
             for fd in pidfds:
                 os.close(fd)
 
-    def close(self) -> None:
-        """End what is left. A host ends its part once it hears nothing."""
+    def close(self, signals: SignalEvents) -> None:
+        """End what is left. A host ends its part once it hears nothing. What hosts have said is shown, unless a signal comes."""
         self._stop.set()
+        self._waiting.clear()
         self._hang_up()
-        for begun in self._started:
+        for begun in self._started.values():
             if begun.poll() is None:
                 try:
                     begun.wait(5.0)
                 except subprocess.TimeoutExpired:
                     begun.kill()
                     begun.wait()
-        for each in (thread for threads in self._readers for thread in threads):
+        for output in self._outputs:
+            output.wake()
+        for each in (thread for threads in self._readers.values() for thread in threads):
             each.join(1.0)
+        self._show_the_rest(signals)
+        with self._lock:  # a reader whose stream another process holds open may be there still
+            os.close(self._wake)
+            self._wake = -1
+
+    def _show_the_rest(self, signals: SignalEvents) -> None:
+        for output in self._outputs:
+            written = output.finish()
+            if self.signal is None and (number := _signal_before(written, signals)) is not None:
+                self.signal = number
+        for output in self._outputs:
+            output.close()
+
+    def _due(self) -> list[int]:
+        """Whose connections begin now."""
+        room = _AT_A_TIME - len(self._beginning)
+        due = [each for each in self._waiting if each.pause is None or each.pause.expired()]
+        for each in due[: max(0, room)]:
+            self._waiting.remove(each)
+        return [each.index for each in due[: max(0, room)]]
+
+    def _time_left(self) -> float | None:
+        """Until something is to be done without an event."""
+        pauses = [each.pause for each in self._waiting if each.pause is not None]
+        deadlines = [*pauses, *([] if self._patience is None else [self._patience])]
+        left = [each.remaining() or 0.0 for each in deadlines if not each.expired()]
+        if self._patience is not None and self._patience.expired():
+            return 0.0
+        return min(left, default=None)
+
+    def _start(self, index: int) -> int:
+        """Begin a host's connection. Returns the process's id."""
+        command, first_line = self._orders[index]
+        # A session of its own: Ctrl-C is for this process, which passes it on.
+        begun = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._parts[index].attempts += 1
+        self._started[index] = begun
+        self._beginning.add(index)
+        assert begun.stdin is not None
+        assert begun.stdout is not None
+        assert begun.stderr is not None
+        readers = [
+            threading.Thread(target=self._pass_on, args=(index, begun, number, stream), daemon=True)
+            for number, stream in ((1, begun.stdout), (2, begun.stderr))
+        ]
+        self._readers[index] = readers
+        for each in readers:
+            each.start()
+        sent = os.dup(begun.stdin.fileno())
+        threading.Thread(target=self._order, args=(begun, sent, first_line), daemon=True).start()
+        return begun.pid
 
     def _ended(self, index: int) -> None:
+        begun, part = self._started[index], self._parts[index]
+        code = begun.wait()
+        for output in self._outputs:
+            output.wake()
         for thread in self._readers[index]:
             thread.join(2.0)
-        part = self._parts[index]
-        part.ssh_code = self._started[index].wait()
+        self._beginning.discard(index)
+        if code == 255 and part.was_dropped and part.attempts < _ATTEMPTS and not self._told:
+            part.said.clear()
+            pause = Deadline(random.uniform(*_PAUSE))  # noqa: S311  not a secret
+            self._waiting.append(_Start(index, pause))
+            return
+        part.ssh_code = code
         if all(each.ended for each in self._parts) or self._patience is not None:
             return
         if reason := merging.must_end(self._parts, self._least):
@@ -306,6 +374,7 @@ class _Job:
             self._tell_all(signal.SIGTERM)
         elif part.exit_code == 0 or len(self._parts) - self._num_lost() >= self._least:
             return
+        self._waiting.clear()
         self._patience = Deadline(_ENDING)
 
     def _num_lost(self) -> int:
@@ -318,13 +387,14 @@ class _Job:
             self._patience = Deadline(_HANG_UP)
 
     def _tell_all(self, number: int) -> None:
+        self._waiting.clear()
         with self._writing:
             self._told.append(number)
-        for begun in self._started:
+        for begun in self._started.values():
             self._write(begun, f"{number}\n".encode())
 
     def _hang_up(self) -> None:
-        for begun in self._started:
+        for begun in self._started.values():
             if begun.stdin is not None:
                 with self._writing:
                     try:
@@ -334,7 +404,7 @@ class _Job:
 
     def _beat(self) -> None:
         while not self._stop.wait(orders.HEARTBEAT):
-            for begun in list(self._started):
+            for begun in list(self._started.values()):
                 self._write(begun, b".\n")
 
     def _order(self, begun: subprocess.Popen[bytes], stdin: int, first_line: bytes) -> None:
@@ -364,26 +434,46 @@ class _Job:
             except (BlockingIOError, OSError):
                 pass
 
-    def _pass_on(self, index: int, number: int, stream: IO[bytes]) -> None:
+    def _pass_on(
+        self, index: int, begun: subprocess.Popen[bytes], number: int, stream: IO[bytes]
+    ) -> None:
         shown = sys.stdout if number == 1 else sys.stderr
+        output = next(each for each in self._outputs if each.takes(shown))
+        part = self._parts[index]
         while True:
             data = os.read(stream.fileno(), 65536)
             with self._lock:
-                text = self._merger.take(index, number, data)
-                try:
-                    _show(shown, text)
-                except (OSError, ValueError):
-                    pass  # a closed terminal ends the job by SIGHUP, not by its output
+                output.put(shown, self._merger.take(index, number, data))
+                if number == 1 and part.started and index in self._beginning and self._wake >= 0:
+                    self._beginning.discard(index)
+                    os.eventfd_write(self._wake, 1)
+            if number == 2 and not part.started:
+                part.said += data[: _REMEMBERED - len(part.said)]
             if not data:
                 return
+            # Once the host's process has ended, no more comes than fits into a pipe, and what it told has to be read.
+            output.wait_for_room(lambda: begun.poll() is not None)
 
 
-def _show(stream: TextIO | None, text: bytes) -> None:
-    if stream is None:  # 2>&-
-        return
-    buffer = getattr(stream, "buffer", None)  # a notebook's stream has none
-    if buffer is None:
-        stream.write(text.decode(errors="replace"))
-    else:
-        buffer.write(text)
-    stream.flush()
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A host whose connection is to begin.
+
+    Args:
+        index: of the host.
+        pause: not before it has expired; None: now.
+    """
+
+    index: int
+    pause: Deadline | None = None
+
+
+def _signal_before(written: int, signals: SignalEvents) -> int | None:
+    """The signal that came before all had been written, or None once it has."""
+    poller = select.poll()
+    poller.register(written, select.POLLIN)
+    poller.register(signals.fileno(), select.POLLIN)
+    while written not in {fd for fd, _ in poller.poll()}:
+        for number in signals.take():
+            return number
+    return None

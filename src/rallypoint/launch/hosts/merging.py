@@ -18,6 +18,7 @@ from typing import Any
 _SAID = b"rally: "
 # A progress bar ends its lines with a carriage return.
 _LINES = re.compile(rb"[^\r\n]*[\r\n]+")
+_DROPPED = re.compile(rb"\b(?:kex|ssh)_exchange_identification: ")
 # What a host tells in confidence begins with this byte and the job's token.
 _MARK = b"\x1e"
 
@@ -38,6 +39,8 @@ class Part:
         report: its failure report.
         answer: what came of its part of a function call (:mod:`.call_files`).
         ssh_code: how ssh ended; None while it runs.
+        attempts: how often its connection was begun.
+        said: what ssh said before that, or the beginning of it.
     """
 
     host: str
@@ -46,6 +49,13 @@ class Part:
     report: str = ""
     answer: bytearray = field(default_factory=bytearray)
     ssh_code: int | None = None
+    attempts: int = 0
+    said: bytearray = field(default_factory=bytearray)
+
+    @property
+    def was_dropped(self) -> bool:
+        """The server, or one on the way, closed the connection before it said who it is: it had too many of them."""
+        return not self.started and _DROPPED.search(self.said) is not None
 
     @property
     def ended(self) -> bool:
@@ -155,6 +165,9 @@ def _remark(part: Part) -> str:
     if part.started:
         return f"{part.host} is lost: its connection ended (ssh exit code {part.ssh_code})"
     hint = f"try: ssh {part.host} true" if part.ssh_code == 255 else "see above"
+    if part.was_dropped:
+        times = f"{part.attempts} times"
+        hint = f"sshd there, or on a host on the way, has closed the connection {times}: is its MaxStartups too small?"
     return f"nothing could be started on {part.host} (ssh exit code {part.ssh_code}); {hint}"
 
 

@@ -87,7 +87,7 @@ def _run(orders: Orders, report_fd: int, files: CallFiles | None) -> int:
     words, passed = list(orders.words), [report_fd]
     secret_fd = None
     if orders.secret is not None:
-        secret_fd = _pipe_with(orders.secret.encode("utf-8", "surrogateescape"))
+        secret_fd = _file_with(orders.secret.encode("utf-8", "surrogateescape"))
         words.insert(0, f"--secret-file=/dev/fd/{secret_fd}")
         passed.append(secret_fd)
     env = environment.snapshot() | dict(orders.env)
@@ -109,11 +109,12 @@ def _run(orders: Orders, report_fd: int, files: CallFiles | None) -> int:
     return _watch(child)
 
 
-def _pipe_with(data: bytes) -> int:
-    read, write = os.pipe()
-    with os.fdopen(write, "wb") as file:
-        file.write(data)
-    return read
+def _file_with(data: bytes) -> int:
+    """A file in memory that nobody else may read. Opened by its ``/dev/fd`` it begins at 0, each time."""
+    fd = os.memfd_create("rally-secret", 0)
+    os.fchmod(fd, 0o600)
+    os.write(fd, data)
+    return fd
 
 
 def _watch(child: subprocess.Popen[bytes]) -> int:
