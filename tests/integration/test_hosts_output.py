@@ -13,7 +13,7 @@ import pytest
 from elastic import wait_until
 from pace import pace
 from rallypoint._core import process
-from supervisors import RALLY, Popen
+from supervisors import RALLY
 
 
 pytestmark = pytest.mark.integration
@@ -56,15 +56,16 @@ def test_ctrl_c_ends_what_waits_for_its_terminal(tmp_path: Path) -> None:
     begun.communicate()
 
 
-def _let_it_stand(begun: Popen) -> None:
+def _let_it_stand(begun: subprocess.Popen[bytes]) -> None:
     """Until its host's part has ended, and for the time after which that was taken for lost."""
+    wait_until(lambda: process.descendants(begun.pid), "the host's part has started", 60)
     wait_until(lambda: not process.descendants(begun.pid), "the host's part has ended", 60)
     time.sleep(6.0)
     assert begun.poll() is None
 
 
-def _start(folder: Path, *words: str, stderr: int = subprocess.PIPE) -> Popen:
-    return Popen(
+def _start(folder: Path, *words: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         [RALLY, "run", "--start-method", "exec", "--hosts", "localhost:1", *words],
         cwd=folder,
         env={**os.environ, "XDG_STATE_HOME": str(folder)},
