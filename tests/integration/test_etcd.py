@@ -14,9 +14,14 @@ import pytest
 
 from pace import pace
 from rallypoint.errors import ConfigError, RendezvousConnectionError
+from rallypoint.launch.coordination.journal import Journal
+from rallypoint.launch.coordination.journal_reader import Round
+from rallypoint.launch.coordination.node_questions import NodeQuestions
 from rallypoint.rendezvous.backends import etcd_client, etcd_store as etcd
-from rallypoint.rendezvous.backends.etcd_client import EtcdClient, _Failed
+from rallypoint.rendezvous.backends.etcd_client import EtcdClient, _Failed, encoded
 from rallypoint.rendezvous.backends.etcd_store import EtcdStore
+from rallypoint.rendezvous.record_store import RecordStore
+from rallypoint.rendezvous.records import Codec
 from servers.etcd_server import (
     ROOT_PASSWORD,
     Certificates,
@@ -673,3 +678,37 @@ def test_a_password_is_not_shown(single: EtcdCluster) -> None:
     assert "hush" not in repr(store._client.access)
     store.set("k", b"v")  # a cluster that asks nobody takes everybody
     store.close()
+
+
+def test_questions_between_nodes_leave_no_keys(store: EtcdStore) -> None:
+    """Nor do the connections over which they are asked: each has a key of its own."""
+
+    def connect() -> RecordStore:
+        return RecordStore(store.clone(), Codec("job"))
+
+    def keys() -> int:
+        everything = {"key": encoded(store._root), "range_end": encoded(store._root + b"\xff")}
+        found = store._client.call("/kv/range", {**everything, "count_only": True})
+        return int(found.get("count", 0))
+
+    asks = NodeQuestions(Round(0, 0, 2), connect)
+    answers = NodeQuestions(Round(0, 1, 2), connect)
+    reader = Journal(connect(), 0, 2)
+
+    def answer_all(number: int) -> None:
+        while number:
+            entry = reader.next(30.0)
+            if entry is not None and entry["what"] == "asked":
+                answers.answer(entry["name"], {})
+                number -= 1
+
+    thread = threading.Thread(target=answer_all, args=(31,))
+    thread.start()
+    assert asks.ask({}, 30.0) == {1: {}}
+    before = keys()
+    for _ in range(30):
+        assert asks.ask({}, 30.0) == {1: {}}
+    thread.join(60)
+    assert keys() <= before
+    for each in (asks, answers):
+        each.close()

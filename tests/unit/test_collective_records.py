@@ -51,6 +51,31 @@ def test_who_does_not_answer_is_missing_if_all_others_wait() -> None:
     assert found is not None and found.missing == (2,)
 
 
+@pytest.mark.parametrize(
+    ("known", "missing", "says"),
+    [
+        # Rank 1 is behind, ranks 2 and 3 are on a node that did not answer.
+        ({0: [WAITS], 1: [BEHIND]}, (1,), "rank 1 has not entered all_reduce #7"),
+        # Rank 1 does not answer, though its node does.
+        ({0: [WAITS]}, (1,), "rank 1 has not entered all_reduce #7"),
+        (
+            {0: [WAITS], 1: [WAITS]},
+            (),
+            "ranks 0, 1 wait in all_reduce #7 (float32 [4], 16 B) of the default group (60 s); nothing is known of ranks 2, 3,"
+            " whose nodes did not answer",
+        ),
+    ],
+)
+def test_ranks_of_a_node_that_does_not_answer_are_not_to_blame(
+    known: dict[int, Any], missing: tuple[int, ...], says: str
+) -> None:
+    found = collective_waits.verdict(known, unheard=(2, 3))
+    assert found is not None
+    assert found.missing == missing
+    assert found.text.startswith(says)
+    assert found.waiting == tuple(rank for rank in known if known[rank] == [WAITS])
+
+
 def test_nobody_waits_in_vain() -> None:
     assert collective_waits.verdict({rank: [BEHIND] for rank in range(4)}) is None
     # All have entered the same: the network, or it is on its way.

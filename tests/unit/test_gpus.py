@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +55,35 @@ class Driver:
         if "busy" not in gpu:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return SimpleNamespace(gpu=gpu["busy"])
+
+
+def test_a_driver_that_does_not_answer_holds_up_nobody_who_must_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver([{"processes": {10: 100}, "busy": 30}])
+    driver.install(monkeypatch)
+    gpus, asked = Gpus(), {0: frozenset({10})}
+    found = {0: {"gpu": 30.0, "gpu_memory": 100}}
+    assert gpus.used_soon(asked, 60.0) == found
+    answers, calls = threading.Event(), []
+
+    def used(workers: Mapping[int, frozenset[int]]) -> dict[int, dict[str, Any]]:
+        calls.append(workers)
+        answers.wait(60)
+        return {0: {"gpu": 1.0, "gpu_memory": 2}}
+
+    monkeypatch.setattr(gpus, "used", used)
+    began = time.monotonic()
+    for _ in range(50):
+        assert gpus.used_soon(asked, 0.01) == found
+    assert time.monotonic() - began < 10
+    assert len(calls) == 1  # one thread waits, and not one for each question
+    assert gpus.used_soon({1: frozenset({3})}, 0.01) == {}
+    reading = gpus._reading
+    answers.set()
+    assert reading is not None and reading.done.wait(60)
+    assert gpus.used_soon(asked, 60.0) == {0: {"gpu": 1.0, "gpu_memory": 2}}
+    assert len(calls) == 2
 
 
 def test_each_worker_has_its_processes_and_its_busiest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_if_nothing_is_found_out_it_looks_again_ever_more_seldom(
     def nothing() -> Mapping[str, Any]:
         if fails:
             raise ControlError("no answer")
-        return {"processes": [], "ended": [], "moving": False}
+        return {"processes": [], "ended": [], "unheard": [], "moving": False}
 
     asked = Asked(nothing)
     said = watch(workers, asked, lambda: len(asked.times) == 4)
@@ -85,7 +85,9 @@ def test_if_nothing_is_found_out_it_looks_again_ever_more_seldom(
 
 def test_nothing_is_asked_twice_while_an_answer_is_on_its_way(workers: list[Any]) -> None:
     go = threading.Event()
-    asked = Asked(lambda: {"processes": [], "ended": [], "moving": go.wait(PATIENCE)})
+    asked = Asked(
+        lambda: {"processes": [], "ended": [], "unheard": [], "moving": go.wait(PATIENCE)}
+    )
     began = time.monotonic()
     watch(workers, asked, lambda: bool(asked.times) and time.monotonic() - began > 20 * AFTER)
     assert len(asked.times) == 1
@@ -98,7 +100,7 @@ def test_a_node_whose_workers_have_ended_asks_the_others(workers: list[Any]) -> 
         each.ranks.world_size = 3
     frames = [{"file": "/lib/torch/distributed/distributed_c10d.py", "line": 1, "function": "f"}]
     process = {"rank": 2, "pid": 1, "name": "", "threads": [{"name": "", "frames": frames}]}
-    found = {"processes": [process], "ended": [0, 1], "moving": False}
+    found = {"processes": [process], "ended": [0, 1], "unheard": [], "moving": False}
     asked = Asked(lambda: found)
     said: list[str] = []
     hang = HangWatch(AFTER, said.append)
@@ -115,7 +117,7 @@ def test_long_steps_are_waited_for(workers: list[Any]) -> None:
     for each in workers:
         each.progress = lambda: {"rate": 1 / step}
     workers[1].progress = lambda: None  # it has reported nothing yet
-    asked = Asked(lambda: {"processes": [], "ended": [], "moving": False})
+    asked = Asked(lambda: {"processes": [], "ended": [], "unheard": [], "moving": False})
     hang = HangWatch(AFTER, str, 10)
     ready = SimpleNamespace(node_rank=0, generation=0)
     began = time.monotonic()
@@ -130,7 +132,7 @@ def test_epochs_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, workers: lis
     monkeypatch.setattr(hang_watch, "MOST", 3 * AFTER)
     for each in workers:
         each.progress = lambda: {"rate": 1e-5}
-    asked = Asked(lambda: {"processes": [], "ended": [], "moving": False})
+    asked = Asked(lambda: {"processes": [], "ended": [], "unheard": [], "moving": False})
     hang = HangWatch(AFTER, str, 10)
     deadline = time.monotonic() + PATIENCE
     while not asked.times:
@@ -158,7 +160,7 @@ def test_another_hang_is_told_although_hardly_any_cpu_was_used_meanwhile(
         }
         for rank, each in enumerate((waits, before))
     ]
-    asked = Asked(lambda: {"processes": processes, "ended": [], "moving": False})
+    asked = Asked(lambda: {"processes": processes, "ended": [], "unheard": [], "moving": False})
     said: list[str] = []
     hang = HangWatch(AFTER, said.append)
 
@@ -186,7 +188,7 @@ def test_a_host_without_threads_or_descriptors_is_looked_at_later(
         raise RuntimeError("can't start new thread") if lacks == "threads" else OSError(24, "none")
 
     def nothing() -> Mapping[str, Any]:
-        return {"processes": [], "ended": [], "moving": False}
+        return {"processes": [], "ended": [], "unheard": [], "moving": False}
 
     asked = Asked(nothing)
     refused: list[None] = []

@@ -9,6 +9,16 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from rallypoint._core import side_thread
+
+
+class _Reading:
+    """What a thread finds out."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.found: dict[int, dict[str, Any]] = {}
+
 
 class Gpus:
     """The GPUs of this host. Opened at the first question; threads may ask at the same time."""
@@ -19,6 +29,9 @@ class Gpus:
         # Under the lock, until it is open. Empty: no package, no driver or no GPU.
         self._handles: list[Any] = []
         self._library: Any = None
+        # Of the one thread that must not wait.
+        self._reading: _Reading | None = None
+        self._last: dict[int, dict[str, Any]] = {}
 
     def used(self, workers: Mapping[int, frozenset[int]]) -> dict[int, dict[str, Any]]:
         """What workers use.
@@ -44,6 +57,39 @@ class Gpus:
             key: {"gpu": max(busy[key], default=None), "gpu_memory": sum(each) if each else None}
             for key, each in memory.items()
         }
+
+    def used_soon(
+        self, workers: Mapping[int, frozenset[int]], patience: float
+    ) -> dict[int, dict[str, Any]]:
+        """As :meth:`used`, for a thread that must not wait: the driver may take minutes when a GPU has failed.
+
+        Args:
+            workers: as there.
+            patience: how many seconds it may take. Then, and as long as the driver does not answer, what was found last is returned.
+        """
+        if self._is_open and self._reading is None and not self._handles:
+            return {}
+        if self._reading is None or self._taken():
+            reading = _Reading()
+
+            def read() -> None:
+                try:
+                    reading.found = self.used(workers)
+                finally:
+                    reading.done.set()
+
+            if side_thread.begin(read, "rally-gpus"):
+                self._reading = reading
+                reading.done.wait(patience)
+                self._taken()
+        return {key: self._last[key] for key in workers if key in self._last}
+
+    def _taken(self) -> bool:
+        """Whether the reading has come to its end; it is the last one then."""
+        if self._reading is None or not self._reading.done.is_set():
+            return False
+        self._last, self._reading = self._reading.found, None
+        return True
 
     def _open(self) -> None:
         with self._lock:

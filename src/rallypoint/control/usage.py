@@ -16,14 +16,18 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def of_workers(pids: Iterable[int]) -> dict[int, dict[str, Any]]:
+def of_workers(pids: Iterable[int], gpu_patience: float | None = None) -> dict[int, dict[str, Any]]:
     """By pid, what each of these processes uses with all its descendants.
 
+    Args:
+        pids: of the processes.
+        gpu_patience: how many seconds GPUs may take to answer (:meth:`.Gpus.used_soon`); None: as long as they do.
     Returns:
         What :func:`usage` returns, and ``gpu`` and ``gpu_memory``, as :meth:`.Gpus.used` returns them; None without GPUs.
     """
     families = {pid: (pid, *process.descendants(pid)) for pid in pids}
-    of_gpus = GPUS.used({pid: frozenset(family) for pid, family in families.items()})
+    asked = {pid: frozenset(family) for pid, family in families.items()}
+    of_gpus = GPUS.used(asked) if gpu_patience is None else GPUS.used_soon(asked, gpu_patience)
     none = {"gpu": None, "gpu_memory": None}
     return {pid: {**_used_by(family), **of_gpus.get(pid, none)} for pid, family in families.items()}
 

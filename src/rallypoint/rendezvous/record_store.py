@@ -187,21 +187,26 @@ class RecordStore:
                 return body
         return None
 
-    def increment(self, key: str) -> int:
-        """Add 1 to a counter; returns the sum. A counter that was overwritten may restart at 0."""
+    def increment(self, key: str, most: int = MAX_COUNT) -> int:
+        """Add 1 to a counter; returns the sum. A counter that was overwritten may restart at 0.
+
+        Args:
+            key: of the counter.
+            most: beyond this it was not counted by nodes.
+        """
         names = [self.full(name) for name in _names(key)]
         for full in names:
-            if (count := self._add(full)) is not None:
+            if (count := self._add(full, most)) is not None:
                 return count
         for _ in range(MAX_REPLACED):
             # Two nodes may do this at once and one loses its count: no decision rests on a counter alone.
             self._count()
             self._store.delete(names[-1])
-            if (count := self._add(names[-1])) is not None:
+            if (count := self._add(names[-1], most)) is not None:
                 return count
         raise self._unusable(key)
 
-    def _add(self, full: str) -> int | None:
+    def _add(self, full: str, most: int) -> int | None:
         """Add 1; None if the key does not hold a count."""
         self._count()
         try:
@@ -219,21 +224,21 @@ class RecordStore:
             self._store = again
             self._mention(full, "not a number")
             return None
-        if 0 < count <= MAX_COUNT:
+        if 0 < count <= most:
             return count
-        self._mention(full, f"{count} is not a number of nodes")
+        self._mention(full, f"{count} is not a number that nodes have counted")
         return None
 
-    def count(self, key: str) -> int:
-        """A counter's value; 0 if it does not exist, or every name of it holds something else."""
+    def count(self, key: str, most: int = MAX_COUNT) -> int:
+        """A counter's value; 0 if it does not exist, or every name of it holds something else. See :meth:`increment`."""
         for name in _names(key):
             full = self.full(name)
             self._count()
             (data,) = self._store.get_many([full])
             number = 0 if data is None else _number(data)
-            if number is not None and 0 <= number <= MAX_COUNT:
+            if number is not None and 0 <= number <= most:
                 return number
-            self._mention(full, "not a number of nodes")
+            self._mention(full, "not a number that nodes have counted")
         return 0
 
     def delete(self, key: str) -> None:

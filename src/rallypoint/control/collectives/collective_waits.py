@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,13 @@ class Verdict:
     text: str
 
 
-def verdict(known: Mapping[int, Sequence[Group]]) -> Verdict | None:
+def verdict(known: Mapping[int, Sequence[Group]], unheard: Collection[int] = ()) -> Verdict | None:
     """Who waits for whom.
 
     Args:
         known: by rank, what it has begun in each of its groups. A rank that did not answer is left out.
+        unheard: the ranks of nodes that did not answer at all. Theirs may wait as well as any: they are not to blame, other than
+            one that does not answer on a node that does.
 
     Returns:
         None if nobody waits in vain, as far as is known.
@@ -74,7 +76,7 @@ def verdict(known: Mapping[int, Sequence[Group]]) -> Verdict | None:
         name = _name(members, calls, known)
         if (differs := _mismatch(calls, name)) is not None:
             mismatches.append(differs)
-        elif (behind := _lag(members, calls, pending, name, known)) is not None:
+        elif (behind := _lag(members, calls, pending, name, known, unheard)) is not None:
             lags.append(behind)
     found = mismatches or lags
     if not found:
@@ -167,8 +169,9 @@ def _lag(
     pending: Mapping[int, Call | None],
     name: str,
     known: Mapping[int, Sequence[Group]],
+    unheard: Collection[int],
 ) -> tuple[set[int], str] | None:
-    """Members that have not entered what the others wait in."""
+    """Members that have not entered what the others wait in. Nobody, if nothing is known of them."""
     waits = {rank: call for rank, call in pending.items() if call is not None}
     if not waits:
         return None
@@ -179,11 +182,17 @@ def _lag(
         return None
     call = waits[here[0]]
     seconds = max(float(waits[rank]["seconds"]) for rank in here)
-    have, wait = ("has" if len(absent) == 1 else "have"), ("waits" if len(here) == 1 else "wait")
-    sentence = (
-        f"{in_words(absent)} {have} not entered {_call(call)} of {name}, in which {in_words(here)}"
-        f" {wait} ({seconds:.0f} s)"
-    )
+    wait = "waits" if len(here) == 1 else "wait"
+    what, others = f"{_call(call)} of {name}", f"{in_words(here)} {wait} ({seconds:.0f} s)"
+    heard = absent.difference(unheard)
+    if not heard:
+        whose = "node" if len(absent) == 1 else "nodes"
+        return heard, (
+            f"{in_words(here)} {wait} in {what} ({seconds:.0f} s); nothing is known of {in_words(absent)}, whose {whose} did not answer"
+        )
+    absent = heard
+    have = "has" if len(absent) == 1 else "have"
+    sentence = f"{in_words(absent)} {have} not entered {what}, in which {others}"
     where = {place(known[rank]) for rank in absent if rank in known} - {""}
     if len(where) == 1:
         they = "it waits" if len(absent) == 1 else "they wait"

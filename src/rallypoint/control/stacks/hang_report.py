@@ -40,6 +40,7 @@ def explain(
     world_size: int,
     *,
     ended: Collection[int] = (),
+    unheard: Collection[int] = (),
     working: bool = False,
     by_stacks: bool = True,
 ) -> Hang | None:
@@ -50,6 +51,7 @@ def explain(
         seconds: for how long no worker has used CPU time to speak of, or storage.
         world_size: how many workers there are.
         ended: ranks whose worker has ended, as far as is known.
+        unheard: ranks of nodes that did not answer.
         working: some workers are at work, the others have done nothing for that long.
         by_stacks: with ``working``, whether stacks are enough to tell; otherwise the collectives that ranks have begun must tell.
     Returns:
@@ -61,7 +63,7 @@ def explain(
     waited = collective_waits.longest(known)
     if waited is not None and waited < WAITED * seconds:
         return None  # steps go on; they need little CPU
-    found = collective_waits.verdict(known)
+    found = collective_waits.verdict(known, unheard)
     still = f"no worker has used CPU or storage for {seconds:.0f} s (a printed line does not count)"
     if found is not None:
         gone = _have_ended(sorted(set(found.missing) & set(ended)))

@@ -106,7 +106,7 @@ class JournalReader:
         self._records.write(key, {})
 
     def _run(self) -> None:
-        journal = Journal(self._records, self._round.generation)
+        journal = Journal(self._records, self._round.generation, self._round.num_nodes)
         try:
             while not self._ended.is_set() and not self._round.keeps:
                 entry = journal.next(self._lease)
@@ -150,8 +150,8 @@ class JournalReader:
             plan = self.look(f"{current.kept_for + 1}/plan")
             if plan is not None and "closed" not in plan:
                 current.kept_for += 1
-                journal = Journal(self._records, current.kept_for)
                 others = list(self._ids(current.kept_for, plan)) or others
+                journal = Journal(self._records, current.kept_for, len(others))
                 pause = self._lease / 2
                 continue
             if entry is not None or not others:

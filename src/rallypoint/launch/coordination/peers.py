@@ -14,11 +14,9 @@ supervisor. Clocks of two hosts are never compared.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
-import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,7 +44,7 @@ from rallypoint.rendezvous.kept_round import Kept
 from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.record_store import RecordStore
 
-from . import network, node_answers, step_tables, tally
+from . import network, step_tables, tally
 from .interface import (
     CoordinationEvent,
     CoordinationFailed,
@@ -60,6 +58,7 @@ from .interface import (
 from .journal import Journal
 from .journal_reader import NO_ROUND, JournalReader, Round
 from .meeting import rendezvous_for
+from .node_questions import NodeQuestions
 from .tally import Tally
 
 
@@ -101,6 +100,7 @@ class PeerNodes:
         self._worker = threading.Thread(target=self._work, name="rally-peers", daemon=True)
         self._reader: JournalReader | None = None
         self._joining = False
+        self._questions: NodeQuestions | None = None
         self._aside = threading.local()  # per thread: a connection for a single request
 
     # -- called by the supervisor ---------------------------------------------------------------
@@ -168,29 +168,11 @@ class PeerNodes:
         current = self._round
         if current is NO_ROUND or current.unheard:
             return {}
-        deadline = Deadline(patience)
-        name = uuid.uuid4().hex
-        entry = {"what": "asked", "node": current.rank, "name": name, "question": dict(question)}
-        found: dict[int, dict[str, Any] | None] = {}
-        with contextlib.closing(self._clone()) as records:
-            Journal(records, current.generation).append(entry)
-            for rank in range(current.num_nodes):
-                if rank == current.rank or rank in current.gone:
-                    continue
-                key = node_answers.key(current.generation, name, rank)
-                body = records.wait(key, deadline.remaining() or 0.0)
-                found[rank] = None if body is None else node_answers.unpack(body)
-                if body is not None:
-                    records.delete(key)
-        return found
+        return {} if self._questions is None else self._questions.ask(question, patience)
 
     def answer(self, asked: NodeAsked, body: Mapping[str, Any]) -> None:
-        current = self._round
-        if asked.generation != current.generation:
-            return
-        key = node_answers.key(current.generation, asked.name, current.rank)
-        with contextlib.closing(self._clone()) as records:
-            records.write(key, node_answers.pack(body))
+        if asked.generation == self._round.generation and self._questions is not None:
+            self._questions.answer(asked.name, body)
 
     def reports(self) -> tuple[WorkerFailure, ...]:
         with self._lock:
@@ -213,6 +195,8 @@ class PeerNodes:
             self._requests.put(None)
             asked.join(deadline.remaining())
         self._stop.set()
+        if self._questions is not None:
+            self._questions.close()
         # Requests to serve a store that were not taken end with their connections.
         with self._lock:
             self._events.clear()
@@ -322,6 +306,9 @@ class PeerNodes:
         with self._lock:
             self._round = Round(formed.generation, formed.rank, formed.world_size)
             self._reports = ()
+        if self._questions is not None:
+            self._questions.close()
+        self._questions = NodeQuestions(self._round, self._clone)
         if self._reader is not None:
             self._reader.end()
         self._reader = JournalReader(self, self._round, self._clone(), self._lease)

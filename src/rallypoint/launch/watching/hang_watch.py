@@ -183,6 +183,7 @@ class HangWatch:
             seconds,
             world_size,
             ended=found["ended"],
+            unheard=found["unheard"],
             working=working,
             by_stacks=by_stacks,
         )

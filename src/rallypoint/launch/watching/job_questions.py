@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class JobQuestions:
             ready: the round.
         Returns:
             What finds the answer: ``processes``; ``ended``: the ranks whose worker has ended, as far as is known; ``silent``: the nodes
-            that did not answer; ``moving``: on another node, some worker has done something.
+            that did not answer, and ``unheard``: the ranks there; ``moving``: on another node, some worker has done something.
         Raises:
             ControlError: there is no such rank.
         """
@@ -79,7 +79,13 @@ class JobQuestions:
             raise ControlError(f"no {in_words(unknown)} {where} ({has})")
         own, ended = self._own(question, workers), _ended(workers)
         if not is_for_all:
-            return lambda: {"processes": own(), "ended": ended, "silent": [], "moving": False}
+            return lambda: {
+                "processes": own(),
+                "ended": ended,
+                "silent": [],
+                "unheard": [],
+                "moving": False,
+            }
 
         def look() -> Mapping[str, Any]:
             from concurrent.futures import (
@@ -97,10 +103,12 @@ class JobQuestions:
                 found += node_answers.processes(answer)
                 gone |= node_answers.ended(answer)
             found.sort(key=lambda each: each["rank"])
+            silent = [node for node in told if told[node] is None]
             return {
                 "processes": found,
                 "ended": sorted(gone),
-                "silent": [node for node in told if told[node] is None],
+                "silent": silent,
+                "unheard": _ranks_of(silent, ready),
                 "moving": any((answer or {}).get("moving") is True for answer in told.values()),
             }
 
@@ -214,6 +222,13 @@ class JobQuestions:
             )
 
         return look
+
+
+def _ranks_of(nodes: Collection[int], ready: RoundReady | None) -> list[int]:
+    """Ranks are numbered by node."""
+    counts = () if ready is None else ready.workers_of_nodes
+    of_rank = [node for node, count in enumerate(counts) for _ in range(count)]
+    return [rank for rank, node in enumerate(of_rank) if node in nodes]
 
 
 def _ended(workers: Iterable[Worker]) -> list[int]:

@@ -24,6 +24,8 @@ from .job_questions import collectives
 
 # The same text is given out for so long: scrapers cannot make the supervisor busy.
 AGE = 1.0
+# How many seconds GPUs may take to answer. The supervisor waits for them.
+GPU_PATIENCE = 0.2
 # How often a file is written.
 FILE_INTERVAL = 10.0
 
@@ -86,7 +88,7 @@ class Metrics:
         if now - self._at >= AGE:
             slowness = self._slowness()
             running = [each for each in self._workers() if each.pid and each.status is None]
-            used = usage.of_workers(each.pid for each in running)
+            used = usage.of_workers((each.pid for each in running), GPU_PATIENCE)
             told = [
                 {
                     "rank": each.ranks.rank,

@@ -37,7 +37,8 @@ class C10dClient:
 
     def get(self, key: str, timeout: float) -> bytes:
         deadline = Deadline(timeout)
-        while not self.exists(key):
+        # Not the store's own get: it would wait for a key that is deleted meanwhile.
+        while not self.exists(key) or (value := self.peek(key)) is None:
             left = deadline.remaining() or 0.0
             if left <= 0:
                 raise TimeoutError(f"{key} did not appear within {timeout:.1f} s")
@@ -51,7 +52,7 @@ class C10dClient:
             except Exception as error:  # noqa: BLE001  # a plug-in's store may raise anything
                 if not _is_timeout(error):
                     raise self._gone(str(error)) from None
-        return bytes(self._call(lambda: self._store.get(key)))
+        return value
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self.peek(key) for key in keys]

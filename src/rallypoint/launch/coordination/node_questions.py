@@ -1,0 +1,109 @@
+"""What the nodes of a round ask each other about their workers.
+
+A question is an entry of the journal, and each node's answer a record of its own. Both are removed: somebody may ask
+every two seconds for weeks. So are connections kept from one question to the next; each leaves a key of its own in etcd.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rallypoint._core.clock import Deadline
+from rallypoint.rendezvous.record_store import RecordStore
+
+from . import node_answers
+from .journal import Journal
+from .journal_reader import Round
+from .place_ranges import PlaceRanges
+
+
+# So many of this node's answers are kept, though nobody may want them any more: who asked may have given up.
+MAX_ANSWERS = 8
+# So many connections are kept that nobody uses.
+MAX_IDLE = 2
+
+
+class NodeQuestions:
+    """The questions of one round. Methods may be called in any thread, and block.
+
+    Args:
+        current: the round.
+        connect: makes a connection to the store.
+    """
+
+    def __init__(self, current: Round, connect: Callable[[], RecordStore]) -> None:
+        self._round = current
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._withdrawing = threading.Lock()
+        self._withdrawn = PlaceRanges()
+        self._answers: collections.deque[str] = collections.deque()
+        self._idle: list[RecordStore] = []
+        self._closed = False
+
+    def ask(self, question: Mapping[str, Any], patience: float) -> dict[int, dict[str, Any] | None]:
+        """As :meth:`.Coordination.ask_nodes`."""
+        current, deadline = self._round, Deadline(patience)
+        name = uuid.uuid4().hex
+        entry = {"what": "asked", "node": current.rank, "name": name, "question": dict(question)}
+        found: dict[int, dict[str, Any] | None] = {}
+        with self._connection() as records:
+            journal = Journal(records, current.generation)
+            place = journal.append(entry)
+            for rank in range(current.num_nodes):
+                if rank == current.rank or rank in current.gone:
+                    continue
+                key = node_answers.key(current.generation, name, rank)
+                body = records.wait(key, deadline.remaining() or 0.0)
+                found[rank] = None if body is None else node_answers.unpack(body)
+                if body is not None:
+                    records.delete(key)
+            with self._withdrawing:
+                journal.withdraw(place, current.rank, self._withdrawn)
+        return found
+
+    def answer(self, name: str, body: Mapping[str, Any]) -> None:
+        """Answer a question.
+
+        Args:
+            name: of the question.
+            body: the answer.
+        """
+        key = node_answers.key(self._round.generation, name, self._round.rank)
+        with self._connection() as records:
+            records.write(key, node_answers.pack(body))
+            with self._lock:
+                self._answers.append(key)
+                old = self._answers.popleft() if len(self._answers) > MAX_ANSWERS else None
+            if old is not None:
+                records.delete(old)
+
+    def close(self) -> None:
+        """Close the connections that nobody uses, and the others as soon as nobody does."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for each in idle:
+            each.close()
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[RecordStore]:
+        with self._lock:
+            records = self._idle.pop() if self._idle else None
+        records = records or self._connect()
+        try:
+            yield records
+        except BaseException:
+            records.close()
+            raise
+        with self._lock:
+            keep = not self._closed and len(self._idle) < MAX_IDLE
+            if keep:
+                self._idle.append(records)
+        if not keep:
+            records.close()

@@ -1,0 +1,160 @@
+"""The journal of a generation: order, holes, and entries that are withdrawn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from rallypoint.launch.coordination import node_questions, place_ranges
+from rallypoint.launch.coordination.journal import Journal
+from rallypoint.launch.coordination.journal_reader import Round
+from rallypoint.launch.coordination.node_questions import NodeQuestions
+from rallypoint.launch.coordination.place_ranges import PlaceRanges
+from rallypoint.rendezvous.backends.memory import MemoryStore
+from rallypoint.rendezvous.record_store import MAX_COUNT, RecordStore
+from rallypoint.rendezvous.records import Codec
+
+
+NODES = 3
+
+
+def _records(store: MemoryStore) -> RecordStore:
+    return RecordStore(store, Codec("job"))
+
+
+def _read(journal: Journal) -> list[str]:
+    """All that is there, without the empty entries."""
+    found = []
+    while (entry := journal.next(0.0)) is not None:
+        found.append(str(entry["what"]))
+    return [each for each in found if each != "nothing"]
+
+
+def test_a_journal_has_no_last_place() -> None:
+    store = MemoryStore()
+    records = _records(store)
+    store.add(records.full("0/journal/places"), MAX_COUNT + 5)
+    reader = Journal(records, 0)
+    reader._next = MAX_COUNT + 5
+    assert Journal(records, 0).append({"what": "failed"}) == MAX_COUNT + 5
+    assert _read(reader) == ["failed"]
+
+
+def test_a_hole_of_a_writer_that_died_is_filled_and_the_writer_goes_on_behind_it() -> None:
+    store = MemoryStore()
+    records = _records(store)
+    place = records.increment("0/journal/places") - 1
+    Journal(records, 0).append({"what": "after"})
+    assert _read(Journal(records, 0, NODES)) == ["after"]
+    late = records.claim(f"0/journal/{place}", {"what": "late", "id": "mine"})
+    assert late["what"] == "nothing"  # so that all readers agree
+
+
+@given(st.lists(st.tuples(st.integers(0, NODES - 1), st.sampled_from("awr"), st.integers(0, 2))))
+def test_all_read_the_same_in_the_same_order_whatever_is_withdrawn(
+    steps: list[tuple[int, str, int]],
+) -> None:
+    """a: a node appends; w: it withdraws its oldest; r: a reader reads on."""
+    store = MemoryStore()
+    records = _records(store)
+    readers = [Journal(records, 0, NODES) for _ in range(3)]
+    heard: list[list[str]] = [[] for _ in readers]
+    withdrawn = [PlaceRanges() for _ in range(NODES)]
+    places: list[list[tuple[int, str]]] = [[] for _ in range(NODES)]
+    kept: list[str] = []
+    for number, (node, what, reader) in enumerate(steps):
+        journal = Journal(records, 0)
+        if what == "a":
+            name = f"{number}"
+            places[node].append((journal.append({"what": name}), name))
+            kept.append(name)
+        elif what == "w" and places[node]:
+            place, name = places[node].pop(0)
+            journal.withdraw(place, node, withdrawn[node])
+            kept.remove(name)
+        else:
+            heard[reader] += _read(readers[reader])
+    for reader, journal in enumerate(readers):
+        heard[reader] += _read(journal)
+        assert [each for each in heard[reader] if each in kept] == kept
+        assert heard[reader] == sorted(heard[reader], key=int)
+    assert _read(Journal(records, 0, NODES)) == kept
+
+
+@given(st.lists(st.integers(0, 60)), st.integers(0, 62))
+def test_ranges_are_a_set_of_places(places: list[int], place: int) -> None:
+    ranges = PlaceRanges()
+    for each in places:
+        ranges.add(each)
+    told = PlaceRanges.from_json(ranges.to_json())
+    end = told.end_of(place)
+    assert (end is not None) == (place in places)
+    if end is not None:
+        assert end not in places and all(each in places for each in range(place, end))
+
+
+def test_the_oldest_ranges_are_forgotten() -> None:
+    ranges = PlaceRanges()
+    for place in range(0, 4 * place_ranges.MAX_RANGES, 2):
+        ranges.add(place)
+    assert len(ranges.to_json()["ranges"]) == place_ranges.MAX_RANGES
+    assert ranges.end_of(0) is None
+    assert ranges.end_of(4 * place_ranges.MAX_RANGES - 2) is not None
+
+
+@pytest.mark.parametrize(
+    "body", [None, {}, {"ranges": 3}, {"ranges": [[1], "x", [2, 1], [True, 3], [-1, 5], [1.0, 2]]}]
+)
+def test_what_is_no_range_is_left_out(body: Mapping[str, Any] | None) -> None:
+    assert PlaceRanges.from_json(body).to_json() == {"ranges": []}
+
+
+def test_questions_leave_nothing_behind() -> None:
+    store = MemoryStore()
+    rounds = [Round(0, rank, 2) for rank in range(2)]
+    asks, answers = (NodeQuestions(each, lambda: _records(store)) for each in rounds)
+    reader = Journal(_records(store), 0, 2)
+
+    def answer_all(number: int) -> None:
+        for _ in range(number):
+            entry = reader.next(60.0)
+            while entry is None or entry["what"] == "nothing":
+                entry = reader.next(60.0)
+            answers.answer(entry["name"], {"told": entry["question"]["n"]})
+
+    thread = threading.Thread(target=answer_all, args=(301,))
+    thread.start()
+    assert asks.ask({"n": 0}, 60.0) == {1: {"told": 0}}
+    before = set(store._values)
+    for number in range(1, 301):
+        assert asks.ask({"n": number}, 60.0) == {1: {"told": number}}
+    thread.join(60)
+    assert set(store._values) == before
+    # Nobody answers, or too late.
+    for number in range(20):
+        assert asks.ask({"n": number}, 0.0) == {1: None}
+        answers.answer(f"late-{number}", {})
+    assert len(set(store._values) - before) == node_questions.MAX_ANSWERS
+    Journal(_records(store), 0).append({"what": "at last"})
+    assert _read(reader) == ["at last"]
+    for each in (asks, answers):
+        each.close()
+
+
+def test_connections_are_kept_from_one_question_to_the_next() -> None:
+    store = MemoryStore()
+    made: list[RecordStore] = []
+
+    def connect() -> RecordStore:
+        made.append(_records(store))
+        return made[-1]
+
+    asks = NodeQuestions(Round(0, 0, 1), connect)
+    for _ in range(5):
+        assert asks.ask({}, 1.0) == {}
+    assert len(made) == 1
+    asks.close()
