@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -276,6 +277,45 @@ def test_an_address_that_is_none_leaves_it_to_the_beat(watcher, beats) -> None:
     there = Neighbour(node_id="other", rank=1, host="h", addr=("nowhere.invalid", 1))
     watcher.pulse.watch([there])
     assert watcher.quiet_for(LEASE)
+    watcher.pulse.stop(leaving=False, timeout=5)
+    wait_for_lookups()
+
+
+def test_a_name_server_that_does_not_answer_keeps_no_node_silent(
+    monkeypatch, store, watcher, beats, child
+) -> None:
+    real, answers, asked = socket.getaddrinfo, threading.Event(), threading.Event()
+
+    def slow(host: str, port: int, **more: Any) -> Any:
+        if host == "there":
+            if more.get("flags") == socket.AI_NUMERICHOST:
+                raise socket.gaierror
+            asked.set()
+            answers.wait(60)
+            host = "127.0.0.1"
+        return real(host, port, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    beats("other")
+    there = Neighbour(node_id="other", rank=1, host="h", addr=("there", port_of(child)))
+    watcher.pulse.watch([there])
+    assert asked.wait(5)
+    records = RecordStore(store, CODEC)
+    before = records.look(["beat/me"])[0] or {"beat": 0}
+    assert watcher.quiet_for(2 * LEASE)
+    after = records.look(["beat/me"])[0] or {"beat": 0}
+    assert after["beat"] - before["beat"] >= BEATS  # twice as many would be none too late
+    answers.set()
+    wait_for_lookups()
+    time.sleep(2 * BEAT)
+    child.kill()
+    assert watcher.loss(SLACK + LEASE)[1].certain, "the line was opened"
+
+
+def wait_for_lookups() -> None:
+    for each in threading.enumerate():
+        if each.name == "rally-lookup":
+            each.join(60)
 
 
 def test_a_post_stays_open_however_often_it_was_called(beats) -> None:

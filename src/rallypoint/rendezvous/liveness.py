@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint._core import addresses, forks
+from rallypoint._core import addresses, forks, side_thread
 from rallypoint._core.clock import MONOTONIC
 from rallypoint.errors import RallyError, RendezvousConnectionError
 
@@ -369,6 +369,7 @@ class _Line:
         self._tried = 0.0
         self._is_cut = False
         self._found: tuple[Any, ...] | None = None  # the resolved address
+        self._looking_up = False
         self.ended = False
         self.refused = False
         self._open()
@@ -378,9 +379,11 @@ class _Line:
         self._tried = MONOTONIC.now()
         if self._to.addr is None:
             return
+        if self._found is None:
+            self._look_up(*self._to.addr)
+        if self._found is None:
+            return
         try:
-            if self._found is None:
-                self._found = socket.getaddrinfo(*self._to.addr, type=socket.SOCK_STREAM)[0]
             family, kind, protocol, _, address = self._found
             self._socket = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
             self._socket.setblocking(False)
@@ -388,10 +391,31 @@ class _Line:
         except OSError:
             self.close()  # unreachable: only its heartbeat is left
 
+    def _look_up(self, host: str, port: int) -> None:
+        """Find the address: at once, or in a thread. A name server may take longer than a heartbeat may be late."""
+        try:
+            numeric = socket.AI_NUMERICHOST
+            self._found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)[0]
+            return
+        except OSError:
+            pass  # it is a name
+
+        def ask() -> None:
+            try:
+                self._found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+                self._is_cut = True  # so that it is opened with the next heartbeat
+            except OSError:
+                pass  # again after a pause; meanwhile its heartbeat is left
+            finally:
+                self._looking_up = False
+
+        self._looking_up = True
+        if not side_thread.begin(ask, "rally-lookup"):
+            self._looking_up = False
+
     def try_again(self, pause: float) -> None:
         """If it was unreachable, try again ``pause`` seconds after the last attempt; at once if it was cut."""
-        # A name that was not found is not looked up again: that could delay the heartbeat for too long.
-        if self._found is None or self._socket is not None or self.refused or self.ended:
+        if self._looking_up or self._socket is not None or self.refused or self.ended:
             return
         if self._is_cut or MONOTONIC.now() >= self._tried + pause:
             self._is_cut = False
