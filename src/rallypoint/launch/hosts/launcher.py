@@ -36,6 +36,8 @@ from .merging import Part, Verdict
 _PORTS = range(15000, 30000)
 # How long hosts may take to end once the job has failed on one of them, beyond --shutdown-timeout.
 _ENDING = 30.0
+# How long what it said may take to be shown after a signal.
+_LAST_WORDS = 2.0
 # How long they may take after SIGHUP: nobody sees what they still say.
 _HANG_UP = 2.5
 # So many connections begin at a time: sshd drops some of more than ten that have not logged in yet (MaxStartups), and hosts
@@ -301,10 +303,12 @@ class _Job:
             self._wake = -1
 
     def _show_the_rest(self, signals: SignalEvents) -> None:
+        # Who has ended the job does not wait long for what it still said.
+        patience = None if self.signal is None else Deadline(_LAST_WORDS)
         for output in self._outputs:
-            written = output.finish()
-            if self.signal is None and (number := _signal_before(written, signals)) is not None:
-                self.signal = number
+            number = _signal_before(output.finish(), signals, patience)
+            if number is not None:
+                self.signal, patience = number, Deadline(0.0)
         for output in self._outputs:
             output.close()
 
@@ -468,12 +472,23 @@ class _Start:
     pause: Deadline | None = None
 
 
-def _signal_before(written: int, signals: SignalEvents) -> int | None:
-    """The signal that came before all had been written, or None once it has."""
+def _signal_before(written: int, signals: SignalEvents, patience: Deadline | None) -> int | None:
+    """Wait until all has been written.
+
+    Args:
+        written: is readable then.
+        signals: those that end the wait.
+        patience: for so long; None: without an end.
+    Returns:
+        The signal that came first, or None.
+    """
     poller = select.poll()
     poller.register(written, select.POLLIN)
     poller.register(signals.fileno(), select.POLLIN)
-    while written not in {fd for fd, _ in poller.poll()}:
-        for number in signals.take():
-            return number
-    return None
+    while True:
+        left = None if patience is None else patience.remaining()
+        ready = {fd for fd, _ in poller.poll(None if left is None else 1000 * left)}
+        if written in ready or not ready:
+            return None
+        if came := signals.take():
+            return came[0]
