@@ -143,10 +143,11 @@ class Running(nn.Module):
         self.register_buffer("last", None)
 
 
-def test_buffers_are_where_and_what_they_were_whatever_was_assigned() -> None:
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_buffers_are_where_and_what_they_were_whatever_was_assigned(as_bytes: bool) -> None:
     net = Running()
     buffers, mean = Objects([net]).buffers, net.mean
-    saved = buffers.copied()
+    saved = buffers.copied(buffers.as_bytes() if as_bytes else b"")
     for _ in range(2):
         net.mean += 1
         net.mean = net.mean + 1
@@ -155,6 +156,51 @@ def test_buffers_are_where_and_what_they_were_whatever_was_assigned() -> None:
         assert net.mean is net.same is mean
         assert mean.tolist() == [0, 0]
         assert net.last is None
+
+
+def test_buffers_of_all_types_and_shapes_go_back_to_what_they_were() -> None:
+    net = nn.Module()
+    given = [
+        torch.tensor([True, False, True]),
+        torch.tensor(7),
+        torch.rand(3, dtype=torch.float64),
+        torch.rand(5).to(torch.bfloat16),
+        torch.rand(2, 3).t(),
+        torch.rand(3, dtype=torch.complex64),
+        torch.zeros(0),
+        torch.rand(4).to(torch.float8_e5m2),
+        torch.rand(1, dtype=torch.float64),
+    ]
+    for number, each in enumerate(given):
+        net.register_buffer(f"b{number}", each)
+    before = [each.clone() for each in given]
+    buffers = Objects([net]).buffers
+    saved = buffers.copied(buffers.as_bytes())
+    assert isinstance(saved[2], bytes)
+    for _ in range(2):
+        for each in given:
+            each.zero_()
+        buffers.restore(saved)
+        for each, was in zip(given, before, strict=True):
+            assert (
+                each.contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .equal(was.contiguous().view(-1).view(torch.uint8))
+            )
+
+
+def test_a_modules_first_buffer_is_copied_although_its_bytes_are_not_known_yet() -> None:
+    net = nn.Sequential(Running(), nn.Linear(1, 1))
+    buffers = Objects([net]).buffers
+    data = buffers.as_bytes()
+    net[1].register_buffer("new", torch.ones(2))
+    saved = buffers.copied(data)
+    net[1].get_buffer("new").zero_()
+    net[0].get_buffer("mean").add_(1)
+    buffers.restore(saved)
+    assert net[1].get_buffer("new").tolist() == [1, 1]
+    assert net[0].get_buffer("mean").tolist() == [0, 0]
 
 
 def test_another_ranks_buffers_find_a_place() -> None:

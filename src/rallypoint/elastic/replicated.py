@@ -102,13 +102,13 @@ class Replicated:
         if self.random is not None:
             self.random.restore()
             self.random = None
+        objects, buffers = self._objects, None
         if not self._course.in_body or self._course.place.done:
-            self._keep(is_task=is_task, behind=behind)
-        objects = self._objects
+            buffers = self._keep(is_task=is_task, behind=behind)
         objects.check_state()
         return Begun(
             RandomState.now(),
-            objects.buffers.copied(),
+            objects.buffers.copied(objects.buffers.as_bytes() if buffers is None else buffers),
             objects.gradients(),
             objects.settings.copied(),
             objects.changes(),
@@ -203,9 +203,10 @@ class Replicated:
             dist.get_rank(),
         )
 
-    def _keep(self, *, is_task: bool, behind: RandomState | None = None) -> None:
+    def _keep(self, *, is_task: bool, behind: RandomState | None = None) -> bytes | None:
+        """Keep what the step or batch begins with. Returns the buffers as bytes, or None if nothing can be kept."""
         if self._memory is None:
-            return
+            return None
         course, buffers = self._course, self._objects.buffers.as_bytes()
         random, call = RandomState.now(), None
         if course.in_body and self.own is not None:
@@ -224,6 +225,7 @@ class Replicated:
             is_task=is_task,
         )
         self._write(self._memory)
+        return buffers
 
     def _write(self, memory: Memory) -> None:
         assert self.own is not None
