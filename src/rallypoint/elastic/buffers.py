@@ -70,12 +70,11 @@ class Buffers:
         for held, name, before in places:
             held[name] = before
         if isinstance(copies, bytes):
-            sizes = [each.nbytes for each in buffers]
-            raw = torch.frombuffer(bytearray(copies), dtype=torch.uint8).split(sizes)
-            # A type of its own needs its own alignment, which a part of the whole may not have.
             copies = [
-                part.clone().view(each.dtype).view(each.shape)
-                for each, part in zip(buffers, raw, strict=True)
+                torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                .view(each.dtype)
+                .view(each.shape)
+                for each, part in zip(buffers, _parts(copies, buffers), strict=True)
             ]
         for buffer, copy in zip(buffers, copies, strict=True):
             buffer.copy_(copy)
@@ -109,10 +108,7 @@ class Buffers:
         )
 
     def _parted(self, data: bytes) -> Iterator[bytes]:
-        at = 0
-        for buffer in self.now() if data else ():
-            yield data[at : at + buffer.nbytes]
-            at += buffer.nbytes
+        return _parts(data, self.now() if data else ())
 
     # -- from one rank to another -----------------------------------------------------------------
 
@@ -162,6 +158,13 @@ class Buffers:
     def _near(self) -> Iterator[torch.Tensor]:
         for part in self._parts:
             yield from part.parameters()
+
+
+def _parts(data: bytes, buffers: Sequence[torch.Tensor]) -> Iterator[bytes]:
+    at = 0
+    for each in buffers:
+        yield data[at : at + each.nbytes]
+        at += each.nbytes
 
 
 def _shape(tensor: torch.Tensor) -> list[Any]:
