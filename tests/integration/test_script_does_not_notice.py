@@ -298,20 +298,21 @@ ENDS: dict[str, str | bytes] = {
     "atexit that exits": "import atexit, sys\natexit.register(lambda: sys.exit(9))\nprint('end')",
     "a thread that runs on": (
         "import threading, time\n"
-        "def f():\n    time.sleep(0.2)\n    print('the thread')\n"
+        "go = threading.Event()\n"
+        "def f():\n    go.wait()\n    time.sleep(0.05)\n    print('the thread')\n"
         "threading.Thread(target=f).start()\n"
-        "import atexit; atexit.register(print, 'atexit')\nprint('main')"
+        "import atexit; atexit.register(print, 'atexit')\nprint('main')\ngo.set()"
     ),
     "a thread that raises": (
         "import threading\n"
         "t = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()\nprint('main')"
     ),
     "an executor that still works": (
-        "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"
-        "pool = ThreadPoolExecutor(1)\n"
+        "import threading, time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "pool, go = ThreadPoolExecutor(1), threading.Event()\n"
         "for n in range(3):\n"
-        "    pool.submit(lambda n=n: (time.sleep(0.05), print('task', n)))\n"
-        "print('main')"
+        "    pool.submit(lambda n=n: (go.wait(), time.sleep(0.05), print('task', n)))\n"
+        "print('main')\ngo.set()"
     ),
     "a pool of processes that still works": (
         "from concurrent.futures import ProcessPoolExecutor\nimport multiprocessing as mp\n"
@@ -1186,8 +1187,9 @@ def test_multiprocessing_finds_a_module_run_with_m(run: Runner) -> None:
 def test_a_process_left_running_at_the_end_is_waited_for(run: Runner) -> None:
     source = (
         "import multiprocessing as mp, time\n"
-        "def f():\n    time.sleep(0.3)\n    print('child', flush=True)\n"
-        "mp.get_context('fork').Process(target=f).start()\nprint('main', flush=True)\n"
+        "fork = mp.get_context('fork')\ngo = fork.Event()\n"
+        "def f():\n    go.wait()\n    time.sleep(0.1)\n    print('child', flush=True)\n"
+        "fork.Process(target=f).start()\nprint('main', flush=True)\ngo.set()\n"
     )
     assert_same(run(Probe(files={"probe.py": source})))
 
