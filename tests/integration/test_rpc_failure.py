@@ -58,9 +58,21 @@ async def doze() -> None:
         raise
 
 
+async def note_and_doze() -> None:
+    happened.append("dozes")
+    await doze()
+
+
+may_end = threading.Event()
+
+
 def note_long(what: Any) -> None:
     happened.append(what)
-    time.sleep(0.3)
+    may_end.wait(60)
+
+
+def let_end() -> None:
+    may_end.set()
 
 
 # -- death --------------------------------------------------------------------------------------
@@ -167,15 +179,26 @@ def test_what_the_dead_have_asked_for_is_given_up():
 
         def begin():
             rpc_workers.held["calls"] = [
-                rpc.rpc_async("w1", doze),
+                rpc.rpc_async("w1", note_and_doze),
                 *(rpc.rpc_async("w1", note_long, (i,)) for i in range(5)),
             ]
-            time.sleep(0.1)
+
+        def has_all_calls():
+            (incoming,) = rpc.api._get_current_rpc_agent().connections.all_incoming()
+            return len(incoming.active) == 6 and sorted(map(str, seen())) == ["0", "dozes"]
 
         workers.on(0, begin)
+        workers.on(1, lambda: eventually(has_all_calls))
         workers.kill(0)
-        time.sleep(0.6)
-        assert sorted(map(str, workers.on(1, seen))) == ["0", "cancelled"]
+
+        def has_given_up():
+            connections = rpc.api._get_current_rpc_agent().connections
+            return "cancelled" in seen() and not connections.all_incoming()
+
+        workers.on(1, lambda: eventually(has_given_up))
+        workers.on(1, let_end)
+        time.sleep(0.3)  # what still stood in the queue would be done now
+        assert sorted(map(str, workers.on(1, seen))) == ["0", "cancelled", "dozes"]
 
 
 def test_a_death_leaves_no_shared_memory_and_no_descriptors():
