@@ -208,10 +208,11 @@ def test_an_end_waits_for_one_that_still_works():
                 time.sleep(0.4)
             began = time.monotonic()
             rpc.shutdown()
-            return time.monotonic() - began
+            return began, time.monotonic()
 
-        waited, _ = workers.run(end)
-        assert waited > 0.3
+        # All processes of a host share this clock; who was to wait may have begun late.
+        (_, ended), (began, _) = workers.run(end)
+        assert ended > began
 
 
 def test_an_end_compares_counts_of_its_own_and_not_the_statistics():
@@ -311,7 +312,7 @@ def test_threads_that_call_while_their_worker_leaves_are_told_and_do_not_hang():
             time.sleep(0.1)
             rpc.shutdown(graceful=False)
             for each in threads:
-                each.join(3)
+                each.join(3 * pace())
                 assert not each.is_alive()
             assert len(errors) == 4
 
