@@ -53,6 +53,11 @@ def nap(seconds: float) -> float:
     return seconds
 
 
+def note_and_nap(seconds: float) -> float:
+    happened.append("naps")
+    return nap(seconds)
+
+
 def nap_and_note(seconds: float) -> None:
     time.sleep(seconds)
     happened.append("done")
@@ -241,13 +246,8 @@ def test_one_that_leaves_in_good_order_finishes_what_it_has_asked_for(trio):
 
 
 def test_one_that_leaves_finishes_what_it_is_asked_for(trio):
-    def ask():
-        future = rpc.rpc_async("w1", nap, (0.4,))
-        time.sleep(0.1)
-        return future.wait()
-
-    asking = trio.begin(0, ask)
-    time.sleep(0.2)
+    asking = trio.begin(0, lambda: rpc.rpc_sync("w1", note_and_nap, (0.4,)))
+    trio.on(1, lambda: eventually(seen))
     trio.on(1, rpc.shutdown)
     assert asking.result() == 0.4
 
