@@ -113,7 +113,7 @@ def test_what_is_no_range_is_left_out(body: Mapping[str, Any] | None) -> None:
     assert PlaceRanges.from_json(body).to_json() == {"ranges": []}
 
 
-def test_questions_leave_nothing_behind() -> None:
+def test_questions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     rounds = [Round(0, rank, 2) for rank in range(2)]
     asks, answers = (NodeQuestions(each, lambda: _records(store)) for each in rounds)
@@ -125,6 +125,7 @@ def test_questions_leave_nothing_behind() -> None:
             while entry is None or entry["what"] == "nothing":
                 entry = reader.next(60.0)
             answers.answer(entry["name"], {"told": entry["question"]["n"]})
+            asks.note_read(entry["name"])
 
     thread = threading.Thread(target=answer_all, args=(301,))
     thread.start()
@@ -135,6 +136,7 @@ def test_questions_leave_nothing_behind() -> None:
     thread.join(60)
     assert set(store._values) == before
     # Nobody answers, or too late.
+    monkeypatch.setattr(node_questions, "OWN_PATIENCE", 0.0)
     for number in range(20):
         assert asks.ask({"n": number}, 0.0) == {1: None}
         answers.answer(f"late-{number}", {})
@@ -145,7 +147,27 @@ def test_questions_leave_nothing_behind() -> None:
         each.close()
 
 
-def test_connections_are_kept_from_one_question_to_the_next() -> None:
+def test_a_question_stays_until_this_nodes_own_reader_has_come_by() -> None:
+    """A hole before it would hold it up for a lease, and with it whatever another node tells."""
+    store = MemoryStore()
+    asks = NodeQuestions(Round(0, 0, 1), lambda: _records(store))
+    thread = threading.Thread(target=asks.ask, args=({}, 1.0))
+    thread.start()
+    reader = Journal(_records(store), 0, 1)
+    entry = reader.next(60.0)
+    assert entry is not None
+    thread.join(0.2)
+    assert thread.is_alive() and store.get_many(["rally/job/0/journal/0"])[0] is not None
+    asks.note_read(entry["name"])
+    thread.join(60)
+    assert store.get_many(["rally/job/0/journal/0"]) == [None]
+    asks.close()
+
+
+def test_connections_are_kept_from_one_question_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_questions, "OWN_PATIENCE", 0.0)
     store = MemoryStore()
     made: list[RecordStore] = []
 

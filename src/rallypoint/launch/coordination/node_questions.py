@@ -26,6 +26,8 @@ from .place_ranges import PlaceRanges
 MAX_ANSWERS = 8
 # So many connections are kept that nobody uses.
 MAX_IDLE = 2
+# How many seconds this node's own reader may take to come by a question: a hole before it would hold it up for longer.
+OWN_PATIENCE = 2.0
 
 
 class NodeQuestions:
@@ -43,13 +45,23 @@ class NodeQuestions:
         self._withdrawing = threading.Lock()
         self._withdrawn = PlaceRanges()
         self._answers: collections.deque[str] = collections.deque()
+        self._unread: dict[str, threading.Event] = {}  # this node's questions, by name
         self._idle: list[RecordStore] = []
         self._closed = False
 
     def ask(self, question: Mapping[str, Any], patience: float) -> dict[int, dict[str, Any] | None]:
         """As :meth:`.Coordination.ask_nodes`."""
-        current, deadline = self._round, Deadline(patience)
         name = uuid.uuid4().hex
+        own = self._unread[name] = threading.Event()
+        try:
+            return self._ask(question, name, Deadline(patience), own)
+        finally:
+            del self._unread[name]
+
+    def _ask(
+        self, question: Mapping[str, Any], name: str, deadline: Deadline, own: threading.Event
+    ) -> dict[int, dict[str, Any] | None]:
+        current = self._round
         entry = {"what": "asked", "node": current.rank, "name": name, "question": dict(question)}
         found: dict[int, dict[str, Any] | None] = {}
         with self._connection() as records:
@@ -63,9 +75,15 @@ class NodeQuestions:
                 found[rank] = None if body is None else node_answers.unpack(body)
                 if body is not None:
                     records.delete(key)
+            own.wait(OWN_PATIENCE)
             with self._withdrawing:
                 journal.withdraw(place, current.rank, self._withdrawn)
         return found
+
+    def note_read(self, name: str) -> None:
+        """This node's own reader has come by the question of this name."""
+        if (own := self._unread.get(name)) is not None:
+            own.set()
 
     def answer(self, name: str, body: Mapping[str, Any]) -> None:
         """Answer a question.

@@ -561,9 +561,12 @@ class PeerNodes:
                 survivors = entry.get("survivors") is True
                 if failures:
                     self._post(PeerEvent(what, node, generation, failures, survivors=survivors))
-            case "asked" if not own:
+            case "asked":
                 name, question = entry.get("name"), entry.get("question")
-                if isinstance(name, str) and isinstance(question, dict):
+                if own:
+                    if self._questions is not None:
+                        self._questions.note_read(str(name))
+                elif isinstance(name, str) and isinstance(question, dict):
                     self._post(NodeAsked(node, generation, name, question))
             case "parted" if not own:
                 reason = f"node {node} has lost its connection to the job's store"
