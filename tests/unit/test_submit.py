@@ -178,6 +178,8 @@ def test_what_cannot_be_submitted(text: str) -> None:
         ("--max-restarts", "--max-restarts: expected a value (K) after it"),
         ("--on-hang cry x.py", "--on-hang 'cry': expected one of tell, restart, fail"),
         ("--max-restarts 2", "submit: no script given after --"),
+        ("--nnodes 2:x x.py", "--nnodes '2:x': expected a number of nodes"),
+        ("--nnodes=4:2 x.py", "--nnodes '4:2': expected at least 1 node, and MIN no larger"),
         ("--help", "submit '--help': expected a script after --"),
     ],
 )

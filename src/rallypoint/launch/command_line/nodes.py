@@ -43,7 +43,7 @@ def nodes_from(values: Values, placement: Placement | None) -> Nodes:
     Raises:
         ConfigError: a setting cannot work; named as the user spelled it.
     """
-    least, most = _count(values)
+    least, most = fewest_and_most(values.text("nnodes"), values.shown("nnodes"))
     if placement is not None:
         least, most = _of_tasks(values, placement, least, most)
     backend = _backend(values, a_range=least != most)
@@ -71,8 +71,16 @@ def nodes_from(values: Values, placement: Placement | None) -> Nodes:
 # -- which rendezvous -----------------------------------------------------------------------------
 
 
-def _count(values: Values) -> tuple[int, int]:
-    text, shown = values.text("nnodes"), values.shown("nnodes")
+def fewest_and_most(text: str, shown: str) -> tuple[int, int]:
+    """What ``--nnodes`` says.
+
+    Args:
+        text: ``N`` or ``MIN:MAX``.
+        shown: the flag or variable that has it, for errors.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     low, colon, high = text.partition(":")
     try:
         least, most = int(low), int(high if colon else low)
@@ -130,7 +138,7 @@ def _backend(values: Values, *, a_range: bool) -> Backend | str:
             return _found(endpoint.backend)
     # The same line on every node: nothing tells one from another. As soon as one thing does, ranks are given.
     given = values.is_set("node_rank") or values.is_set("master_addr")
-    several = _count(values)[1] > 1
+    several = fewest_and_most(values.text("nnodes"), values.shown("nnodes"))[1] > 1
     return _found("tcpstore" if a_range or (text and several and not given) else "static")
 
 

@@ -152,6 +152,8 @@ def _check_words(words: Sequence[str], engine: str) -> None:
     if given.help:
         raise ConfigError("submit", "--help", "expected a script after --", "rally run --help")
     flags.resolve(given, {})
+    if "--nnodes" in given.values:
+        nodes.fewest_and_most(given.values["--nnodes"], "--nnodes")
     if not given.target or not given.target[0]:
         hint = f"rally submit {engine} … -- [flags of rally run] train.py"
         raise ConfigError("submit", None, "no script given after --", hint)
