@@ -119,10 +119,15 @@ async def with_a_variable(to: int) -> AsyncIterator[int]:
         variable.reset(token)
 
 
-async def with_a_limit(seconds: float, pause: float) -> AsyncIterator[int]:
-    async with asyncio.timeout(seconds):
+async def with_a_limit(at: int, pause: float) -> AsyncIterator[int]:
+    """Its limit begins with item ``at``, whenever that is, and it notes when that has passed."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
         for i in range(30):
-            await asyncio.sleep(pause)
+            if i == at:
+                limit.reschedule(loop.time() + 0.2)
+                loop.call_at(loop.time() + 0.3, happened.append, "too late")
+                await asyncio.sleep(pause)
             yield i
 
 
@@ -453,12 +458,13 @@ def test_an_asynchronous_generator_is_one_task(pair):
         assert list(rpc.rpc_stream("w1", with_a_variable, (40,))) == [5] * 40
         found = []
         with pytest.raises(TimeoutError):
-            for each in rpc.rpc_stream("w1", with_a_limit, (0.3, 0.2)):
+            for each in rpc.rpc_stream("w1", with_a_limit, (1, 60.0)):
                 found.append(each)  # noqa: PERF402  # those before the error are wanted
         assert found == [0]
         # The limit passes while the generator waits for its caller.
-        stream = rpc.rpc_stream("w1", with_a_limit, (0.2, 0.0), window=2)
-        time.sleep(0.4)
+        eventually(lambda: rpc.rpc_sync("w1", seen).count("too late") == 1)
+        stream = rpc.rpc_stream("w1", with_a_limit, (2, 0.0), window=2)
+        eventually(lambda: rpc.rpc_sync("w1", seen).count("too late") == 2)
         with pytest.raises(TimeoutError):
             for each in stream:
                 found.append(each)  # noqa: PERF402
