@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from pace import pace
 from ports import free_port
-from rallypoint._core import log_folder
+from rallypoint._core import log_folder, standard_streams
 from rallypoint.control.client import connect
 from rallypoint.control.logs.command import last_lines
 from rallypoint.errors import ControlError
@@ -80,7 +79,10 @@ def test_a_redirected_stream_is_not_on_the_console(script: Path, tmp_path: Path)
 
 @pytest.mark.integration
 def test_a_running_job_is_followed_to_its_end(
-    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = f"logs-{os.getpid()}"
     words = ["--rdzv-id", name, "--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
@@ -101,7 +103,14 @@ def test_a_running_job_is_followed_to_its_end(
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert last_lines(connect(name), [7], 1) == []
-        threading.Timer(1.0, Path(f"{script}.go").touch).start()
+        write = standard_streams.write
+
+        def write_and_go_on(text: str, **how: bool) -> None:
+            """The job ends when it is followed, and not before."""
+            write(text, **how)
+            Path(f"{script}.go").touch()
+
+        monkeypatch.setattr(standard_streams, "write", write_and_go_on)
         assert main(["logs", name, "-f"]) == 0
     finally:
         job.wait(PATIENCE)
