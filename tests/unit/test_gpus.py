@@ -12,6 +12,7 @@ import pynvml
 import pytest
 import torch
 
+from pace import pace
 from rallypoint.control import usage
 from rallypoint.control.gpus import Gpus
 
@@ -76,7 +77,7 @@ def test_a_driver_that_does_not_answer_holds_up_nobody_who_must_not_wait(
     began = time.monotonic()
     for _ in range(50):
         assert gpus.used_soon(asked, 0.01) == found
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 10 * pace()
     assert len(calls) == 1  # one thread waits, and not one for each question
     assert gpus.used_soon({1: frozenset({3})}, 0.01) == {}
     reading = gpus._reading
