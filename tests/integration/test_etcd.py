@@ -373,10 +373,17 @@ def test_a_wait_is_one_read_and_one_watch(
 ) -> None:
     other = store.clone()
     sent = count_requests(monkeypatch)
-    timer = threading.Timer(0.3, lambda: other.add("later", 41))
-    timer.start()
-    assert store.get("later", 10.0) == b"41"
-    timer.join()
+
+    def add_when_it_watches() -> None:
+        deadline = time.monotonic() + 30.0 * pace()
+        while "/watch" not in sent and time.monotonic() < deadline:
+            time.sleep(0.01)
+        other.add("later", 41)
+
+    adding = threading.Thread(target=add_when_it_watches)
+    adding.start()
+    assert store.get("later", 60.0 * pace()) == b"41"
+    adding.join()
     assert sorted(sent) == ["/kv/range", "/kv/txn", "/watch"]
     other.close()
 
