@@ -501,7 +501,7 @@ import datetime
 if rank == 2:
     time.sleep(0.5)
     os._exit(0)
-dist.monitored_barrier(timeout=datetime.timedelta(seconds=2))
+dist.monitored_barrier(timeout=datetime.timedelta(seconds=10))
 """
     flags = ("--cause-timeout", "1")
     result = run(tmp_path, TOGETHER, *flags, failure=failure, workers=3)
