@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import time
@@ -216,7 +217,7 @@ def test_a_second_signal_ends_it_now(start, number, method):
     job = start(*two("--start-method", method), worker=("--no-torch", "--deaf", "--daemon"))
     pids = job.workers(2)
     job.kill(job.supervisor, number)
-    time.sleep(0.3)
+    _wait_for_text(job, "waiting for ranks 0, 1 (")  # two that come together are one
     assert all(map(process.is_running, pids)), "they had the whole grace time left"
     began = time.monotonic()
     job.kill(job.supervisor, number)
@@ -328,7 +329,10 @@ def test_ctrl_c_twice_in_a_terminal_ends_it_now(start, terminal):
     )
     pids = job.workers(2)
     os.write(ours, b"\x03")
-    time.sleep(0.3)
+    shown = b""
+    while b"waiting for ranks 0, 1 (" not in shown:  # two that come together are one
+        assert select.select([ours], [], [], 120.0)[0], shown
+        shown += os.read(ours, 65536)
     assert all(map(process.is_running, pids))
     began = time.monotonic()
     os.write(ours, b"\x03")
