@@ -115,7 +115,7 @@ def on_terminal(words: list[str], rows: int) -> tuple[int, bytes]:
 def test_the_bar_has_a_row_of_its_own(tmp_path: Path, rows: int, flags: tuple[str, ...]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    code, written = on_terminal([RALLY, "run", *flags, str(script), "1"], rows)
+    code, written = on_terminal([RALLY, "run", *flags, str(script), f"{2 * pace():g}"], rows)
     assert code == 0 and b"rank 0 stands" in written
     if rows == 4 or flags:
         assert b"step 4" not in written and b"\x1b7" not in written
