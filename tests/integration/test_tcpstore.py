@@ -123,9 +123,10 @@ def test_who_was_stopped_itself_grants_the_other_side_as_much(server) -> None:
     with pytest.raises(TimeoutError):
         turns.another()
     _, port = server
+    silence = 0.5 * pace()
     asking = os.fork()
     if asking == 0:
-        store = TcpStore("127.0.0.1", port, silence=0.5)
+        store = TcpStore("127.0.0.1", port, silence=silence)
         while store.add("n", 1) < 100_000:
             pass
         os._exit(0 if store.exists("n") else 1)
@@ -134,7 +135,7 @@ def test_who_was_stopped_itself_grants_the_other_side_as_much(server) -> None:
         for _ in range(3):
             os.kill(asking, signal.SIGSTOP)
             os.waitpid(asking, os.WUNTRACED)
-            time.sleep(1.0)  # twice what an answer may take
+            time.sleep(2 * silence)  # twice what an answer may take
             os.kill(asking, signal.SIGCONT)
         watching.add("n", 100_000)
     assert os.waitpid(asking, 0)[1] == 0
