@@ -28,7 +28,8 @@ from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
 from .output.console import Console
 from .output.report import FailureReport
 from .policy import Aim
-from .supervisor import Outcome, Supervisor
+from .supervision.job_end import Outcome
+from .supervisor import Supervisor
 from .worker import payload, process_group
 from .worker.backends import default_backend, get_distributed_backend, set_distributed_backend
 from .worker.job import WorkerFds

@@ -14,13 +14,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, assert_never
 
 from rallypoint import events
 from rallypoint._core import clock, env as environment, event_sinks, limits, process, secret
 from rallypoint.errors import ConfigError, LaunchError, RallyError
-from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
+from rallypoint.rendezvous.home import ENDED_WELL
 
 from . import policy, signals
 from .config import LaunchConfig, OnHang, TargetKind
@@ -38,8 +37,8 @@ from .generation import Generation, Worker
 from .output.console import Console
 from .output.failure import in_order_of_blame
 from .output.relay import Relay
-from .output.report import FailureReport, in_a_line
-from .output.reportfiles import write_error_files, write_report
+from .output.report import in_a_line
+from .output.reportfiles import write_error_files
 from .output.run_folder import RunFolder
 from .placement import worker_env
 from .policy import Aim, Phase
@@ -48,9 +47,10 @@ from .server.server_process import ServerProcess
 from .server.server_start import TORCH, start_server
 from .signals import SignalEvents
 from .supervision import store_socket
-from .supervision.causes import Causes, WhyFailed
+from .supervision.causes import Causes
 from .supervision.event_loop import EventLoop
 from .supervision.hung_workers import HungWorkers
+from .supervision.job_end import JobEnd, Outcome
 from .supervision.kept_workers import KeptWorkers
 from .supervision.observation import Observation
 from .supervision.peer_news import PeerNews
@@ -67,33 +67,10 @@ from .worker.job import WorkerFds
 DEATH_AHEAD = 1.0
 # How long output may still arrive after its writers have ended.
 DRAIN_PATIENCE = 2.0
-# How long the nodes wait for each other's failures before they print the report, beyond the grace period.
-GATHER_PATIENCE = 5.0
 
 _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How the job ended on this node.
-
-    Args:
-        aim: success, failure or a signal.
-        report: of the last generation, if it failed.
-        signal: the signal that ended it, or None.
-        results: function launches: the result bytes of each local worker, in rank order.
-        first_rank: the rank of the first of them.
-        generation: the last one.
-    """
-
-    aim: Aim
-    report: FailureReport | None
-    signal: int | None
-    results: tuple[bytes, ...]
-    first_rank: int
-    generation: int
 
 
 class Supervisor:
@@ -150,12 +127,9 @@ class Supervisor:
         self._start_is_due = False
         self._probe_fd: int | None = None
         self._causes = Causes()
-        self._results: tuple[bytes, ...] = ()
-        self._gather_until: float | None = None
         self._held_ends: list[policy.WorkerEnded] = []
         self._store_name = ""
         self._kept = KeptWorkers(say)
-        self._finished: Outcome | None = None
         self._server: ServerProcess
         self._folder: RunFolder
         self._requests: ServerRequests
@@ -167,6 +141,9 @@ class Supervisor:
         self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._observation = Observation(
             config, self._env, coordination, console, self._loop, self._now, say, self._hangs
+        )
+        self._end = JobEnd(
+            config, coordination, self._causes, self._now, self._observation.slow_ranks, say
         )
 
     # -- life ---------------------------------------------------------------------------------
@@ -215,7 +192,7 @@ class Supervisor:
                 finally:
                     self._close(received)
         except (OSError, RuntimeError) as error:
-            self._tell_end(Aim.FAIL, str(error))
+            self._end.tell(Aim.FAIL, str(error))
             reached = limits.explain(error)
             if reached is None or isinstance(error, RallyError):
                 raise
@@ -258,7 +235,7 @@ class Supervisor:
             self._hung,
             say,
             self._decide,
-            self._end_gathering,
+            self._end.stop_gathering,
         )
 
     @contextlib.contextmanager
@@ -297,7 +274,7 @@ class Supervisor:
         loop.watch(coordination)
         self._observation.open()
         self._do(policy.start(self._now.state))
-        while self._finished is None:
+        while (outcome := self._end.outcome) is None:
             if not server.channel.closed_by_peer:
                 wanted = select.POLLIN | (select.POLLOUT if server.channel.wants_write() else 0)
                 loop.watch(server.channel, wanted)
@@ -312,7 +289,7 @@ class Supervisor:
             server.channel.flush()
             for message, _fds in server.channel.receive():
                 self._hear(message)
-            if server.pidfd in ready and self._finished is None:
+            if server.pidfd in ready:
                 self._requests.note_end(is_ready=self._server_ready)
             if coordination.fileno() in ready:
                 self._hear_peers()
@@ -322,9 +299,9 @@ class Supervisor:
                 self._decide(policy.GraceOver())
             loop.call_due()
             self._requests.execute_unconfirmed()
-            if self._now.state.phase is Phase.ENDED and self._gathering_is_over():
-                self._conclude()
-        return self._finished
+            if self._now.state.phase is Phase.ENDED and self._end.is_due:
+                self._end.conclude(self._folder)
+        return outcome
 
     def _listen_to(self, worker: Worker) -> None:
         open_still = worker.listen()
@@ -340,15 +317,8 @@ class Supervisor:
                 self._requests.check_line()
 
     def _next_deadline(self) -> float | None:
-        times = (self._now.state.kill_at, self._gather_until, self._server.patience_ends)
+        times = (self._now.state.kill_at, self._end.gathers_until, self._server.patience_ends)
         return min((at for at in times if at is not None), default=None)
-
-    def _gathering_is_over(self) -> bool:
-        return self._gather_until is None or clock.MONOTONIC.now() >= self._gather_until
-
-    def _end_gathering(self) -> None:
-        """Do not wait for other nodes' reports any longer."""
-        self._gather_until = None
 
     def _close(self, received: SignalEvents) -> None:
         self._observation.close()
@@ -360,7 +330,7 @@ class Supervisor:
         elif started:
             self._server.end(0.0)
         done = self._now.state.phase is Phase.ENDED and self._now.state.aim is Aim.SUCCEED
-        self._coordination.close(self._why_it_ends(), if_last=ENDED_WELL if done else "")
+        self._coordination.close(self._end.why(), if_last=ENDED_WELL if done else "")
         if started:
             self._server.reap_kept()
         self._close_store_socket()
@@ -368,30 +338,15 @@ class Supervisor:
             os.close(self._probe_fd)
         self._let_go()
         # After a signal, do not wait for a console that accepts no output.
-        patient = self._finished is not None and self._finished.aim is not Aim.SIGNALLED
+        outcome = self._end.outcome
+        patient = outcome is not None and outcome.aim is not Aim.SIGNALLED
         if hasattr(self, "_relay"):
             self._relay.close(DRAIN_PATIENCE, received.fileno() if patient else None)
         folder: RunFolder | None = getattr(self, "_folder", None)
         if folder is not None:
-            if self._finished is None and self._causes.failures:
+            if outcome is None and self._causes.failures:
                 folder.keep()  # an internal error: these failures were not reported
             folder.close()
-
-    def _why_it_ends(self) -> str:
-        """What to tell nodes that wait for another round. Empty if there may be one without this node."""
-        state = self._now.state
-        if state.phase is not Phase.ENDED:
-            return ""
-        match state.aim:
-            case Aim.SUCCEED:
-                alone = state.elastic and not state.peers_done
-                return "" if alone else ENDED_WELL
-            case Aim.FAIL:
-                return "" if self._fails_alone else "the job has failed"
-            case Aim.SIGNALLED if not state.leaves:
-                return STOPPED
-            case _:
-                return ""
 
     def _hangs(self, why: str) -> None:
         """Nobody moves any longer, and some wait in a collective."""
@@ -413,7 +368,7 @@ class Supervisor:
             self._signals.taken.add(number)
             events.emit(events.SignalReceived(name=policy.signal_name(number)))
             if number in config.ending_signals:
-                self._end_gathering()
+                self._end.stop_gathering()
             if not self._shared_stop.begin(number):
                 self._decide(policy.SignalReceived(number))
             self._decide_held_ends()
@@ -674,7 +629,7 @@ class Supervisor:
                 case policy.ReportRestart():
                     self._say(self._causes.why_all_restart(self._now.state))
                 case policy.Finish(aim):
-                    self._finish(aim)
+                    self._end.begin(aim)
                 case _:
                     assert_never(command)
 
@@ -792,7 +747,7 @@ class Supervisor:
         self._now.workers.drain(DRAIN_PATIENCE)
         failures = self._causes.failures = in_order_of_blame(self._now.workers.failures())
         self._causes.left_early = self._now.workers.left_early()
-        self._results = self._now.workers.results()
+        self._end.results = self._now.workers.results()
         cause = in_a_line(failures[0]) if failures else ""
         self._observation.note_end(
             [each.rank for each in failures if not each.stopped_by_us], cause
@@ -815,72 +770,6 @@ class Supervisor:
             self._loop.forget(worker.line)
             worker.close()
         self._now.workers = Generation(self._now.state.generation, 0)
-
-    def _report(self, why: WhyFailed) -> FailureReport:
-        folder = self._folder.path
-        generation = self._now.state.generation
-        world = sum(self._now.round.workers_of_nodes) if self._now.round else 0
-        report = FailureReport(
-            failures=why.failures,
-            world_size=self._config.world_size or world,
-            max_restarts=self._config.max_restarts,
-            log_folder=None if folder is None else str(folder / f"attempt_{generation}"),
-            reason=why.reason,
-            left_early=why.left_early,
-            slow=self._observation.slow_ranks(),
-        )
-        return write_report(folder, report)
-
-    def _finish(self, aim: Aim) -> None:
-        """The policy has ended. With several nodes, wait for their failures."""
-        alone = self._config.num_nodes == 1 or self._coordination.broken or self._fails_alone
-        if aim is Aim.FAIL and not alone:
-            patience = self._config.shutdown_timeout + GATHER_PATIENCE
-            self._gather_until = clock.MONOTONIC.now() + patience
-            self._coordination.tell("report", self._now.state.generation, self._causes.ends)
-
-    @property
-    def _fails_alone(self) -> bool:
-        """Whether only this node fails, and the job continues without it."""
-        return bool(self._causes.broken) and self._now.state.elastic
-
-    def _conclude(self) -> None:
-        aim = self._now.state.aim
-        report = None
-        if aim is Aim.FAIL:
-            several = self._config.num_nodes > 1
-            why = self._causes.verdict(self._coordination.reports() if several else None)
-            self._folder.keep()
-            report = self._report(why)
-        else:
-            for line in self._observation.slow_ranks():
-                self._say(line)
-        self._tell_end(aim, report.cause() if report else "")
-        self._finished = Outcome(
-            aim=aim,
-            report=report,
-            signal=self._now.state.signal,
-            results=self._results if aim is Aim.SUCCEED else (),
-            first_rank=self._first_rank,
-            generation=self._now.state.generation,
-        )
-
-    @property
-    def _first_rank(self) -> int:
-        found = self._now.round
-        before = 0 if found is None else sum(found.workers_of_nodes[: found.node_rank])
-        return self._config.rank_offset + before
-
-    def _tell_end(self, aim: Aim, cause: str) -> None:
-        events.emit(
-            events.JobEnded(
-                run_id=self._config.rendezvous.run_id,
-                aim=aim.value,
-                generation=self._now.state.generation,
-                restarts=self._now.state.restarts,
-                cause=cause,
-            )
-        )
 
 
 def _log_learned(packages: list[str], against: dict[str, str]) -> None:

@@ -1,0 +1,180 @@
+"""How the job ends on a node: the other nodes' failures are gathered, the report is written, and the end is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from rallypoint import events
+from rallypoint._core import clock
+from rallypoint.launch.config import LaunchConfig
+from rallypoint.launch.coordination.interface import Coordination
+from rallypoint.launch.output.report import FailureReport
+from rallypoint.launch.output.reportfiles import write_report
+from rallypoint.launch.output.run_folder import RunFolder
+from rallypoint.launch.policy import Aim, Phase
+from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
+
+from .causes import Causes, WhyFailed
+from .situation import Situation
+
+
+# How long the nodes wait for each other's failures before they print the report, beyond the grace period.
+GATHER_PATIENCE: Final = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the job ended on this node.
+
+    Args:
+        aim: success, failure or a signal.
+        report: of the last generation, if it failed.
+        signal: the signal that ended it, or None.
+        results: function launches: the result bytes of each local worker, in rank order.
+        first_rank: the rank of the first of them.
+        generation: the last one.
+    """
+
+    aim: Aim
+    report: FailureReport | None
+    signal: int | None
+    results: tuple[bytes, ...]
+    first_rank: int
+    generation: int
+
+
+class JobEnd:
+    """The end of the job on one node.
+
+    Args:
+        config: of the job.
+        coordination: the other nodes.
+        causes: what has gone wrong.
+        now: the situation.
+        slow_ranks: a line for each rank that was slow.
+        say: prints a line for the user.
+
+    Attributes:
+        results: function launches: of this node's workers.
+        outcome: None as long as the job has not ended.
+        gathers_until: when to wait no longer for the other nodes' failures; None: nothing is waited for.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        coordination: Coordination,
+        causes: Causes,
+        now: Situation,
+        slow_ranks: Callable[[], tuple[str, ...]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._coordination = coordination
+        self._causes = causes
+        self._now = now
+        self._slow_ranks = slow_ranks
+        self._say = say
+        self.results: tuple[bytes, ...] = ()
+        self.outcome: Outcome | None = None
+        self.gathers_until: float | None = None
+
+    def begin(self, aim: Aim) -> None:
+        """The policy has ended. With several nodes, wait for their failures."""
+        alone = self._config.num_nodes == 1 or self._coordination.broken or self._fails_alone
+        if aim is Aim.FAIL and not alone:
+            patience = self._config.shutdown_timeout + GATHER_PATIENCE
+            self.gathers_until = clock.MONOTONIC.now() + patience
+            self._coordination.tell("report", self._now.state.generation, self._causes.ends)
+
+    def stop_gathering(self) -> None:
+        """Do not wait for other nodes' reports any longer."""
+        self.gathers_until = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return self.gathers_until is None or clock.MONOTONIC.now() >= self.gathers_until
+
+    def conclude(self, folder: RunFolder) -> None:
+        """Write the report of a failed job, and tell the end.
+
+        Args:
+            folder: of the run.
+        """
+        state = self._now.state
+        report = None
+        if state.aim is Aim.FAIL:
+            several = self._config.num_nodes > 1
+            why = self._causes.verdict(self._coordination.reports() if several else None)
+            folder.keep()
+            report = self._report(why, folder)
+        else:
+            for line in self._slow_ranks():
+                self._say(line)
+        self.tell(state.aim, report.cause() if report else "")
+        self.outcome = Outcome(
+            aim=state.aim,
+            report=report,
+            signal=state.signal,
+            results=self.results if state.aim is Aim.SUCCEED else (),
+            first_rank=self._first_rank,
+            generation=state.generation,
+        )
+
+    def tell(self, aim: Aim, cause: str) -> None:
+        """Tell those who listen to events."""
+        state = self._now.state
+        events.emit(
+            events.JobEnded(
+                run_id=self._config.rendezvous.run_id,
+                aim=aim.value,
+                generation=state.generation,
+                restarts=state.restarts,
+                cause=cause,
+            )
+        )
+
+    def why(self) -> str:
+        """What to tell nodes that wait for another round. Empty if there may be one without this node."""
+        state = self._now.state
+        if state.phase is not Phase.ENDED:
+            return ""
+        match state.aim:
+            case Aim.SUCCEED:
+                alone = state.elastic and not state.peers_done
+                return "" if alone else ENDED_WELL
+            case Aim.FAIL:
+                return "" if self._fails_alone else "the job has failed"
+            case Aim.SIGNALLED if not state.leaves:
+                return STOPPED
+            case _:
+                return ""
+
+    @property
+    def _fails_alone(self) -> bool:
+        """Whether only this node fails, and the job continues without it."""
+        return bool(self._causes.broken) and self._now.state.elastic
+
+    def _report(self, why: WhyFailed, run: RunFolder) -> FailureReport:
+        folder = run.path
+        generation = self._now.state.generation
+        world = sum(self._now.round.workers_of_nodes) if self._now.round else 0
+        report = FailureReport(
+            failures=why.failures,
+            world_size=self._config.world_size or world,
+            max_restarts=self._config.max_restarts,
+            log_folder=None if folder is None else str(folder / f"attempt_{generation}"),
+            reason=why.reason,
+            left_early=why.left_early,
+            slow=self._slow_ranks(),
+        )
+        return write_report(folder, report)
+
+    @property
+    def _first_rank(self) -> int:
+        found = self._now.round
+        before = 0 if found is None else sum(found.workers_of_nodes[: found.node_rank])
+        return self._config.rank_offset + before
