@@ -712,14 +712,13 @@ def test_calls_whose_time_is_up_in_the_queue_are_not_begun():
 
         def case():
             rpc.rpc_async("w1", wait_for_gate)
-            eventually(lambda: rpc.rpc_async("w1", echo, (1,), timeout=5) and True)
-            time.sleep(0.05)
             late = [rpc.rpc_async("w1", note, (i,), timeout=0.05) for i in range(5)]
             for each in late:
                 with pytest.raises(rpc.RpcTimeout):
                     each.wait()
 
         workers.on(0, case)
+        workers.on(1, functools.partial(hear_cancellations, 5))
         workers.on(1, open_gate)
         assert workers.on(0, lambda: rpc.rpc_sync("w1", seen)) == ["waits"]
 
@@ -769,6 +768,7 @@ def test_a_function_that_is_known_to_be_long_is_not_begun_for_nobody_either():
                 late.wait()
 
         workers.on(0, begin)
+        workers.on(1, functools.partial(hear_cancellations, 2))
         workers.on(1, open_gate)
         workers.on(0, lambda: rpc.rpc_sync("w1", nap, (0,)))
         assert workers.on(1, seen) == ["before", "before", "waits", 0]
