@@ -186,6 +186,8 @@ def test_calls_that_nobody_waits_for_hold_no_blocks(two, tmp_path):
             next(stream)
 
     two.on(0, case)
+    # Until then, the generator may make one more.
+    eventually(lambda: two.on(1, rpc.statistics)["calls"]["being_served"] == 0)
     eventually(lambda: not list(tmp_path.iterdir()))
 
 
