@@ -380,10 +380,10 @@ def test_a_newcomer_finds_the_running_round_though_its_records_are(job: Job, how
 
 def test_a_port_that_somebody_holds_for_a_moment_is_served_later() -> None:
     """A connection may have been given the endpoint's port: it is refused, and cannot be bound either."""
-    port = free_port()
-    home = TcpHome([("127.0.0.1", port)], silence=LEASE, say=lambda _: None)
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", port))
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        home = TcpHome([("127.0.0.1", port)], silence=LEASE, say=lambda _: None)
         connecting = ThreadPoolExecutor(1).submit(home.connect, Deadline(10.0), threading.Event())
         time.sleep(0.3)
         assert not connecting.done()
