@@ -1,5 +1,8 @@
 """The command ``rally``, also as ``python -m rallypoint``."""
 
+import os
+import sys
+
 
 def main() -> int:
     """Run the command line of this process. Returns the exit code."""
@@ -11,5 +14,16 @@ def main() -> int:
     return command()
 
 
+def _without_current_folder() -> None:
+    """`python -m` imports from the current folder first: a `uuid.py` there would hide Python's. The command `rally` does not."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # it has been deleted, which is told later
+        return
+    if sys.path[:1] == [folder] and not sys.flags.safe_path:
+        del sys.path[0]
+
+
 if __name__ == "__main__":
+    _without_current_folder()
     raise SystemExit(main())

@@ -512,6 +512,23 @@ def test_a_file_that_hides_a_module_of_the_standard_library_is_named(tmp_path: P
     assert "random.py beside the script hides a module of the standard library: rename it" in told
 
 
+def test_a_file_in_the_current_folder_hides_nothing_from_the_launcher(tmp_path: Path):
+    """`--hosts` starts `python -m rallypoint` in the job's folder. The script is elsewhere, so its workers do not see the file."""
+    (tmp_path / "uuid.py").write_text("raise RuntimeError('not that of Python')")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("print('ran')")
+    # Not a fork of this process, which has imported Python's own.
+    done = subprocess.run(
+        [RALLY, "run", "--hosts", "localhost", "--start-method", "exec", "src/train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+
+
 def test_without_proc_no_job_is_started(tmp_path: Path):
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare")
