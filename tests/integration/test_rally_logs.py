@@ -123,6 +123,44 @@ def test_a_running_job_is_followed_to_its_end(
 
 
 @pytest.mark.integration
+def test_a_job_is_followed_by_its_folder_and_found_beside_a_folder_of_its_name(
+    script: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, logs = f"named-{os.getpid()}", tmp_path / "logs"
+    (tmp_path / name).mkdir()  # its data, say
+    monkeypatch.chdir(tmp_path)
+    words = ["--rdzv-id", name, "--log-dir", "logs", "--redirects", "3"]
+    job = Popen([RALLY, "run", *words, str(script), "wait"], cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not any("step 2" in each.read_text() for each in logs.glob("*/attempt_0/0/*.log")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert main(["logs", name, "--grep", "step 2"]) == 0
+        assert capsys.readouterr() == ("[rank 0] rank 0 step 2\n", "")
+        write = standard_streams.write
+
+        def write_and_go_on(text: str, **how: bool) -> None:
+            """The job ends when it is followed, and not before."""
+            write(text, **how)
+            Path(f"{script}.go").touch()
+
+        monkeypatch.setattr(standard_streams, "write", write_and_go_on)
+        assert main(["logs", "-f", "logs", "--grep", "step 2|the end"]) == 0
+    finally:
+        Path(f"{script}.go").touch()
+        job.wait(PATIENCE)
+    assert capsys.readouterr() == ("[rank 0] rank 0 step 2\n[rank 0] the end\n", "")
+    assert main(["logs", "-f", "logs", "--grep", "the end"]) == 0
+    shown, said = capsys.readouterr()
+    assert shown == "[rank 0] the end\n"
+    assert said.startswith("rally: no job of this user on this host writes to logs/")
+
+
+@pytest.mark.integration
 def test_a_job_on_the_terminal_says_where_its_output_is(script: Path, tmp_path: Path) -> None:
     name = f"nologs-{os.getpid()}"
     job = Popen(

@@ -192,6 +192,17 @@ def _named(job: str, silent: Sequence[tuple[RunningJob, ControlError]]) -> list[
     ]
 
 
+def is_id(name: str) -> bool:
+    """Whether this is the id of a job that runs on this host. Does not ask the others."""
+    for path in sockets.present():
+        if sockets.safe_id(path) != sockets.safe(name) or _is_dead(path):
+            continue
+        with contextlib.suppress(ControlError):
+            if RunningJob(path).status()["id"] == name:
+                return True
+    return False
+
+
 def is_running(job: RunningJob) -> bool:
     """Whether the supervisor has not ended."""
     return job.path.exists() and not _is_dead(job.path)

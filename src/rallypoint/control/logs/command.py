@@ -27,7 +27,8 @@ usage: rally logs [JOB | FOLDER] [--rank R[,R…]] [-f] [--tail N] [--since T] [
 Show what the workers of a job have written, each line with its rank.
 
   JOB             its id, the beginning of it, or the supervisor's pid (rally ps); not needed if there is one job
-  FOLDER          of a job that has ended: what was given as --log-dir, or a run's folder in it
+  FOLDER          of a job that has ended, or with -f of one that runs: what was given as --log-dir, or a run's folder
+                  in it
   --rank R        only these ranks
   -f, --follow    go on until the job ends
   --tail N        only the last N lines of each stream of each worker (with -f: 10)
@@ -70,7 +71,7 @@ def command(words: Sequence[str]) -> int:
     wanted = _parse(words)
     name = wanted.names[0] if wanted.names else ""
     colour = standard_streams.has_colour(1, environment.snapshot())
-    job, folder = _find(name)
+    job, folder = _find(name, follow=wanted.follow)
     generation = _generation(folder, wanted.generation)
     files = log_folder.log_files(folder, generation)
     if not files:
@@ -173,15 +174,28 @@ def _pattern(text: str) -> re.Pattern[str]:
 # -- where it is ----------------------------------------------------------------------------------
 
 
-def _find(name: str) -> tuple[client.RunningJob | None, Path]:
-    """The job, if it runs, and the folder of its run."""
-    if name and os.path.isdir(name):
-        return None, _run_folder(Path(name))
+def _find(name: str, *, follow: bool) -> tuple[client.RunningJob | None, Path]:
+    """The job, if it runs and is asked for or followed, and the folder of its run."""
+    if name and os.path.isdir(name) and not client.is_id(name):
+        folder = _run_folder(Path(name))
+        job = _writer(folder) if follow else None
+        if follow and job is None:
+            _remark(f"no job of this user on this host writes to {folder} now: nothing to follow")
+        return job, folder
     try:
         job = client.connect(name)
     except ControlError as error:
         raise ControlError(f"{error}; of a job that has ended: rally logs FOLDER") from None
     return job, _folder_of(job)
+
+
+def _writer(folder: Path) -> client.RunningJob | None:
+    """The job that runs and writes there."""
+    for job, told in client.running():
+        place = told["log_folder"] if isinstance(told, dict) else ""
+        if place and Path(place).resolve() == folder.resolve():
+            return job
+    return None
 
 
 def _folder_of(job: client.RunningJob) -> Path:
