@@ -1,10 +1,11 @@
-"""`rally run --hosts` whose terminal does not take what is printed; on this host, without ssh."""
+"""`rally run --hosts` whose terminal does not take what is printed, or that loses a host; on this host, without ssh."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +23,27 @@ pytestmark = pytest.mark.integration
 # there, so that the host's part ends.
 PRINTS = "import sys\nfor i in range(1100):\n    print(i, 'x' * 90)\nsys.exit(int(sys.argv[1]))\n"
 FAILS = "import sys\nfor i in range(1100):\n    print(i, 'x' * 90)\nraise ValueError('no luck')\n"
+
+# It saves for longer than a host that is hung up would let it.
+SAVES = """
+import os, signal, time
+def save(*_):
+    time.sleep(5.0)
+    print("saved", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+# A second stands for the half minute that hosts have beside --shutdown-timeout.
+IN_A_SECOND = """
+import sys
+from rallypoint.launch.hosts import launcher
+launcher._ENDING = 1.0
+from rallypoint.launch.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -57,6 +79,25 @@ def test_ctrl_c_ends_what_waits_for_its_terminal(tmp_path: Path) -> None:
     begun.wait(60)
     assert time.monotonic() - began < 5 * pace()
     begun.communicate()
+
+
+def test_workers_of_a_host_may_save_when_another_host_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVES)
+    words = ["run", "--start-method", "exec", "--hosts", "localhost,127.0.0.1", "train.py"]
+    begun = subprocess.Popen(
+        [sys.executable, "-c", IN_A_SECOND, *words],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert begun.stdout is not None
+    ready = {begun.stdout.readline() for _ in range(2)}
+    assert ready == {"ready\n", "[127.0.0.1] ready\n"}
+    os.kill(max(process.children(begun.pid)), signal.SIGKILL)  # the second host's part
+    out, _ = begun.communicate(timeout=60)
+    assert (begun.returncode, out) == (1, "saved\n")
 
 
 def _let_it_stand(begun: subprocess.Popen[bytes]) -> None:

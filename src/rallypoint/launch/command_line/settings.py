@@ -18,7 +18,6 @@ from typing import cast
 from rallypoint._core import limits, process, secret
 from rallypoint.errors import ConfigError
 from rallypoint.launch.config import (
-    DEFAULT_SHUTDOWN_TIMEOUT,
     Job,
     LaunchConfig,
     LogConfig,
@@ -36,7 +35,7 @@ from rallypoint.tracing import exporters
 from .flags import BY_NAME, Given, resolve
 from .nodes import is_range, nodes_from
 from .target import target_from
-from .values import Values, duration
+from .values import Values, shutdown_timeout
 
 
 # Words of --nproc-per-node that mean "one per device", and torch's name of the device.
@@ -135,7 +134,7 @@ def config_from(
         master_port=nodes.master_port,
         local_addr=values["local_addr"] or None,
         role=values.text("role"),
-        shutdown_timeout=_shutdown_timeout(values),
+        shutdown_timeout=shutdown_timeout(values),
         cause_timeout=values.seconds("cause_timeout"),
         signals=signals,
         quit_shows_stacks=signal.SIGQUIT not in passed and not values.is_set("signals_to_handle"),
@@ -382,14 +381,6 @@ def _traces(values: Values) -> str:
     if name:
         exporters.check(name, shown)
     return name
-
-
-def _shutdown_timeout(values: Values) -> float:
-    if values["shutdown_timeout"] is not None:
-        return values.seconds("shutdown_timeout")
-    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    text = values.env.get(variable)
-    return DEFAULT_SHUTDOWN_TIMEOUT if text is None else duration(text, variable)
 
 
 def _signals(values: Values) -> tuple[tuple[signal.Signals, ...], tuple[signal.Signals, ...]]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from rallypoint.errors import ConfigError
+from rallypoint.launch.config import DEFAULT_SHUTDOWN_TIMEOUT
 
 
 _FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -89,6 +90,15 @@ class Values:
 
     def seconds(self, dest: str) -> float:
         return duration(self.text(dest), self.shown(dest))
+
+
+def shutdown_timeout(values: Values) -> float:
+    """How many seconds workers have between SIGTERM and SIGKILL: the flag, or torchrun's variable."""
+    if values["shutdown_timeout"] is not None:
+        return values.seconds("shutdown_timeout")
+    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    text = values.env.get(variable)
+    return DEFAULT_SHUTDOWN_TIMEOUT if text is None else duration(text, variable)
 
 
 def duration(text: str, shown: str) -> float:

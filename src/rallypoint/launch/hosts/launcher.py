@@ -24,7 +24,8 @@ from typing import IO
 from rallypoint._core import addresses, secret
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line.flags import Given
+from rallypoint.launch.command_line.flags import Given, resolve
+from rallypoint.launch.command_line.values import Values, shutdown_timeout
 from rallypoint.launch.signals import SignalEvents
 
 from . import listing, merging, orders, terminal_output
@@ -34,7 +35,7 @@ from .merging import Part, Verdict
 
 # Where the nodes meet if no flag says so: below the ports that the kernel gives to clients.
 _PORTS = range(15000, 30000)
-# How long hosts may take to end once the job has failed on one of them, beyond --shutdown-timeout.
+# How long hosts may take to end once one of them has ended in another way than well, beyond --shutdown-timeout.
 _ENDING = 30.0
 # How long what it said may take to be shown after a signal.
 _LAST_WORDS = 2.0
@@ -118,6 +119,8 @@ def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | No
         shlex.split(options)
     except ValueError as error:
         raise ConfigError("--ssh-options", options, f"not a shell's words: {error}") from None
+    # Workers of a host may need all of it to save, while another host has ended already.
+    ending = _ENDING + shutdown_timeout(Values(*resolve(given, env), env))
     local = [_is_here(host) for host in hosts]
     if not all(local) and shutil.which("ssh") is None:
         raise ConfigError("--hosts", None, "needs ssh, which is not installed")
@@ -142,7 +145,7 @@ def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | No
     )
     parts = [Part(host.name) for host in hosts]
     merger = merging.Merger(parts, common.token)
-    job = _Job(parts, merger, least, say, b"" if call is None else call.data)
+    job = _Job(parts, merger, least, ending, say, b"" if call is None else call.data)
     with SignalEvents(_ENDS) as signals:
         try:
             for index, host in enumerate(hosts):
@@ -221,11 +224,18 @@ class _Job:
     """The hosts' processes as this one holds them."""
 
     def __init__(
-        self, parts: list[Part], merger: merging.Merger, least: int, say: Say, call: bytes
+        self,
+        parts: list[Part],
+        merger: merging.Merger,
+        least: int,
+        ending: float,
+        say: Say,
+        call: bytes,
     ) -> None:
         self._parts = parts
         self._merger = merger
         self._least = least
+        self._ending = ending
         self._say = say
         self._call = call
         self.signal: int | None = None
@@ -379,7 +389,7 @@ class _Job:
         elif part.exit_code == 0 or len(self._parts) - self._num_lost() >= self._least:
             return
         self._waiting.clear()
-        self._patience = Deadline(_ENDING)
+        self._patience = Deadline(self._ending)
 
     def _num_lost(self) -> int:
         return sum(each.lost for each in self._parts)
