@@ -174,6 +174,22 @@ def test_the_owner_has_the_value_itself_and_others_a_copy(trio):
     trio.on(0, case)
 
 
+def scripted() -> Any:
+    return torch.jit.script(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_torchscript_module_is_fetched_and_called(trio):
+    def case():
+        inputs = torch.ones(2)
+        rref = rpc.remote("w1", scripted)
+        expected = rref.to_here()(inputs)
+        for got in (rref.rpc_sync().forward(inputs), rref.remote().forward(inputs).to_here()):
+            assert torch.equal(got, expected)
+
+    trio.on(0, case)
+
+
 def test_a_tensor_is_fetched_as_it_is(trio):
     def case():
         rref = rpc.remote("w1", torch.ones, (300_000,))

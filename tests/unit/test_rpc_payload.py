@@ -258,6 +258,23 @@ def test_parameters_modules_and_their_shared_weights_arrive():
     assert torch.equal(copy(inputs), module(inputs))
 
 
+@pytest.mark.parametrize("kind", ["scripted", "traced", "loaded"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_modules_arrive_with_their_code_and_pass_no_list(kind):
+    inputs = torch.ones(2, 4)
+    plain = torch.nn.Linear(4, 3)
+    module = torch.jit.trace(plain, inputs) if kind == "traced" else torch.jit.script(plain)
+    if kind == "loaded":
+        torch.jit.save(module, file := io.BytesIO())
+        file.seek(0)
+        module = torch.jit.load(file)
+    for found in (sent(module), sent({"inside": torch.nn.Sequential(module)})["inside"][0]):
+        assert isinstance(found, torch.jit.ScriptModule)
+        assert torch.equal(found(inputs), plain(inputs))
+    with pytest.raises(NotAllowed):
+        loads(dumps(module)[0], allowed=AllowList(("torch",)))
+
+
 def test_parameters_keep_their_attributes():
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.no_decay = True  # type: ignore[attr-defined]

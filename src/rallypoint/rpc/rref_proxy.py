@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from . import constants
 from .current_agent import current_agent
 from .worker_info import WorkerInfo
@@ -60,7 +62,8 @@ class RRefProxy:
         rref, timeout = self._rref, self._timeout
         if self._checks:
             kind = rref._get_type(timeout)  # noqa: SLF001  # of the same package
-            if not hasattr(kind, name):
+            # The methods of a TorchScript module are not in its class.
+            if not issubclass(kind, torch.jit.ScriptModule) and not hasattr(kind, name):
                 raise AttributeError(
                     f"the value of {rref} is a {kind.__name__}: it has no attribute {name!r}"
                 )

@@ -27,7 +27,13 @@ from .allowlist import AllowList
 from .cuda_ipc import salvage
 from .out_of_band import LEAST_CUT, assemble, has_table, load, reduce_view
 from .restricted_unpickler import RestrictedUnpickler
-from .script import check_with, load_script_function, load_torch_function
+from .script import (
+    check_with,
+    load_script_function,
+    load_torch_function,
+    rebuild_script_module,
+    saved_script_module,
+)
 from .tensor_reader import TensorReader, read_with, unpack
 from .tensor_writer import Devices, TensorWriter, pack, refuse_stand_in
 
@@ -583,6 +589,11 @@ def _reduce_script(writer: Writer, function: Any) -> Any:
     return load_script_function, torch_private.script_name(function)
 
 
+def _reduce_script_module(writer: Writer, module: Any) -> Any:
+    del writer
+    return rebuild_script_module, (saved_script_module(module),)
+
+
 def _reduce_builtin(writer: Writer, function: Any) -> Any:
     del writer
     name = function.__name__
@@ -598,6 +609,9 @@ def _reduce_view(_: Writer, view: memoryview) -> Any:
 register_reducer(memoryview, _reduce_view)
 register_reducer(type(torch.add), _reduce_builtin)
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
+# What torch.jit.script and torch.jit.load return, and what torch.jit.trace does.
+register_reducer(torch.jit.RecursiveScriptModule, _reduce_script_module)  # type: ignore[attr-defined]
+register_reducer(torch.jit.TopLevelTracedModule, _reduce_script_module)  # type: ignore[attr-defined]
 register_reducer(torch.Tensor, _reduce_tensor)
 register_reducer(torch.nn.Parameter, _reduce_parameter)
 # ``then`` returns the native class.
