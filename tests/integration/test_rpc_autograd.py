@@ -334,6 +334,12 @@ def odd_gradients() -> None:
     assert gradient_of(value, lambda _: rpc.rpc_sync("w1", first_of, (pair,))) == 6
     # what arrives may be changed in place
     assert gradient_of(value, lambda x: rpc.rpc_sync("w1", scale, (x,)).mul_(5)) == 10
+    # a leaf that is sent amid inference
+    with autograd.context() as context_id:
+        with torch.inference_mode():
+            result = rpc.rpc_sync("w1", scale, (value,))
+        autograd.backward(context_id, [result])
+        assert autograd.get_gradients(context_id)[value] == 2
     # hooks see the whole gradient, once
     seen: list[float] = []
     value.register_hook(lambda g: seen.append(float(g)))  # type: ignore[no-untyped-call]

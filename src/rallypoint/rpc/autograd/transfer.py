@@ -61,6 +61,10 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     if tensor.grad_fn is None:
         # A leaf that is sent gets a node of its own.
+        if torch.is_inference_mode_enabled():
+            # Which would leave it without one, also where gradients are enabled.
+            with torch.inference_mode(False):
+                return edge_of(tensor)
         with torch.enable_grad():
             tensor = tensor.view_as(tensor) if is_plain else _Sent.apply(tensor)  # type: ignore[no-untyped-call]
     if is_plain:
