@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -33,7 +34,7 @@ from ports import free_port
 from rallypoint import elastic
 from rallypoint._core.checkpoint_folder import entries
 from rallypoint._core.checkpoint_records import RECORD, name_of
-from rallypoint._core.storage import storage_at
+from rallypoint._core.storage import Directory, storage_at
 from rallypoint.elastic import checkpoint_metadata
 from rallypoint.elastic.checkpoints import Checkpoints
 from supervisors import Popen, run
@@ -358,6 +359,13 @@ def test_a_damaged_checkpoint_is_passed_over(
         assert re.search(told, lines[0])
 
 
+def test_a_damaged_checkpoint_that_is_written_anew_goes_when_it_is_old(tmp_path: Path) -> None:
+    stopped(tmp_path, 15)
+    change(tmp_path / name_of(14))
+    Training().run(tmp_path, keep=1)
+    assert names(tmp_path) == [name_of(33)]
+
+
 def test_if_none_can_be_loaded_training_begins_anew(
     tmp_path: Path, caplog: Any, undisturbed: tuple[str, list[Any]]
 ) -> None:
@@ -505,6 +513,36 @@ def test_a_vanished_bucket_costs_the_checkpoint_only(
     assert training.run(bucket) == undisturbed[0]
     assert "step 14 was not written to memory://bucket/run: the bucket is gone" in caplog.text
     assert names(bucket) == [name_of(step) for step in (21, 28, 33)]
+
+
+@pytest.mark.parametrize("what", ["the folder", "a record"])
+def test_a_place_that_cannot_be_read_for_a_moment_loses_no_checkpoint(
+    what: str, tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
+    read = Directory.read
+
+    def cannot_list(*_: Any) -> Any:
+        raise OSError(errno.EIO, "for a moment")
+
+    def cannot_read(storage: Directory, path: str) -> bytes:
+        found: bytes = cannot_list() if path.startswith(name_of(7)) else read(storage, path)
+        return found
+
+    def disturb(step: int) -> None:
+        if step == 14:  # at whose end a checkpoint is written
+            if what == "the folder":
+                monkeypatch.setattr(Directory, "names", cannot_list)
+            else:
+                monkeypatch.setattr(Directory, "read", cannot_read)
+        if step == 15:
+            monkeypatch.undo()
+
+    training = Training()
+    training.after_step = disturb
+    with pytest.raises(Stop):
+        training.run(tmp_path, stop=16)
+    assert names(tmp_path) == [name_of(7), name_of(14)]
+    assert "not written" not in caplog.text
 
 
 def test_places_that_cannot_be_used_are_told_at_the_start(tmp_path: Path) -> None:

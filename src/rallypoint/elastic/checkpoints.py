@@ -332,6 +332,9 @@ class Checkpoints:
                 *(step, self._storage, error),
             )
             self._try_to_remove([name_of(step)])
+        else:
+            # It is complete: if the folder cannot be listed now, that is no reason to remove it.
+            self._prune(name_of(step))
         self._tried += 1
 
     def _write_one(self, own: OwnState, key: str) -> None:
@@ -369,8 +372,9 @@ class Checkpoints:
         )
         checkpoint_files.complete(self._storage, name, record)
         self._written = own.steps
+        # A damaged one of this step has been replaced.
+        self._passed_over -= {name}
         _log.info("checkpoint %s: %.2f s", name, clock.MONOTONIC.now() - started)
-        self._prune(name)
 
     def _write_part(self, own: OwnState, key: str) -> None:
         """On other ranks than 0: write the parts of sharded tensors, and tell rank 0 where they are."""
@@ -412,7 +416,12 @@ class Checkpoints:
         return found
 
     def _prune(self, written: str) -> None:
-        found = entries(self._storage)
+        try:
+            # One whose record cannot be read stays: that may be so for a moment only.
+            found = [each for each in entries(self._storage) if not each.problem]
+        except Exception as error:  # noqa: BLE001  of any storage; the next one tries again
+            _log.debug("old checkpoints at %s cannot be listed: %s", self._storage, error)
+            return
         self._try_to_remove(
             to_remove(found, written=written, keep=self._keep, passed_over=self._passed_over)
         )
