@@ -338,3 +338,56 @@ def test_groups_that_a_newcomer_cannot_have_are_an_error() -> None:
     del optimizer.param_groups[1]
     with pytest.raises(ElasticError, match="give their module to elastic.session, too"):
         add_missing(optimizer, parameters, [*both[:1], [0, None]], [{}, {}])
+
+
+def trained(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Linear(2, 2).to(dtype)
+    optimizer = torch.optim.NAdam(net.parameters())
+    net(torch.ones(1, 2, dtype=dtype)).sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def by_snapshot(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    gone_back(Objects([net, optimizer]), optimizer.step)
+
+
+def by_rehearsal(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    objects = Objects([net, optimizer])
+    saved = objects.save()
+    optimizer.step()
+    objects.put_back(saved)
+
+
+def by_checkpoint(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = State([net, optimizer])
+    copy = HostCopy()
+    copy.take(state.now())
+    optimizer.step()
+    state.restore(filled(copy.structure, copy._tensors))
+
+
+@pytest.mark.parametrize("go_back", [by_snapshot, by_rehearsal, by_checkpoint])
+def test_an_optimizers_state_keeps_its_types_and_groups(go_back: Any) -> None:
+    """Torch's own loading rounds a product that is kept in float32 for parameters in bfloat16, and makes new groups."""
+    net, optimizer = trained(torch.bfloat16)
+    groups, group = optimizer.param_groups, optimizer.param_groups[0]
+    before = {key: value.clone() for key, value in optimizer.state[net.weight].items()}
+    assert before["mu_product"].dtype == torch.float32
+    go_back(net, optimizer)
+    after = optimizer.state[net.weight]
+    assert {key: value.dtype for key, value in after.items()} == {
+        key: value.dtype for key, value in before.items()
+    }
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    # A schedule of the script's own may hold these.
+    assert optimizer.param_groups is groups and groups[0] is group
+    assert group["params"][0] is net.weight
+
+
+def test_an_optimizers_state_takes_the_type_of_parameters_that_go_on_in_another() -> None:
+    first, state = State(trained(torch.float32)), HostCopy()
+    state.take(first.now())
+    net, optimizer = trained(torch.bfloat16)
+    State([net, optimizer]).restore(filled(state.structure, state._tensors))
+    assert optimizer.state[net.weight]["exp_avg"].dtype == torch.bfloat16

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.errors import ElasticError
 
-from . import torch_private
+from . import optimizer_state, torch_private
 from .plain_data import plain
 from .shards import Shard
 
@@ -95,9 +95,10 @@ class State:
         lacking = [role for role in self.roles if role not in state]
         if lacking:
             raise ElasticError(f"it holds no {lacking[0]!r}, only {', '.join(map(repr, state))}")
+        keeps_types = self._has_types_of(state)
         for role, each in zip(self.roles, self._given, strict=True):
             try:
-                self._restore(each, state[role])
+                self._restore(each, state[role], keeps_types=keeps_types)
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ElasticError(f"its {role!r} is that of another object: {error}") from error
 
@@ -109,7 +110,25 @@ class State:
             return self._named(given)
         return given.state_dict()
 
-    def _restore(self, given: Any, state: Any) -> None:
+    def _has_types_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether all parameters have the types that they had then: a script may go on in bfloat16, and its optimizer with it."""
+        now = {
+            f"{role}.{key}": value.dtype
+            for role, each in zip(self.roles, self._given, strict=True)
+            if isinstance(each, nn.Module)
+            for key, value in self._state_of(each).items()
+            if isinstance(value, torch.Tensor)
+        }
+        then = {
+            f"{role}.{key}": value.dtype
+            for role in self.roles
+            if isinstance(state[role], Mapping)
+            for key, value in state[role].items()
+            if isinstance(value, torch.Tensor)
+        }
+        return all(then.get(key, dtype) == dtype for key, dtype in now.items())
+
+    def _restore(self, given: Any, state: Any, *, keeps_types: bool) -> None:
         if isinstance(given, nn.Module):
             names = _clean_names(given)
             given.load_state_dict(
@@ -119,7 +138,7 @@ class State:
             if unknown:
                 raise ValueError(f"this one has no {min(unknown)!r}")
         elif isinstance(given, torch.optim.Optimizer):
-            given.load_state_dict(self._numbered(given, state))
+            optimizer_state.load(given, self._numbered(given, state), keeps_types=keeps_types)
         else:
             given.load_state_dict(state)
 

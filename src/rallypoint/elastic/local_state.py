@@ -14,7 +14,7 @@ import torch
 
 from rallypoint.errors import ElasticError
 
-from . import torch_private
+from . import optimizer_state, torch_private
 from .objects import Objects
 from .plain_data import plain
 from .slots import ALIGNED
@@ -174,7 +174,7 @@ def _load(given: Any, state: dict[str, Any]) -> None:
     if "other" in state:
         given.load_state_dict(state["other"])
         return
-    torch_private.local_optimizer(given).load_state_dict(state["optimizer"])
+    optimizer_state.load(torch_private.local_optimizer(given), state["optimizer"])
     for group, values in zip(given.param_groups, state["groups"], strict=False):
         group.update(values)
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.errors import ElasticError
 
-from . import torch_private
+from . import optimizer_state, torch_private
 from .buffers import Buffers
 from .groups import KeptGroup
 from .modes import Flags, Modes
@@ -180,7 +180,7 @@ class Objects:
                 each.copy_(held)
         self.buffers.restore(buffers)
         for each, state in zip(self.others, rest, strict=True):
-            each.load_state_dict(state)
+            optimizer_state.load(each, state)
         self.modes.restore(modes)
 
     # -- DDP ------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class Objects:
             structure["groups"], [state.get("param_groups", ()) for state in states]
         )
         for each, state in zip(self.others, states, strict=True):
-            each.load_state_dict(state)
+            optimizer_state.load(each, state)
         self.modes.take(structure["modes"])
         return received
 
