@@ -254,11 +254,25 @@ def one_part(
     return found, scores
 
 
+class Whole(Dataset[torch.Tensor]):
+    """Gives all samples of a list of indices."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __getitem__(self, indices: list[int]) -> torch.Tensor:
+        return torch.stack([torch.as_tensor(self.data[each]) for each in indices])
+
+
 def loaders() -> dict[str, Callable[[Any], Any]]:
     found: dict[str, Callable[[Any], Any]] = {
         "elastic.Sampler": lambda data: DataLoader(
             data, batch_sampler=elastic.Sampler(len(data), 4, seed=5)
-        )
+        ),
+        # The data set reads whole batches.
+        "elastic.Sampler without batches": lambda data: DataLoader(
+            Whole(data), sampler=elastic.Sampler(len(data), 4, seed=5), batch_size=None
+        ),
     }
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +67,32 @@ def test_epochs_and_seeds_differ() -> None:
 def test_a_dataset_that_reads_whole_batches_is_seeded_for_each() -> None:
     data = Subset(Noisy(), range(24))
     assert read(data, 0, workers=1, batch=4) == read(data, 0, workers=2, batch=4)
+
+
+class Rows(Noisy):
+    """Reads a list of indices at once."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor([super(Rows, self).__getitem__(each) for each in index])
+
+
+def test_a_loader_without_batches_of_its_own_is_seeded_for_each() -> None:
+    def rows(workers: int) -> list[list[float]]:
+        sampler = elastic.Sampler(24, 4)
+        loader = DataLoader(Rows(), sampler=sampler, batch_size=None, num_workers=workers)
+        with elastic.session(torch.nn.Linear(1, 1)) as session:
+            return [
+                row
+                for _ in session.epochs(2)
+                for x in session.batches(loader)
+                for row in x.tolist()
+            ]
+
+    found = rows(1)
+    assert found == rows(2)
+    assert sorted(row[0] for row in found[:24]) == sorted(range(24))
+    assert [row[0] for row in found[:24]] != [row[0] for row in found[24:]]
+    assert found[0][1:] != found[1][1:]
 
 
 def test_it_looks_like_the_dataset_that_it_stands_for() -> None:

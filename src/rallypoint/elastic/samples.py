@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,7 +62,8 @@ def seed_for(sample: int) -> None:
 class SeededDataset:
     """A map-style dataset that seeds the generators before each sample. Looks like the one that it stands for.
 
-    A dataset that reads whole batches (``__getitems__``) is seeded once for each, for the batch's first sample.
+    A dataset that reads whole batches (``__getitems__``, or a loader with ``batch_size=None``) is seeded once for each, for the batch's
+    first sample.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -72,7 +73,9 @@ class SeededDataset:
     def __class__(self) -> Any:
         return type(self.stands_for)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | list[int]) -> Any:
+        if isinstance(index, list):
+            return self._read(self.stands_for.__getitem__, index)
         seed_for(index)
         return self.stands_for[int(index)]
 
@@ -81,12 +84,13 @@ class SeededDataset:
         if name != "__getitems__" or not found:
             return found
 
-        def read(indices: Sequence[int]) -> Any:
-            if indices:
-                seed_for(indices[0])
-            return found([int(each) for each in indices])
+        return lambda indices: self._read(found, indices)
 
-        return read
+    @staticmethod
+    def _read(read: Callable[[list[int]], Any], indices: Sequence[int]) -> Any:
+        if indices:
+            seed_for(indices[0])
+        return read([int(each) for each in indices])
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.stands_for, name, value)

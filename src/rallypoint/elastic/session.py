@@ -660,7 +660,7 @@ class Session:
     def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
         course = self._course
         own = course.begin_batches()
-        sampler = getattr(loader, "batch_sampler", None)
+        sampler = _sampler_of(loader)
         if own is None or own.place.begun is None:
             self._ranks_before = None
             sizes: tuple[tuple[int, int], ...] = ()
@@ -695,7 +695,7 @@ class Session:
         with ExitStack() as stack:
             if isinstance(loader, DataLoader) and loader.num_workers:
                 stack.enter_context(samples.drawn_alike(loader))
-                sampler = loader.batch_sampler
+                sampler = _sampler_of(loader)
                 if isinstance(sampler, Sampler):
                     sampler.seeds_samples = True
                     stack.enter_context(samples.seeded(loader))
@@ -795,6 +795,12 @@ def session(
         else Checkpoints(checkpoint, every=checkpoint_every, keep=checkpoint_keep)
     )
     return Session(Objects(objects), process.current(), checkpoints, snapshot_every, copies)
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Gives a loader the indices of each batch: its ``batch_sampler``, or with ``batch_size=None`` its ``sampler``."""
+    found = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None) if found is None else found
 
 
 _said: set[int] = set()
