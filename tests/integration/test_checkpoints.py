@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import pytest
@@ -613,6 +613,24 @@ def test_two_models_and_objects_of_any_kind(tmp_path: Path) -> None:
     assert list(dict(made()[1].named_parameters())) == ["_orig_mod.weight", "_orig_mod.bias"]
     record = json.loads((tmp_path / name_of(1) / RECORD).read_text())
     assert record["objects"] == ["model", "model_2", "optimizer", "scaler", "odd"]
+
+
+def test_a_named_tuple_costs_the_checkpoint_only(tmp_path: Path, caplog: Any) -> None:
+    class Pair(NamedTuple):
+        one: torch.Tensor
+        other: int
+
+    class Odd:
+        def state_dict(self) -> Any:
+            return {"pair": Pair(torch.ones(1), 1)}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    with elastic.session(Odd(), checkpoint=tmp_path) as session, session.step():
+        pass
+    assert names(tmp_path) == []
+    assert re.search("step 1 was not written .*Pair; training goes on", caplog.text)
 
 
 # -- jobs ---------------------------------------------------------------------------------------------

@@ -65,6 +65,11 @@ def test_parameters_that_differ_at_the_start_are_an_error() -> None:
     with torch.no_grad():
         net.weight[1, 1] += 1e-3
     assert Objects([net]).fingerprint() != before
+    # Parts of one flat tensor, which begin anywhere in it.
+    after = Objects([net]).fingerprint()
+    flat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(flat, net.parameters())
+    assert Objects([net]).fingerprint() == after
 
 
 def test_a_group_that_a_member_lacks_is_an_error() -> None:
@@ -91,6 +96,15 @@ def test_what_has_no_state_is_refused_and_sharded_state_is_seen(
     checkpoints = Checkpoints("somewhere", every=1, keep=1)
     with pytest.raises(ElasticError, match="cannot keep a ZeroRedundancyOptimizer"):
         Session(zero, None, checkpoints)
+
+
+def test_sparse_buffers_are_refused_by_name() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    net[0].register_buffer("adjacency", torch.eye(2).to_sparse())
+    with pytest.raises(
+        ElasticError, match="'0.adjacency' of a Sequential has the layout sparse_coo"
+    ):
+        Objects([net])
 
 
 def test_gradients_that_a_step_leaves_are_seen() -> None:

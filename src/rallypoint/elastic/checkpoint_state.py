@@ -248,7 +248,8 @@ class HostCopy:
                 key = plain(key)
                 nested[str(key)], exact[key] = self._copied(value, f"{path}.{key}", before, devices)
             return nested, exact
-        if isinstance(state, list | tuple) and _has_parts(state):
+        # Not of their subclasses: a named tuple is made in another way, and is a class of the user's, which is told when it is written.
+        if type(state) in (list, tuple) and _has_parts(state):
             pairs = [
                 self._copied(value, f"{path}.{number}", before, devices)
                 for number, value in enumerate(state)

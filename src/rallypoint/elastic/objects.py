@@ -43,7 +43,7 @@ class Objects:
 
     Raises:
         TypeError: an object has neither.
-        ElasticError: a DDP module has a static graph, or a communication hook with state.
+        ElasticError: a DDP module has a static graph, or a communication hook with state; a parameter or buffer is sparse.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
@@ -55,6 +55,7 @@ class Objects:
                 )
             _check_ddp(each)
             if isinstance(each, nn.Module):
+                _check_layouts(each)
                 # A forward pass before the session may have left whole parameters in the place of shards.
                 torch_private.reset_fsdp(each)
         self.given = tuple(given)
@@ -113,6 +114,8 @@ class Objects:
         total = 0
         for number, each in enumerate(self._parameters, 1):
             flat = each.detach().contiguous().view(-1).view(torch.uint8)
+            if flat.storage_offset() % 8:  # a part of one flat tensor, where no word need begin
+                flat = flat.clone()
             total += number * int(flat.sum(dtype=torch.int64).item())
             whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
             total ^= int(whole.sum().item()) if whole.numel() else 0
@@ -403,6 +406,16 @@ def _named(given: Any) -> str:
     if isinstance(given, ExtraState):
         return f"a {type(given.module).__name__} (get_extra_state)"
     return f"a {type(given).__name__}"
+
+
+def _check_layouts(module: nn.Module) -> None:
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if each.layout is not torch.strided:
+            kind = str(each.layout).removeprefix("torch.")
+            raise ElasticError(
+                f"elastic.session: {name!r} of a {type(module).__name__} has the layout {kind}, and only dense tensors can be kept."
+                " If it does not change in training, assign it as a plain attribute instead of registering it as a buffer"
+            )
 
 
 def _check_ddp(given: Any) -> None:
