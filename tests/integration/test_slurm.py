@@ -184,4 +184,5 @@ def test_a_job_that_rally_submits(code: int) -> None:
     lines = (folder / "out").read_text().splitlines()
     assert done.returncode == code, lines
     assert len([line for line in lines if line.startswith("rank ")]) == 4 or code
+    assert not [line for line in lines if "no secret" in line]
     shutil.rmtree(folder)

@@ -278,6 +278,16 @@ def test_several_nodes_without_a_secret_are_warned_of_unless_they_say_insecure(t
     assert (made.secret, remarks) == (None, [])
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_the_tasks_of_a_cluster_the_first_one_warns(tmp_path, rank):
+    env = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": rank, "SLURM_LOCALID": "0"}
+    env |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "HOME": str(tmp_path)}
+    _, remarks = configure_aloud("x.py", **env)
+    assert any(each.startswith("no secret") for each in remarks) == (rank == "0")
+    assert any(each.startswith("Slurm job 7") for each in remarks)
+
+
 def test_the_users_own_file_is_used_where_several_nodes_meet(tmp_path):
     from rallypoint.launch.command_line import secret_file
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint._core import secret
 from rallypoint.errors import ConfigError
 from rallypoint.launch.placement import clusters
 from rallypoint.launch.placement.clusters import slurm as slurm_cluster
 from rallypoint.launch.submit import kubernetes, ray, slurm, ssh, template_files
 from rallypoint.launch.submit.command import command
-from rallypoint.launch.submit.request import Request, read
+from rallypoint.launch.submit.request import ENGINES, Request, read
 from rallypoint.launch.submit.template import FILES, fill
 from rallypoint.ray import job_words
 
@@ -47,11 +49,64 @@ def test_a_script_for_slurm() -> None:
         "#!/bin/bash",
         *("#SBATCH --job-name=rally", "#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=1"),
         *("#SBATCH --gpus-per-node=8", "#SBATCH --partition=big", "#SBATCH --time=1:00"),
+        "# A secret of this job's own, which its tasks inherit, unless there is one for all jobs.",
+        'if [ -z "${RALLY_SECRET+x}${RALLY_SECRET_FILE+x}" ] && [ ! -e "${XDG_CONFIG_HOME:-$HOME/.config}/rallypoint/secret" ]; then',
+        "    export RALLY_SECRET=$(head -c 32 /dev/urandom | base64)",
+        "fi",
         "# rally ends the tasks of a failed job itself, and reports first; srun would kill them meanwhile.",
         "exec srun --kill-on-bad-exit=0 /env/python -m rallypoint run --nproc-per-node=8"
         " --max-restarts 2 train.py 'a b'",
     ]
     subprocess.run(["bash", "-n"], input=text.encode(), check=True, timeout=60)
+
+
+def secret_of_tasks(folder: Path, env: dict[str, str]) -> str:
+    """What the tasks of a script find in ``RALLY_SECRET``."""
+    srun = folder / "srun"
+    srun.write_text('#!/bin/sh\nprintf %s "$RALLY_SECRET"\n')
+    srun.chmod(0o755)
+    text = script(read(["slurm", "--nodes", "2", "--", "train.py"]), "python")
+    done = subprocess.run(
+        ["bash"],
+        input=text,
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), **env},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_the_tasks_of_slurm_have_a_secret_of_their_own_unless_there_is_one(tmp_path: Path) -> None:
+    made = {secret_of_tasks(tmp_path, {}) for _ in range(2)}
+    assert len(made) == 2
+    for each in made:
+        secret.check(each, "RALLY_SECRET")
+    assert secret_of_tasks(tmp_path, {"RALLY_SECRET": "mine"}) == "mine"
+    # An empty one is told by rally run, as a mistake.
+    assert secret_of_tasks(tmp_path, {"RALLY_SECRET": ""}) == ""
+    assert secret_of_tasks(tmp_path, {"RALLY_SECRET_FILE": "/a/file"}) == ""
+    for base in (tmp_path / ".config", tmp_path / "xdg"):
+        (base / "rallypoint").mkdir(parents=True)
+        (base / "rallypoint" / "secret").write_text("of the user")
+    assert secret_of_tasks(tmp_path, {}) == ""
+    assert secret_of_tasks(tmp_path, {"XDG_CONFIG_HOME": f"{tmp_path}/xdg"}) == ""
+
+
+def test_a_range_of_one_number_is_a_fixed_job() -> None:
+    request = read(["slurm", "--nodes", "2:2", "--", "t.py"])
+    assert (request.nodes, request.min_nodes) == (2, None)
+    assert read(["ray", "--nodes", "2:2", "--", "t.py"]).min_nodes is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_is_shown_after_an_engine_too(engine: str, word: str) -> None:
+    shown: list[str] = []
+    assert command([engine, "--nodes", "2", word], shown.append) == 0
+    assert shown[0].startswith("usage: rally submit slurm")
 
 
 def test_a_node_of_the_manifest_knows_where_it_stands() -> None:
@@ -138,10 +193,13 @@ def test_a_job_of_kubernetes_without_a_name_gets_one_of_its_own() -> None:
     assert json.loads(shown[-1])["items"][0]["metadata"]["name"] == "rallye"
 
 
-def test_an_elastic_job_of_slurm_outlives_a_node() -> None:
-    lines = script(
-        read(["slurm", "--nodes", "4", "--", "--nnodes", "2:4", "t.py"]), "p"
-    ).splitlines()
+@pytest.mark.parametrize(
+    "words", ["--nodes 4 -- --nnodes 2:4 t.py", "--nodes 2:4 -- t.py", "--nodes=2:4 -- t.py"]
+)
+def test_an_elastic_job_of_slurm_outlives_a_node(words: str) -> None:
+    lines = script(read(["slurm", *words.split()]), "p").splitlines()
+    assert "#SBATCH --nodes=4" in lines
+    assert "rallypoint run --nnodes" in lines[-1].replace("=", " ") and "2:4 t.py" in lines[-1]
     assert "#SBATCH --no-kill" in lines
     options = shlex.split(lines[-1])
     assert options[1:4] == ["srun", "--kill-on-bad-exit=0", "--no-kill"]
@@ -162,6 +220,12 @@ def test_an_elastic_job_of_slurm_outlives_a_node() -> None:
         *("slurm --partition big -- x.py", "k8s -- x.py", "k8s --image i --time=1 -- x.py"),
         "k8s --image i --name A_b -- x.py",
         *("ssh -- x.py", "ssh --hosts a --nodes 2 -- x.py", "ssh --hosts a"),
+        *(
+            "slurm --nodes 3:2 -- x.py",
+            "slurm --nodes 2: -- x.py",
+            "k8s --image i --nodes 0:2 -- x.py",
+        ),
+        *("slurm --nodes 2:4 -- --nnodes 2:4 x.py", "ssh --hosts a --nodes 2:4 -- x.py"),
         *("ray --nodes 3:2 -- x.py", "ray --nodes a:2 -- x.py", "ray http://x -- x.py"),
     ],
 )

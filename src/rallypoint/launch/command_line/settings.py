@@ -153,7 +153,11 @@ def config_from(
         group_rank=placement.machine_rank if placement and several_here else None,
         group_world_size=placement.num_machines if placement and several_here else None,
         bind=values["bind"],
-        secret=_secret(values, alone=nodes.num_nodes == 1 and nodes.rendezvous.plug_in is None),
+        secret=_secret(
+            values,
+            alone=nodes.num_nodes == 1 and nodes.rendezvous.plug_in is None,
+            is_first=placement is None or not placement.node_rank,
+        ),
     )
     _remark_on_what_has_no_effect(values)
     if not (several_here and config.local_rank_base):  # one of the tasks of a machine says it
@@ -316,8 +320,11 @@ def _remark_on_lost_nodes(values: Values, placement: clusters.Placement) -> None
         values.remarks.append(remark)
 
 
-def _secret(values: Values, *, alone: bool) -> bytes | None:
-    """The job's secret: as the flag or a variable says, of the user's file, or one for this job alone."""
+def _secret(values: Values, *, alone: bool, is_first: bool) -> bytes | None:
+    """The job's secret: as the flag or a variable says, of the user's file, or one for this job alone.
+
+    That there is none is said by the first of the tasks that a cluster starts, not by each of them.
+    """
     insecure = values.switch("insecure")
     name = values["secret_file"]
     if name is not None:
@@ -330,6 +337,8 @@ def _secret(values: Values, *, alone: bool) -> bytes | None:
         return secret.from_environment(values.env) or secret.make()
     if (found := secret.shared(values.env)) is not None:
         return found
+    if not is_first:
+        return None
     values.remarks.append(
         "no secret: anyone who can reach this job's ports can disturb it, and run code as you if workers use rpc;"
         " make one with `rally secret` and pass it to all nodes (--secret-file), or use --insecure on a trusted network"

@@ -34,7 +34,7 @@ def command(words: Sequence[str], show: Callable[[str], None]) -> int:
     Raises:
         ConfigError: the command line cannot work, or the client is missing.
     """
-    if words and words[0] in {"-h", "--help"}:
+    if {"-h", "--help"} & set(words[: words.index("--") if "--" in words else None]):
         show(USAGE)
         return 0
     if words and words[0] == "--detached":  # on the first host of `rally submit ssh`

@@ -12,14 +12,15 @@ from rallypoint.launch.command_line import flags, nodes
 
 ENGINES = ("slurm", "k8s", "ssh", "ray")
 USAGE = """\
-usage: rally submit slurm [--nodes N] [sbatch options] … -- [run flags] train.py …
-       rally submit k8s --image IMAGE [--nodes N] … -- [run flags] train.py …
+usage: rally submit slurm [--nodes N | --nodes MIN:MAX] [sbatch options] … -- [run flags] train.py …
+       rally submit k8s --image IMAGE [--nodes N | --nodes MIN:MAX] … -- [run flags] train.py …
        rally submit ssh --hosts a,b:8 [--ssh-options WORDS] … -- [run flags] train.py …
        rally submit ray [--nodes N | --nodes MIN:MAX] [options of ray job submit] … -- [run flags] train.py …
 
 Hand a job to Slurm (sbatch), Kubernetes (kubectl), hosts (ssh) or Ray (ray job submit). What follows -- is the command line
 of `rally run`. With ssh the job goes on when the terminal is closed.
 
+  --nodes MIN:MAX    MAX nodes; the job goes on with MIN of them (as --nnodes of `rally run`)
   --gpus N           on each node; a worker for each of them, unless --nproc-per-node says otherwise
   --name NAME        of the job [rally; for Kubernetes, where a name can be used once, rally- and some letters]
   --dry-run          print what would be handed over
@@ -43,7 +44,7 @@ class Request:
         image: of the container; Kubernetes alone.
         hosts: as for ``rally run --hosts``; ssh alone.
         ssh_options: for the connection to the first of them.
-        min_nodes: with how many the job goes on; Ray alone. None: all.
+        min_nodes: with how many the job goes on. None: all, unless its words say otherwise.
         options: for the engine's client, as they are; Slurm and Ray alone.
         dry_run: show what would be handed over.
         template: the file to write it from; empty: the first one that is found.
@@ -124,12 +125,12 @@ def read(words: Sequence[str]) -> Request:
     if engine == "ssh" and not values.get("--hosts"):
         raise ConfigError("--hosts", None, "expected the hosts of the job", "--hosts a,b:8")
     least = None
-    if engine == "ray" and ":" in values.get("--nodes", ""):
-        text = values["--nodes"]
-        values["--min-nodes"], _, values["--nodes"] = text.partition(":")
-        least = _number(values, "--min-nodes", 1)
-        if least > _number(values, "--nodes", 1):
-            raise ConfigError("--nodes", text, "expected MIN no larger than MAX")
+    if ":" in (text := values.get("--nodes", "")):
+        if "--nnodes" in flags.parse(words[at + 1 :]).values:
+            raise ConfigError("--nodes", text, "cannot be combined with --nnodes after --")
+        fewest, most = nodes.fewest_and_most(text, "--nodes")
+        values["--nodes"] = str(most)
+        least = fewest if fewest < most else None
     return Request(
         engine=engine,
         words=tuple(words[at + 1 :]),
@@ -184,15 +185,16 @@ def _number(values: dict[str, str], name: str, least: int) -> int:
 
 
 def run_words(request: Request) -> tuple[str, ...]:
-    """The words of ``rally run``: a worker for each GPU, unless they say otherwise."""
-    given = any(
-        each.partition("=")[0].replace("_", "-") == "--nproc-per-node" for each in request.words
-    )
+    """The words of ``rally run``: with the range of nodes, and a worker for each GPU unless they say otherwise."""
+    words = request.words
+    given = any(each.partition("=")[0].replace("_", "-") == "--nproc-per-node" for each in words)
     if request.gpus and not given:
-        return (f"--nproc-per-node={request.gpus}", *request.words)
-    return request.words
+        words = (f"--nproc-per-node={request.gpus}", *words)
+    if request.min_nodes is not None:
+        words = (f"--nnodes={request.min_nodes}:{request.nodes}", *words)
+    return words
 
 
 def is_elastic(request: Request) -> bool:
     """Whether the job goes on without some of its nodes."""
-    return nodes.is_range(flags.parse(request.words).values.get("--nnodes", ""))
+    return nodes.is_range(flags.parse(run_words(request)).values.get("--nnodes", ""))
