@@ -550,7 +550,21 @@ def test_values_that_contradict_are_named(
     assert field in str(caught.value)
 
 
-def test_a_heterogeneous_step_is_refused_with_the_way_out() -> None:
+def test_a_step_over_the_components_of_a_heterogeneous_job_is_one_job() -> None:
+    """The variables of its tasks that tell it from another step, as Slurm 22.05 sets them."""
+    env = SLURM_ONE_PER_NODE | {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID_HET_GROUP_0": "1230234",
+        "SLURM_JOB_ID_HET_GROUP_1": "1230235",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "node01",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "node[02-04]",
+        "SLURM_NTASKS_HET_GROUP_0": "1",
+        "SLURM_NTASKS_HET_GROUP_1": "3",
+    }
+    assert detect(env) == detect(SLURM_ONE_PER_NODE)
+
+
+def test_a_heterogeneous_step_whose_numbers_are_those_of_a_component_is_refused() -> None:
     env = SLURM_ONE_PER_NODE | {"SLURM_HET_SIZE": "2", "SLURM_PROCID": "5"}
     with pytest.raises(ConfigError, match=r"heterogeneous job.*--node-rank"):
         detect(env)

@@ -282,7 +282,11 @@ def test_several_nodes_without_a_secret_are_warned_of_unless_they_say_insecure(t
 def test_of_the_tasks_of_a_cluster_the_first_one_warns(tmp_path, rank):
     env = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
     env |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": rank, "SLURM_LOCALID": "0"}
-    env |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "HOME": str(tmp_path)}
+    env |= {
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "HOME": str(tmp_path),
+    }
     _, remarks = configure_aloud("x.py", **env)
     assert any(each.startswith("no secret") for each in remarks) == (rank == "0")
     assert any(each.startswith("Slurm job 7") for each in remarks)
