@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600
 
 SCRIPTS = Path(__file__).parents[1] / "faults" / "scripts"
 SAVER = SCRIPTS / "saver.py"
+ONCE_75 = SCRIPTS / "once_75.py"
 
 
 def slurm(*words: str) -> str:
@@ -163,6 +164,32 @@ def test_a_script_requeues_its_job_by_an_exit_code(submit):
         "start",
         "start 1",
     ]
+
+
+def test_a_job_is_requeued_by_the_exit_code_of_a_worker(submit):
+    job, folder = submit("--requeue-on", "75", sbatch=("--requeue",), script=ONCE_75)
+    ended(job, "COMPLETED")
+    log = (folder / "log").read_text()
+    assert log.count(f"exit code 75: Slurm's job {job} is requeued") == 1, log
+    assert "Restarts=1 " in slurm("scontrol", "show", "job", job)
+
+
+@pytest.mark.parametrize("nodes", [(), ("--nnodes", "1:2")], ids=["fixed", "elastic"])
+def test_a_job_is_requeued_after_the_early_signal_and_not_after_scancel(submit, nodes):
+    words = ("--requeue-on", "143", *nodes)
+    job, folder = submit(
+        *words, srun="--no-kill", sbatch=("--requeue", "--time=1", "--signal=TERM@45")
+    )
+    first = notes(folder, "loop.0.*", 2)
+    notes(folder, "saved.0.*", 2)
+    for path in folder.glob("loop.0.*"):
+        path.unlink()
+    assert notes(folder, "loop.0.*", 2) != first
+    slurm("scancel", job)
+    ended(job, "CANCELLED")
+    log = (folder / "log").read_text()
+    assert log.count("is requeued") == 1, log
+    assert "Restarts=1 " in slurm("scontrol", "show", "job", job)
 
 
 @pytest.mark.parametrize("code", [0, 7])

@@ -20,7 +20,7 @@ from rallypoint.launch.supervision.situation import Situation
 class Node:
     """A node, all of whose workers can take a last checkpoint. What it decides, its policy heeds."""
 
-    def __init__(self, rank: int, nodes: int = 3, **state: Any) -> None:
+    def __init__(self, rank: int, nodes: int = 3, *, matters: bool = False, **state: Any) -> None:
         known = {"elastic": True, "num_nodes": nodes, "nodes": nodes, "phase": Phase.RUNNING}
         known |= {"running": frozenset({0}), "max_restarts": 0, "grace": 30.0}
         self.now = Situation(State(**{**known, **state}), Generation(0, rank))
@@ -29,9 +29,8 @@ class Node:
         self.saves = True
         self.moment_over: Callable[[], None] | None = None
         # What it asks of the loop, of the workers, and of the other nodes.
-        self.stop = SharedStop(
-            cast("Any", self), self.now, cast("Any", self), cast("Any", self), self.decide
-        )
+        me = cast("Any", self)
+        self.stop = SharedStop(me, self.now, me, me, self.decide, matters=matters)
 
     def decide(self, event: policy.Event) -> None:
         self.decided.append(event)
@@ -117,6 +116,23 @@ def test_where_nothing_is_to_be_found_out_nobody_waits(state: dict[str, Any]) ->
     without = Node(0)
     without.saves = False
     assert not without.stop.begin(signal.SIGTERM)
+
+
+def test_where_the_job_may_be_requeued_nodes_ask_whose_workers_cannot_save() -> None:
+    node = Node(0, matters=True)
+    node.saves = False
+    assert node.stop.begin(signal.SIGTERM)
+    assert node.told == ["told"], "workers get the signal, and nothing to wait for"
+    for each in range(3):
+        node.stop.hear(each, 0)
+    assert node.decided == [ALL]
+
+
+def test_a_job_that_has_one_node_left_ends_with_it_where_it_may_be_requeued() -> None:
+    node = Node(0, nodes=1, matters=True)
+    assert node.stop.begin(signal.SIGTERM)
+    node.stop.hear(0, 0)
+    assert node.decided == [ALL]
 
 
 @pytest.mark.parametrize("repeats", [False, True])

@@ -95,6 +95,13 @@ def test_the_tasks_of_slurm_have_a_secret_of_their_own_unless_there_is_one(tmp_p
     assert secret_of_tasks(tmp_path, {"XDG_CONFIG_HOME": f"{tmp_path}/xdg"}) == ""
 
 
+def test_a_job_that_may_be_requeued_keeps_its_output() -> None:
+    text = script(read(["slurm", "--", "--requeue-on", "75", "t.py"]), "p")
+    lines = text.splitlines()
+    assert "#SBATCH --requeue" in lines and "#SBATCH --open-mode=append" in lines
+    assert lines[-1].endswith("rallypoint run --requeue-on 75 t.py")
+
+
 def test_a_range_of_one_number_is_a_fixed_job() -> None:
     request = read(["slurm", "--nodes", "2:2", "--", "t.py"])
     assert (request.nodes, request.min_nodes) == (2, None)
@@ -245,6 +252,7 @@ def test_what_cannot_be_submitted(text: str) -> None:
         ("--nnodes 2:x x.py", "--nnodes '2:x': expected a number of nodes"),
         ("--nnodes=4:2 x.py", "--nnodes '4:2': expected at least 1 node, and MIN no larger"),
         ("--help", "submit '--help': expected a script after --"),
+        ("--requeue-on 0 x.py", "--requeue-on '0': "),
     ],
 )
 def test_the_flags_of_the_job_are_checked_before_it_is_handed_over(

@@ -7,7 +7,8 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import rallypoint
 from rallypoint._core import env as environment, event_sinks, limits, logs, standard_streams
@@ -17,6 +18,10 @@ from .command_line import flags
 from .config import LaunchConfig
 from .hosts import report_file
 from .hosts.call_files import Answer, CallFiles
+
+
+if TYPE_CHECKING:
+    from .supervision.job_end import Outcome
 
 
 _USAGE = """\
@@ -239,9 +244,20 @@ def launch(
         files.write(answer.to_bytes())
     if outcome.aim is Aim.SUCCEED:
         return 0
+    code = _tell_end(outcome, report_fd, say, in_colour=_colour() and not config.logs.as_json)
+    if code in config.requeue_on and outcome.ends_job:
+        from .placement.requeue import requeue
+
+        requeue(code, environment.snapshot(), say, is_first=outcome.first_rank == 0)
+    return code
+
+
+def _tell_end(
+    outcome: Outcome, report_fd: int | None, say: Callable[..., None], *, in_colour: bool
+) -> int:
+    """Print why the job has failed or was stopped. Returns its exit code."""
     if outcome.report is not None:
-        colour = _colour() and not config.logs.as_json
-        text = outcome.report.text(width=_width(), colour=colour)
+        text = outcome.report.text(width=_width(), colour=in_colour)
         if report_fd is None:
             say(text, bare=True)
         else:

@@ -211,7 +211,14 @@ class Supervisor:
         )
         ask = self._requests.ask
         self._signals = WorkerSignals(config, loop, now, self._requests, self._kept, say)
-        self._shared_stop = SharedStop(loop, now, self._kept, self._coordination, self._decide)
+        self._shared_stop = SharedStop(
+            loop,
+            now,
+            self._kept,
+            self._coordination,
+            self._decide,
+            matters=128 + signal.SIGTERM in config.requeue_on,
+        )
         self._hung = HungWorkers(config, self._coordination, loop, now, ask)
         self._replacements = Replacements(
             config,

@@ -116,6 +116,15 @@ FLAGS: tuple[Flag, ...] = (
         help="seconds after which a loss no longer counts",
     ),
     Flag(
+        name="--requeue-on",
+        own=True,
+        metavar="RC,…",
+        env=False,
+        group=_RESTART,
+        help="have Slurm start the job again if it ends with one of these exit codes: 143 after an early signal"
+        " (sbatch --signal=TERM@300), or one of the script's own",
+    ),
+    Flag(
         name="--spares",
         own=True,
         metavar="N",

@@ -27,7 +27,7 @@ from rallypoint.launch.config import (
     StreamChoice,
     TargetKind,
 )
-from rallypoint.launch.placement import clusters
+from rallypoint.launch.placement import clusters, requeue
 from rallypoint.launch.placement.clusters import slurm
 from rallypoint.launch.placement.numa import NumaBinding
 from rallypoint.tracing import exporters
@@ -121,6 +121,7 @@ def config_from(
         restart_window=values.seconds("restart_window"),
         max_losses=values.integer("max_losses", least=0),
         loss_window=values.seconds("loss_window"),
+        requeue_on=_requeue_on(values),
         spares=values.integer("spares", least=0),
         step_timeout=values.seconds("step_timeout"),
         hang_after=values.seconds("hang_after"),
@@ -344,6 +345,15 @@ def _secret(values: Values, *, alone: bool, is_first: bool) -> bytes | None:
         " make one with `rally secret` and pass it to all nodes (--secret-file), or use --insecure on a trusted network"
     )
     return None
+
+
+def _requeue_on(values: Values) -> frozenset[int]:
+    if not values.is_set("requeue_on"):
+        return frozenset()
+    shown, text = values.shown("requeue_on"), values.text("requeue_on")
+    codes = requeue.read_codes(text, shown)
+    requeue.check(values.env, text, shown)
+    return codes
 
 
 def _logs(values: Values) -> LogConfig:

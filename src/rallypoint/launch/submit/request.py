@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line import flags, nodes
+from rallypoint.launch.placement import requeue
 
 
 ENGINES = ("slurm", "k8s", "ssh", "ray")
@@ -155,6 +156,11 @@ def _check_words(words: Sequence[str], engine: str) -> None:
     flags.resolve(given, {})
     if "--nnodes" in given.values:
         nodes.fewest_and_most(given.values["--nnodes"], "--nnodes")
+    if "--requeue-on" in given.values:
+        if engine != "slurm":
+            problem = "only Slurm starts a job again"
+            raise ConfigError("--requeue-on", given.values["--requeue-on"], problem)
+        requeue.read_codes(given.values["--requeue-on"], "--requeue-on")
     if not given.target or not given.target[0]:
         hint = f"rally submit {engine} … -- [flags of rally run] train.py"
         raise ConfigError("submit", None, "no script given after --", hint)
@@ -198,3 +204,8 @@ def run_words(request: Request) -> tuple[str, ...]:
 def is_elastic(request: Request) -> bool:
     """Whether the job goes on without some of its nodes."""
     return nodes.is_range(flags.parse(run_words(request)).values.get("--nnodes", ""))
+
+
+def is_requeued(request: Request) -> bool:
+    """Whether Slurm may be asked to start the job again."""
+    return "--requeue-on" in flags.parse(request.words).values

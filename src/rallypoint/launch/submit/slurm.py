@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from .request import Request, is_elastic, run_words
+from .request import Request, is_elastic, is_requeued, run_words
 
 
 def fields(request: Request, python: str) -> Mapping[str, str]:
@@ -17,8 +17,11 @@ def fields(request: Request, python: str) -> Mapping[str, str]:
     """
     # An elastic job outlives a node: in the allocation, and in the step.
     no_kill = ["--no-kill"] if is_elastic(request) else []
+    # What the job has written so far stays.
+    again = ["--requeue", "--open-mode=append"] if is_requeued(request) else []
     options = [
         *no_kill,
+        *again,
         *([f"--gpus-per-node={request.gpus}"] if request.gpus else []),
         *request.options,
     ]

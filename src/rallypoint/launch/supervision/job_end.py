@@ -35,6 +35,7 @@ class Outcome:
         results: function launches: the result bytes of each local worker, in rank order.
         first_rank: the rank of the first of them.
         generation: the last one.
+        ends_job: whether the job has ended with this node, and does not go on without it.
     """
 
     aim: Aim
@@ -43,6 +44,7 @@ class Outcome:
     results: tuple[bytes, ...]
     first_rank: int
     generation: int
+    ends_job: bool
 
 
 class JobEnd:
@@ -122,6 +124,7 @@ class JobEnd:
             results=self.results if state.aim is Aim.SUCCEED else (),
             first_rank=self._first_rank,
             generation=state.generation,
+            ends_job=bool(self.why()),
         )
 
     def tell(self, aim: Aim, cause: str) -> None:

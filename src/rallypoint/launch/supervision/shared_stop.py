@@ -1,7 +1,8 @@
 """SIGTERM to all nodes of an elastic job: the job is to stop, with a last checkpoint.
 
 SIGTERM to one node means that this one is taken away, and the others go on. A cluster that ends the job tells all nodes,
-at about the same time. So a node that is told waits a moment for the others to be told, too.
+at about the same time. So a node that is told waits a moment for the others to be told, too: where its workers can save,
+or where Slurm is asked to start a job again that was told to stop.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class SharedStop:
         kept: what is told to workers of a session.
         coordination: with the other nodes.
         decide: passes an event to the policy.
+        matters: whether it makes a difference even to workers that cannot save.
     """
 
     def __init__(
@@ -40,12 +42,15 @@ class SharedStop:
         kept: KeptWorkers,
         coordination: Coordination,
         decide: Callable[[policy.Event], None],
+        *,
+        matters: bool,
     ) -> None:
         self._loop = loop
         self._now = now
         self._kept = kept
         self._coordination = coordination
         self._decide = decide
+        self._matters = matters
         self._generation = -1
         self._told: set[int] = set()  # nodes, in that generation
         self._waits = False
@@ -60,13 +65,14 @@ class SharedStop:
             number != signal.SIGTERM
             or state.signal is not None
             or not state.elastic
-            or state.nodes < 2
+            or (state.nodes < 2 and not self._matters)
             or state.phase is not Phase.RUNNING
-            or not self._kept.can_save(self._now.workers)
+            or not (self._matters or self._kept.can_save(self._now.workers))
         ):
             return False
         self._waits = True
-        self._kept.tell_of_stop(self._now.workers)
+        if self._kept.can_save(self._now.workers):
+            self._kept.tell_of_stop(self._now.workers)
         self._coordination.tell("told", state.generation, ())
         self._loop.after(MOMENT, lambda: self._end(everywhere=False))
         return True
