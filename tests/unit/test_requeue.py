@@ -12,18 +12,19 @@ from hypothesis import given, strategies as st
 from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line.flags import parse
 from rallypoint.launch.command_line.settings import config_from
+from rallypoint.launch.command_line.values import exit_codes
 from rallypoint.launch.placement import requeue
 
 
 @given(st.sets(st.integers(1, 255), min_size=1))
 def test_codes_are_read(codes: set[int]) -> None:
-    assert requeue.read_codes(", ".join(map(str, codes)), "--requeue-on") == codes
+    assert exit_codes(", ".join(map(str, codes)), "--requeue-on") == codes
 
 
 @pytest.mark.parametrize("text", ["0", "256", "-1", "TERM", "1,,2", "", "٣", "1-5", "7 8"])
 def test_other_words_are_no_codes(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--requeue-on .*expected exit codes from 1 to 255"):
-        requeue.read_codes(text, "--requeue-on")
+        exit_codes(text, "--requeue-on")
 
 
 class Slurm:

@@ -35,7 +35,7 @@ from rallypoint.tracing import exporters
 from .flags import BY_NAME, Given, resolve
 from .nodes import is_range, nodes_from
 from .target import target_from
-from .values import Values, shutdown_timeout
+from .values import Values, exit_codes, shutdown_timeout
 
 
 # Words of --nproc-per-node that mean "one per device", and torch's name of the device.
@@ -351,7 +351,7 @@ def _requeue_on(values: Values) -> frozenset[int]:
     if not values.is_set("requeue_on"):
         return frozenset()
     shown, text = values.shown("requeue_on"), values.text("requeue_on")
-    codes = requeue.read_codes(text, shown)
+    codes = exit_codes(text, shown)
     requeue.check(values.env, text, shown)
     return codes
 

@@ -23,24 +23,6 @@ _PATIENCE = 60.0
 _TURN = 10.0
 
 
-def read_codes(text: str, shown: str) -> frozenset[int]:
-    """Exit codes, as ``75,143``.
-
-    Args:
-        text: of the flag.
-        shown: its name, for errors.
-
-    Raises:
-        ConfigError: one is no exit code of a job that has failed.
-    """
-    words = [each.strip() for each in text.split(",")]
-    for word in words:
-        if not (word.isascii() and word.isdigit() and 0 < int(word) < 256):
-            hint = "143 is that of a job which SIGTERM has ended"
-            raise ConfigError(shown, text, "expected exit codes from 1 to 255, as 75,143", hint)
-    return frozenset(map(int, words))
-
-
 def check(env: Mapping[str, str], text: str, shown: str) -> None:
     """Whether there is somebody to ask.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line import flags, nodes
-from rallypoint.launch.placement import requeue
+from rallypoint.launch.command_line.values import exit_codes
 
 
 ENGINES = ("slurm", "k8s", "ssh", "ray")
@@ -160,7 +160,7 @@ def _check_words(words: Sequence[str], engine: str) -> None:
         if engine != "slurm":
             problem = "only Slurm starts a job again"
             raise ConfigError("--requeue-on", given.values["--requeue-on"], problem)
-        requeue.read_codes(given.values["--requeue-on"], "--requeue-on")
+        exit_codes(given.values["--requeue-on"], "--requeue-on")
     if not given.target or not given.target[0]:
         hint = f"rally submit {engine} … -- [flags of rally run] train.py"
         raise ConfigError("submit", None, "no script given after --", hint)
