@@ -697,6 +697,49 @@ async def go_on_beside(to: str) -> None:
     await asyncio.sleep(0)
 
 
+async def gradients_while_another_waits(how: str) -> list[bool]:
+    found = [torch.is_grad_enabled()]
+    with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+        happened.append("waits")
+        await asyncio.get_running_loop().run_in_executor(None, gate.wait, 10)
+        found.append(torch.is_grad_enabled())
+    return [*found, torch.is_grad_enabled()]
+
+
+async def has_gradients() -> bool:
+    return bool((torch.ones(2, requires_grad=True) * 2).requires_grad)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
+def test_a_coroutine_that_waits_keeps_its_modes_to_itself(trio, how):
+    def begin():
+        rpc_workers.held["call"] = rpc.rpc_async("w1", gradients_while_another_waits, (how,))
+        eventually(lambda: rpc.rpc_sync("w1", seen) == ["waits"])
+        assert rpc.rpc_sync("w1", has_gradients)
+
+    trio.on(0, begin)
+    trio.on(1, open_gate)
+    assert trio.on(0, lambda: rpc_workers.held.pop("call").wait()) == [True, False, True]
+    trio.run(forget)
+
+
+def no_gradients_from_here_on() -> None:
+    torch.set_grad_enabled(False)
+
+
+def test_a_mode_that_a_function_sets_does_not_outlast_it():
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))
+
+        def case():
+            for _ in range(3):
+                rpc.rpc_sync("w1", no_gradients_from_here_on)
+                assert rpc.rpc_sync("w1", torch.is_grad_enabled)
+
+        workers.on(0, case)
+        workers.run(rpc_workers.leave)
+
+
 def test_a_task_that_outlives_the_call_that_started_it_does_not_inherit_its_deadline(trio):
     def case():
         rpc.rpc_sync("w1", go_on_beside, ("w2",), timeout=0.2)

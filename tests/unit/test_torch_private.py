@@ -247,6 +247,8 @@ def callees() -> Iterator[Callee]:
             "fail_future",
         ),
         (torch._C, "_storage_Use_Count", f"(arg0: {number}) -> int", "storage_uses"),
+        (torch._C, "_is_any_autocast_enabled", "(", "is_any_autocast_enabled"),
+        (torch._C, "_autocast_supported_devices", "() -> list[str]", "autocast_kinds"),
         # Methods of tensors and storages do not tell their signatures.
         (storage, "_share_cuda_", "(", "share_cuda"),
         (storage, "_new_shared_cuda", "(", "open_cuda"),

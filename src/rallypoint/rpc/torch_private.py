@@ -138,6 +138,17 @@ def gradients(
     return run(tuple(outputs), tuple(given), retain_graph, False, tuple(inputs), True)
 
 
+def is_any_autocast_enabled() -> bool:
+    """Whether autocast is enabled in this thread, for whatever device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+@cache
+def autocast_kinds() -> tuple[str, ...]:
+    """The types of devices for which it may be."""
+    return tuple(torch._C._autocast_supported_devices())
+
+
 # -- torch.distributed.rpc's own agent, and torch.distributed.autograd ----------------------------------------
 
 

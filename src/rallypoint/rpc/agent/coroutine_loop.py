@@ -14,6 +14,8 @@ from typing import Any
 from rallypoint.errors import CallCancelled
 from rallypoint.rpc.ports import Answerable, Leavable
 
+from .torch_modes import task_factory
+
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ class CoroutineLoop:
         with self._lock:
             if self._loop is None:
                 loop = self._loop = asyncio.new_event_loop()
+                loop.set_task_factory(task_factory)
                 self._thread = threading.Thread(
                     target=_run, args=(loop,), name=f"{self._name}-asyncio", daemon=True
                 )

@@ -295,6 +295,7 @@ class Request:
         token = SERVING.set(call)
         # The thread may be serving another call, whose code waits.
         entered = None if CURRENT.get() is self.context else CURRENT.set(self.context)
+        grad = _is_grad_enabled()
         self._began = began = time.monotonic()
         try:
             wrapped = getattr(func, "_wrapped_async_rpc_function", None)
@@ -325,6 +326,8 @@ class Request:
             SERVING.reset(token)
             if entered is not None:
                 CURRENT.reset(entered)
+            if _is_grad_enabled() is not grad:  # torch.set_grad_enabled(False) holds for the thread
+                torch.set_grad_enabled(grad)
         # Only the leader flushes answers that are held back.
         self.answer(result, later=later and self._worker.leads())
 
