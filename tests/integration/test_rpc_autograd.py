@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import queue
 import random
 import threading
 import warnings
@@ -252,6 +253,20 @@ def scale_in_a_future(value: Tensor) -> Any:
     return rpc.rpc_async("w2", scale, (value,))
 
 
+@rpc.async_execution
+def scale_behind_another(value: Tensor) -> Any:
+    """The second call is made where the answer to the first one is read."""
+    first = rpc.rpc_async("w2", scale, (value,))
+    return first.then(lambda done: rpc.rpc_sync("w2", scale, (done.wait(),)))
+
+
+def scale_in_a_callback(value: Tensor) -> Tensor:
+    found: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+    first = rpc.rpc_async("w1", scale, (value,))
+    first.add_done_callback(lambda done: found.put(rpc.rpc_sync("w2", scale, (done.value(),))))
+    return found.get(timeout=30)
+
+
 def scales(value: Tensor) -> Iterator[Tensor]:
     for factor in (1.0, 2.0, 3.0):
         yield value * factor
@@ -290,6 +305,8 @@ def every_kind_of_call() -> None:
     ways: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
         "coroutine": (lambda x: rpc.rpc_sync("w1", scale_later, (x,)), 2),  # type: ignore[arg-type,return-value]
         "future": (lambda x: rpc.rpc_sync("w1", scale_in_a_future, (x,)), 2),
+        "behind another": (lambda x: rpc.rpc_sync("w1", scale_behind_another, (x,)), 4),
+        "callback": (scale_in_a_callback, 4),
         "stream": (lambda x: sum(rpc.rpc_stream("w1", scales, (x,))), 6),  # type: ignore[return-value,arg-type]
         "back": (lambda x: rpc.rpc_sync("w1", there_and_back, (x,)), 6),
         "self": (lambda x: rpc.rpc_sync("w0", scale, (x,)), 2),

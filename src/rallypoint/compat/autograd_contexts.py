@@ -7,7 +7,6 @@ from typing import Any
 
 from rallypoint.errors import RpcError
 from rallypoint.rpc.autograd.context import (
-    CURRENT,
     Context,
     SentTensor,
     context_id_of,
@@ -16,6 +15,7 @@ from rallypoint.rpc.autograd.context import (
 )
 from rallypoint.rpc.autograd.transfer import RECEIVED
 from rallypoint.rpc.current_agent import required_agent
+from rallypoint.rpc.current_context import CURRENT
 
 from . import torch_private
 

@@ -18,6 +18,7 @@ from rallypoint.wire.remote_error import message_of
 
 from .connections.calls import Call
 from .current_agent import ELSEWHERE
+from .current_context import CURRENT, within
 from .interruptions import Lent, Rest
 from .serialization.payload import refuse_future, register_reducer
 from .threads.thread_pool import ThreadPool, waiting
@@ -53,6 +54,16 @@ def copy_of(error: BaseException) -> BaseException:
             return error
     raised.set_cause(made, error.__cause__, suppress=error.__suppress_context__)
     return made
+
+
+def _in_context(context: Any, callback: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A callback runs wherever the answer is read. Gradients flow through the calls that it makes, too."""
+
+    def call_back(done: Any) -> None:
+        with within(context):
+            callback(done)
+
+    return call_back
 
 
 def again(error: BaseException) -> BaseException:
@@ -213,6 +224,8 @@ class RpcFuture(Future[T]):
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         self._has_user()
+        if (context := CURRENT.get()) is not None:
+            callback = _in_context(context, callback)
         super().add_done_callback(callback)
 
     def _has_user(self) -> None:

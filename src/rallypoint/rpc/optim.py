@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rallypoint._core import raised
 from rallypoint.errors import RpcError
+from rallypoint.rpc.current_context import within
 from rallypoint.wire.remote_error import message_of
 
 from . import constants
-from .autograd.context import within
 from .calling import rpc_async
 from .connections.messages import Kind
 from .current_agent import required_agent

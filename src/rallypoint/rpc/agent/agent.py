@@ -20,7 +20,6 @@ from rallypoint import events
 from rallypoint._core import call_counts, forks
 from rallypoint._core.clock import Deadline
 from rallypoint.rpc import interruptions
-from rallypoint.rpc.autograd.context import CURRENT
 from rallypoint.rpc.autograd.contexts import Contexts
 from rallypoint.rpc.autograd.served import enrol, release
 from rallypoint.rpc.certificates import identity_of
@@ -31,6 +30,7 @@ from rallypoint.rpc.connections.incoming import Incoming
 from rallypoint.rpc.connections.lines import Lines
 from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.current_call import SERVING
+from rallypoint.rpc.current_context import CURRENT
 from rallypoint.rpc.groups.dynamic_group import DynamicGroup
 from rallypoint.rpc.groups.roster import Group, Roster
 from rallypoint.rpc.options import NativeRpcBackendOptions

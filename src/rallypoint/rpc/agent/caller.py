@@ -9,7 +9,6 @@ from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError, RpcTimeout
-from rallypoint.rpc.autograd.context import CURRENT
 from rallypoint.rpc.autograd.transfer import recorder
 from rallypoint.rpc.connections.calls import Call
 from rallypoint.rpc.connections.completions import complete_by
@@ -26,6 +25,7 @@ from rallypoint.rpc.connections.messages import (
 )
 from rallypoint.rpc.connections.outgoing import Outgoing
 from rallypoint.rpc.current_call import SERVING
+from rallypoint.rpc.current_context import CURRENT
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.interruptions import DUE, run_due
 from rallypoint.rpc.options import NativeRpcBackendOptions

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from rallypoint.errors import CallCancelled
-from rallypoint.rpc.autograd.context import CURRENT
 from rallypoint.rpc.connections.calls import describe
 from rallypoint.rpc.current_call import SERVING
+from rallypoint.rpc.current_context import CURRENT
 from rallypoint.rpc.ports import Streaming
 from rallypoint.rpc.stream import single_result
 from rallypoint.rpc.threads.thread_pool import ThreadPool

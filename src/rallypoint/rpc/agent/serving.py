@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from rallypoint._core import raised
 from rallypoint.errors import CallCancelled, NotAllowed, RpcError
-from rallypoint.rpc.autograd.context import CURRENT, Context
+from rallypoint.rpc.autograd.context import Context
 from rallypoint.rpc.autograd.contexts import Contexts
 from rallypoint.rpc.autograd.transfer import Recorder, recorder
 from rallypoint.rpc.calling import read_foreign
@@ -38,6 +38,7 @@ from rallypoint.rpc.connections.messages import (
     STREAM,
 )
 from rallypoint.rpc.current_call import SERVING, CurrentCall
+from rallypoint.rpc.current_context import CURRENT
 from rallypoint.rpc.references.rref_table import RRefTable, check_ids
 from rallypoint.rpc.rref_proxy import AnswerLater
 from rallypoint.rpc.serialization.allowlist import AllowList

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from rallypoint.errors import RpcError
 from rallypoint.rpc.current_agent import current_agent, required_agent
+from rallypoint.rpc.current_context import CURRENT
 
-from .context import CURRENT, Context
+from .context import Context
 
 
 class context:  # noqa: N801  # torch's name

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -193,23 +191,3 @@ def unknown(context_id: object) -> RpcError:
     return RpcError(
         f"Could not find autograd context with id: {context_id}. It has ended, or this worker takes no part in it"
     )
-
-
-# The context in which the running code makes calls.
-CURRENT: ContextVar[Context | None] = ContextVar("rallypoint_rpc_autograd", default=None)
-
-
-class within(AbstractContextManager[None]):  # noqa: N801  # it reads as a function
-    """In the block, calls are made in this context; None: in none.
-
-    A class, since contextlib's generators assign to the exceptions that leave a block, which not every exception allows.
-    """
-
-    def __init__(self, context: Context | None) -> None:
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._token = CURRENT.set(self._context)
-
-    def __exit__(self, *_: object) -> None:
-        CURRENT.reset(self._token)

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 from rallypoint.errors import RpcError
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.current_call import SERVING
+from rallypoint.rpc.current_context import CURRENT
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.ports import Tasks
 from rallypoint.rpc.torch_private import NativeFuture
 
-from .context import CURRENT, Context, context_id_of, owner_of, unknown
+from .context import Context, context_id_of, owner_of, unknown
 
 
 # How many ended contexts of others are remembered, so that a late message does not bring one back.

@@ -17,10 +17,11 @@ from rallypoint.rpc import constants
 from rallypoint.rpc.connections.messages import Kind
 from rallypoint.rpc.current_agent import current_agent
 from rallypoint.rpc.current_call import current_call
+from rallypoint.rpc.current_context import CURRENT
 from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.rref_proxy import AnswerLater
 
-from .context import CURRENT, Context, PassId, owner_of, unknown
+from .context import Context, PassId, owner_of, unknown
 from .contexts import Contexts
 from .local_pass import Computed, LocalPass
 from .search import Sent

@@ -8,9 +8,9 @@ import torch
 
 from rallypoint.errors import RpcError
 from rallypoint.rpc import autograd
-from rallypoint.rpc.autograd.context import within
 from rallypoint.rpc.calling import rpc_sync
 from rallypoint.rpc.current_agent import required_agent
+from rallypoint.rpc.current_context import within
 from rallypoint.rpc.worker_info import WorkerInfo
 
 
