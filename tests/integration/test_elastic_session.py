@@ -1188,7 +1188,7 @@ def test_every_collective_after_a_loss_raises_that_the_members_have_changed(tmp_
 
 
 BEHIND = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -1204,9 +1204,14 @@ with elastic.session(net, optimizer) as session:
     for batch in session.batches([torch.full((1, 2), float(i)) for i in range(6)]):
         try:
             with session.step():
-                if session.position == 3 and rank == 1 and not (FOLDER / "killed").exists():
-                    (FOLDER / "killed").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if session.position == 3:
+                    (FOLDER / f"in {rank}").touch()
+                    if rank == 1 and not (FOLDER / "killed").exists():
+                        # Who is not in the step yet has none to leave.
+                        while not all((FOLDER / f"in {other}").exists() for other in (0, 2)):
+                            time.sleep(0.01)
+                        (FOLDER / "killed").touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
                 net(batch).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -1240,7 +1245,7 @@ def test_a_collective_behind_a_step_that_was_left_raises_instead_of_waiting(
 
 
 STRAYED = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -1255,9 +1260,13 @@ with elastic.session(net, optimizer) as session:
     for epoch in session.epochs(3):
         for batch in session.batches([torch.full((1, 2), float(i)) for i in range(4)]):
             with session.step():
-                if session.position == 2 and dist.get_rank() == 1 and not (FOLDER / "killed").exists():
-                    (FOLDER / "killed").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if session.position == 2:
+                    (FOLDER / f"in {dist.get_rank()}").touch()
+                    if dist.get_rank() == 1 and not (FOLDER / "killed").exists():
+                        while not (FOLDER / "in 0").exists():  # it has no step to leave yet
+                            time.sleep(0.01)
+                        (FOLDER / "killed").touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
                 net(batch).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()

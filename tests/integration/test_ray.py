@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -52,6 +53,16 @@ def stays(last):
         return "done by " + str(dist.get_world_size())
     subprocess.Popen(["sleep", "1000"])
     time.sleep(1000)
+
+def saves():
+    import os
+    (here / ("began-" + os.environ["RANK"])).touch()
+    try:
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        time.sleep(13)
+        (here / ("saved-" + os.environ["RANK"])).touch()
+        raise
 
 def fails():
     import torch.distributed as dist
@@ -202,6 +213,18 @@ def test_a_raylet_that_is_lost_and_one_that_comes(driver: Driver) -> None:
     out, _ = begun.communicate(timeout=120)
     assert begun.returncode == 0, out
     assert "result done by 2" in out.splitlines(), out
+    driver.wait_nothing_left()
+
+
+def test_workers_have_their_grace_period_to_save_when_the_driver_is_interrupted(
+    driver: Driver,
+) -> None:
+    begun = driver.start("RallyTrainer(saves, num_nodes=2).fit()")
+    wait_until(lambda: len(list(driver.folder.glob("began-*"))) == 2, "all have started")
+    begun.send_signal(signal.SIGINT)
+    out, _ = begun.communicate(timeout=120)
+    assert "KeyboardInterrupt" in out
+    assert len(list(driver.folder.glob("saved-*"))) == 2, out
     driver.wait_nothing_left()
 
 

@@ -38,7 +38,8 @@ class JobStore:
         listener = addresses.bind_store(host, 0)
         self.port: int = listener.getsockname()[1]
         self._server = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno())],
+            # -P: not from the current folder, where a file may hide a module of Python's.
+            [sys.executable, "-P", "-m", __name__, str(listener.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[listener.fileno()],

@@ -24,7 +24,8 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 from rallypoint.launch import host_functions
 from rallypoint.launch.command_line import flags as run_flags
-from rallypoint.launch.command_line.flags import Given
+from rallypoint.launch.command_line.flags import Given, resolve
+from rallypoint.launch.command_line.values import Values, shutdown_timeout
 from rallypoint.launch.hosts import orders
 from rallypoint.launch.hosts.call_files import Answer
 from rallypoint.launch.hosts.orders import Orders
@@ -103,6 +104,9 @@ class RallyTrainer:
             raise ConfigError("target", None, "expected a script or a function")
         self._given = Given(given.values, words)
         words_of(self._given, self._sizes, None, {})  # raises if flags are not possible
+        env = environment.snapshot()
+        # Workers may need all of it to save.
+        self._ending = _ENDING + shutdown_timeout(Values(*resolve(self._given, env), env))
 
     def fit(self) -> Any:
         """Run the job.
@@ -116,7 +120,8 @@ class RallyTrainer:
         """
         if not ray.is_initialized():
             ray.init()
-        with _Job(self._sizes, Roster(self._sizes.most, self._max_losses)) as job:
+        roster = Roster(self._sizes.most, self._max_losses)
+        with _Job(self._sizes, roster, self._ending) as job:
             job.place(self._placement_timeout)
             call, more = b"", {}
             if self._call is not None:
@@ -146,8 +151,9 @@ def _orders(words: tuple[str, ...], shared: bytes, call_size: int) -> Orders:
 class _Job:
     """The placement group, the store and the actors of one job."""
 
-    def __init__(self, sizes: Sizes, roster: Roster) -> None:
+    def __init__(self, sizes: Sizes, roster: Roster, ending: float) -> None:
         self._sizes = sizes
+        self._ending = ending
         self.roster = roster
         self.answers: list[Answer] = []
         self._group: Any = None
@@ -247,7 +253,7 @@ class _Job:
         for index in running:
             self._actors[index].signal.remote(number)
         left = [each for each, (at, end) in self._waiting.items() if end and at in running]
-        deadline = Deadline(_ENDING)
+        deadline = Deadline(self._ending)
         while left and not deadline.expired():
             _done, left = ray.wait(left, timeout=deadline.remaining())
 
