@@ -710,6 +710,15 @@ async def has_gradients() -> bool:
     return bool((torch.ones(2, requires_grad=True) * 2).requires_grad)
 
 
+async def gather_calls(to: str) -> list[Any]:
+    first = asyncio.wait_for(rpc.rpc_async(to, double, (1,)), 30)
+    return await asyncio.gather(first, rpc.rpc_async(to, double, (2,)), doze(0.01, 6))
+
+
+def test_a_coroutine_may_wait_for_calls_beside_each_other(trio):
+    assert trio.on(0, lambda: rpc.rpc_sync("w1", gather_calls, ("w2",))) == [2, 4, 6]
+
+
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
 def test_a_coroutine_that_waits_keeps_its_modes_to_itself(trio, how):
     def begin():

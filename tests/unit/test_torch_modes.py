@@ -104,6 +104,33 @@ def test_tasks_that_are_made_in_a_mode_begin_in_it(name: str) -> None:
     assert found == [(made, made)] * 2
 
 
+class Sleeper:
+    """Neither a coroutine nor a future, as what a call returns."""
+
+    def __await__(self) -> Any:
+        yield from asyncio.sleep(0, "slept").__await__()
+        return now()
+
+
+def test_other_awaitable_objects_become_tasks_as_well() -> None:
+    async def waits() -> Any:
+        with torch.no_grad():
+            return await asyncio.gather(Sleeper(), Sleeper())
+
+    async def awaits_a_wrapped_one() -> Any:
+        async def inner() -> Any:
+            with torch.no_grad():
+                await asyncio.sleep(0)
+                return now()
+
+        found = await CoroutineWithModes(inner())
+        return found, now()
+
+    found, (within, after) = run(waits, awaits_a_wrapped_one)
+    assert found == [inside("no_grad")] * 2
+    assert (within, after) == (inside("no_grad"), USUAL)
+
+
 def test_a_mode_that_is_set_for_good_ends_with_the_coroutine() -> None:
     seen = []
 

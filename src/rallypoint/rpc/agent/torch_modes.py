@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -24,9 +24,13 @@ _USUAL_TYPES = {each: torch.get_autocast_dtype(each) for each in torch_private.a
 
 
 class CoroutineWithModes(Coroutine[Any, Any, Any]):
-    """Takes its modes along when it waits. It begins with those of the place where it is made, as with context variables."""
+    """Takes its modes along when it waits. It begins with those of the place where it is made, as with context variables.
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    Args:
+        coroutine: or a generator, into which asyncio puts other awaitable objects, before Python 3.12.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any] | Generator[Any, Any, Any]) -> None:
         self._coroutine = coroutine
         self._first: tuple[bool, bool, list[tuple[str, torch.dtype]]] | None = None
         self._own: torch.inference_mode | None = None
@@ -58,7 +62,13 @@ class CoroutineWithModes(Coroutine[Any, Any, Any]):
             _cast(casts)
 
     def __await__(self) -> Any:
-        return self._coroutine.__await__()
+        return self
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
 
     def __getattr__(self, name: str) -> Any:
         # For those who look at tasks: cr_frame and the like.
@@ -139,10 +149,9 @@ def _cast(wanted: list[tuple[str, torch.dtype]]) -> None:
 
 def task_factory(
     loop: asyncio.AbstractEventLoop,
-    coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+    coroutine: Coroutine[Any, Any, Any] | Generator[Any, Any, Any],
     context: Context | None = None,
     **options: Any,
 ) -> asyncio.Task[Any]:
     """Makes tasks that have modes of their own. For :meth:`asyncio.loop.set_task_factory`."""
-    assert isinstance(coroutine, Coroutine)
     return asyncio.Task(CoroutineWithModes(coroutine), loop=loop, context=context, **options)
