@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from elastic import wait_until
 from pace import pace
 from rallypoint._core import process
+from rallypoint.launch.hosts.orders import SILENCE
 from supervisors import RALLY
 
 
@@ -116,4 +118,61 @@ def _start(folder: Path, *words: str, stderr: int = subprocess.PIPE) -> subproce
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=stderr,
+        process_group=0,  # as of a shell with job control: only then Ctrl-Z stops anything
     )
+
+
+STEPS = """
+import os, pathlib, time
+for step in range(1000):
+    pathlib.Path("step").write_text(str(step))
+    if pathlib.Path("end").exists():
+        print("ended at", step, flush=True)
+        break
+    time.sleep(0.05)
+"""
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _step(folder: Path) -> int:
+    return int((folder / "step").read_text() or "0") if (folder / "step").exists() else 0
+
+
+@pytest.mark.parametrize("then", ["fg", "kill -9"])
+def test_ctrl_z_stops_what_is_seen_and_not_the_job(tmp_path: Path, then: str) -> None:
+    (tmp_path / "train.py").write_text(STEPS)
+    begun = _start(tmp_path, "train.py")
+    wait_until(lambda: _step(tmp_path) > 0, "the job runs")
+    begun.send_signal(signal.SIGTSTP)
+    wait_until(lambda: _is_stopped(begun.pid), "it stops")
+    before = _step(tmp_path)
+    time.sleep(SILENCE + 1.0)  # after which a host that hears nothing ends its part
+    wait_until(lambda: _step(tmp_path) > before + 10, "the job goes on")
+    if then == "kill -9":
+        begun.kill()
+        begun.communicate(timeout=60)
+        wait_until(lambda: not _in(tmp_path), "nothing is left", 30)
+        return
+    begun.send_signal(signal.SIGCONT)
+    begun.send_signal(signal.SIGTSTP)  # and once more
+    wait_until(lambda: _is_stopped(begun.pid), "it stops")
+    begun.send_signal(signal.SIGCONT)
+    time.sleep(SILENCE + 1.0)
+    (tmp_path / "end").touch()
+    out, err = (each.decode() for each in begun.communicate(timeout=60))
+    assert (begun.returncode, err) == (0, "")
+    assert out.startswith("ended at")
+
+
+def _in(folder: Path) -> list[int]:
+    """Processes that run in a folder."""
+    found = []
+    for each in Path("/proc").iterdir():
+        if each.name.isdigit():
+            with contextlib.suppress(OSError):
+                if (each / "cwd").samefile(folder):
+                    found.append(int(each.name))
+    return found

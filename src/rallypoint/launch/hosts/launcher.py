@@ -31,6 +31,7 @@ from rallypoint.launch.signals import SignalEvents
 from . import listing, merging, orders, terminal_output
 from .listing import Host
 from .merging import Part, Verdict
+from .orders import BEAT, PAUSE
 
 
 # Where the nodes meet if no flag says so: below the ports that the kernel gives to clients.
@@ -146,7 +147,7 @@ def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | No
     parts = [Part(host.name) for host in hosts]
     merger = merging.Merger(parts, common.token)
     job = _Job(parts, merger, least, ending, say, b"" if call is None else call.data)
-    with SignalEvents(_ENDS) as signals:
+    with SignalEvents((*_ENDS, signal.SIGTSTP)) as signals:
         try:
             for index, host in enumerate(hosts):
                 mine = orders.for_host(common, orders.words_for(given, hosts, index, meeting))
@@ -395,17 +396,29 @@ class _Job:
         return sum(each.lost for each in self._parts)
 
     def _signal(self, number: int) -> None:
+        if number == signal.SIGTSTP:
+            self._pause()
+            return
         self.signal = number
         self._tell_all(number)
         if number == signal.SIGHUP:
             self._patience = Deadline(_HANG_UP)
+
+    def _pause(self) -> None:
+        """Stop, by Ctrl-Z. Hosts that hear nothing would end their parts, so they are told; no heartbeat comes in between."""
+        with self._writing:
+            for begun in self._started.values():
+                self._write_now(begun, PAUSE)
+            _stop_this_process()
+            for begun in self._started.values():
+                self._write_now(begun, BEAT)
 
     def _tell_all(self, number: int) -> None:
         self._waiting.clear()
         with self._writing:
             self._told.append(number)
         for begun in self._started.values():
-            self._write(begun, f"{number}\n".encode())
+            self._write(begun, str(number).encode())
 
     def _hang_up(self) -> None:
         for begun in self._started.values():
@@ -419,7 +432,7 @@ class _Job:
     def _beat(self) -> None:
         while not self._stop.wait(orders.HEARTBEAT):
             for begun in list(self._started.values()):
-                self._write(begun, b".\n")
+                self._write(begun, BEAT)
 
     def _order(self, begun: subprocess.Popen[bytes], stdin: int, first_line: bytes) -> None:
         """Send the orders, however long that takes; what is told meanwhile follows."""
@@ -429,7 +442,7 @@ class _Job:
                 while left:
                     left = left[os.write(stdin, left) :]
             with self._writing:
-                os.write(stdin, b"".join(b"%d\n" % number for number in self._told) or b".\n")
+                os.write(stdin, b"".join(b"%d\n" % number for number in self._told) or BEAT + b"\n")
                 os.set_blocking(stdin, False)
                 self._ordered.add(begun.pid)
         except OSError:
@@ -437,16 +450,19 @@ class _Job:
         finally:
             os.close(stdin)
 
-    def _write(self, begun: subprocess.Popen[bytes], data: bytes) -> None:
-        """A host that takes nothing is as good as gone; ssh notices that."""
+    def _write(self, begun: subprocess.Popen[bytes], word: bytes) -> None:
         with self._writing:
-            if begun.pid not in self._ordered or begun.stdin is None or begun.stdin.closed:
-                return
-            try:
-                begun.stdin.write(data)
-                begun.stdin.flush()
-            except (BlockingIOError, OSError):
-                pass
+            self._write_now(begun, word)
+
+    def _write_now(self, begun: subprocess.Popen[bytes], word: bytes) -> None:
+        """A host that takes nothing is as good as gone; ssh notices that."""
+        if begun.pid not in self._ordered or begun.stdin is None or begun.stdin.closed:
+            return
+        try:
+            begun.stdin.write(word + b"\n")
+            begun.stdin.flush()
+        except (BlockingIOError, OSError):
+            pass
 
     def _pass_on(
         self, index: int, begun: subprocess.Popen[bytes], number: int, stream: IO[bytes]
@@ -482,6 +498,14 @@ class _Start:
     pause: Deadline | None = None
 
 
+def _stop_this_process() -> None:
+    """As Ctrl-Z does without a handler. Returns when the process goes on; at once where no shell could have it go on."""
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    # To this thread, which does not get further before all are stopped.
+    signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
+
+
 def _signal_before(written: int, signals: SignalEvents, patience: Deadline | None) -> int | None:
     """Wait until all has been written.
 
@@ -500,5 +524,7 @@ def _signal_before(written: int, signals: SignalEvents, patience: Deadline | Non
         ready = {fd for fd, _ in poller.poll(None if left is None else 1000 * left)}
         if written in ready or not ready:
             return None
-        if came := signals.take():
-            return came[0]
+        for number in signals.take():
+            if number != signal.SIGTSTP:
+                return number
+            _stop_this_process()

@@ -20,7 +20,7 @@ from rallypoint._core.clock import Deadline
 from . import call_files, report_file
 from .call_files import CallFiles
 from .merging import told
-from .orders import SILENCE, Orders
+from .orders import BEAT, PAUSE, SILENCE, Orders
 
 
 # How long the supervisor may take to end once the terminal is gone, before it is killed.
@@ -125,7 +125,8 @@ def _watch(child: subprocess.Popen[bytes]) -> int:
     heard = Deadline(SILENCE)
     try:
         while True:
-            ready = {fd for fd, _ in poller.poll(1000 * (heard.remaining() or 0.0))}
+            left = heard.remaining()
+            ready = {fd for fd, _ in poller.poll(None if left is None else 1000 * left)}
             if pidfd in ready:
                 return _code(child.wait())
             orders = os.read(0, 4096) if 0 in ready else b""
@@ -133,7 +134,9 @@ def _watch(child: subprocess.Popen[bytes]) -> int:
                 return _end(child)  # closed, or silent for too long
             heard = Deadline(SILENCE)
             for word in orders.split():
-                if word != b".":
+                if word in (BEAT, PAUSE):
+                    heard = Deadline(None if word == PAUSE else SILENCE)
+                else:
                     child.send_signal(int(word))
     finally:
         os.close(pidfd)

@@ -2,7 +2,8 @@
 
 The command that ssh runs holds nothing but the interpreter, because everybody on a host can read command lines. All else
 is sent through its standard input: a first line with the orders, then heartbeats (``.``) and signals, a line each. Once
-it is silent, or closed, the terminal is gone, and the host ends its part of the job.
+it is silent, or closed, the terminal is gone, and the host ends its part of the job. Before it is silent on purpose, it says
+so (``z``, by Ctrl-Z); then only the end of the input counts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ OWN_FLAGS = frozenset({"--hosts", "--hostfile", "--ssh-options", "--forward-env"
 # Seconds between two heartbeats to a host, and after which it takes the terminal for gone.
 HEARTBEAT = 0.5
 SILENCE = 2.5
+BEAT, PAUSE = b".", b"z"
 # The user's options come first, and ssh takes the first value that it gets.
 _SSH_OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
