@@ -100,7 +100,7 @@ READS = st.lists(
 CUTS = st.lists(st.integers(0, 1 << 22), max_size=6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(NAMES))
 @settings(deadline=None, max_examples=60)
 @given(sent=messages(), cuts=CUTS, sizes=READS)
 def test_frames_come_out_however_the_stream_is_cut(
@@ -270,7 +270,7 @@ def test_bytes_that_their_owner_changes_meanwhile_do_not_end_the_connection() ->
             each.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(NAMES))
 def test_long_values_do_not_depend_on_how_the_bytes_are_given(name: str) -> None:
     data = pattern(100_000, 9)[:100_000]
     key = bytes(range(bulk.KEY_BYTES))
