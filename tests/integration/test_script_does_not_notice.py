@@ -41,6 +41,7 @@ from typing import Any
 import pytest
 
 import supervisors
+import terminals
 from stub_torch import STUB
 
 
@@ -602,9 +603,8 @@ def test_a_terminal_is_a_terminal_for_the_script(tmp_path: Path, stub_torch: Pat
         ours, theirs = pty.openpty()
         probe = Probe(files={"probe.py": source}, stdout=lambda fd=theirs: fd)
         done = run_one(probe, how, tmp_path, stub_torch)
-        os.set_blocking(ours, False)
         try:
-            outputs[how] = (done.code, done.err, os.read(ours, 65536).decode())
+            outputs[how] = (done.code, done.err, terminals.read_until(ours, None).decode())
         finally:
             os.close(ours)
     assert '"<stdout>": [1, "w", "utf-8"' in outputs[PYTHON][2]

@@ -1,0 +1,26 @@
+"""What appears on a terminal: the kernel hands it over later than it was written, and in pieces."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+
+def read_until(terminal: int, end: bytes | None, patience: float = 120.0) -> bytes:
+    """Read until the text ends so; with None, until nobody has the other end any more."""
+    shown = b""
+    deadline = time.monotonic() + patience
+    while end is None or not shown.endswith(end):
+        left = deadline - time.monotonic()
+        assert left > 0, f"after {patience:g} s: {shown[-2000:]!r}"
+        if not select.select([terminal], [], [], left)[0]:
+            continue
+        try:
+            data = os.read(terminal, 65536)
+        except OSError:  # EIO: the last writer is gone
+            return shown
+        if not data:
+            return shown
+        shown += data
+    return shown
