@@ -243,6 +243,24 @@ def test_a_host_that_cannot_be_reached(site: Site) -> None:
     assert site.left() == []
 
 
+def test_a_host_that_could_not_be_reached_twice_is_left_out(site: Site) -> None:
+    listed = site.folder / "bad.txt"
+    listed.write_text("10.78.0.77 lost 2026-01-01T00:00:00Z other ssh did not reach it\n")
+    hosts = f"{site.names(1)},10.78.0.77"
+    begun = site.start("--hosts", hosts, "--avoid-hosts", str(listed), "stay.py")
+    begun.communicate(timeout=180)
+    assert begun.returncode != 0
+    assert [each.split()[:2] for each in listed.read_text().splitlines()] == [
+        ["10.78.0.77", "lost"]
+    ] * 2
+    begun = site.start("--hosts", hosts, "--avoid-hosts", str(listed), "ranks.py")
+    out, err = begun.communicate(timeout=180)
+    assert begun.returncode == 0, err
+    assert f"10.78.0.77 is left out (--avoid-hosts {listed}): it was lost twice" in err
+    assert "rank 1 of 2" in out
+    assert site.left() == []
+
+
 def test_a_connection_that_a_busy_sshd_drops_is_begun_again(site: Site) -> None:
     """A bastion lets few connections log in at a time; all hosts behind it are reached at once."""
     config = site.folder / "busy_config"

@@ -22,6 +22,7 @@ KNOWN: Mapping[str, str] = {
     "NO_COLOR": "any value: no colour on terminals either",
     "RALLY_SECRET": "the job's secret, the same on all nodes, 16 bytes or more; --secret-file wins",
     "RALLY_SECRET_FILE": "a file with the job's secret (mode 0600); --secret-file and RALLY_SECRET win",
+    "RALLY_HOST_NAME": "what this host is called in reports and lists of hosts; default: Slurm's name of the node, or the host name",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "seconds between SIGTERM and SIGKILL; --shutdown-timeout wins",
     "TORCHELASTIC_ERROR_FILE": "also write the root cause here, in torchelastic's format",
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "prefix of teed lines; knows ${role_name} ${local_rank} ${rank}",

@@ -204,6 +204,11 @@ def run(words: Sequence[str]) -> int:
     )
     for remark in remarks:
         _say(remark)
+    if config.avoid_hosts is not None:
+        from .avoidance import own_host
+
+        if own_host.is_left_out(config, env, _say):
+            return 0
     if "--preflight" in given.values:
         from .doctor import command as doctor
 
@@ -238,13 +243,17 @@ def launch(
         payload_fd=None if files is None else files.call,
     )
     outcome = supervisor.run()
+    text = _report_text(outcome, in_colour=_colour() and not config.logs.as_json)
+    if report_fd is not None:
+        troubles = tuple(each.to_json() for each in outcome.troubles)
+        report_file.write(report_fd, report_file.HostEnd(text, troubles))
     if files is not None:
         report = None if outcome.report is None else outcome.report.to_json()
         answer = Answer(results=outcome.results, first_rank=outcome.first_rank, report=report)
         files.write(answer.to_bytes())
     if outcome.aim is Aim.SUCCEED:
         return 0
-    code = _tell_end(outcome, report_fd, say, in_colour=_colour() and not config.logs.as_json)
+    code = _tell_end(outcome, text if report_fd is None else "", say)
     if code in config.requeue_on and outcome.ends_job:
         from .placement.requeue import requeue
 
@@ -252,16 +261,16 @@ def launch(
     return code
 
 
-def _tell_end(
-    outcome: Outcome, report_fd: int | None, say: Callable[..., None], *, in_colour: bool
-) -> int:
-    """Print why the job has failed or was stopped. Returns its exit code."""
+def _report_text(outcome: Outcome, *, in_colour: bool) -> str:
+    report = outcome.report
+    return "" if report is None else report.text(width=_width(), colour=in_colour)
+
+
+def _tell_end(outcome: Outcome, report: str, say: Callable[..., None]) -> int:
+    """Print why the job has failed, unless another host's terminal does, or was stopped. Returns its exit code."""
+    if report:
+        say(report, bare=True)
     if outcome.report is not None:
-        text = outcome.report.text(width=_width(), colour=in_colour)
-        if report_fd is None:
-            say(text, bare=True)
-        else:
-            report_file.write(report_fd, text)
         return outcome.report.exit_code
     number = outcome.signal or 15
     import signal

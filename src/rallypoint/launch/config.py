@@ -257,6 +257,7 @@ class LaunchConfig:
         max_losses: how many workers in a session are replaced within ``loss_window`` seconds.
         loss_window: see there.
         requeue_on: exit codes of the job after which Slurm is asked to start it again.
+        avoid_hosts: the file that lists hosts to avoid, or None.
         spares: how many more processes run up to the session and wait there for a rank, on each node.
         hang_after: seconds without any movement after which a job is told to hang; 0: never.
         hang_after_steps: and at least so many of the usual steps, if the script reports them, up to ten minutes.
@@ -308,6 +309,7 @@ class LaunchConfig:
     max_losses: int = 10
     loss_window: float = 600.0
     requeue_on: frozenset[int] = frozenset()
+    avoid_hosts: str | None = None
     spares: int = 0
     step_timeout: float = 0.0
     hang_after: float = 0.0

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint import events
-from rallypoint._core import addresses, call_counts, clock, shared_page, step_reports
+from rallypoint._core import call_counts, clock, shared_page, step_reports
+from rallypoint._core.host_name import host_name
 
 from .output import oom
 from .output.failure import Raised, WorkerFailure, parse_line_from_worker
@@ -303,7 +304,7 @@ class Generation:
         if stopped and raised is None:
             raised = handled  # otherwise it had recovered, and ended for another reason
         return WorkerFailure(
-            host=addresses.hostname(),
+            host=host_name(),
             node_rank=self._node_rank,
             rank=worker.ranks.rank,
             local_rank=worker.ranks.local_rank,

@@ -18,6 +18,7 @@ from typing import Any, assert_never
 
 from rallypoint import events
 from rallypoint._core import clock, env as environment, event_sinks, limits, process, secret
+from rallypoint._core.host_name import host_name
 from rallypoint.errors import ConfigError, LaunchError, RallyError
 from rallypoint.rendezvous.home import ENDED_WELL
 
@@ -49,6 +50,7 @@ from .signals import SignalEvents
 from .supervision import store_socket
 from .supervision.causes import Causes
 from .supervision.event_loop import EventLoop
+from .supervision.host_troubles import HostTroubles
 from .supervision.hung_workers import HungWorkers
 from .supervision.job_end import JobEnd, Outcome
 from .supervision.kept_workers import KeptWorkers
@@ -142,8 +144,15 @@ class Supervisor:
         self._observation = Observation(
             config, self._env, coordination, console, self._loop, self._now, say, self._hangs
         )
+        self._troubles = HostTroubles(config.avoid_hosts, say)
         self._end = JobEnd(
-            config, coordination, self._causes, self._now, self._observation.slow_ranks, say
+            config,
+            coordination,
+            self._causes,
+            self._now,
+            self._observation.slow_ranks,
+            self._troubles,
+            say,
         )
 
     # -- life ---------------------------------------------------------------------------------
@@ -240,6 +249,7 @@ class Supervisor:
             self._shared_stop,
             self._replacements,
             self._hung,
+            self._troubles,
             say,
             self._decide,
             self._end.stop_gathering,
@@ -329,6 +339,7 @@ class Supervisor:
 
     def _close(self, received: SignalEvents) -> None:
         self._observation.close()
+        self._troubles.close()
         for fd in self._reserve:
             os.close(fd)
         started = hasattr(self, "_server")
@@ -499,6 +510,10 @@ class Supervisor:
         for record in worker.take_records():
             self._hear_worker(worker, record)
         worker.status, worker.ended_at = status, at
+        if status != 0 and self._now.round is not None:
+            self._troubles.note_failure(
+                self._now.workers.failure_of(worker), self._now.round.incident
+            )
         symptom = status != 0 and self._now.workers.is_echo(worker)
         if events.is_wanted():
             events.emit(self._now.workers.end_of(worker))
@@ -533,6 +548,8 @@ class Supervisor:
         self._end_generation(left, Aim.FAIL)
         self._causes.note_lost(reason)
         self._causes.broken = reason
+        if self._now.round is not None:
+            self._troubles.note_broken(host_name(), self._now.round.incident, reason)
         self._decide(policy.Broken(reason))
 
     def _swept(self, left: list[int]) -> None:

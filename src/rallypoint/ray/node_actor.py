@@ -58,7 +58,10 @@ class NodeActor:
         """
         told = Orders.from_line(line)
         folder = told.folder if os.path.isdir(told.folder) else os.getcwd()
-        told = replace(told, folder=folder, path=tuple(sys.path) if call else ())
+        here = ray.get_runtime_context()
+        ids = {"RALLY_RAY_JOB": here.get_job_id(), "RALLY_RAY_NODE": here.get_node_id()}
+        path = tuple(sys.path) if call else ()
+        told = replace(told, folder=folder, path=path, env={**told.env, **ids})
         # Ray's workers block SIGINT, and what they start would.
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:

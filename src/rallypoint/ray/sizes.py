@@ -13,7 +13,7 @@ from rallypoint.launch.command_line.flags import FLAGS, Given
 _OWN = (
     *("--nnodes", "--node-rank", "--nproc-per-node", "--rdzv-endpoint", "--rdzv-backend"),
     *("--rdzv-id", "--standalone", "--master-addr", "--master-port", "--local-addr"),
-    *("--hosts", "--hostfile", "--secret-file", "--insecure"),
+    *("--hosts", "--hostfile", "--avoid-hosts", "--secret-file", "--insecure"),
 )
 STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 
@@ -112,7 +112,8 @@ def words_of(
     """
     for name in _OWN:
         if name in given.values:
-            raise ConfigError(name, None, "is set by RallyTrainer: leave it out")
+            why = "is set by RallyTrainer" if name != "--avoid-hosts" else "Ray chooses the hosts"
+            raise ConfigError(name, None, f"{why}: leave it out")
     values = {**more, **given.values, "--nproc-per-node": str(sizes.workers)}
     if meeting is not None:
         host = f"[{meeting.host}]" if ":" in meeting.host else meeting.host

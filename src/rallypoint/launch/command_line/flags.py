@@ -125,6 +125,15 @@ FLAGS: tuple[Flag, ...] = (
         " (sbatch --signal=TERM@300), or one of the script's own",
     ),
     Flag(
+        name="--avoid-hosts",
+        own=True,
+        metavar="FILE",
+        env=False,
+        group=_RESTART,
+        help="a list of hosts that are left out of --hosts, of an elastic job, and of what rally submit slurm asks for: a name on"
+        " each line. rally adds those that were lost or failed (killed, memory, disk, GPU), which count once they have two lines",
+    ),
+    Flag(
         name="--spares",
         own=True,
         metavar="N",

@@ -59,6 +59,7 @@ _NEVER_EMPTY = {
     "metrics": "expected :PORT, HOST:PORT or a path",
     "traces": "expected an exporter of OpenTelemetry, such as otlp or console",
     "secret_file": "expected a file",
+    "avoid_hosts": "expected a file",
     "bind": "expected an address of this machine, or *",
 }
 # torchrun takes an empty value of these.
@@ -122,6 +123,7 @@ def config_from(
         max_losses=values.integer("max_losses", least=0),
         loss_window=values.seconds("loss_window"),
         requeue_on=_requeue_on(values),
+        avoid_hosts=_avoid_hosts(values),
         spares=values.integer("spares", least=0),
         step_timeout=values.seconds("step_timeout"),
         hang_after=values.seconds("hang_after"),
@@ -354,6 +356,10 @@ def _requeue_on(values: Values) -> frozenset[int]:
     codes = exit_codes(text, shown)
     requeue.check(values.env, text, shown)
     return codes
+
+
+def _avoid_hosts(values: Values) -> str | None:
+    return os.path.abspath(values.text("avoid_hosts")) if values.is_set("avoid_hosts") else None
 
 
 def _logs(values: Values) -> LogConfig:

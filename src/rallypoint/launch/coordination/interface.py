@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -58,6 +59,7 @@ class RoundReady:
         kept: which nodes keep their workers; None: all start anew.
         is_keeper: this node is one of them.
         network: variables that tell workers the interface to the other nodes.
+        incident: names the round, among all rounds of all jobs.
     """
 
     generation: int
@@ -72,6 +74,7 @@ class RoundReady:
     kept: Kept | None = None
     is_keeper: bool = False
     network: Mapping[str, str] = field(default_factory=dict)
+    incident: str = ""
 
     @property
     def store(self) -> str:
@@ -87,6 +90,7 @@ class PeerEvent:
     this one included: ``told`` (to stop), ``in session``, ``out of session``, and ``worker lost``, with ``survivors`` if other workers of the
     node are in the session, and ``standstill``, with the ``progress`` of its ranks since a ``meeting``.
     ``not kept``: the round counts on workers of the node that it has had to stop. ``left out``: the next round has formed without this node. ``is_own``: the others have given up this node as lost.
+    ``host``: of a node that is lost, if it is known.
     """
 
     what: str
@@ -98,6 +102,7 @@ class PeerEvent:
     progress: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     meeting: int = 0
     is_own: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +255,7 @@ class LoneNode:
                 master_port=facts.store_port,
                 restarts=facts.restarts + charged,
                 ages=facts.ages,
+                incident=uuid.uuid4().hex[:8],
             )
         )
         os.write(self._write, b"x")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rallypoint._core import addresses
+from rallypoint._core.host_name import host_name
 from rallypoint.launch.config import DEFAULT_RUN_ID, LaunchConfig
 from rallypoint.rendezvous.backend import Endpoint, HostPort, Meeting
 from rallypoint.rendezvous.create import home_for
@@ -44,7 +44,7 @@ def rendezvous_for(
             by_label=bool(meeting.label),
         ),
         "timing": Timing(join=meeting.join_timeout, lease=meeting.lease),
-        "host": addresses.hostname(),
+        "host": host_name(),
         "label": meeting.label,
         "local_addr": config.local_addr,
         "secret": config.secret,

@@ -14,6 +14,7 @@ supervisor. Clocks of two hosts are never compared.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import queue
 import threading
@@ -368,7 +369,13 @@ class PeerNodes:
             kept=kept,
             is_keeper=kept is not None and formed.rank in kept.keepers,
             network=self._network_for(addr),
+            incident=self._incident(plan, formed.generation),
         )
+
+    def _incident(self, plan: Mapping[str, Any], generation: int) -> str:
+        """A name of the round that all its members know, and no other round of any job has."""
+        made_by = plan.get("by") or self._config.rendezvous.run_id
+        return hashlib.sha256(f"{made_by} {generation}".encode()).hexdigest()[:8]
 
     def _network_for(self, master_addr: str) -> Mapping[str, str]:
         """What workers are told about the network; for the person at the terminal once."""
@@ -485,8 +492,11 @@ class PeerNodes:
             self._requests.put(lambda: self._note_left(generation, loss))
             return
         rank, reason, certain = loss.neighbour.rank, loss.reason, loss.certain
+        host = loss.neighbour.host
         self._requests.put(
-            lambda: self._append("lost", generation, about=rank, reason=reason, certain=certain)
+            lambda: self._append(
+                "lost", generation, about=rank, reason=reason, certain=certain, host=host
+            )
         )
 
     def _note_left(self, generation: int, loss: Loss) -> None:
@@ -519,10 +529,20 @@ class PeerNodes:
         if not self._config.elastic:
             reason = f"node 0 is lost: {error}"
             self._broken = True
-        self._post(PeerEvent("lost", 0, current.generation, reason=reason))
+        named = self._name_of_store_host()
+        self._post(PeerEvent("lost", 0, current.generation, reason=reason, host=named))
         self._post(PeerEvent("reports", 0, current.generation))  # no node can report any more
         if self._config.elastic:
             self._requests.put(lambda: self._find_store(current))
+
+    def _name_of_store_host(self) -> str:
+        """The name of the host that serves the job's store, as it calls itself; empty if that is not known."""
+        if self._rendezvous is None or self._rendezvous.store_host is None:
+            return ""
+        plan = self._rendezvous.plan
+        first = plans.first(plan)
+        serves = not self._config.elastic or plan.get("store") == first.get("id")
+        return str(first.get("host", "")) if serves else ""
 
     def _find_store(self, current: Round) -> None:
         assert self._rendezvous is not None
@@ -607,7 +627,10 @@ class PeerNodes:
             self._rendezvous.note_gone(about, certain=entry.get("certain") is True)
             current.gone.add(about)
         is_own = about == current.rank
-        self._post(PeerEvent("lost", about, current.generation, reason=reason, is_own=is_own))
+        host = str(entry.get("host", ""))[:MAX_REASON]
+        self._post(
+            PeerEvent("lost", about, current.generation, reason=reason, is_own=is_own, host=host)
+        )
         if current.reported:
             self._requests.put(self._merge_if_all_told)
 

@@ -16,19 +16,21 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from rallypoint._core import addresses, secret
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
+from rallypoint.launch.avoidance import avoid_file
 from rallypoint.launch.command_line.flags import Given, resolve
 from rallypoint.launch.command_line.values import Values, shutdown_timeout
 from rallypoint.launch.signals import SignalEvents
 
 from . import listing, merging, orders, terminal_output
+from .host_ends import troubles_of
 from .listing import Host
 from .merging import Part, Verdict
 from .orders import BEAT, PAUSE
@@ -114,6 +116,9 @@ def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | No
         ConfigError: a setting cannot work.
     """
     hosts = _hosts(given.values)
+    avoided = given.values.get("--avoid-hosts")
+    if avoided is not None:
+        given, hosts = _without_avoided(given, hosts, avoided, say)
     least = orders.least_hosts(given, len(hosts))
     options = given.values.get("--ssh-options", "")
     try:
@@ -160,6 +165,8 @@ def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | No
             job.watch(signals)
         finally:
             job.close(signals)
+    if avoided is not None:
+        _note_troubles(parts, common.token, Path(avoided), say)
     return Ended(parts=tuple(parts), verdict=merging.verdict(parts, least), signal=job.signal)
 
 
@@ -184,6 +191,32 @@ def _hosts(values: Mapping[str, str]) -> tuple[Host, ...]:
         hint = "expected a host on each line: HOST, HOST:N, or HOST slots=N"
         raise ConfigError("--hostfile", path, problem, hint) from None
     return listing.read_file(lines, f"--hostfile {path}")
+
+
+def _without_avoided(
+    given: Given, hosts: tuple[Host, ...], avoided: str, say: Say
+) -> tuple[Given, tuple[Host, ...]]:
+    if not avoided.strip():
+        hint = "is a variable of the shell not set?"
+        raise ConfigError("--avoid-hosts", avoided, "expected a file", hint)
+    listed = avoid_file.read(Path(avoided), "--avoid-hosts")
+    selection = listing.select(hosts, listed.reason, given.values.get("--nnodes"), avoided)
+    for name, why in selection.left_out:
+        say(f"{name} is left out (--avoid-hosts {avoided}): {why}")
+    values = dict(given.values)
+    if selection.nnodes is not None:
+        values["--nnodes"] = selection.nnodes
+    return replace(given, values=values), selection.hosts
+
+
+def _note_troubles(parts: Sequence[Part], token: str, path: Path, say: Say) -> None:
+    """Write what happened to the hosts into the list of those to avoid."""
+    found = troubles_of(parts, token[:8])
+    try:
+        avoid_file.add(path, found)
+    except (OSError, ConfigError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        say(f"--avoid-hosts {path}: {', '.join(each.host for each in found)} not noted: {why}")
 
 
 def _is_here(host: Host) -> bool:
@@ -382,6 +415,7 @@ class _Job:
             self._waiting.append(_Start(index, pause))
             return
         part.ssh_code = code
+        part.was_told = bool(self._told) or (begun.stdin is not None and begun.stdin.closed)
         if all(each.ended for each in self._parts) or self._patience is not None:
             return
         if reason := merging.must_end(self._parts, self._least):

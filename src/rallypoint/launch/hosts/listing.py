@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
@@ -65,6 +65,58 @@ def read_file(lines: Sequence[str], shown: str) -> tuple[Host, ...]:
                 host = Host(host.name, _number(value, word, shown))
         found.append(host)
     return _checked(found, shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The hosts of a job, when some are to be avoided.
+
+    Args:
+        hosts: that take part.
+        left_out: the others that are to be avoided, with the reason.
+        nnodes: for ``--nnodes``; None: as many as take part.
+    """
+
+    hosts: tuple[Host, ...]
+    left_out: tuple[tuple[str, str], ...]
+    nnodes: str | None
+
+
+def select(
+    hosts: Sequence[Host], reason: Callable[[str], str], nnodes: str | None, shown: str
+) -> Selection:
+    """The first hosts that need not be avoided: as many as ``--nnodes`` asks for, or all of them.
+
+    Args:
+        hosts: of the list.
+        reason: why a host is to be avoided; empty: it is not.
+        nnodes: of the command line.
+        shown: the list of those to be avoided, for errors.
+
+    Raises:
+        ConfigError: too few are left.
+    """
+    why = {each.name: reason(each.bare) for each in hosts}
+    left_out = tuple((each.bare, why[each.name]) for each in hosts if why[each.name])
+    usable = tuple(each for each in hosts if not why[each.name])
+    fewest, most = _range_of(nnodes) if nnodes is not None else (1, len(usable))
+    if len(usable) < fewest:
+        needs = "" if nnodes is None else f", and --nnodes needs {fewest}"
+        hint = "remove the lines of hosts that work again, or name more hosts"
+        problem = f"leaves {len(usable)} of {len(hosts)} hosts{needs}"
+        raise ConfigError("--avoid-hosts", shown, problem, hint)
+    chosen = usable[:most]
+    if nnodes is not None:
+        nnodes = f"{fewest}:{len(chosen)}" if fewest < most else str(fewest)
+    return Selection(chosen, left_out, nnodes)
+
+
+def _range_of(nnodes: str) -> tuple[int, int]:
+    least, _, most = nnodes.partition(":")
+    numbers = [each for each in (least, most or least) if each.isascii() and each.isdigit()]
+    if len(numbers) < 2 or not 1 <= int(least) <= int(most or least):
+        raise ConfigError("--nnodes", nnodes, "expected N or MIN:MAX")
+    return int(least), int(most or least)
 
 
 def _host(item: str, shown: str) -> Host:

@@ -37,8 +37,10 @@ class Part:
         started: its orders were read.
         exit_code: of its supervisor.
         report: its failure report.
+        troubles: what its supervisor says has happened to hosts, as records.
         answer: what came of its part of a function call (:mod:`.call_files`).
         ssh_code: how ssh ended; None while it runs.
+        was_told: it ended after it was told to, or after the terminal had hung up.
         attempts: how often its connection was begun.
         said: what ssh said before that, or the beginning of it.
     """
@@ -47,8 +49,10 @@ class Part:
     started: bool = False
     exit_code: int | None = None
     report: str = ""
+    troubles: Sequence[dict[str, Any]] = ()
     answer: bytearray = field(default_factory=bytearray)
     ssh_code: int | None = None
+    was_told: bool = False
     attempts: int = 0
     said: bytearray = field(default_factory=bytearray)
 
@@ -128,6 +132,7 @@ class Merger:
             part.answer += base64.b64decode(told["data"])
         else:
             part.exit_code, part.report = int(told["exit_code"]), str(told["report"])
+            part.troubles = told.get("troubles", ())
 
 
 @dataclass(frozen=True, slots=True)

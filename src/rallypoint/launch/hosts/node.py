@@ -41,7 +41,11 @@ def command() -> int:
     code = _run(orders, report_fd, files)
     if files is not None:
         _tell_answer(orders.token, call_files.read(files.answer))
-    _tell(told(orders.token, "ended", exit_code=code, report=report_file.read(report_fd)))
+    end = report_file.read(report_fd)
+    ended = told(
+        orders.token, "ended", exit_code=code, report=end.report, troubles=list(end.troubles)
+    )
+    _tell(ended)
     return code
 
 

@@ -24,9 +24,11 @@ from .listing import Host
 # Variables that go to the other hosts. Others belong to a host: PATH, LD_LIBRARY_PATH, CUDA_VISIBLE_DEVICES.
 FORWARDED = ("RALLY_*", "PYTHON*", "PET_*", "NCCL_*", "GLOO_*", "TP_*", "TORCH*", "OMP_*")
 # The secret goes separately; processes of this host have the others.
-_NOT_FORWARDED = ("RALLY_SECRET*", "RALLY_JOB", "TORCHELASTIC_ERROR_FILE")
+_NOT_FORWARDED = ("RALLY_SECRET*", "RALLY_JOB", "RALLY_HOST_NAME", "TORCHELASTIC_ERROR_FILE")
 # Flags that are this command's own.
-OWN_FLAGS = frozenset({"--hosts", "--hostfile", "--ssh-options", "--forward-env", "--secret-file"})
+OWN_FLAGS = frozenset(
+    {"--hosts", "--hostfile", "--ssh-options", "--forward-env", "--secret-file", "--avoid-hosts"}
+)
 # Seconds between two heartbeats to a host, and after which it takes the terminal for gone.
 HEARTBEAT = 0.5
 SILENCE = 2.5

@@ -1,8 +1,11 @@
-"""How a supervisor's failure report gets to the terminal's host: through a file without a name."""
+"""How a supervisor's failure report, and what happened to hosts, get to the terminal's host: through a file without a name."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rallypoint._core import env as environment
 
@@ -15,11 +18,29 @@ def make() -> int:
     return os.memfd_create("rally-report", 0)
 
 
-def read(fd: int) -> str:
-    """What the supervisor has written."""
+@dataclass(frozen=True, slots=True)
+class HostEnd:
+    """What a host's supervisor leaves behind.
+
+    Args:
+        report: as text; empty if the job did not fail.
+        troubles: of hosts, as records.
+    """
+
+    report: str = ""
+    troubles: Sequence[dict[str, str]] = ()
+
+
+def read(fd: int) -> HostEnd:
+    """What the supervisor has written; nothing if it was killed."""
     with os.fdopen(fd, "rb") as file:
         file.seek(0)
-        return file.read().decode(errors="replace")
+        data = file.read()
+    try:
+        record = json.loads(data)
+    except ValueError:
+        return HostEnd()
+    return HostEnd(record["report"], tuple(record["troubles"]))
 
 
 def inherited() -> int | None:
@@ -32,6 +53,7 @@ def inherited() -> int | None:
     return fd
 
 
-def write(fd: int, report: str) -> None:
+def write(fd: int, end: HostEnd) -> None:
+    record = {"report": end.report, "troubles": list(end.troubles)}
     with os.fdopen(fd, "wb") as file:
-        file.write(report.encode(errors="replace"))
+        file.write(json.dumps(record).encode())

@@ -10,7 +10,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from rallypoint._core import script_frames
@@ -51,6 +51,8 @@ class FailureReport:
         reason: set if no worker is to blame (the fork server was killed, say).
         left_early: ranks whose scripts ended well before the others failed, if that may explain the failures.
         slow: ranks of this node that were slow, in words.
+        lost_hosts: hosts whose nodes the job has lost.
+        engines: what the engines that run this node call the job and the node: by engine, by what it is.
     """
 
     failures: tuple[WorkerFailure, ...]
@@ -61,6 +63,8 @@ class FailureReport:
     reason: str = ""
     left_early: tuple[int, ...] = ()
     slow: tuple[str, ...] = ()
+    lost_hosts: tuple[str, ...] = ()
+    engines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def root_cause(self) -> WorkerFailure | None:
@@ -100,6 +104,8 @@ class FailureReport:
             "left_early": list(self.left_early),
             "log_folder": self.log_folder,
             "slow": list(self.slow),
+            "lost_hosts": list(self.lost_hosts),
+            "engines": {name: dict(ids) for name, ids in self.engines.items()},
         }
 
     @classmethod
@@ -115,6 +121,8 @@ class FailureReport:
             log_folder=record["log_folder"],
             reason=record["reason"],
             left_early=tuple(record.get("left_early", ())),
+            lost_hosts=tuple(record.get("lost_hosts", ())),
+            engines=record.get("engines", {}),
         )
 
     def text(self, width: int = 100, *, colour: bool = False) -> str:

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError
+from rallypoint.launch.avoidance import avoid_file
 
 from . import kubernetes, ray, slurm, ssh, template_files
-from .request import DEFAULT_NAME, USAGE, Request, read
+from .request import DEFAULT_NAME, USAGE, Request, avoided_list, read
 from .template import fill
 
 
@@ -73,7 +74,9 @@ def _hand_over(engine: str, text: str) -> NoReturn:
 def _fields(request: Request, env: Mapping[str, str]) -> Mapping[str, str]:
     match request.engine:
         case "slurm":
-            return slurm.fields(request, sys.executable)
+            listed = avoided_list(request)
+            avoided = avoid_file.read(Path(listed), "--avoid-hosts").hosts() if listed else ()
+            return slurm.fields(request, sys.executable, avoided)
         case "k8s":
             return kubernetes.fields(request)
         case "ssh":

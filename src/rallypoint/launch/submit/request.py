@@ -76,6 +76,8 @@ _OPTIONS = {
     "ray": (*_COMMON, "--nodes"),
 }
 _CLIENTS = {"slurm": "sbatch", "ray": "ray job submit"}
+# How such an engine is told that a host is not to be used.
+_DRAINS = {"k8s": "kubectl cordon NODE", "ray": "ray drain-node --node-id ID"}
 
 
 def read(words: Sequence[str]) -> Request:
@@ -161,6 +163,14 @@ def _check_words(words: Sequence[str], engine: str) -> None:
             problem = "only Slurm starts a job again"
             raise ConfigError("--requeue-on", given.values["--requeue-on"], problem)
         exit_codes(given.values["--requeue-on"], "--requeue-on")
+    if "--avoid-hosts" in given.values:
+        text = given.values["--avoid-hosts"]
+        if not text.strip():
+            hint = "is a variable of the shell not set?"
+            raise ConfigError("--avoid-hosts", text, "expected a file", hint)
+        if engine in {"k8s", "ray"}:
+            problem = f"{'Kubernetes' if engine == 'k8s' else 'Ray'} chooses the hosts itself"
+            raise ConfigError("--avoid-hosts", text, problem, _DRAINS[engine])
     if not given.target or not given.target[0]:
         hint = f"rally submit {engine} … -- [flags of rally run] train.py"
         raise ConfigError("submit", None, "no script given after --", hint)
@@ -204,6 +214,11 @@ def run_words(request: Request) -> tuple[str, ...]:
 def is_elastic(request: Request) -> bool:
     """Whether the job goes on without some of its nodes."""
     return nodes.is_range(flags.parse(run_words(request)).values.get("--nnodes", ""))
+
+
+def avoided_list(request: Request) -> str:
+    """The file that lists hosts to avoid; empty: there is none."""
+    return flags.parse(request.words).values.get("--avoid-hosts", "")
 
 
 def is_requeued(request: Request) -> bool:

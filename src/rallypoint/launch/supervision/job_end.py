@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from rallypoint import events
-from rallypoint._core import clock
+from rallypoint._core import clock, env as environment
+from rallypoint.launch.avoidance.trouble import Kind, Trouble
 from rallypoint.launch.config import LaunchConfig
 from rallypoint.launch.coordination.interface import Coordination
 from rallypoint.launch.output.report import FailureReport
 from rallypoint.launch.output.reportfiles import write_report
 from rallypoint.launch.output.run_folder import RunFolder
+from rallypoint.launch.placement import engine_ids
 from rallypoint.launch.policy import Aim, Phase
 from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
 
 from .causes import Causes, WhyFailed
+from .host_troubles import HostTroubles
 from .situation import Situation
 
 
@@ -36,6 +39,7 @@ class Outcome:
         first_rank: the rank of the first of them.
         generation: the last one.
         ends_job: whether the job has ended with this node, and does not go on without it.
+        troubles: what happened to hosts on the way.
     """
 
     aim: Aim
@@ -45,6 +49,7 @@ class Outcome:
     first_rank: int
     generation: int
     ends_job: bool
+    troubles: tuple[Trouble, ...] = ()
 
 
 class JobEnd:
@@ -56,6 +61,7 @@ class JobEnd:
         causes: what has gone wrong.
         now: the situation.
         slow_ranks: a line for each rank that was slow.
+        troubles: of hosts.
         say: prints a line for the user.
 
     Attributes:
@@ -71,6 +77,7 @@ class JobEnd:
         causes: Causes,
         now: Situation,
         slow_ranks: Callable[[], tuple[str, ...]],
+        troubles: HostTroubles,
         say: Callable[[str], None],
     ) -> None:
         self._config = config
@@ -78,6 +85,7 @@ class JobEnd:
         self._causes = causes
         self._now = now
         self._slow_ranks = slow_ranks
+        self._troubles = troubles
         self._say = say
         self.results: tuple[bytes, ...] = ()
         self.outcome: Outcome | None = None
@@ -125,6 +133,7 @@ class JobEnd:
             first_rank=self._first_rank,
             generation=state.generation,
             ends_job=bool(self.why()),
+            troubles=tuple(self._troubles.noted),
         )
 
     def tell(self, aim: Aim, cause: str) -> None:
@@ -173,6 +182,10 @@ class JobEnd:
             reason=why.reason,
             left_early=why.left_early,
             slow=self._slow_ranks(),
+            lost_hosts=tuple(
+                dict.fromkeys(e.host for e in self._troubles.noted if e.kind is Kind.LOST)
+            ),
+            engines=engine_ids.found(environment.snapshot()),
         )
         return write_report(folder, report)
 

@@ -11,6 +11,7 @@ from rallypoint.launch.coordination.interface import PeerEvent
 from rallypoint.launch.policy import Aim
 
 from .causes import Causes
+from .host_troubles import HostTroubles
 from .hung_workers import HungWorkers
 from .replacements import Replacements
 from .shared_stop import SharedStop
@@ -35,6 +36,7 @@ class PeerNews:
         shared_stop: a signal to all nodes.
         replacements: of workers in a session.
         hung: workers that do not move.
+        troubles: of hosts.
         say: prints a line for the user.
         decide: passes an event to the policy.
         all_reported: called when no more failures of other nodes are to come.
@@ -49,6 +51,7 @@ class PeerNews:
         shared_stop: SharedStop,
         replacements: Replacements,
         hung: HungWorkers,
+        troubles: HostTroubles,
         say: Callable[[str], None],
         decide: Callable[[policy.Event], None],
         all_reported: Callable[[], None],
@@ -59,6 +62,7 @@ class PeerNews:
         self._shared_stop = shared_stop
         self._replacements = replacements
         self._hung = hung
+        self._troubles = troubles
         self._say = say
         self._decide = decide
         self._all_reported = all_reported
@@ -121,6 +125,8 @@ class PeerNews:
         match event.what:
             case "lost":
                 note_lost(f"{event.reason}{self._lost_state}")
+                if not event.is_own and self._now.round is not None:
+                    self._troubles.note_loss(event.host, self._now.round.incident, event.reason)
                 self._decide(policy.PeerLost(node_rank, event.is_own))
             case "left out":
                 self._decide(policy.LeftOut())

@@ -136,6 +136,19 @@ def _place(variables: ClusterVariables) -> Placement | None:
     )
 
 
+def hosts_of_step(env: Mapping[str, str]) -> list[str]:
+    """The hosts of the step that this process is a task of; none if it is none.
+
+    Raises:
+        ConfigError: the variables cannot be right.
+    """
+    variables = ClusterVariables(env)
+    if not in_step(variables):
+        return []
+    named = variables.text("SLURM_STEP_NODELIST")
+    return [] if named is None else expand_nodelist(named.text, variable=named.name)
+
+
 def ends_with_a_node(srun: Sequence[str], env: Mapping[str, str]) -> str:
     """What to tell the user whose elastic job Slurm would end when it loses a node; empty if it would not.
 

@@ -1,0 +1,48 @@
+"""Whether the host of this node is on the list, and what follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rallypoint._core.host_name import host_name
+from rallypoint.errors import ConfigError
+from rallypoint.launch.config import LaunchConfig
+from rallypoint.launch.placement.clusters import slurm
+
+from . import avoid_file
+
+
+_FLAG = "--avoid-hosts"
+
+
+def is_left_out(config: LaunchConfig, env: Mapping[str, str], say: Callable[[str], None]) -> bool:
+    """Whether this node takes no part: its host is to be avoided, and the job can do without it.
+
+    Args:
+        config: of the job.
+        env: variables.
+        say: prints a line for the user.
+
+    Raises:
+        ConfigError: the list cannot be used, or leaves too few hosts.
+    """
+    assert config.avoid_hosts is not None
+    listed = avoid_file.read(Path(config.avoid_hosts), _FLAG)
+    least = config.min_nodes
+    if least is not None and least < config.num_nodes:
+        hosts = slurm.hosts_of_step(env)
+        left = sum(not listed.reason(each) for each in hosts)
+        if hosts and left < least:
+            problem = f"leaves {left} of the step's {len(hosts)} hosts, and --nnodes needs {least}"
+            hint = "remove the lines of hosts that work again"
+            raise ConfigError(_FLAG, config.avoid_hosts, problem, hint)
+    name = host_name()
+    why = listed.reason(name)
+    if not why:
+        return False
+    if least is None or least == config.num_nodes:
+        say(f"{name} is to be avoided ({why}), but this job needs all its hosts")
+        return False
+    say(f"{name} is left out ({_FLAG} {config.avoid_hosts}): {why}")
+    return True
