@@ -183,6 +183,25 @@ def test_a_function_and_a_script_on_two_raylets(driver: Driver) -> None:
     assert sum("was here" in line for line in lines) == 4, text
 
 
+def test_launch_subprocesses_on_two_raylets(driver: Driver) -> None:
+    lines = driver.run(
+        "from rallypoint import ray as ours\n"
+        "from rallypoint.launch import MultiprocessConfig, launch_subprocesses\n"
+        "cfg = MultiprocessConfig(world_size=4, local_world_size=2)\n"
+        "print('all', launch_subprocesses(total, cfg, 10.0, hosts=ours), flush=True)\n"
+        "cfg = MultiprocessConfig(world_size=3)\n"
+        "print('packed', launch_subprocesses(total, cfg, 10.0, hosts=ours), flush=True)\n"
+        "try:\n    launch_subprocesses(fails, cfg, hosts=ours.Bundles(flags=['--shutdown-timeout=2']))\n"
+        "except WorkersFailed as error:\n"
+        "    ids = error.report.engines['ray']\n"
+        "    print('root', error.report.root_cause.rank, len(ids['job']), len(ids['node']), flush=True)\n"
+    )
+    text = "\n".join(lines)
+    assert f"all {[(46.0, rank, 4) for rank in range(4)]}" in lines, text
+    assert f"packed {[(33.0, rank, 3) for rank in range(3)]}" in lines, text
+    assert "root 1 8 56" in lines, text
+
+
 def test_a_raylet_that_is_lost_and_one_that_comes(driver: Driver) -> None:
     begun = driver.start(
         "trainer = RallyTrainer(stays, args=['2'], num_nodes=(1, 2), flags=['--shutdown-timeout=2'])\n"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from rallypoint import ray
 from rallypoint.errors import ConfigError
-from rallypoint.launch import MultiprocessConfig
+from rallypoint.launch import MultiprocessConfig, host_functions, launch_subprocesses
 from rallypoint.launch.host_functions import host_launch
 from rallypoint.launch.hosts.call_files import Answer
 from rallypoint.launch.output.failure import Raised, WorkerFailure
 from rallypoint.launch.output.report import FailureReport
+from rallypoint.launch.worker import payload
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,33 @@ def test_hosts_and_sizes_that_contradict(
     with pytest.raises(ConfigError) as raised:
         host_launch(hosts, cfg)
     assert raised.value.field == field
+
+
+class Elsewhere:
+    """A cluster of a third party."""
+
+    def call_on_hosts(self, call: payload.Call, cfg: MultiprocessConfig) -> list[object]:
+        return [(call.func(*call.args, **call.kwargs), cfg.world_size)]
+
+
+def test_a_cluster_makes_the_call_itself() -> None:
+    cfg = MultiprocessConfig(world_size=3)
+    assert launch_subprocesses(int, cfg, "7", base=8, hosts=Elsewhere()) == [(7, 3)]
+    with pytest.raises(ConfigError, match="ssh_options.*has no effect on such hosts"):
+        launch_subprocesses(int, cfg, "7", hosts=Elsewhere(), ssh_options="-p 1")
+
+
+def test_the_module_for_ray_is_one() -> None:
+    assert isinstance(ray, host_functions.Cluster)
+    assert isinstance(ray.Bundles(), host_functions.Cluster)
+    for cfg in (MultiprocessConfig(), MultiprocessConfig(world_size=2, rank=1)):
+        with pytest.raises(ConfigError):
+            launch_subprocesses(int, cfg, hosts=ray)
+
+
+def test_rays_own_module_is_none() -> None:
+    with pytest.raises(ConfigError, match="from rallypoint import ray"):
+        launch_subprocesses(int, MultiprocessConfig(world_size=2), hosts=pytest)  # type: ignore[arg-type]
 
 
 def failure(rank: int, raised: Raised | None) -> WorkerFailure:

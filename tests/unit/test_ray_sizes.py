@@ -9,7 +9,7 @@ import pytest
 from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line import flags
 from rallypoint.ray.roster import Roster
-from rallypoint.ray.sizes import Meeting, sizes_from, words_of
+from rallypoint.ray.sizes import Meeting, Shape, shape_of, sizes_from, words_of
 
 
 def sizes(num_nodes: Any = 2, workers: int | None = None, resources: Any = None) -> Any:
@@ -100,3 +100,39 @@ def test_the_exit_code_of_the_job(ends: list[tuple[int, bool]], exit_code: int) 
         roster.end(index, code, worker_failed=failed)
     assert roster.done
     assert roster.exit_code == exit_code
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "nodes", "gpus", "expected"),
+    [
+        (4, None, None, 0, Shape(nodes=4, workers=1, strategy="PACK")),
+        (4, 2, None, 0, Shape(nodes=2, workers=2, strategy="STRICT_SPREAD")),
+        (8, None, None, 4, Shape(nodes=2, workers=4, strategy="STRICT_SPREAD")),
+        (None, 2, 3, 8, Shape(nodes=3, workers=2, strategy="STRICT_SPREAD")),
+        (None, None, 3, 0, Shape(nodes=3, workers=1, strategy="STRICT_SPREAD")),
+        (6, None, 3, 0, Shape(nodes=3, workers=2, strategy="STRICT_SPREAD")),
+        (1, None, None, 0, Shape(nodes=1, workers=1, strategy="PACK")),
+    ],
+)
+def test_bundles_of_a_function(
+    world: int | None, local: int | None, nodes: int | None, gpus: int, expected: Shape
+) -> None:
+    assert shape_of(world, local, nodes, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "nodes", "gpus", "error"),
+    [
+        (None, None, None, 0, "is not set, and no number of nodes either"),
+        (None, 2, None, 0, "is not set, and no number of nodes either"),
+        (5, 2, None, 0, "cannot be divided among nodes of 2 workers"),
+        (5, None, 2, 0, "cannot be divided among 2 nodes"),
+        (5, 2, 2, 0, "2 nodes of 2 workers have 4"),
+        (0, None, None, 0, "cannot be divided"),
+    ],
+)
+def test_bundles_that_cannot_be(
+    world: int | None, local: int | None, nodes: int | None, gpus: int, error: str
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        shape_of(world, local, nodes, gpus)

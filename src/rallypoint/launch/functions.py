@@ -23,7 +23,7 @@ from rallypoint.errors import ConfigError, LaunchError, RallyError, WorkersFaile
 from . import host_functions, multiprocess_config
 from .config import Job, LaunchConfig, LogConfig, RendezvousConfig, StartMethod, TargetKind
 from .coordination.interface import LoneNode, NodeFacts
-from .host_functions import HostLaunch
+from .host_functions import Cluster, HostLaunch
 from .multiprocess_config import LAUNCH_METHODS, MultiprocessConfig
 from .output.console import Console
 from .output.report import FailureReport
@@ -67,7 +67,7 @@ def launch_subprocesses(
     *args: Any,
     setup: Callable[[], object] | None = None,
     rank_offset: int = 0,
-    hosts: Sequence[str] = (),
+    hosts: Sequence[str] | Cluster = (),
     ssh_options: str = "",
     **kwargs: Any,
 ) -> list[T]:
@@ -96,6 +96,9 @@ def launch_subprocesses(
     and the call and its results travel through ssh. Functions and classes that are not from an installed package go
     by value. If this process ends, or the connection to it, the hosts end their workers.
 
+    With ``hosts=rallypoint.ray`` (the module), or ``hosts=rallypoint.ray.Bundles(…)``, the workers are on a Ray cluster, with
+    ``cfg.local_world_size`` of them on each node (docs/clusters/ray.md).
+
     Blocks: until all workers and their processes have ended.   Threads: may be called from any
     thread; signals are only noticed in the main thread, where Python delivers them.
     Signals: Ctrl-C is forwarded to the workers (a second one kills them), then KeyboardInterrupt is raised here. SIGTERM,
@@ -108,7 +111,7 @@ def launch_subprocesses(
             may configure logging, register a backend, or set variables that a backend reads.
         rank_offset: rank of the first worker.
         hosts: ``["a", "b:8"]``: the machines, ``b`` with 8 workers. For the others ``cfg.local_world_size`` counts, or an
-            equal share of ``cfg.world_size``.
+            equal share of ``cfg.world_size``. Or ``rallypoint.ray``.
         ssh_options: for ssh, as in a shell: ``"-p 2222 -i key"``.
         **kwargs: keyword arguments for ``func``.
     Returns:
@@ -125,8 +128,12 @@ def launch_subprocesses(
     if hosts:
         if rank_offset:
             raise ConfigError("rank_offset", rank_offset, "cannot be combined with hosts")
-        launch = host_functions.host_launch(hosts, cfg, ssh_options)
         call = payload.Call(func, args, kwargs, setup)
+        if isinstance(hosts, Cluster):
+            if ssh_options:
+                raise ConfigError("ssh_options", ssh_options, "has no effect on such hosts")
+            return hosts.call_on_hosts(call, cfg)
+        launch = host_functions.host_launch(hosts, cfg, ssh_options)
         _flush_streams()
         return _on_hosts(launch, call)
     if ssh_options:

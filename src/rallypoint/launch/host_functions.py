@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 
@@ -29,6 +29,14 @@ _log = logging.getLogger(__name__)
 
 # What each worker would import by itself.
 PRELOAD = ("cloudpickle", "rallypoint.launch.worker.payload", "rallypoint.parallel")
+
+
+@runtime_checkable
+class Cluster(Protocol):
+    """Something that has hosts of its own: :mod:`rallypoint.ray`, and its ``Bundles``."""
+
+    def call_on_hosts(self, call: payload.Call, cfg: MultiprocessConfig) -> list[Any]:
+        """Make a call on all workers; their results by rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +63,29 @@ def host_launch(hosts: Sequence[str], cfg: MultiprocessConfig, ssh_options: str 
     if isinstance(hosts, str):
         hint = f"hosts={hosts.split(',')!r}"
         raise ConfigError("hosts", hosts, "expected a sequence of hosts", hint)
+    if not hasattr(hosts, "__iter__"):
+        hint = "for a Ray cluster: from rallypoint import ray"
+        raise ConfigError("hosts", hosts, "expected a sequence of hosts", hint)
     if not all(str(each).strip() for each in hosts):
         raise ConfigError("hosts", hosts, "one of the names is empty", "leave it out")
     found = listing.read_list(",".join(map(str, hosts)), "hosts")
+    check_config(cfg)
+    sized = _sized(found, cfg)
+    world_size = sum(each.workers or 0 for each in sized)
+    if cfg.world_size not in {None, world_size}:
+        counts = ", ".join(f"{each.name}:{each.workers}" for each in sized)
+        problem = f"the hosts run {world_size} workers ({counts})"
+        raise ConfigError("world_size", cfg.world_size, problem)
+    cfg = replace(cfg, world_size=world_size, local_world_size=None)
+    return HostLaunch(hosts=sized, cfg=cfg, ssh_options=ssh_options)
+
+
+def check_config(cfg: MultiprocessConfig) -> None:
+    """Whether workers of other hosts can have such a config.
+
+    Raises:
+        ConfigError: they cannot.
+    """
     if LAUNCH_METHODS[cfg.launch_method] is StartMethod.FORK:
         raise ConfigError(
             "launch_method", "fork", "a fork of this process cannot run on other hosts"
@@ -69,14 +97,6 @@ def host_launch(hosts: Sequence[str], cfg: MultiprocessConfig, ssh_options: str 
     if cfg.init_method != "env://":
         hint = "leave it out; master_addr and master_port may be set"
         raise ConfigError("init_method", cfg.init_method, "expected env:// with hosts", hint)
-    sized = _sized(found, cfg)
-    world_size = sum(each.workers or 0 for each in sized)
-    if cfg.world_size not in {None, world_size}:
-        counts = ", ".join(f"{each.name}:{each.workers}" for each in sized)
-        problem = f"the hosts run {world_size} workers ({counts})"
-        raise ConfigError("world_size", cfg.world_size, problem)
-    cfg = replace(cfg, world_size=world_size, local_world_size=None)
-    return HostLaunch(hosts=sized, cfg=cfg, ssh_options=ssh_options)
 
 
 def _sized(hosts: Sequence[Host], cfg: MultiprocessConfig) -> tuple[Host, ...]:
@@ -167,6 +187,16 @@ def results(ended: Ended, launch: HostLaunch) -> list[Any]:
         raise LaunchError(why)
     found = [result for each in answers for result in each.results]
     assert len(found) == launch.cfg.world_size
+    return unpacked(found)
+
+
+def unpacked(found: Sequence[bytes]) -> list[Any]:
+    """The results of all ranks, in rank order, from their pickles.
+
+    Raises:
+        WorkersFailed: a worker has left none.
+        LaunchError: one cannot be unpickled here.
+    """
     silent = [rank for rank, data in enumerate(found) if not data]
     if silent:
         reason = f"rank {silent[0]} exited with code 0 before its function returned; does it call os._exit?"

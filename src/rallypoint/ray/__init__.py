@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rallypoint.errors import ConfigError
+from . import installation
+from .bundles import Bundles
 
 
 if TYPE_CHECKING:
+    from rallypoint.launch.multiprocess_config import MultiprocessConfig
+    from rallypoint.launch.worker import payload
+
     from .trainer import RallyTrainer
 
-__all__ = ["RallyTrainer"]
+__all__ = ["Bundles", "RallyTrainer"]
+
+
+def call_on_hosts(call: payload.Call, cfg: MultiprocessConfig) -> list[Any]:
+    """Makes this module an argument: ``launch_subprocesses(…, hosts=rallypoint.ray)``. See :class:`Bundles`."""
+    return Bundles().call_on_hosts(call, cfg)
 
 
 def __getattr__(name: str) -> Any:  # Any: the name above, loaded on first use
-    if name not in __all__:
+    if name != "RallyTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        import ray  # noqa: F401
-    except ImportError:
-        hint = "pip install 'rallypoint[ray]'"
-        raise ConfigError(
-            "rallypoint.ray", None, "needs Ray, which is not installed", hint
-        ) from None
-    from .trainer import RallyTrainer
-
-    return RallyTrainer
+    return installation.trainer_type()

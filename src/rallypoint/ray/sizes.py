@@ -82,6 +82,57 @@ def sizes_from(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """How the workers of a function launch are divided among bundles.
+
+    Args:
+        nodes: how many bundles.
+        workers: of each.
+        strategy: how Ray places them, if nobody says.
+    """
+
+    nodes: int
+    workers: int
+    strategy: str
+
+
+def shape_of(
+    world_size: int | None, local_world_size: int | None, num_nodes: int | None, gpus: int
+) -> Shape:
+    """The bundles that the sizes of a function launch ask for.
+
+    Args:
+        world_size: workers in all, if given.
+        local_world_size: workers of a node, if given.
+        num_nodes: how many, if given.
+        gpus: of a node; with 0, and without another size, each worker has a bundle of its own.
+
+    Raises:
+        ConfigError: sizes are missing, or contradict one another.
+    """
+    workers = local_world_size or gpus or None
+    if workers is None and num_nodes is not None and world_size is not None:
+        workers = _divided(world_size, num_nodes, f"{num_nodes} nodes")
+    strategy = STRATEGIES[0] if workers is not None or num_nodes is not None else "PACK"
+    workers = workers or 1
+    if num_nodes is None:
+        if world_size is None:
+            hint = "or hosts=ray.Bundles(num_nodes=2)"
+            raise ConfigError("world_size", None, "is not set, and no number of nodes either", hint)
+        num_nodes = _divided(world_size, workers, f"nodes of {workers} workers")
+    if world_size not in {None, num_nodes * workers}:
+        problem = f"{num_nodes} nodes of {workers} workers have {num_nodes * workers}"
+        raise ConfigError("world_size", world_size, problem)
+    return Shape(nodes=num_nodes, workers=workers, strategy=strategy)
+
+
+def _divided(world_size: int, among: int, whom: str) -> int:
+    if world_size % among or world_size < among:
+        raise ConfigError("world_size", world_size, f"cannot be divided among {whom}")
+    return world_size // among
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
     """Where the nodes meet: at a store that the driver serves.
 

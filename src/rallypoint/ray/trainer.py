@@ -118,6 +118,30 @@ class RallyTrainer:
             WorkersFailed: the job failed; the text is the report.
             LaunchError: it could not be run, or bundles were lost too often.
         """
+        parts = self._run()
+        if self._call is None:
+            return None
+        first = [each.results[0] for each in parts if each.results and each.first_rank == 0]
+        return payload.unpack_result(0, first[0]) if first else None
+
+    def fit_all(self) -> list[Any]:
+        """Run the job of a function.
+
+        Blocks: until it has ended and all its processes with it.
+        Returns:
+            What the function returned, by rank.
+        Raises:
+            ConfigError: the target is a script.
+            WorkersFailed: the job failed, or a worker's result is missing; the text is the report.
+            LaunchError: it could not be run, or bundles were lost too often.
+        """
+        if self._call is None:
+            raise ConfigError("target", self._given.target, "a script returns nothing", "use fit")
+        parts = sorted(self._run(), key=lambda each: each.first_rank)
+        return host_functions.unpacked([data for each in parts for data in each.results])
+
+    def _run(self) -> list[Answer]:
+        """Run the job. Returns what its nodes answered, if it ended well."""
         if not ray.is_initialized():
             ray.init()
         roster = Roster(self._sizes.most, self._max_losses)
@@ -131,7 +155,7 @@ class RallyTrainer:
             words = words_of(self._given, self._sizes, job.meet(shared), more)
             job.start(_orders(words, shared, len(call)), call)
             job.watch()
-            return _result(job, is_call=self._call is not None)
+            return _answers_of(job)
 
 
 def _orders(words: tuple[str, ...], shared: bytes, call_size: int) -> Orders:
@@ -270,7 +294,7 @@ class _Job:
                 self._store.close()
 
 
-def _result(job: _Job, *, is_call: bool) -> Any:
+def _answers_of(job: _Job) -> list[Answer]:
     if job.roster.exit_code:
         reports = [each.report for each in job.answers if each.report is not None]
         if not reports:
@@ -278,7 +302,4 @@ def _result(job: _Job, *, is_call: bool) -> Any:
             raise LaunchError(f"the job failed (exit code {code}); its output above says why")
         blaming = [each for each in reports if each["root_cause"] is not None]
         raise WorkersFailed(FailureReport.from_json((blaming or reports)[0]))
-    if not is_call:
-        return None
-    first = [each.results[0] for each in job.answers if each.results and each.first_rank == 0]
-    return payload.unpack_result(0, first[0]) if first else None
+    return job.answers
